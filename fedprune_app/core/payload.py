@@ -1,0 +1,83 @@
+"""The one currency of the system: named tensors with explicit masks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Payload:
+    """Named tensors and, for the pruned ones, a boolean mask of the same shape (True = kept).
+
+    A name without a mask is dense; a name that is absent was not sent. Tensors are zero where their mask is
+    False (:meth:`pruned` makes it so), but a zero is not thereby pruned: a weight just grown is 0 and kept.
+
+    Raises ``ValueError`` for a mask without tensor, of another shape, or not boolean.
+    """
+
+    tensors: Mapping[str, Tensor]
+    masks: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, mask in self.masks.items():
+            if name not in self.tensors:
+                raise ValueError(f"mask '{name}' has no tensor of that name")
+            if mask.dtype != torch.bool:
+                raise ValueError(f"mask '{name}' has dtype {mask.dtype}, allowed: torch.bool")
+            if mask.shape != self.tensors[name].shape:
+                shapes = f"{tuple(mask.shape)}, its tensor {tuple(self.tensors[name].shape)}"
+                raise ValueError(f"mask '{name}' has shape {shapes}")
+        object.__setattr__(self, "tensors", MappingProxyType(dict(self.tensors)))
+        object.__setattr__(self, "masks", MappingProxyType(dict(self.masks)))
+
+    @classmethod
+    def pruned(cls, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Payload:
+        """A payload of new tensors, zero wherever their mask is False."""
+        kept = {
+            name: torch.where(masks[name], tensor, 0) if name in masks else tensor.clone()
+            for name, tensor in tensors.items()
+        }
+        return cls(kept, {name: mask.clone() for name, mask in masks.items()})
+
+    def num_elements(self) -> int:
+        """Coordinates of all tensors, kept or not."""
+        return sum(tensor.numel() for tensor in self.tensors.values())
+
+    def num_kept(self) -> int:
+        """Coordinates that are kept: all of a dense tensor, the True ones of a masked tensor."""
+        return sum(
+            int(self.masks[name].sum()) if name in self.masks else tensor.numel()
+            for name, tensor in self.tensors.items()
+        )
+
+    def density(self) -> float:
+        """Kept share of all coordinates, in [0, 1]; an empty payload has density 1."""
+        total = self.num_elements()
+        return self.num_kept() / total if total else 1.0
+
+    def to_ndarrays(self) -> list[np.ndarray]:
+        """Values in the payload's order, then masks in theirs: the list a Flower ``NumPyClient`` passes."""
+        return [np.asarray(tensor.detach().cpu()) for tensor in self.tensors.values()] + [
+            np.asarray(mask.cpu()) for mask in self.masks.values()
+        ]
+
+    @classmethod
+    def from_ndarrays(
+        cls, arrays: Sequence[np.ndarray], names: Iterable[str], mask_names: Iterable[str] = ()
+    ) -> Payload:
+        """Inverse of :meth:`to_ndarrays`, given the names in order. Raises ``ValueError`` on a wrong count."""
+        names, mask_names = list(names), list(mask_names)
+        if len(arrays) != len(names) + len(mask_names):
+            expected = f"{len(names)} tensors and {len(mask_names)} masks"
+            raise ValueError(f"{len(arrays)} arrays do not make {expected}")
+        tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+        return cls(
+            dict(zip(names, tensors[: len(names)], strict=True)),
+            dict(zip(mask_names, tensors[len(names) :], strict=True)),
+        )
