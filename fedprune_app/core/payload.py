@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -60,6 +61,15 @@ class Payload:
         """Kept share of all coordinates, in [0, 1]; an empty payload has density 1."""
         total = self.num_elements()
         return self.num_kept() / total if total else 1.0
+
+    def digest(self) -> str:
+        """SHA-256, in hexadecimal, over names, dtypes, shapes, values and masks in the payload's order."""
+        total = hashlib.sha256()
+        for part, tensors in (("tensor", self.tensors), ("mask", self.masks)):
+            for name, tensor in tensors.items():
+                total.update(f"{part} {name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+                total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        return total.hexdigest()
 
     def to_ndarrays(self) -> list[np.ndarray]:
         """Values in the payload's order, then masks in theirs: the list a Flower ``NumPyClient`` passes."""

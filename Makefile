@@ -1,0 +1,46 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Python 3.11+ and make are all they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+DEV_STAMP := $(VENV)/.installed-dev
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: demo test test-all lint format benchmarks clean
+
+demo: $(STAMP)
+	$(BIN)/fedprune demo --out runs/demo
+
+test: $(DEV_STAMP)
+	$(BIN)/python -m pytest
+
+test-all: $(DEV_STAMP)
+	$(BIN)/python -m pytest -m ""
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV_STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+benchmarks: $(DEV_STAMP)
+	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+# torch first and exactly: a range would let the resolver take a newer build, with gigabytes of CUDA packages.
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMP): pyproject.toml | $(BIN)/python
+	$(PIP) install --quiet torch==2.13.0
+	$(PIP) install --quiet --editable .
+	touch $@
+
+$(DEV_STAMP): $(STAMP)
+	$(PIP) install --quiet --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

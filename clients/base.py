@@ -1,0 +1,206 @@
+"""The client half all systems share: state on disk, local training, evaluation of what is personal and received.
+
+Plain FedAvg is this class as it is. A system overrides what differs: where training starts (:meth:`begin`), what
+happens between epochs and after the last (:meth:`local_update`), what model it answers for (:meth:`personal_model`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.client import NumPyClient
+from torch import Tensor
+
+from clients.training import SGD, TrainingResult, evaluate, train
+from fedprune_app.config import Config
+from fedprune_app.core import rng
+from fedprune_app.core.flops import training_flops
+from fedprune_app.core.payload import Payload
+from fedprune_app.data.datasets import load_dataset
+from fedprune_app.data.splits import DataConfig, client_data, label_counts
+from fedprune_app.engine.store import State, VersionedStore, grouped, replace_file
+from fedprune_app.models import vision
+from fedprune_app.models.initial import initial_model, shared_names
+
+NDArrays = list[np.ndarray[Any, Any]]
+_NO_STATE = State()
+
+
+@dataclass(frozen=True)
+class Update:
+    """The outcome of a local update: what is sent, what is kept, and how training went."""
+
+    payload: Payload
+    state: State
+    training: TrainingResult
+    masks: Mapping[str, Tensor] = field(default_factory=dict)  # that training ran under, for its FLOPs
+
+
+def data_config(config: Config) -> DataConfig:
+    """The part of the configuration that determines every client's data."""
+    names = DataConfig.__dataclass_fields__
+    return DataConfig(**{name: getattr(config, name) for name in names})
+
+
+class FederatedClient(NumPyClient):
+    """One client of partition ``partition`` out of ``num_partitions``, with its state below ``state_dir``.
+
+    The initial model is the same on every client and the server: it is drawn from the run's seed alone.
+    """
+
+    def __init__(self, config: Config, partition: int, num_partitions: int, state_dir: Path) -> None:
+        self.config = config
+        self.partition = partition
+        self.num_partitions = num_partitions
+        self.data_config = data_config(config)
+        self.store = VersionedStore(state_dir / f"{partition:05d}")
+        self.dataset = load_dataset(config.dataset, config.data_dir, config.download)
+        self.data = client_data(self.data_config, partition, num_partitions)
+        cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+        self.device = torch.device("cuda" if cuda else "cpu")
+        shape, num_classes = self.dataset.image_shape, self.dataset.num_classes
+        self.model = initial_model(config.model, config.dataset, shape, num_classes, init=config.init, seed=config.seed)
+        self.shared = shared_names(self.model, config.batch_norm)
+        self.prunable = vision.prunable_names(self.model)
+
+    # --- what a system says -------------------------------------------------------------------------------------
+
+    def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
+        """The tensors local training starts from: what was received, and what is the client's own (local norms)."""
+        return {**state.group("weights"), **received.tensors}
+
+    def masks(self, state: State) -> dict[str, Tensor]:
+        """The client's masks; none for dense systems."""
+        return {}
+
+    def local_update(self, received: Payload, state: State, round: int) -> Update:
+        """Train from :meth:`begin`, send the shared tensors, keep all of them."""
+        vision.load_state_tensors(self.model, self.begin(received, state))
+        result = self.train(round)
+        tensors = vision.state_tensors(self.model, include_buffers=True)
+        payload = Payload({name: tensors[name] for name in self.shared})
+        return Update(payload, State(grouped(weights=tensors)), result)
+
+    def personal_model(self, received: Payload, state: State) -> dict[str, Tensor]:
+        """The model the client answers for: its last local one, or where training would start if it never trained."""
+        return state.group("weights") or self.begin(received, state)
+
+    # --- local work ---------------------------------------------------------------------------------------------
+
+    def train(self, round: int, **how: Any) -> TrainingResult:
+        """The one local training loop, with this run's settings and this (client, round)'s randomness."""
+        config = self.config
+        sgd = SGD(
+            learning_rate=config.learning_rates[round],
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            batch_size=config.batch_size,
+            epochs=config.local_epochs,
+            max_grad_norm=config.max_grad_norm or None,
+        )
+        draw = rng.generator(config.seed, "train", self.partition, round)
+        images, labels = self.data.train_images, self.data.train_labels
+        return train(self.model, images, labels, sgd, rng=draw, device=self.device, **how)
+
+    def accuracy(self, split: str) -> float | None:
+        """Accuracy in [0, 1] of the model as it is on ``validation`` or ``test``; None for an empty split."""
+        images, labels = getattr(self.data, f"{split}_images"), getattr(self.data, f"{split}_labels")
+        if len(labels) == 0:
+            return None
+        result = evaluate(self.model, images, labels, device=self.device)
+        return result.correct / result.total
+
+    def density(self, masks: Mapping[str, Tensor]) -> float:
+        """Kept share of all parameters, unpruned biases and norms included."""
+        return Payload(vision.state_tensors(self.model), masks).density()
+
+    # --- Flower's NumPyClient -----------------------------------------------------------------------------------
+
+    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Who this client is: its partition, its data's shape and label counts."""
+        counts = label_counts(self.data_config, self.partition, self.num_partitions)
+        return {
+            "partition": self.partition,
+            "num-examples": len(self.data.train_labels),
+            "image-shape": list(self.dataset.image_shape),
+            "num-classes": self.dataset.num_classes,
+            **{f"labels-{part}": [int(n) for n in values] for part, values in counts.items()},
+        }
+
+    def fit(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[NDArrays, int, dict[str, Any]]:
+        """Load the state, update it, save it, and only then reply.
+
+        A round that is asked for again (a resumed run) starts from the state before it, so it gives the same reply.
+        """
+        started = time.monotonic()
+        round = int(config["round"])
+        found = self.store.load(before=round)
+        update = self.local_update(_received(parameters, config), found[1] if found else _NO_STATE, round)
+        self.store.save(round, update.state)
+        num_examples = len(self.data.train_labels)
+        metrics = {
+            "loss": update.training.loss_mean,
+            "density": self.density(self.masks(update.state)),
+            "flops": training_flops(
+                self.model, self.dataset.image_shape, num_examples * self.config.local_epochs, update.masks
+            ),
+            "seconds": time.monotonic() - started,
+            **payload_names(update.payload),
+        }
+        return update.payload.to_ndarrays(), num_examples, metrics
+
+    def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+        """Accuracies of the personal, received and global model, on this client's own data."""
+        received = _received(parameters, config)
+        found = self.store.load(before=int(config["round"]) + 1)
+        state = found[1] if found else _NO_STATE
+        masks = self.masks(state)
+        personal = Payload(self.personal_model(received, state), masks)
+        metrics: dict[str, Any] = {"digest": personal.digest(), "density": self.density(masks)}
+        for name in self.prunable:
+            metrics[f"density/{name}"] = float(masks[name].double().mean()) if name in masks else 1.0
+        scores = self._personal_scores(personal, metrics["digest"])
+        if received.tensors:
+            begin = self.begin(received, state)
+            scores["accuracy-received"] = self._test(begin)
+            own = {**begin, **received.tensors}
+            pruned = any(not bool(mask.all()) for mask in masks.values())
+            scores["accuracy-global"] = self._test(own) if pruned else scores["accuracy-received"]
+        metrics |= {name: score for name, score in scores.items() if score is not None}
+        return 0.0, len(self.data.test_labels), metrics
+
+    def _test(self, tensors: Mapping[str, Tensor]) -> float | None:
+        vision.load_state_tensors(self.model, tensors)
+        return self.accuracy("test")
+
+    def _personal_scores(self, personal: Payload, digest: str) -> dict[str, float | None]:
+        """Scores of the personal model, from disk if it has not changed since it was last tested."""
+        cache = self.store.folder / "scores.json"
+        try:
+            known = json.loads(cache.read_text())
+            if known["digest"] == digest:
+                return dict(known["scores"])
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # not tested yet, or the file is damaged: test
+        scores = {
+            "accuracy-personal": self._test(personal.tensors),
+            "accuracy-validation": self.accuracy("validation"),
+        }
+        replace_file(cache, json.dumps({"digest": digest, "scores": scores}).encode())
+        return scores
+
+
+def payload_names(payload: Payload) -> dict[str, list[str]]:
+    """The names that a list of ndarrays lacks, to travel beside it."""
+    return {"tensor-names": list(payload.tensors), "mask-names": list(payload.masks)}
+
+
+def _received(parameters: NDArrays, config: Mapping[str, Any]) -> Payload:
+    return Payload.from_ndarrays(parameters, config["tensor-names"], config["mask-names"])

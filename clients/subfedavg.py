@@ -1,0 +1,77 @@
+"""Sub-FedAvg (Un), the client half: train the received model under the client's mask, then perhaps prune further.
+
+Vahidian, Morafah, Lin, "Personalized Federated Learning by Structured and Unstructured Pruning under Data
+Heterogeneity", ICDCS workshops 2021, Algorithm 1, lines 11 to 18. Where the text and the released code differ, the code
+is followed, but for the gate: the code decides on test data, here validation data decides (``subfedavg.gate-split``).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from clients.base import FederatedClient, Update
+from fedprune_app.core.masks import full_masks, mask_distance, prune_percent
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine.store import State, grouped
+from fedprune_app.models import vision
+
+
+class SubFedAvgClient(FederatedClient):
+    """Keeps a mask for each convolution and linear weight, all ones at first; biases and norms are never pruned."""
+
+    def masks(self, state: State) -> dict[str, Tensor]:
+        tensors = vision.state_tensors(self.model)
+        return state.group("masks") or full_masks({name: tensors[name].shape for name in self.prunable})
+
+    def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
+        """``θ_k ← θ_g ⊙ m_k``; biases as received."""
+        start = super().begin(received, state)
+        return start | {name: start[name] * mask for name, mask in self.masks(state).items()}
+
+    def local_update(self, received: Payload, state: State, round: int) -> Update:
+        options = self.config.subfedavg
+        mask = self.masks(state)
+        vision.load_state_tensors(self.model, self.begin(received, state))
+
+        mask_first_epoch = mask
+
+        def after_epoch(epoch: int) -> None:
+            nonlocal mask_first_epoch
+            if epoch == 0:
+                mask_first_epoch = prune_percent(self._weights(), mask, options.prune_step)  # m^{fe}, line 5
+
+        result = self.train(round, masks=mask, after_epoch=after_epoch)
+
+        mask_last_epoch = prune_percent(self._weights(), mask, options.prune_step)  # m^{le}, line 6
+        distance = mask_distance(mask_first_epoch, mask_last_epoch)  # Δ, line 13; 0 with one local epoch
+        pruned = 100 * (1 - self.density(mask))
+        tensors = vision.state_tensors(self.model, include_buffers=True)
+        # line 14: far enough apart, target not yet reached, and accurate enough with the new mask
+        if distance > options.mask_distance and pruned < options.target_rate:
+            new_mask = self._towards_target(mask, mask_last_epoch, pruned)
+            candidate = tensors | {name: tensors[name] * m for name, m in new_mask.items()}
+            vision.load_state_tensors(self.model, candidate)
+            accuracy = self.accuracy(options.gate_split)
+            if accuracy is not None and 100 * accuracy > options.accuracy_threshold:
+                tensors, mask_kept = candidate, new_mask  # line 15: θ ⊙ m^{le}
+            else:
+                mask_kept = mask
+        else:
+            mask_kept = mask
+        payload = Payload({name: tensors[name] for name in self.shared}, mask_kept)
+        return Update(payload, State(grouped(weights=tensors, masks=mask_kept)), result, masks=mask)
+
+    def _weights(self) -> dict[str, Tensor]:
+        tensors = vision.state_tensors(self.model)
+        return {name: tensors[name] for name in self.prunable}
+
+    def _towards_target(
+        self, mask: dict[str, Tensor], full_step: dict[str, Tensor], pruned: float
+    ) -> dict[str, Tensor]:
+        """The mask of a full step, or of the smaller last one: at most what is missing, and the released code's cap."""
+        options = self.config.subfedavg
+        missing = options.target_rate - pruned
+        if missing >= options.prune_step:
+            return full_step
+        percent = min(missing / (100 - pruned) * 100, options.final_step_cap)
+        return prune_percent(self._weights(), mask, percent)

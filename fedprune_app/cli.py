@@ -1,0 +1,243 @@
+"""The ``fedprune`` command: what Flower's own command line does not do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedprune_app.config import (
+    DEFAULTS,
+    HELP,
+    Config,
+    ConfigError,
+    Scalar,
+    parse_config,
+    parse_override,
+    read_toml,
+)
+from fedprune_app.launch import LaunchError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train, prune and compare personalised federated models.",
+)
+console = Console(stderr=True)
+_CORES = os.cpu_count() or 1
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, see `list --keys`.")]
+Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
+Workers = Annotated[int, typer.Option("--workers", help="Clients that train at the same time (ray).")]
+Engine = Annotated[str, typer.Option("--engine", help="ray, or inprocess for debugging.")]
+
+
+def _absolute(values: dict[str, Scalar]) -> dict[str, Scalar]:
+    """Paths given on the command line are relative to where it was typed."""
+    for key in ("data-dir", "state-dir"):
+        if isinstance(given := values.get(key), str) and given:
+            values[key] = str(Path(given).expanduser().resolve())
+    return values
+
+
+def _values(file: Path | None, overrides: list[str] | None) -> dict[str, Scalar]:
+    values = read_toml(file) if file else {}
+    values.update(parse_override(text) for text in overrides or [])
+    return _absolute(values)
+
+
+def _placed(values: dict[str, Scalar], out: Path, resume: bool) -> Config:
+    """The configuration of a run in folder ``out``; a folder that holds a run is never written over."""
+    from fedprune_app.registry import check_names
+
+    folder = out.expanduser().resolve()
+    exists = (folder / "run.json").exists()
+    if exists and not resume:
+        raise ConfigError(f"--out {str(out)!r} already holds a run, allowed: a new folder, or --resume")
+    if resume and not exists:
+        raise ConfigError(f"--out {str(out)!r} holds no run to resume")
+    if resume:
+        recorded = json.loads((folder / "run.json").read_text())["config"]
+        values = {**recorded, **values, "resume-from": str(folder)}
+    return check_names(parse_config({**values, "out-dir": str(folder)}))
+
+
+@app.command()
+def run(
+    overrides: Overrides = None,
+    config: Annotated[Path | None, typer.Option("-c", "--config", help="A run-config file.")] = None,
+    out: Out = Path("runs/latest"),
+    clients: Annotated[int, typer.Option("--clients", help="How many clients to simulate.")] = 20,
+    workers: Workers = _CORES,
+    engine: Engine = "ray",
+    superlink: Annotated[str, typer.Option("--superlink", help="A connection of Flower's: real nodes.")] = "",
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+) -> None:
+    """Run one federation and leave a run folder."""
+    from fedprune_app.experiment import Placement, Session
+
+    settings = _placed(_values(config, overrides), out, resume)
+    with Session(Placement(engine, clients, workers, superlink), console) as session:
+        info = session.run(settings, Path(settings.out_dir))
+    console.print(f"[green]completed[/] {info['rounds_completed']} rounds in {info['seconds']:.0f} s")
+    console.print(f"final models: sha256 {info['final_sha256'][:16]}…  results: {out}", highlight=False)
+
+
+@app.command()
+def sweep(
+    matrix: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="Systems x datasets x seeds.")],
+    overrides: Overrides = None,
+    out: Out = Path("runs/sweep"),
+    clients: Annotated[int | None, typer.Option("--clients", help="How many clients; the file may say.")] = None,
+    workers: Workers = _CORES,
+    engine: Engine = "ray",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where a sweep stopped.")] = False,
+) -> None:
+    """Run a matrix of experiments; finished runs are skipped. One table: markdown, csv, LaTeX."""
+    from fedprune_app.experiment import Placement, Session
+    from fedprune_app.results.reader import load_run
+    from fedprune_app.results.tables import write_tables
+    from fedprune_app.sweep import is_complete, read_matrix
+
+    read = read_matrix(matrix)
+    out = out.expanduser().resolve()
+    if out.exists() and any(out.iterdir()) and not resume:
+        raise ConfigError(f"--out {str(out)!r} is not empty, allowed: a new folder, or --resume")
+    cells = read.cells(out, _absolute(dict(parse_override(text) for text in overrides or [])), resume)
+    placement = Placement(engine, clients or read.num_clients or 20, workers)
+    failed = []
+    with Session(placement, console) as session:
+        for number, cell in enumerate(cells, start=1):
+            folder = out / cell.name
+            if is_complete(folder):
+                console.print(f"({number}/{len(cells)}) {cell.name}: finished before", highlight=False)
+                continue
+            console.print(f"({number}/{len(cells)}) {cell.name}", highlight=False)
+            try:
+                session.run(cell.config, folder)
+            except LaunchError as error:
+                failed.append(cell.name)
+                console.print(f"[red]failed[/] {cell.name}: {error}", highlight=False)
+    done = [load_run(out / cell.name) for cell in cells if is_complete(out / cell.name)]
+    if done:
+        for path in write_tables(done, out):
+            console.print(f"table: {path}", highlight=False)
+    if failed:
+        raise LaunchError(f"{len(failed)} of {len(cells)} runs failed: {', '.join(failed)}")
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders of them.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The HTML file.")] = Path("report.html"),
+) -> None:
+    """Compare runs in one self-contained HTML file."""
+    from fedprune_app.results.report import write_report
+
+    found = [each for folder in folders for each in _run_folders(folder)]
+    write_report(found, output)
+    console.print(f"report of {len(found)} runs: {output.resolve()}", highlight=False)
+
+
+def _run_folders(folder: Path) -> list[Path]:
+    if (folder / "run.json").exists():
+        return [folder]
+    below = sorted(path.parent for path in folder.glob("*/run.json"))
+    if not below:
+        raise ConfigError(f"{str(folder)!r} is no run folder, nor does it hold any (no run.json)")
+    return below
+
+
+@app.command(name="list")
+def list_(
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+    keys: Annotated[bool, typer.Option("--keys", help="All settings with their defaults.")] = False,
+) -> None:
+    """What there is to choose: systems, datasets, partitions, models."""
+    from fedprune_app.data.datasets import DATASETS
+    from fedprune_app.data.partitions import PARTITIONS
+    from fedprune_app.models.vision import MODELS
+    from fedprune_app.registry import SYSTEMS
+
+    kinds = {
+        "systems": {name: system.summary for name, system in SYSTEMS.items()},
+        "datasets": dict(DATASETS),
+        "partitions": dict(PARTITIONS),
+        "models": dict(MODELS),
+    }
+    settings = {key: {"default": default, "help": HELP[key]} for key, default in DEFAULTS.items()}
+    if as_json:
+        typer.echo(json.dumps({**kinds, "keys": settings}, indent=1))
+        return
+    out = Console()
+    table = Table(box=None, pad_edge=False, show_header=keys)
+    if keys:
+        for title in ("key", "default", "meaning"):
+            table.add_column(title, no_wrap=title != "meaning")
+        for key, default in DEFAULTS.items():
+            table.add_row(key, json.dumps(default), HELP[key])
+    else:
+        for kind, entries in kinds.items():
+            table.add_row(f"[bold]{kind}[/]", "")
+            for name, line in entries.items():
+                table.add_row(f"  {name}", line)
+    out.print(table)
+
+
+@app.command()
+def demo(
+    out: Out = Path("runs/demo"),
+    workers: Workers = _CORES,
+) -> None:
+    """Standalone, FedAvg and Sub-FedAvg on the embedded digits, and the report that compares them."""
+    import shutil
+
+    from fedprune_app.demo import DEMO_CLIENTS, demo_settings
+    from fedprune_app.experiment import Placement, Session
+    from fedprune_app.results.report import write_report
+
+    folders = []
+    with Session(Placement("ray", DEMO_CLIENTS, workers), console) as session:
+        for system in ("standalone", "fedavg", "subfedavg"):
+            folder = (out / system).resolve()
+            if (folder / "run.json").exists():
+                shutil.rmtree(folder)  # the demo's own folder, from an earlier demo
+            session.run(_placed(demo_settings(system), folder, resume=False), folder)
+            folders.append(folder)
+    page = out.resolve() / "report.html"
+    write_report(folders, page)
+    console.print(f"[green]done[/]: open {page}", highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    """Entry point: user errors are one line and exit code 2, failed runs one line and exit code 1."""
+    logging.basicConfig(level=os.environ.get("FEDPRUNE_LOG", "ERROR"), format="%(levelname)s %(message)s")
+    try:
+        app()
+    except LaunchError as error:
+        console.print(f"[red]failed:[/] {_escaped(error)}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except ValueError as error:
+        console.print(f"[red]error:[/] {_escaped(error)}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        console.print("[yellow]interrupted[/]")
+        sys.exit(130)
+
+
+def _escaped(error: Exception) -> str:
+    from rich.markup import escape
+
+    return escape(" ".join(str(error).split()))
+
+
+if __name__ == "__main__":
+    main()

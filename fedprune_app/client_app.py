@@ -1,0 +1,60 @@
+"""The ClientApp: unpack a message, call the system's client, pack the reply."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, Context, Message
+from flwr.clientapp import ClientApp
+
+from clients.base import FederatedClient, payload_names
+from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine import wire
+from fedprune_app.registry import SYSTEMS, check_names
+from fedprune_app.run_folder import client_state_folder
+
+app = ClientApp()
+
+_MAX_PAYLOAD_BYTES = 2**33  # what a client accepts from its server
+
+
+def _client(context: Context) -> FederatedClient:
+    config = check_names(parse_config(context.run_config))
+    torch.set_num_threads(config.num_threads)
+    partition, num_partitions = (context.node_config.get(key) for key in ("partition-id", "num-partitions"))
+    if not isinstance(partition, int) or not isinstance(num_partitions, int) or not 0 <= partition < num_partitions:
+        given = f"partition-id={partition!r}, num-partitions={num_partitions!r}"
+        raise ConfigError(f"node-config has {given}, allowed: whole numbers, 0 <= partition-id < num-partitions")
+    folder = client_state_folder(config, context.run_id)
+    return SYSTEMS[config.system].client(config, partition, num_partitions, folder)
+
+
+def _unpack(message: Message) -> tuple[list[Any], dict[str, Any]]:
+    payload = wire.payload_of(message.content, _MAX_PAYLOAD_BYTES)
+    return payload.to_ndarrays(), {**wire.fields_of(message.content), **payload_names(payload)}
+
+
+@app.query()
+def query(message: Message, context: Context) -> Message:
+    """Who is there: the answer to the server's first message."""
+    properties = _client(context).get_properties(wire.fields_of(message.content))
+    return Message(wire.pack(None, properties), reply_to=message)
+
+
+@app.train()
+def train(message: Message, context: Context) -> Message:
+    """One local update."""
+    arrays, num_examples, metrics = _client(context).fit(*_unpack(message))
+    names = metrics.pop("tensor-names"), metrics.pop("mask-names")
+    payload = Payload.from_ndarrays(arrays, *names)
+    encoded: ArrayRecord | None = wire.to_arrays(payload) if payload.tensors else None
+    return Message(wire.pack(encoded, {**metrics, "num-examples": num_examples}), reply_to=message)
+
+
+@app.evaluate()
+def evaluate(message: Message, context: Context) -> Message:
+    """Accuracies on the client's own data."""
+    _, num_examples, metrics = _client(context).evaluate(*_unpack(message))
+    return Message(wire.pack(None, {**metrics, "num-examples": num_examples}), reply_to=message)

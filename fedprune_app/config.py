@@ -1,0 +1,249 @@
+"""The run configuration: flat kebab-case keys, parsed once per side into frozen dataclasses.
+
+Every option is declared once, below, with its default, its range and one line of help. A wrong value is a
+:class:`ConfigError` of one line that names the key, the value and what is allowed. A leaf of the house: it imports
+nothing of ours, and everything above ``core`` may import it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+Scalar = bool | int | float | str
+T = TypeVar("T")
+
+
+class ConfigError(ValueError):
+    """A value in the configuration that cannot be; the message is one line for the user."""
+
+
+def option(
+    default: Scalar,
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    least: float | None = None,
+    most: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """Declare one option: ``least``/``most`` are inclusive bounds, ``above``/``below`` exclusive ones."""
+    limits = {"choices": choices, "least": least, "most": most, "above": above, "below": below}
+    return field(default=default, metadata={"help": help, **limits})
+
+
+@dataclass(frozen=True)
+class SubFedAvgOptions:
+    """Sub-FedAvg (Un); names and values as in the paper's section 4 and the released code."""
+
+    target_rate: float = option(50.0, "percent of all parameters to prune in the end", least=0, below=100)
+    prune_step: float = option(10.0, "percent of the remaining weights pruned at a time (r_us)", above=0, below=100)
+    final_step_cap: float = option(5.0, "most percent pruned by the last step before the target", above=0)
+    accuracy_threshold: float = option(50.0, "percent accuracy below which a client does not prune", least=0, most=100)
+    mask_distance: float = option(1e-4, "least distance of the masks after the first and last epoch", least=0, most=1)
+    gate_split: str = option(
+        "validation",
+        "data that decides whether to prune; 'test' is what the released code does",
+        choices=("validation", "test"),
+    )
+
+
+@dataclass(frozen=True)
+class Config:
+    """One run, resolved. Field ``learning_rate`` is the key ``learning-rate``; tables of systems are fields."""
+
+    system: str = option("subfedavg", "which system to run (see `fedprune list`)")
+    dataset: str = option("digits", "which data (see `fedprune list`)")
+    data_dir: str = option("", "folder of the data; not needed for digits")
+    download: bool = option(False, "download a torchvision dataset into data-dir when it is missing")
+    partition: str = option("shards", "how the training data is dealt to the clients (see `fedprune list`)")
+    shard_size: int = option(0, "samples per shard; 0 deals out all the data in equal shards", least=0)
+    shards_per_client: int = option(2, "shards per client", least=1)
+    classes_per_client: int = option(2, "classes per client for partition 'classes'", least=1)
+    class_assignment: str = option(
+        "cyclic", "which classes a client gets for partition 'classes'", choices=("cyclic", "random")
+    )
+    dirichlet_alpha: float = option(0.3, "concentration of the Dirichlet partitions", above=0)
+    validation_fraction: float = option(0.1, "share of a client's training data held out", least=0, below=1)
+    test_split: str = option("labels", "test data of a client", choices=("labels", "proportional", "holdout"))
+    test_fraction: float = option(0.3, "share tested on when test-split is 'holdout'", above=0, below=1)
+    model: str = option("auto", "which network; 'auto' takes the dataset's (see `fedprune list`)")
+    init: str = option(
+        "default",
+        "initial weights: PyTorch's, or the released Sub-FedAvg code's",
+        choices=("default", "subfedavg"),
+    )
+    batch_norm: str = option(
+        "averaged",
+        "BatchNorm scales and statistics: averaged by the server, or kept local and never sent",
+        choices=("averaged", "local"),
+    )
+    num_server_rounds: int = option(20, "communication rounds", least=1)
+    fraction_train: float = option(0.5, "share of the clients sampled per round", above=0, most=1)
+    local_epochs: int = option(5, "epochs of local training per round", least=1)
+    batch_size: int = option(10, "samples per local step", least=1)
+    learning_rate: float = option(0.01, "local learning rate in round 1", above=0)
+    lr_decay: float = option(1.0, "factor on the learning rate per round", above=0, most=1)
+    momentum: float = option(0.5, "SGD momentum", least=0, below=1)
+    weight_decay: float = option(0.0, "SGD weight decay", least=0)
+    max_grad_norm: float = option(0.0, "clip the gradient's global norm to this; 0 does not clip", least=0)
+    seed: int = option(0, "everything random derives from it", least=0, most=2**53)
+    evaluate_every: int = option(5, "evaluate all clients every so many rounds; 0 only after the last", least=0)
+    deadline_seconds: float = option(600.0, "a round waits this long for replies", above=0)
+    startup_seconds: float = option(300.0, "the run waits this long for its clients to come up", above=0)
+    min_replies: int = option(1, "a round with fewer good replies stops the run", least=1)
+    out_dir: str = option("", "run folder, absolute; empty: ~/fedprune-runs/<run id>")
+    state_dir: str = option("", "folder of the clients' state, absolute; empty: <run folder>/clients")
+    resume_from: str = option("", "run folder to continue")
+    device: str = option("auto", "where clients train; 'auto' takes CUDA when present", choices=("auto", "cpu", "cuda"))
+    num_threads: int = option(1, "torch threads per client; a different number changes float sums", least=1)
+    tracking: str = option("none", "also write TensorBoard files", choices=("none", "tensorboard"))
+    subfedavg: SubFedAvgOptions = field(default_factory=SubFedAvgOptions)
+
+    @property
+    def learning_rates(self) -> _LearningRates:
+        """``config.learning_rates[t]`` is the local learning rate of round ``t`` (1-based)."""
+        return _LearningRates(self.learning_rate, self.lr_decay)
+
+    def to_dict(self) -> dict[str, Scalar]:
+        """The flat kebab-case form, every key present."""
+        return {key: value for key, (value, _) in _declared(self).items()}
+
+
+@dataclass(frozen=True)
+class _LearningRates:
+    first: float
+    decay: float
+
+    def __getitem__(self, round: int) -> float:
+        return self.first * self.decay ** (round - 1)
+
+
+def _declared(config: Config) -> dict[str, tuple[Scalar, Mapping[str, Any]]]:
+    """Key → (value, metadata) of every option, tables as ``table.key``."""
+    declared: dict[str, tuple[Scalar, Mapping[str, Any]]] = {}
+    for item in fields(config):
+        value = getattr(config, item.name)
+        if hasattr(value, "__dataclass_fields__"):
+            for sub in fields(value):
+                key = f"{item.name}.{sub.name.replace('_', '-')}"
+                declared[key] = (getattr(value, sub.name), sub.metadata)
+        else:
+            declared[item.name.replace("_", "-")] = (value, item.metadata)
+    return declared
+
+
+DEFAULTS: dict[str, Scalar] = Config().to_dict()
+HELP: dict[str, str] = {key: meta["help"] for key, (_, meta) in _declared(Config()).items()}
+
+
+def _check(key: str, value: Any, default: Scalar, meta: Mapping[str, Any]) -> Scalar:
+    kind = type(default)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not kind:
+        names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+        raise ConfigError(f"{key} is {value!r}, allowed: {names[kind]}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key} is {value!r}, allowed: a finite number")
+    if meta["choices"] and value not in meta["choices"]:
+        raise ConfigError(f"{key} is {value!r}, allowed: {', '.join(meta['choices'])}")
+    bounds = [
+        (f"at least {meta['least']}", meta["least"] is None or value >= meta["least"]),
+        (f"above {meta['above']}", meta["above"] is None or value > meta["above"]),
+        (f"at most {meta['most']}", meta["most"] is None or value <= meta["most"]),
+        (f"below {meta['below']}", meta["below"] is None or value < meta["below"]),
+    ]
+    if not all(holds for _, holds in bounds):
+        allowed = " and ".join(text for text, _ in bounds if "None" not in text)
+        raise ConfigError(f"{key} is {value!r}, allowed: {allowed}")
+    assert isinstance(value, Scalar)
+    return value
+
+
+def parse_config(values: Mapping[str, Any]) -> Config:
+    """The configuration that flat ``values`` describe; missing keys take their defaults.
+
+    Raises :class:`ConfigError` for an unknown key, a wrong type, or a value out of range. Names of systems, datasets,
+    partitions and models are checked where these are registered.
+    """
+    declared = _declared(Config())
+    for key in values:
+        if key not in declared:
+            close = difflib.get_close_matches(key, declared, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "see `fedprune list --keys`"
+            raise ConfigError(f"unknown key {key!r}: {hint}")
+    checked = {key: _check(key, values.get(key, default), default, meta) for key, (default, meta) in declared.items()}
+    top: dict[str, Any] = {k.replace("-", "_"): v for k, v in checked.items() if "." not in k}
+    for item in fields(Config):
+        if item.name not in top:
+            prefix = f"{item.name}."
+            table = {k[len(prefix) :].replace("-", "_"): v for k, v in checked.items() if k.startswith(prefix)}
+            top[item.name] = type(getattr(Config(), item.name))(**table)
+    for key in ("out-dir", "state-dir", "resume-from", "data-dir"):
+        path = str(checked[key])
+        if path and not Path(path).expanduser().is_absolute():
+            raise ConfigError(f"{key} is {path!r}, allowed: an absolute path")
+        top[key.replace("-", "_")] = str(Path(path).expanduser()) if path else ""
+    config = Config(**top)
+    if config.resume_from and config.out_dir and config.out_dir != config.resume_from:
+        raise ConfigError(f"out-dir is {config.out_dir!r}, allowed with resume-from: that same folder, or nothing")
+    return config
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested tables as dotted keys, as Flower does with ``--run-config`` files."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Flat keys of a run-config file. Raises :class:`ConfigError` naming the file."""
+    try:
+        return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(f"config file {str(path)!r} does not exist") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from None
+
+
+def parse_override(text: str) -> tuple[str, Scalar]:
+    """``key=value`` from a command line; the value is read as TOML, or as plain text where it is none."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"{text!r} is not of the form key=value")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        parsed = value
+    if not isinstance(parsed, bool | int | float | str):
+        raise ConfigError(f"{key.strip()} is {value!r}, allowed: a number, true, false or a text")
+    return key.strip(), parsed
+
+
+def to_toml(values: Mapping[str, Scalar]) -> str:
+    """Flat values as TOML that Flower and :func:`read_toml` read back."""
+    lines = []
+    for key, value in sorted(values.items(), key=lambda item: ("." in item[0], item[0])):
+        quoted = f'"{key}"' if "." in key else key
+        if isinstance(value, str):
+            # JSON's escapes are TOML's, but for the delete character
+            text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        elif isinstance(value, bool):
+            text = str(value).lower()
+        else:
+            text = repr(value)
+        lines.append(f"{quoted} = {text}")
+    return "\n".join(lines) + "\n"

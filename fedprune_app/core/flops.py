@@ -1,0 +1,69 @@
+"""Floating-point operations of a model, by layer, dense and at the density its masks leave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+BACKWARD_PER_FORWARD = 2
+"""Backward costs two forwards: one product for the gradient by inputs, one for that by weights."""
+
+
+def forward_flops(model: nn.Module, input_shape: Sequence[int]) -> dict[str, int]:
+    """FLOPs of one example's forward pass by layer name: 2 per multiply-add of its matrix products.
+
+    ``input_shape`` is that of one example, without the batch. Convolutions and linear layers count, as in the
+    papers; their biases, norms, activations and pooling do not. A module that multiplies matrices outside its
+    submodules (attention) has an entry of its own. Nothing is computed: the pass runs on shapes alone, so the
+    model, its mode and its buffers stay as they are.
+    """
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes_only = {name: tensor.detach().to("meta") for name, tensor in state.items()}
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            torch.func.functional_call(model, shapes_only, (torch.empty(1, *input_shape, device="meta"),))
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+    root = type(model).__name__
+    counts = {name: sum(by_op.values()) for name, by_op in counter.get_flop_counts().items()}
+    layers: dict[str, int] = {}
+    for name, module in model.named_modules():
+        path = f"{root}.{name}" if name else root
+        within = sum(counts.get(f"{path}.{child}", 0) for child, _ in module.named_children())
+        if own := counts.get(path, 0) - within:
+            layers[name] = own
+    return layers
+
+
+def sparse_flops(layer_flops: Mapping[str, int], masks: Mapping[str, Tensor]) -> float:
+    """FLOPs when only kept weights are multiplied: each layer's count times the kept share of its weight.
+
+    ``masks`` are by parameter name (``conv1.weight``), True = kept; a layer without one is dense, and masks
+    of other parameters do not matter.
+    """
+    return sum(count * _density(masks.get(f"{name}.weight")) for name, count in layer_flops.items())
+
+
+def _density(mask: Tensor | None) -> float:
+    return 1.0 if mask is None else int(mask.count_nonzero()) / mask.numel()
+
+
+def training_flops(
+    model: nn.Module,
+    input_shape: Sequence[int],
+    num_examples: int,
+    masks: Mapping[str, Tensor] | None = None,
+) -> float:
+    """FLOPs of training on ``num_examples`` (those of all epochs together): forward and backward passes.
+
+    Dis-PFL's table adds the dense gradient of one batch for its mask search: a second call, without masks.
+    """
+    forward = sparse_flops(forward_flops(model, input_shape), masks or {})
+    return (1 + BACKWARD_PER_FORWARD) * forward * num_examples

@@ -1,0 +1,40 @@
+"""What a run reports about its clients: the mean, the spread, and how the worst-served tenth fares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Summary(NamedTuple):
+    """Mean, population standard deviation and worst decile of one number per client."""
+
+    mean: float
+    std: float
+    worst_decile: float
+
+
+def worst_decile(values: Sequence[float] | NDArray[np.floating]) -> float:
+    """Mean of the lowest ceil(n / 10) of n values: the worst client itself where n <= 10.
+
+    NaN for no values, and where a value is NaN: what was not measured is never the best or the worst.
+    """
+    ordered = np.sort(np.asarray(values, dtype=np.float64))  # NaN sorts last
+    if ordered.size == 0 or np.isnan(ordered[-1]):
+        return float("nan")
+    return float(ordered[: -(-ordered.size // 10)].mean())
+
+
+def summary(values: Sequence[float] | NDArray[np.floating]) -> Summary:
+    """Mean over clients (each counts once, not per sample), population std and worst decile.
+
+    The clients are the population, not a sample of one, hence ``ddof = 0``. All three are NaN for no values
+    (a record shows NaN as null).
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if array.size == 0:
+        return Summary(float("nan"), float("nan"), float("nan"))
+    return Summary(float(array.mean()), float(array.std()), worst_decile(array))

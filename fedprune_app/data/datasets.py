@@ -1,0 +1,416 @@
+"""Image datasets as uint8 arrays: embedded digits, the papers' public sets, and folders of images.
+
+Nothing here unpickles: MNIST-like sets are read from IDX files, CIFAR from its binary version, decoded images
+from ``.npy`` files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from numpy.typing import NDArray
+
+from fedprune_app.core.rng import numpy_generator
+from fedprune_app.core.torchvision_shim import prepare_torchvision
+from fedprune_app.data.partitions import stratified_holdout
+
+Images = NDArray[np.uint8]
+Labels = NDArray[np.int64]
+Split = tuple[Images, Labels]
+
+DATASETS: dict[str, str] = {
+    "digits": "8x8 grey digits, 10 classes, 1,797 images; comes with scikit-learn, needs no data-dir",
+    "mnist": "28x28 grey digits, 10 classes, 60,000 + 10,000",
+    "fashion-mnist": "28x28 grey clothing, 10 classes, 60,000 + 10,000",
+    "emnist-digits": "28x28 grey digits, 10 classes, 240,000 + 40,000",
+    "emnist-letters": "28x28 grey letters, 26 classes, 124,800 + 20,800",
+    "cifar10": "32x32 colour photographs, 10 classes, 50,000 + 10,000; binary version or image folder",
+    "cifar100": "32x32 colour photographs, 100 classes, 50,000 + 10,000; binary version",
+    "tiny-imagenet": "64x64 colour photographs, 200 classes, 100,000 + 10,000 (its validation set)",
+    "image-folder": "your own: data-dir/train/<class>/* and data-dir/test/<class>/*, images of one size",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A labelled image set in memory (or mapped from a cache file); arrays are read-only.
+
+    Images are uint8 of shape (N, C, H, W), C = 1 for grey; labels int64 of shape (N,) in [0, num_classes).
+    ``mean`` and ``std`` per channel are for images scaled to [0, 1].
+    """
+
+    name: str
+    train_images: Images
+    train_labels: Labels
+    test_images: Images
+    test_labels: Labels
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        for array in (self.train_images, self.train_labels, self.test_images, self.test_labels):
+            array.setflags(write=False)  # one copy serves every client of a process
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(C, H, W)."""
+        channels, height, width = self.train_images.shape[1:]
+        return channels, height, width
+
+
+def load_dataset(name: str, data_dir: str | Path = "", download: bool = False) -> Dataset:
+    """The dataset of a name in :data:`DATASETS`; loaded once per process.
+
+    ``data_dir`` is where its files are (unused for digits); with ``download`` they are fetched there when
+    missing. Raises a one-line ``ValueError`` for an unknown name, missing files (saying what is expected and how
+    to get it) and damaged files (naming the file).
+    """
+    return _load(name, str(data_dir), download)
+
+
+@lru_cache(maxsize=2)
+def _load(name: str, data_dir: str, download: bool) -> Dataset:
+    if name not in DATASETS:
+        raise ValueError(f"dataset is '{name}', allowed: {', '.join(DATASETS)}")
+    if name == "digits":
+        return _digits()
+    if not data_dir:
+        raise ValueError(f"data-dir is empty: dataset '{name}' is read from files, give the folder that has them")
+    folder = Path(data_dir).expanduser().absolute()
+    if name in _IDX:
+        return _idx_dataset(name, folder, download)
+    if name == "tiny-imagenet":
+        return _tiny_imagenet(folder, download)
+    if name == "image-folder":
+        return _image_folder(name, folder)
+    if name == "cifar10" and (images := _first_folder(folder / "cifar10", folder, inside="train")):
+        return _image_folder(name, images, *_CIFAR10_NORM)
+    return _cifar_binary(name, folder, download)
+
+
+# --- embedded -------------------------------------------------------------------------------------------------
+
+
+def _digits() -> Dataset:
+    """80/20 split by label, the same for every seed of a run, so that runs compare on the same test images."""
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    images = np.rint(pixels * (255 / 16)).astype(np.uint8).reshape(-1, 1, 8, 8)
+    labels = labels.astype(np.int64)
+    train, test = stratified_holdout(labels, 0.2, numpy_generator(0, "digits test split"))
+    names = tuple(str(digit) for digit in range(10))
+    return Dataset(
+        "digits", images[train], labels[train], images[test], labels[test], names, *_channel_stats(images[train])
+    )
+
+
+# --- MNIST and its relatives: IDX files -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _IdxSet:
+    """Where torchvision keeps a set (class, its arguments, prefixes of the train and test files), and what it is."""
+
+    torchvision_class: str
+    arguments: dict[str, str]
+    prefixes: tuple[str, str]
+    classes: tuple[str, ...]
+    mean: float
+    std: float
+    first_label: int = 0
+    transposed: bool = False
+
+
+_DIGITS = tuple("0123456789")
+_CLOTHES = (
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"
+)  # fmt: skip
+_LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
+_EMNIST_D, _EMNIST_L = ((f"emnist-{split}-train", f"emnist-{split}-test") for split in ("digits", "letters"))
+_IDX = {
+    "mnist": _IdxSet("MNIST", {}, ("train", "t10k"), _DIGITS, 0.1307, 0.3081),
+    "fashion-mnist": _IdxSet("FashionMNIST", {}, ("train", "t10k"), _CLOTHES, 0.2860, 0.3530),
+    "emnist-digits": _IdxSet("EMNIST", {"split": "digits"}, _EMNIST_D, _DIGITS, 0.1733, 0.3317, transposed=True),
+    "emnist-letters": _IdxSet(
+        "EMNIST", {"split": "letters"}, _EMNIST_L, _LETTERS, 0.1736, 0.3248, first_label=1, transposed=True
+    ),
+}
+
+
+def _idx_dataset(name: str, folder: Path, download: bool) -> Dataset:
+    """torchvision downloads; the files are read here, because its classes also unpickle an older form."""
+    kind = _IDX[name]
+    raw = folder / kind.torchvision_class / "raw"
+    files = [
+        raw / f"{prefix}-{part}" for prefix in kind.prefixes for part in ("images-idx3-ubyte", "labels-idx1-ubyte")
+    ]
+
+    def fetch() -> None:
+        from torchvision import datasets
+
+        getattr(datasets, kind.torchvision_class)(folder, download=True, **kind.arguments)
+
+    _require(name, files, folder, download, fetch)
+    splits = []
+    for image_file, label_file in (files[:2], files[2:]):
+        images, labels = _read_idx(image_file, 3)[:, None], _read_idx(label_file, 1).astype(np.int64)
+        if kind.transposed:
+            images = images.swapaxes(2, 3)
+        splits.append(_checked(label_file, np.ascontiguousarray(images), labels - kind.first_label, kind.classes))
+    return Dataset(name, *splits[0], *splits[1], kind.classes, (kind.mean,), (kind.std,))
+
+
+def _read_idx(path: Path, ndim: int) -> Images:
+    """An IDX file of unsigned bytes: magic 0, 0, 8 (the type), ndim; big-endian uint32 sizes; the values."""
+    header = 4 + 4 * ndim
+    content = np.fromfile(path, dtype=np.uint8)
+    if len(content) < header or content[:4].tolist() != [0, 0, 8, ndim]:
+        raise ValueError(f"'{path}' is not an IDX file of unsigned bytes in {ndim} dimensions")
+    shape = content[4:header].view(">u4").astype(np.int64)
+    if len(content) - header != shape.prod():
+        raise ValueError(f"'{path}' has {len(content) - header} values, its header says {shape.prod()}")
+    return content[header:].reshape(shape)
+
+
+# --- CIFAR: binary version ------------------------------------------------------------------------------------
+
+_CIFAR10_NORM = ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010))  # as Sub-FedAvg; Dis-PFL's std differs
+_CIFAR100_NORM = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
+_CIFAR_HOME = "https://www.cs.toronto.edu/~kriz"
+
+
+def _cifar_binary(name: str, folder: Path, download: bool) -> Dataset:
+    """Records of label bytes (CIFAR-100: coarse, fine) and 3072 pixels, channel by channel."""
+    if name == "cifar10":
+        inner, archive, md5 = "cifar-10-batches-bin", "cifar-10-binary", "c32a1d4ab5d03f1284b67883e8d87530"
+        batches, test = [f"data_batch_{i}.bin" for i in range(1, 6)], "test_batch.bin"
+        names, label_bytes, norm = "batches.meta.txt", 1, _CIFAR10_NORM
+    else:
+        inner, archive, md5 = "cifar-100-binary", "cifar-100-binary", "03b5dce01913d631647c71ecec9e9cb8"
+        batches, test = ["train.bin"], "test.bin"
+        names, label_bytes, norm = "fine_label_names.txt", 2, _CIFAR100_NORM
+    root = folder / inner
+    files = [root / file for file in (*batches, test, names)]
+    _require(name, files, folder, download, lambda: _fetch(f"{_CIFAR_HOME}/{archive}.tar.gz", folder, md5))
+    classes = tuple(files[-1].read_text().split())
+
+    def read(paths: Iterable[Path]) -> Split:
+        parts = []
+        for path in paths:
+            content = np.fromfile(path, dtype=np.uint8)
+            if not len(content) or len(content) % (label_bytes + 3072):
+                raise ValueError(f"'{path}' has {len(content)} bytes, not whole records of {label_bytes + 3072}")
+            records = content.reshape(-1, label_bytes + 3072)
+            images = records[:, label_bytes:].reshape(-1, 3, 32, 32)
+            parts.append(_checked(path, images, records[:, label_bytes - 1].astype(np.int64), classes))
+        return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
+
+    return Dataset(name, *read(files[: len(batches)]), *read(files[-2:-1]), classes, *norm)
+
+
+# --- folders of images ----------------------------------------------------------------------------------------
+
+_SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
+
+
+def _image_folder(name: str, folder: Path, mean: tuple[float, ...] = (), std: tuple[float, ...] = ()) -> Dataset:
+    classes: dict[str, tuple[str, ...]] = {}
+    for part in ("train", "test"):
+        if not (folder / part).is_dir():
+            raise ValueError(_missing(name, folder, f"{part}/<class>/* (images)"))
+        classes[part] = tuple(sorted(item.name for item in _visible(folder / part) if item.is_dir()))
+    if odd := set(classes["train"]) ^ set(classes["test"]):
+        raise ValueError(f"data-dir '{folder}': class '{min(odd)}' is not in both train/ and test/")
+    splits = []
+    for part in ("train", "test"):
+        members = [(item, label) for label, c in enumerate(classes[part]) for item in _visible(folder / part / c)]
+        splits.append(_decoded(folder, part, members))
+    return _from_folder(name, folder, splits, classes["train"], mean, std)
+
+
+def _tiny_imagenet(folder: Path, download: bool) -> Dataset:
+    """Classes are the sorted WordNet ids; the published validation set is the test set (its own is unlabelled)."""
+    root = _first_folder(folder / "tiny-imagenet-200", folder, inside="val") or folder / "tiny-imagenet-200"
+    annotations = root / "val" / "val_annotations.txt"
+    url, md5 = "http://cs231n.stanford.edu/tiny-imagenet-200.zip", "90528d7ca1a48142e341f4ef8d21d0de"
+    _require("tiny-imagenet", [root / "train", annotations], folder, download, lambda: _fetch(url, folder, md5))
+    classes = tuple(sorted(item.name for item in _visible(root / "train") if item.is_dir()))
+    index = {wnid: label for label, wnid in enumerate(classes)}
+    train = [(item, label) for wnid, label in index.items() for item in _visible(root / "train" / wnid / "images")]
+    label_of = {}
+    for line in annotations.read_text().splitlines():
+        file, wnid = (line.split("\t") + [""])[:2]
+        if wnid not in index:
+            raise ValueError(f"'{annotations}' gives '{file}' the class '{wnid}', which train/ does not have")
+        label_of[file] = index[wnid]
+    test = [(item, label_of[item.name]) for item in _visible(root / "val" / "images") if item.name in label_of]
+    half = (0.5, 0.5, 0.5)  # as Dis-PFL's code
+    splits = [_decoded(root, "train", train), _decoded(root, "val", test)]
+    return _from_folder("tiny-imagenet", root, splits, classes, half, half)
+
+
+def _from_folder(
+    name: str,
+    folder: Path,
+    splits: list[Split],
+    classes: tuple[str, ...],
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+) -> Dataset:
+    train, test = splits
+    if train[0].shape[1:] != test[0].shape[1:]:
+        shapes = f"{train[0].shape[1:]} in train, {test[0].shape[1:]} in test"
+        raise ValueError(f"data-dir '{folder}': images have shape {shapes} (channels, height, width)")
+    if not mean:
+        mean, std = _channel_stats(train[0])
+    return Dataset(name, *train, *test, classes, mean, std)
+
+
+def _decoded(folder: Path, part: str, members: list[tuple[os.DirEntry[str], int]]) -> Split:
+    """Decoded images and labels; images come from a cache keyed by the names, sizes and times of the files.
+
+    The cache is a file in ``<folder>/.fedprune-cache``, or in the user's cache directory where that is read-only,
+    written under another name and renamed; a lock keeps the processes of a run from decoding the same folder.
+    """
+    members = [member for member in members if Path(member[0].name).suffix.lower() in _SUFFIXES]
+    if not members:
+        raise ValueError(f"data-dir '{folder}' has no images in {part}/")
+    labels = np.array([label for _, label in members], dtype=np.int64)
+    digest = hashlib.sha256()
+    for item, _ in members:
+        status = item.stat()
+        digest.update(f"{os.path.relpath(item.path, folder)}/{status.st_size}/{status.st_mtime_ns}\n".encode())
+    paths = [item.path for item, _ in members]
+    file_name = f"{part}-{digest.hexdigest()[:32]}.npy"
+    for directory in _cache_directories(folder):
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with FileLock(directory / f"{part}.lock"):
+                if not (directory / file_name).exists():
+                    _write_atomically(directory / file_name, _decode(paths))
+            return np.load(directory / file_name, mmap_mode="r", allow_pickle=False), labels
+        except OSError:  # read-only or full: try the next place
+            continue
+    return _decode(paths), labels
+
+
+def _decode(paths: list[str]) -> Images:
+    """(N, C, H, W); one channel if every image is grey, else three."""
+    from PIL import Image, UnidentifiedImageError
+
+    images = np.empty(0, dtype=np.uint8)
+    all_grey = True
+    for i, path in enumerate(paths):
+        try:
+            with Image.open(path) as image:
+                all_grey = all_grey and image.mode in ("1", "L")
+                pixels = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+        except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
+            raise ValueError(f"'{path}' cannot be read as an image ({type(error).__name__})") from error
+        if i == 0:
+            images = np.empty((len(paths), *pixels.shape), dtype=np.uint8)
+        if pixels.shape != images.shape[1:]:
+            size, first = "x".join(map(str, pixels.shape[1:])), "x".join(map(str, images.shape[2:]))
+            raise ValueError(f"'{path}' is {size} (height x width), the images before it are {first}")
+        images[i] = pixels
+    return images[:, :1].copy() if all_grey else images
+
+
+def _cache_directories(folder: Path) -> list[Path]:
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    key = hashlib.sha256(str(folder).encode()).hexdigest()[:32]
+    return [folder / ".fedprune-cache", home / "fedprune" / key]
+
+
+def _write_atomically(path: Path, array: Images) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            np.save(file, array, allow_pickle=False)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _visible(folder: Path) -> list[os.DirEntry[str]]:
+    """Entries of a folder in the order of their names; an absent folder has none."""
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        return sorted((item for item in entries if not item.name.startswith(".")), key=lambda item: item.name)
+
+
+# --- common ---------------------------------------------------------------------------------------------------
+
+
+def _channel_stats(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Exact mean and standard deviation per channel of images scaled to [0, 1], from a histogram."""
+    levels = np.arange(256) / 255
+    mean, std = [], []
+    for channel in range(images.shape[1]):
+        histogram = np.zeros(256, dtype=np.int64)
+        for start in range(0, len(images), 1000):
+            histogram += np.bincount(images[start : start + 1000, channel].ravel(), minlength=256)
+        average = float(histogram @ levels / histogram.sum())
+        mean.append(average)
+        std.append(float(np.sqrt(histogram @ (levels - average) ** 2 / histogram.sum())) or 1.0)
+    return tuple(mean), tuple(std)
+
+
+def _first_folder(*folders: Path, inside: str) -> Path | None:
+    """The first folder that has a folder named ``inside``."""
+    return next((folder for folder in folders if (folder / inside).is_dir()), None)
+
+
+def _checked(path: Path, images: Images, labels: Labels, classes: tuple[str, ...]) -> Split:
+    if len(images) != len(labels):
+        raise ValueError(f"'{path}' has {len(labels)} labels for {len(images)} images")
+    if len(labels) and not 0 <= labels.min() <= labels.max() < len(classes):
+        raise ValueError(f"'{path}' has a label outside the {len(classes)} classes")
+    return images, labels
+
+
+def _missing(name: str, folder: Path, expected: str, advice: str = "") -> str:
+    return f"data-dir '{folder}' has no {expected}, which dataset '{name}' is read from{advice}"
+
+
+def _require(name: str, files: list[Path], folder: Path, download: bool, fetch: Callable[[], Any]) -> None:
+    """See to it that the files exist, fetching them once (one process at a time) if allowed."""
+    if all(file.exists() for file in files):
+        return
+    if download:
+        prepare_torchvision()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with FileLock(folder / ".fedprune-download.lock"):
+                if not all(file.exists() for file in files):
+                    fetch()
+        except (OSError, RuntimeError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(f"data-dir '{folder}': download of dataset '{name}' failed: {reason}") from error
+    for file in files:
+        if not file.exists():
+            advice = "" if download else "; set download=true to fetch it"
+            raise ValueError(_missing(name, folder, str(file.relative_to(folder)), advice))
+
+
+def _fetch(url: str, folder: Path, md5: str) -> None:
+    from torchvision.datasets.utils import download_and_extract_archive
+
+    download_and_extract_archive(url, str(folder), md5=md5)

@@ -1,0 +1,270 @@
+"""How samples are dealt to clients: labels in, one sorted list of indices per client out.
+
+Every function is deterministic in its ``rng``, never gives a sample to two clients, and deals out every sample
+except where its docstring names the samples it leaves out. Impossible parameters raise a one-line ``ValueError``.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Indices = NDArray[np.int64]
+
+PARTITIONS: dict[str, str] = {
+    "iid": "shuffled and dealt out evenly",
+    "shards": "sorted by label, cut into shards, a few shards per client (McMahan et al.; Sub-FedAvg)",
+    "classes": "a fixed number of classes per client, equal volumes (FedP3's class-wise, Dis-PFL's pathological)",
+    "dirichlet-class": "each class split over the clients by a Dirichlet draw, unequal volumes (Fed-LTP)",
+    "dirichlet-client": "each client draws its label preferences, equal volumes (Dis-PFL, FedP3)",
+}
+
+_MAX_DRAWS = 1000
+
+
+def iid(labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:
+    """Shuffle and deal out: volumes differ by at most one sample, every sample is used."""
+    _check_clients(labels, num_clients)
+    return _sorted(np.array_split(rng.permutation(len(labels)), num_clients))
+
+
+def shards(
+    labels: Indices,
+    num_clients: int,
+    shards_per_client: int,
+    shard_size: int,
+    rng: np.random.Generator,
+) -> list[Indices]:
+    """Sort by label, cut into shards, and let every client draw ``shards_per_client`` without replacement.
+
+    ``shard_size=0`` cuts exactly as many shards as are drawn, of sizes that differ by at most one: every sample
+    is used. A positive size cuts ``len(labels) // shard_size`` shards and, as in the paper, leaves out those that
+    nobody draws and the samples after the last full shard. Two shards of a client may carry the same label.
+
+    Source: Sub-FedAvg, section 4 (CIFAR-10: 100 clients, 2 shards of 250). Its code sorts unstably; here samples
+    of one label keep their order.
+    """
+    _check_clients(labels, num_clients)
+    _check_positive("shards-per-client", shards_per_client)
+    if shard_size < 0:
+        raise ValueError(f"shard-size is {shard_size}, allowed: 0 (deal out everything) or more")
+    num_drawn = num_clients * shards_per_client
+    by_label = np.argsort(labels, kind="stable")
+    if shard_size:
+        num_shards = len(labels) // shard_size
+        pieces = np.split(by_label[: num_shards * shard_size], num_shards) if num_shards else []
+    else:
+        num_shards = min(num_drawn, len(labels))
+        pieces = np.array_split(by_label, num_shards)
+    if num_shards < num_drawn:
+        size = f" of shard-size {shard_size}" if shard_size else ""
+        raise ValueError(
+            f"shards-per-client is {shards_per_client}: {num_clients} clients need {num_drawn} shards, "
+            f"{len(labels)} samples make {num_shards}{size}"
+        )
+    drawn = rng.permutation(num_shards)[:num_drawn].reshape(num_clients, shards_per_client)
+    return _sorted(np.concatenate([pieces[shard] for shard in row]) for row in drawn)
+
+
+def classes(
+    labels: Indices,
+    num_clients: int,
+    classes_per_client: int,
+    rng: np.random.Generator,
+    assignment: str = "cyclic",
+) -> list[Indices]:
+    """A fixed number of classes per client, and volumes as equal as the sizes of the classes allow.
+
+    ``assignment="cyclic"``: client i holds classes (i+j) mod C, j < ``classes_per_client`` (FedP3, class-wise).
+    ``assignment="random"``: classes are drawn at random, each by as many clients as any other, plus or minus one
+    (Dis-PFL, pathological). Dis-PFL's code draws without that balance and gives samples of a class in demand to
+    several clients; here no sample is used twice.
+
+    All samples of a class are divided among its holders, at least one each. Samples of a class that nobody holds
+    (fewer places than classes) are left out. With classes of equal size and equally many holders, all shares are
+    equal; otherwise shares are scaled alternately to equal volumes per client and to the sizes of the classes.
+    """
+    _check_clients(labels, num_clients)
+    num_classes = int(labels.max()) + 1
+    if not 1 <= classes_per_client <= num_classes:
+        raise ValueError(f"classes-per-client is {classes_per_client}, allowed: 1 to {num_classes}")
+    if assignment == "cyclic":
+        held = (np.arange(num_clients)[:, None] + np.arange(classes_per_client)) % num_classes
+    elif assignment == "random":
+        held = _balanced_classes(num_clients, num_classes, classes_per_client, rng)
+    else:
+        raise ValueError(f"class-assignment is '{assignment}', allowed: cyclic, random")
+    holds = np.zeros((num_clients, num_classes), dtype=bool)
+    np.put_along_axis(holds, held, True, axis=1)
+    sizes = np.bincount(labels, minlength=num_classes)
+    for label in np.flatnonzero(sizes < holds.sum(axis=0)):
+        raise ValueError(
+            f"classes-per-client is {classes_per_client}: {holds[:, label].sum()} of {num_clients} clients would "
+            f"share the {sizes[label]} samples of class {label}"
+        )
+    return _deal_counts(labels, _equal_volume_counts(holds, sizes), rng)
+
+
+def dirichlet_class(
+    labels: Indices, num_clients: int, alpha: float, rng: np.random.Generator, min_size: int = 2
+) -> list[Indices]:
+    """Split each class over the clients by proportions p ~ Dir(alpha · 1_K); volumes are unequal.
+
+    The whole draw is repeated until every client has ``min_size`` samples, at most 1000 times. Every sample is
+    used. Source: Hsu et al. 2019 as used by FedML and Fed-LTP, without FedML's cap on the volume of a client.
+    """
+    _check_clients(labels, num_clients, min_size)
+    _check_alpha(alpha)
+    sizes = np.bincount(labels)
+    for _ in range(_MAX_DRAWS):
+        proportions = rng.dirichlet(np.full(num_clients, alpha), size=len(sizes))  # (C, K)
+        ends = np.rint(np.cumsum(proportions, axis=1) * sizes[:, None]).astype(np.int64)
+        counts = np.diff(ends, axis=1, prepend=0).T  # (K, C)
+        if counts.sum(axis=1).min() >= min_size:
+            return _deal_counts(labels, counts, rng)
+    raise ValueError(
+        f"dirichlet-alpha is {alpha:g}: no draw in {_MAX_DRAWS} gave each of {num_clients} clients {min_size} of "
+        f"{len(labels)} samples; allowed: a larger alpha or fewer clients"
+    )
+
+
+def dirichlet_client(labels: Indices, num_clients: int, alpha: float, rng: np.random.Generator) -> list[Indices]:
+    """Equal volumes (±1), each client with label preferences of its own, p ~ Dir(alpha · 1_C).
+
+    Until all clients are full: draw a client uniformly among those with room, a class from its preferences, and
+    take an unused sample of that class. A class that is used up is drawn no more (what the papers' redrawing
+    amounts to); a client whose preferred classes are all used up (the papers' code loops forever) draws from
+    what is left. Every sample is used. Source: Dis-PFL, section 5.1, and FedP3, appendix.
+    """
+    _check_clients(labels, num_clients)
+    _check_alpha(alpha)
+    sizes = np.bincount(labels)
+    preferences = rng.dirichlet(np.full(len(sizes), alpha), size=num_clients)  # (K, C)
+    room = [len(part) for part in np.array_split(labels, num_clients)]
+    with_room = list(range(num_clients))
+    counts = np.zeros((num_clients, len(sizes)), dtype=np.int64)
+    left = sizes.tolist()
+    steps = _cumulative(preferences, sizes)
+    for which, what in rng.random((len(labels), 2)).tolist():
+        place = int(which * len(with_room))
+        client = with_room[place]
+        ends = steps[client]
+        label = bisect_right(ends, what * ends[-1])
+        counts[client, label] += 1
+        room[client] -= 1
+        left[label] -= 1
+        if not room[client]:
+            with_room[place] = with_room[-1]
+            with_room.pop()
+        if not left[label]:
+            steps = _cumulative(preferences, np.array(left))
+    return _deal_counts(labels, counts, rng)
+
+
+def stratified_holdout(labels: Indices, fraction: float, rng: np.random.Generator) -> tuple[Indices, Indices]:
+    """Positions (kept, held out) of a random share that has the label law of the whole.
+
+    Holds out round(fraction · n) samples, at least one if ``fraction > 0`` and at least one kept; a single sample
+    is kept. Labels get their share of it by largest remainder, ties to the smaller label.
+    """
+    total = min(max(round(fraction * len(labels)), 1), len(labels) - 1) if fraction > 0 else 0
+    if total <= 0:
+        return np.arange(len(labels)), np.arange(0)
+    shares = np.bincount(labels) * total / len(labels)
+    counts = _largest_remainder(shares, total)
+    held = np.sort(np.concatenate(take_per_label(labels, counts, rng)))
+    return np.setdiff1d(np.arange(len(labels)), held), held
+
+
+def take_per_label(labels: Indices, counts: NDArray[np.int64], rng: np.random.Generator) -> list[Indices]:
+    """Per label, the positions of ``counts[label]`` random samples of it, without replacement."""
+    return [rng.permutation(np.flatnonzero(labels == label))[:count] for label, count in enumerate(counts.tolist())]
+
+
+def _largest_remainder(shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
+    """Whole numbers next to ``shares`` that sum to ``total``."""
+    counts = np.floor(shares).astype(np.int64)
+    first = np.argsort(counts - shares, kind="stable")[: total - counts.sum()]
+    counts[first] += 1
+    return counts
+
+
+def _balanced_classes(num_clients: int, num_classes: int, classes_per_client: int, rng: np.random.Generator) -> Indices:
+    """(K, k) classes, distinct in a row, each in equally many rows plus or minus one.
+
+    Every client takes, of the classes that were taken least, random ones: a class is never two rounds ahead.
+    """
+    taken = np.zeros(num_clients and num_classes, dtype=np.int64)
+    held = np.empty((num_clients, classes_per_client), dtype=np.int64)
+    for client in range(num_clients):
+        held[client] = np.lexsort((rng.random(num_classes), taken))[:classes_per_client]
+        taken[held[client]] += 1
+    return held
+
+
+def _equal_volume_counts(holds: NDArray[np.bool_], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(K, C) counts: positive where held, columns sum to the class's size, rows as equal as that allows."""
+    num_clients = len(holds)
+    holders = holds.sum(axis=0)
+    spare = np.where(holders > 0, sizes - holders, 0)  # beyond the one that every holder gets
+    volume = np.maximum(sizes[holders > 0].sum() / num_clients - holds.sum(axis=1), 0)
+    shares = holds.astype(np.float64)
+    for _ in range(100):  # iterative proportional fitting; it ends on the columns, which must be exact
+        shares *= _ratio(volume, shares.sum(axis=1))[:, None]
+        shares *= _ratio(spare, shares.sum(axis=0))
+    counts = np.floor(shares + 1e-6).astype(np.int64)
+    for label in range(len(sizes)):  # the samples that rounding down left over go to the shortest volumes
+        clients = np.flatnonzero(holds[:, label])
+        missing = int(spare[label] - counts[:, label].sum())
+        short = (volume - counts.sum(axis=1))[clients]
+        counts[clients[np.argsort(-short, kind="stable")[:missing]], label] += 1
+    return counts + holds
+
+
+def _ratio(wanted: NDArray[np.float64], present: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.divide(wanted, present, out=np.zeros(len(present)), where=present > 0)
+
+
+def _cumulative(preferences: NDArray[np.float64], left: NDArray[np.int64]) -> list[list[float]]:
+    """Per client, unnormalised cumulative preferences over the classes with samples left.
+
+    A client without any preference among them gets the classes in proportion to what is left.
+    """
+    weights = preferences * (left > 0)
+    weights[weights.sum(axis=1) <= 0] = left
+    ends: list[list[float]] = np.cumsum(weights, axis=1).tolist()
+    return ends
+
+
+def _deal_counts(labels: Indices, counts: NDArray[np.int64], rng: np.random.Generator) -> list[Indices]:
+    """Give client k ``counts[k, c]`` random samples of class c; (K, C)."""
+    parts: list[list[Indices]] = [[] for _ in counts]
+    for label, column in enumerate(counts.T):
+        members = rng.permutation(np.flatnonzero(labels == label))
+        for part, piece in zip(parts, np.split(members, np.cumsum(column))[:-1], strict=True):
+            part.append(piece)
+    return _sorted(np.concatenate(part) for part in parts)
+
+
+def _sorted(parts: Iterable[Indices]) -> list[Indices]:
+    return [np.sort(part).astype(np.int64) for part in parts]
+
+
+def _check_clients(labels: Indices, num_clients: int, min_size: int = 1) -> None:
+    most = len(labels) // min_size
+    if not 1 <= num_clients <= most:
+        raise ValueError(f"clients is {num_clients}, allowed: 1 to {most} for {len(labels)} training samples")
+
+
+def _check_positive(key: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{key} is {value}, allowed: 1 or more")
+
+
+def _check_alpha(alpha: float) -> None:
+    if not (alpha > 0 and math.isfinite(alpha)):
+        raise ValueError(f"dirichlet-alpha is {alpha:g}, allowed: a finite number above 0")

@@ -1,0 +1,213 @@
+"""Every client's training, validation and test data, all three of one label law."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedprune_app.core.rng import numpy_generator
+from fedprune_app.data import partitions
+from fedprune_app.data.datasets import Dataset, Labels, load_dataset
+from fedprune_app.data.partitions import Indices
+
+CLASS_ASSIGNMENTS = ("cyclic", "random")
+TEST_SPLITS: dict[str, str] = {
+    "labels": "all test images of the labels that the client holds (Sub-FedAvg)",
+    "proportional": "about 100 test images with the client's label shares (Dis-PFL)",
+    "holdout": "train and test merged before the partition, then a share of the client's own samples (FedP3)",
+}
+PROPORTIONAL_TEST_SIZE = 100
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What data, dealt how; field ``shard_size`` is the key ``shard-size`` of the run configuration."""
+
+    dataset: str = "digits"
+    data_dir: str = ""
+    download: bool = False
+    partition: str = "shards"
+    shard_size: int = 0
+    shards_per_client: int = 2
+    classes_per_client: int = 2
+    class_assignment: str = "cyclic"
+    dirichlet_alpha: float = 0.3
+    validation_fraction: float = 0.1
+    test_split: str = "labels"
+    test_fraction: float = 0.3
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for key, value, allowed in (
+            ("partition", self.partition, partitions.PARTITIONS),
+            ("class-assignment", self.class_assignment, CLASS_ASSIGNMENTS),
+            ("test-split", self.test_split, TEST_SPLITS),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{key} is '{value}', allowed: {', '.join(allowed)}")
+        if not 0 <= self.validation_fraction < 1:
+            raise ValueError(f"validation-fraction is {self.validation_fraction:g}, allowed: 0 to below 1")
+        if not 0 < self.test_fraction < 1:
+            raise ValueError(f"test-fraction is {self.test_fraction:g}, allowed: above 0 to below 1")
+
+
+@dataclass(frozen=True, eq=False)
+class ClientData:
+    """One client's data: images float32 (N, C, H, W), normalised by the dataset's mean and std; labels int64 (N,).
+
+    Validation (and so decisions) never overlaps training. Validation is empty if no share of it was asked for or
+    the client has a single sample.
+    """
+
+    train_images: Tensor
+    train_labels: Tensor
+    validation_images: Tensor
+    validation_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+    @property
+    def num_examples(self) -> int:
+        """Training samples."""
+        return len(self.train_labels)
+
+
+def partition_indices(config: DataConfig, num_clients: int) -> list[Indices]:
+    """Per client, the sorted indices of its samples in the training set, validation share included.
+
+    With ``test_split="holdout"`` indices run over the training set followed by the test set, and the client's
+    test share is included. Cached per process; the arrays are read-only.
+    """
+    return list(_partition(config, num_clients))
+
+
+def client_data(config: DataConfig, partition_id: int, num_clients: int) -> ClientData:
+    """The data of client ``partition_id`` in [0, num_clients), a function of the arguments alone.
+
+    Tensors are made when first read, and a process keeps those of its last two clients only.
+    """
+    return _client_data(config, partition_id, num_clients)
+
+
+def label_counts(config: DataConfig, partition_id: int, num_clients: int) -> dict[str, list[int]]:
+    """How many samples of each label are in the client's "train", "validation" and "test" data."""
+    pool = _pool(config)
+    return {
+        part: np.bincount(pool.labels[indices], minlength=pool.dataset.num_classes).tolist()
+        for part, indices in _split_indices(config, partition_id, num_clients).items()
+    }
+
+
+class _Pool:
+    """A dataset's training set followed by its test set, under one index; nothing is copied but labels."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self.dataset = dataset
+        self.labels: Labels = np.concatenate([dataset.train_labels, dataset.test_labels])
+        self.num_train = len(dataset.train_labels)
+
+    def images(self, indices: Indices) -> Tensor:
+        """Images at sorted indices: float32 (N, C, H, W), scaled to [0, 1], then normalised."""
+        train, test = np.split(indices, [np.searchsorted(indices, self.num_train)])
+        data = self.dataset
+        pixels = np.concatenate([data.train_images[train], data.test_images[test - self.num_train]])
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (data.mean, data.std))
+        return torch.from_numpy(pixels).float().div_(255).sub_(mean).div_(std)
+
+
+class _StoredClientData(ClientData):
+    """Client data that leaves a part in the dataset until it is read: training never builds the test images."""
+
+    def __init__(self, pool: _Pool, indices: dict[str, Indices]) -> None:
+        self.__dict__.update(pool=pool, indices=indices)  # the class is frozen
+
+    def _images(self, part: str) -> Tensor:
+        images: Tensor = self.__dict__["pool"].images(self.__dict__["indices"][part])
+        return images
+
+    def _labels(self, part: str) -> Tensor:
+        return torch.from_numpy(self.__dict__["pool"].labels[self.__dict__["indices"][part]])
+
+    @cached_property
+    def train_images(self) -> Tensor:  # type: ignore[override]  # a field read on demand
+        return self._images("train")
+
+    @cached_property
+    def train_labels(self) -> Tensor:  # type: ignore[override]
+        return self._labels("train")
+
+    @cached_property
+    def validation_images(self) -> Tensor:  # type: ignore[override]
+        return self._images("validation")
+
+    @cached_property
+    def validation_labels(self) -> Tensor:  # type: ignore[override]
+        return self._labels("validation")
+
+    @cached_property
+    def test_images(self) -> Tensor:  # type: ignore[override]
+        return self._images("test")
+
+    @cached_property
+    def test_labels(self) -> Tensor:  # type: ignore[override]
+        return self._labels("test")
+
+
+@lru_cache(maxsize=2)
+def _client_data(config: DataConfig, partition_id: int, num_clients: int) -> ClientData:
+    return _StoredClientData(_pool(config), _split_indices(config, partition_id, num_clients))
+
+
+@lru_cache(maxsize=2)
+def _pool(config: DataConfig) -> _Pool:
+    return _Pool(load_dataset(config.dataset, config.data_dir, config.download))
+
+
+@lru_cache(maxsize=4)
+def _partition(config: DataConfig, num_clients: int) -> tuple[Indices, ...]:
+    pool = _pool(config)
+    labels = pool.labels if config.test_split == "holdout" else pool.dataset.train_labels
+    rng = numpy_generator(config.seed, "partition")
+    match config.partition:
+        case "iid":
+            parts = partitions.iid(labels, num_clients, rng)
+        case "shards":
+            parts = partitions.shards(labels, num_clients, config.shards_per_client, config.shard_size, rng)
+        case "classes":
+            parts = partitions.classes(labels, num_clients, config.classes_per_client, rng, config.class_assignment)
+        case "dirichlet-class":
+            parts = partitions.dirichlet_class(labels, num_clients, config.dirichlet_alpha, rng)
+        case _:
+            parts = partitions.dirichlet_client(labels, num_clients, config.dirichlet_alpha, rng)
+    for part in parts:
+        part.setflags(write=False)
+    return tuple(parts)
+
+
+@lru_cache(maxsize=256)
+def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> dict[str, Indices]:
+    """Part → sorted indices into the pool; see :data:`TEST_SPLITS` for the test part."""
+    shares = _partition(config, num_clients)
+    if not 0 <= partition_id < num_clients:
+        raise ValueError(f"partition is {partition_id}, allowed: 0 to {num_clients - 1}")
+    pool, own = _pool(config), shares[partition_id]
+    test_rng = numpy_generator(config.seed, "test split", partition_id)
+    if config.test_split == "holdout":
+        kept, held = partitions.stratified_holdout(pool.labels[own], config.test_fraction, test_rng)
+        own, test = own[kept], own[held]
+    else:
+        counts = np.bincount(pool.labels[own], minlength=pool.dataset.num_classes)
+        available = np.bincount(pool.dataset.test_labels, minlength=len(counts))
+        if config.test_split == "labels":
+            wanted = np.where(counts > 0, available, 0)
+        else:  # whole-number ceiling: 100 · 3/10 in floats can be 30.000000000000004
+            wanted = np.minimum(-(-counts * PROPORTIONAL_TEST_SIZE // len(own)), available)
+        chosen = partitions.take_per_label(pool.dataset.test_labels, wanted, test_rng)
+        test = np.sort(np.concatenate(chosen)) + pool.num_train
+    validation_rng = numpy_generator(config.seed, "validation split", partition_id)
+    kept, held = partitions.stratified_holdout(pool.labels[own], config.validation_fraction, validation_rng)
+    return {"train": own[kept], "validation": own[held], "test": test}

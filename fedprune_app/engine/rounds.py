@@ -1,0 +1,177 @@
+"""One exchange with many clients: push, pull in small batches, hand on each reply as it arrives, drop the late ones.
+
+Flower's ``Grid.send_and_receive`` polls every three seconds and returns all replies together, so that the server holds
+every client's model at once. Here a reply is yielded when it arrives and dropped when its consumer is done with it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+
+from flwr.app import Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from fedprune_app.engine import wire
+
+log = logging.getLogger("fedprune")
+
+_PUSH_BATCH = 16
+_PULL_BATCH = 32
+_POLL_SECONDS = (0.01, 0.25)  # first pause after an empty poll, and the longest
+
+
+class TooFewReplies(RuntimeError):
+    """A round had fewer good replies than the configuration asks for; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One client's part in an exchange: its reply's content, or why there is none."""
+
+    partition: int
+    bytes_down: int
+    bytes_up: int = 0
+    content: RecordDict | None = None
+    error: str = ""
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What the server knows of one client, from its answer to the first query."""
+
+    partition: int
+    node_id: int
+    num_examples: int
+    image_shape: tuple[int, int, int]
+    num_classes: int
+    label_counts: Mapping[str, list[int]] = field(default_factory=dict)
+
+
+Roster = dict[int, Peer]  # by partition id, ascending: Flower's node ids are random and unordered
+
+
+def _error_line(message: Message) -> str:
+    """The last telling line of an error that a client's side reported."""
+    reason = message.error.reason or ""
+    lines = [line.strip() for line in reason.strip().splitlines() if line.strip()] or ["no reason given"]
+    text = lines[-1].removesuffix("'>").split("Message: ")[-1]
+    if "ActorDied" in reason or "RayActorError" in reason:
+        text = "its process died"
+    return f"{text} (error code {message.error.code})"
+
+
+def exchange(grid: Grid, messages: Mapping[int, Message], deadline_seconds: float) -> Iterator[Answer]:
+    """Send ``messages`` (by partition) and yield an :class:`Answer` for each, in order of arrival.
+
+    A client that has not replied ``deadline_seconds`` after everything was sent is yielded as late; its reply, should
+    it still come, is never fetched. Each reply is handed on before the next is looked at.
+    """
+    waiting: dict[str, int] = {}
+    sent: dict[int, int] = {}
+    queue = iter(messages.items())
+    while batch := dict(islice(queue, _PUSH_BATCH)):
+        accepted = {str(message_id) for message_id in grid.push_messages(batch.values()) if message_id}
+        for partition, message in batch.items():
+            sent[partition] = wire.num_bytes(message.content)
+            if message.metadata.message_id in accepted:
+                waiting[message.metadata.message_id] = partition
+            else:
+                yield Answer(partition, 0, error="its node did not accept the message")
+
+    deadline = time.monotonic() + deadline_seconds
+    pause = _POLL_SECONDS[0]
+    while waiting and time.monotonic() < deadline:
+        arrived = False
+        ids = list(waiting)
+        for start in range(0, len(ids), _PULL_BATCH):
+            for reply in grid.pull_messages(ids[start : start + _PULL_BATCH]):
+                # an error made by the SuperLink itself names another source, so map back by the message replied to
+                answered = waiting.pop(reply.metadata.reply_to_message_id, None)
+                if answered is None:
+                    continue  # a second reply to the same message
+                arrived = True
+                down = sent[answered]
+                if reply.has_error():
+                    yield Answer(answered, down, error=_error_line(reply))
+                else:
+                    yield Answer(answered, down, wire.num_bytes(reply.content), reply.content)
+        if arrived:
+            pause = _POLL_SECONDS[0]
+        elif waiting:
+            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            pause = min(2 * pause, _POLL_SECONDS[1])
+    for partition in waiting.values():
+        yield Answer(partition, sent[partition], error=f"no reply in {deadline_seconds:g} s", late=True)
+
+
+def message_to(peer_node: int, content: RecordDict, kind: str, round: int, ttl: float) -> Message:
+    """The one place where a message to a client is made; ``ttl`` keeps work nobody waits for from starting."""
+    return Message(content, dst_node_id=peer_node, message_type=kind, group_id=str(round), ttl=ttl)
+
+
+def gather_roster(grid: Grid, startup_seconds: float) -> Roster:
+    """Ask every node who it is. Also the warm-up that keeps engine start-up out of the rounds' deadlines.
+
+    Raises :class:`TooFewReplies` when nobody answers, with the first reason given, and ``ValueError`` when two nodes
+    claim one partition. Nodes that fail are left out of the run, with a warning.
+    """
+    started = time.monotonic()
+    node_ids: list[int] = []
+    while not node_ids and time.monotonic() - started < startup_seconds:
+        node_ids = sorted(grid.get_node_ids())
+        if not node_ids:
+            time.sleep(_POLL_SECONDS[1])
+    if not node_ids:
+        raise TooFewReplies(f"no client connected within startup-seconds = {startup_seconds:g}")
+    request = wire.pack(None, {"round": 0})
+    messages = {node: message_to(node, request, MessageType.QUERY, 0, startup_seconds) for node in node_ids}
+    peers: Roster = {}
+    errors: list[str] = []
+    for answer in exchange(grid, messages, startup_seconds):
+        try:
+            peer = _read_peer(answer)
+        except ValueError as error:
+            errors.append(str(error))
+            log.warning("a client is left out of the run: %s", error)
+            continue
+        if peer.partition in peers:
+            raise ValueError(f"partition-id {peer.partition} is claimed by two nodes, allowed: one each")
+        peers[peer.partition] = peer
+    if not peers:
+        raise TooFewReplies(f"no client could start: {errors[0]}")
+    return dict(sorted(peers.items()))
+
+
+def _read_peer(answer: Answer) -> Peer:
+    if answer.content is None:
+        raise ValueError(answer.error)
+    fields = wire.fields_of(answer.content)
+    shape = fields.get("image-shape")
+    if not (isinstance(shape, list) and len(shape) == 3 and all(isinstance(n, int) and 0 < n <= 4096 for n in shape)):
+        raise ValueError(f"field 'image-shape' is {shape!r}, allowed: three sizes")
+    counts = {}
+    for part in ("train", "validation", "test"):
+        values = fields.get(f"labels-{part}", [])
+        if not (isinstance(values, list) and all(isinstance(n, int) for n in values)):
+            raise ValueError(f"field 'labels-{part}' is {values!r}, allowed: counts per class")
+        counts[part] = list(values)
+    return Peer(
+        partition=int(wire.number(fields, "partition", 0, 2**31)),
+        node_id=answer.partition,
+        num_examples=int(wire.number(fields, "num-examples", 1, 2**31)),
+        image_shape=(shape[0], shape[1], shape[2]),
+        num_classes=int(wire.number(fields, "num-classes", 2, 10**6)),
+        label_counts=counts,
+    )
+
+
+def require(good: int, least: int, what: str, failures: Iterable[str]) -> None:
+    """Raise :class:`TooFewReplies` unless at least ``least`` replies were good, quoting the first failure."""
+    if good < least:
+        first = next(iter(failures), "no client was asked")
+        raise TooFewReplies(f"{what} had {good} good replies, min-replies asks for {least}; first failure: {first}")

@@ -1,0 +1,239 @@
+"""One run from start to end, on either engine, with its progress shown and its outcome checked."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from fedprune_app import launch
+from fedprune_app.config import Config, ConfigError
+from fedprune_app.engine.store import replace_file
+from fedprune_app.launch import LaunchError, Link
+
+ENGINES = ("ray", "inprocess")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a run takes place."""
+
+    engine: str = "ray"
+    num_clients: int = 20
+    num_workers: int = os.cpu_count() or 1
+    superlink: str = ""  # the name of a connection in Flower's own configuration, for real nodes
+
+    def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise ConfigError(f"--engine is {self.engine!r}, allowed: {', '.join(ENGINES)}")
+        for option, value in (("--clients", self.num_clients), ("--workers", self.num_workers)):
+            if value < 1:
+                raise ConfigError(f"{option} is {value}, allowed: at least 1")
+
+
+class Session:
+    """Engines that several runs share: one private SuperLink, started when the first run needs it."""
+
+    def __init__(self, placement: Placement, console: Console) -> None:
+        self.placement = placement
+        self.console = console
+        self._stack = ExitStack()
+        self._link: Link | None = None
+        self._app: Path | None = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def _connect(self) -> tuple[Link, Path]:
+        if self._link is None or self._app is None:
+            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="fedprune-")))
+            self._app = launch.stage_app(folder / "app")
+            if self.placement.superlink:
+                self._link = Link(self.placement.superlink, os.environ)
+            else:
+                self._link = self._stack.enter_context(launch.private_superlink(folder))
+        return self._link, self._app
+
+    def run(self, config: Config, folder: Path) -> dict[str, Any]:
+        """Run to completion and return run.json. Raises :class:`LaunchError` with the run's own error otherwise."""
+        with _stoppable(), _Progress(config, folder, self.console) as progress:
+            try:
+                if self.placement.engine == "inprocess":
+                    self._run_here(config, progress)
+                else:
+                    self._run_on_flower(config, folder, progress)
+            except BaseException as error:
+                _close_folder(folder, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
+                raise
+        info = _read_json(folder / "run.json")
+        if info.get("status") != "completed":
+            raise LaunchError(str(info.get("error") or "the run left no run.json"))
+        return info
+
+    def _run_here(self, config: Config, progress: _Progress) -> None:
+        from fedprune_app import client_app, server_app
+        from fedprune_app.engine.inprocess import run_in_process
+
+        with progress.in_background():
+            try:
+                run_in_process(server_app.app, client_app.app, self.placement.num_clients, config.to_dict())
+            except Exception as error:
+                raise LaunchError(_one_line(error)) from error
+
+    def _run_on_flower(self, config: Config, folder: Path, progress: _Progress) -> None:
+        progress.say("starting Flower")
+        link, app = self._connect()
+        simulation = None
+        if not self.placement.superlink:
+            simulation = launch.simulation_config(
+                self.placement.num_clients, self.placement.num_workers, _num_gpus(config)
+            )
+        run_id = launch.submit(link, app, config.to_dict(), simulation)
+        progress.say("starting clients")
+        try:
+            outcome = launch.follow(link, run_id, folder, progress.update)
+        except BaseException:
+            launch.stop_run(link, run_id)
+            raise
+        if outcome != "finished:completed":
+            error = _read_json(folder / "run.json").get("error")
+            raise LaunchError(str(error or launch.failure(link, run_id)))
+
+
+def _num_gpus(config: Config) -> int:
+    if config.device == "cpu":
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _close_folder(folder: Path, status: str, error: BaseException) -> None:
+    """Say in run.json how a run ended whose ServerApp could not say it itself."""
+    info = _read_json(folder / "run.json")
+    if info.get("status") == "running":
+        text = "interrupted" if status == "interrupted" else _one_line(error)
+        replace_file(folder / "run.json", json.dumps(info | {"status": status, "error": text}, indent=1).encode())
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM ends a run as Ctrl-C does, so that nothing is left running."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Progress:
+    """A live bar over what the run folder says: round, accuracy, bytes, time left."""
+
+    def __init__(self, config: Config, folder: Path, console: Console) -> None:
+        self._file = folder / "rounds.jsonl"
+        self._offset = self._file.stat().st_size if config.resume_from and self._file.exists() else 0
+        self._accuracy = ""
+        self._bytes = 0
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[said]}"),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task(config.system, total=config.num_server_rounds, said="starting")
+
+    def __enter__(self) -> _Progress:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.update()
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        self._bar.update(self._task, said=text)
+
+    def update(self) -> None:
+        """Show the rounds that have been written since."""
+        try:
+            with self._file.open("rb") as file:
+                if self._file.stat().st_size < self._offset:
+                    self._offset = 0  # rows of lost rounds were dropped
+                file.seek(self._offset)
+                new = file.read()
+        except OSError:
+            return
+        complete = new[: new.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        for line in complete.splitlines():
+            self._show(json.loads(line))
+
+    def _show(self, row: Mapping[str, Any]) -> None:
+        self._bytes += (row.get("bytes_up") or 0) + (row.get("bytes_down") or 0)
+        for name, field in (("personal", "accuracy_personal_mean"), ("global", "accuracy_global")):
+            if row.get(field) is not None:
+                self._accuracy = f"{name} {100 * row[field]:.1f} %  "
+        failed = f"  [yellow]{row['failures']} failed[/]" if row.get("failures") else ""
+        said = f"{self._accuracy}{self._bytes / 1e6:.1f} MB{failed}"
+        self._bar.update(self._task, completed=row["round"], said=said)
+
+    @contextmanager
+    def in_background(self) -> Iterator[None]:
+        """Keep the bar alive while this thread runs the federation."""
+        stop = threading.Event()
+
+        def watch() -> None:
+            while not stop.wait(0.2):
+                self.update()
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            watcher.join()

@@ -1,0 +1,277 @@
+"""Running the app through Flower from one command: stage it, start a private SuperLink, submit, follow, stop.
+
+``flwr run`` exits 0 whatever becomes of the run, and its local SuperLink is a daemon shared by everything on the
+machine, with the environment of whoever started it first. So a run of ours has a SuperLink of its own, on free ports
+and below its own ``FLWR_HOME``, and its real status is polled.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+import clients
+import fedprune_app
+import strategies
+from fedprune_app.config import DEFAULTS, Scalar, to_toml
+
+_PACKAGES = (fedprune_app, strategies, clients)
+_COMPONENTS = ("fedprune_app.server_app:app", "fedprune_app.client_app:app")
+_START_SECONDS = 90
+_STATUS_SECONDS = 0.5
+_UNASKED_SECONDS = 10.0
+
+
+class LaunchError(RuntimeError):
+    """The run could not be started or did not complete; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """How to reach a SuperLink: the name of its connection, and the environment to call ``flwr`` in."""
+
+    name: str
+    environment: Mapping[str, str]
+    log_file: Path | None = None
+
+
+def stage_app(folder: Path, components: tuple[str, str] = _COMPONENTS) -> Path:
+    """Lay out the Flower app in ``folder`` from the installed packages; works from a wheel as from a checkout."""
+    for package in _PACKAGES:
+        source = Path(package.__file__ or "").parent
+        ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
+        shutil.copytree(source, folder / package.__name__, ignore=ignore, dirs_exist_ok=True)
+    server, client = components
+    (folder / "pyproject.toml").write_text(
+        "[project]\n"
+        'name = "fedprune"\n'
+        f'version = "{fedprune_app.__version__}"\n'
+        'description = "Personalised federated pruning"\n'
+        'license = "Apache-2.0"\n'
+        "dependencies = []\n\n"
+        "[tool.flwr.app]\n"
+        'publisher = "fedprune"\n\n'
+        "[tool.flwr.app.components]\n"
+        f'serverapp = "{server}"\n'
+        f'clientapp = "{client}"\n\n'
+        f"[tool.flwr.app.config]\n{to_toml(DEFAULTS)}"
+    )
+    return folder
+
+
+@contextmanager
+def private_superlink(folder: Path) -> Iterator[Link]:
+    """A SuperLink in simulation mode for this process alone, below ``folder``; stopped on the way out."""
+    home = folder / "flwr"
+    home.mkdir(parents=True, exist_ok=True)
+    port, control_port = _free_ports(2)
+    address = f"127.0.0.1:{port}"
+    (home / "config.toml").write_text(
+        f'[superlink]\ndefault = "private"\n\n[superlink.private]\naddress = "{address}"\ninsecure = true\n'
+    )
+    bin_folder = str(Path(sys.executable).parent)
+    environment = {
+        **os.environ,
+        "PATH": f"{bin_folder}{os.pathsep}{os.environ.get('PATH', '')}",
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "RAY_worker_niceness": "0",  # Ray's workers run at nice 15 and starve on a busy machine
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "PYTHONWARNINGS": "ignore",
+    }
+    log_file = folder / "superlink.log"
+    command = [_tool("flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess"]
+    command += ["--disable-runtime-dependency-installation", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--control-api-address", f"127.0.0.1:{control_port}"]
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+    try:
+        _wait_until_up(process, address, log_file)
+        yield Link("private", environment, log_file)
+    finally:
+        _stop(process)
+
+
+def _die_with_parent() -> None:
+    """In the child, on Linux: be killed when this process is, so that a run killed with -9 does not go on alone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; Flower's and Ray's processes follow
+
+
+def _tool(name: str) -> str:
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise LaunchError(f"command {name!r} is not installed beside {sys.executable}")
+    return found
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def _wait_until_up(process: subprocess.Popen[bytes], address: str, log_file: Path) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise LaunchError(f"the SuperLink stopped at once: {_last_line(log_file)}")
+        try:
+            if httpx.get(f"http://{address}/health", timeout=1, trust_env=False).is_success:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.1)
+    raise LaunchError(f"the SuperLink did not come up within {_START_SECONDS} s: {_last_line(log_file)}")
+
+
+def _last_line(path: Path) -> str:
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no output"
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the SuperLink and everything it started; its session is a process group of its own."""
+    for number, patience in ((signal.SIGTERM, 8.0), (signal.SIGKILL, 5.0)):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and _group_alive(process):
+            time.sleep(0.05)
+    process.wait(timeout=5)
+
+
+def _group_alive(process: subprocess.Popen[bytes]) -> bool:
+    process.poll()  # reap, or the group never looks empty
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _flwr(link: Link, *arguments: str) -> dict[str, object]:
+    """Call the Flower command line and read its JSON answer; raises :class:`LaunchError` with what it says."""
+    command = [_tool("flwr"), *arguments, "--format", "json"]
+    done = subprocess.run(
+        command,
+        env=dict(link.environment),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+    start = done.stdout.find("{")
+    try:
+        answer: dict[str, object] = json.loads(done.stdout[start:]) if start >= 0 else {}
+    except json.JSONDecodeError:
+        answer = {}
+    if done.returncode != 0 or not answer.get("success", False):
+        said = str(answer.get("error-message") or done.stderr or done.stdout).strip().splitlines()
+        raise LaunchError(f"flwr {arguments[0]}: {said[-1].strip() if said else 'no answer'}")
+    return answer
+
+
+def submit(link: Link, app: Path, config: Mapping[str, Scalar], simulation: Mapping[str, Scalar] | None) -> str:
+    """Start a run and return its id. ``simulation`` is Flower's federation config; None for real nodes."""
+    with tempfile.NamedTemporaryFile("w", suffix=".toml", prefix="fedprune-", delete=False) as file:
+        file.write(to_toml(config))
+    try:
+        arguments = ["run", str(app), link.name, "--run-config", file.name]
+        if simulation is not None:
+            options = " ".join(f"{key}={str(value).lower()}" for key, value in simulation.items())
+            arguments += ["--federation-config", options]
+        return str(_flwr(link, *arguments)["run-id"])
+    finally:
+        Path(file.name).unlink()
+
+
+def _run_row(link: Link, run_id: str) -> dict[str, object]:
+    runs = _flwr(link, "ls", link.name, "--run-id", run_id).get("runs")
+    if not (isinstance(runs, list) and runs and isinstance(runs[0], dict)):
+        raise LaunchError(f"flwr ls: run {run_id} is unknown")
+    return runs[0]
+
+
+def follow(link: Link, run_id: str, folder: Path, on_tick: Callable[[], None]) -> str:
+    """Wait until the run has finished and return Flower's final status, such as ``finished:completed``.
+
+    Asking Flower costs a second of CPU, so it is asked when run.json says that the run is over, and else seldom.
+    """
+    asked = time.monotonic()
+    while True:
+        on_tick()
+        over = _says_over(folder / "run.json")
+        if time.monotonic() - asked > (_STATUS_SECONDS if over else _UNASKED_SECONDS):
+            current = str(_run_row(link, run_id)["status"])
+            if current.startswith("finished"):
+                return current
+            asked = time.monotonic()
+        time.sleep(0.1)
+
+
+def _says_over(run_file: Path) -> bool:
+    try:
+        return bool(json.loads(run_file.read_text())["status"] != "running")
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def failure(link: Link, run_id: str) -> str:
+    """One line on why a run failed that left no word itself: Flower's details, or its log's last line."""
+    details = str(_run_row(link, run_id).get("status-details") or "").strip().splitlines()
+    if details:
+        return details[-1]
+    return _last_line(link.log_file) if link.log_file else "the run failed; see `flwr log`"
+
+
+def stop_run(link: Link, run_id: str) -> None:
+    """Ask a SuperLink that is not ours to stop a run."""
+    with suppress(LaunchError):  # it has ended by itself
+        _flwr(link, "stop", run_id, link.name)
+
+
+def simulation_config(num_clients: int, num_workers: int, gpus: float) -> dict[str, Scalar]:
+    """One CPU, one actor; as many actors as ``num_workers``."""
+    return {
+        "num-supernodes": num_clients,
+        "client-resources-num-cpus": 1,
+        "client-resources-num-gpus": gpus / num_workers if gpus else 0.0,
+        "init-args-num-cpus": num_workers,
+        "init-args-num-gpus": int(gpus),
+        "init-args-log-to-driver": False,
+    }

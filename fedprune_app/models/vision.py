@@ -1,0 +1,198 @@
+"""The papers' small image networks, their initialisations, and the names of what is in them."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ImageShape = tuple[int, int, int]  # (channels, height, width)
+
+MODELS: dict[str, str] = {
+    "lenet5": "LeNet-5 of Sub-FedAvg: conv 6, 16 (5x5), fc 120, 84; 62,006 parameters on 3x32x32, 10 classes",
+    "lenet5-bn": "LeNet-5 with batch normalisation after each convolution (Sub-FedAvg hybrid)",
+    "cnn5": "CNN of Sub-FedAvg: conv 10, 20 (5x5), fc 50; 21,840 parameters on 1x28x28, 10 classes",
+    "cnn5-bn": "cnn5 with batch normalisation after each convolution",
+    "cnn-small": "conv 16, 32 (3x3, padded), one linear layer; 6,090 parameters on 1x8x8, 10 classes",
+}
+_WIDTHS: dict[str, dict[str, Any]] = {  # arguments of conv_net
+    "lenet5": {"channels": (6, 16), "hidden": (120, 84)},
+    "cnn5": {"channels": (10, 20), "hidden": (50,)},
+    "cnn-small": {"channels": (16, 32), "hidden": (), "kernel_size": 3, "padding": 1},
+}
+INITIALISATIONS = ("default", "subfedavg")
+
+
+def conv_net(
+    image_shape: ImageShape,
+    num_classes: int,
+    *,
+    channels: Sequence[int],
+    hidden: Sequence[int],
+    kernel_size: int = 5,
+    padding: int = 0,
+    batch_norm: bool = False,
+) -> nn.Sequential:
+    """Blocks of conv, [batch norm], max pool 2, ReLU; then linear layers with ReLU between them.
+
+    Layers are named ``conv1, bn1, ..., fc1, ...``. Maps images (N, *image_shape) to logits (N, num_classes).
+    Pooling stands before the ReLU: max and ReLU commute, values and gradients are the same, and the ReLU
+    then touches a quarter of the elements.
+
+    ``channels`` and ``hidden`` are the widths of the convolutions and of the hidden linear layers; a network
+    with channels removed is one of smaller ``channels``. The weights are PyTorch's, from the global RNG;
+    :func:`build_model` draws them from a generator. Raises ``ValueError`` for an image too small.
+    """
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    depth, height, width = image_shape
+    for i, out_channels in enumerate(channels, start=1):
+        layers[f"conv{i}"] = nn.Conv2d(depth, out_channels, kernel_size, padding=padding)
+        if batch_norm:
+            layers[f"bn{i}"] = nn.BatchNorm2d(out_channels)
+        layers[f"pool{i}"] = nn.MaxPool2d(2)
+        layers[f"relu{i}"] = nn.ReLU()
+        depth = out_channels
+        height, width = ((side + 2 * padding - kernel_size + 1) // 2 for side in (height, width))
+        if min(height, width) < 1:
+            smallest = _smallest_side(len(channels), kernel_size, padding)
+            given = "x".join(map(str, image_shape))
+            raise ValueError(f"image shape {given} is too small for this model, allowed: sides >= {smallest}")
+    layers["flatten"] = nn.Flatten()
+    widths = [depth * height * width, *hidden, num_classes]
+    for i, (fan_in, fan_out) in enumerate(pairwise(widths), start=1):
+        if i > 1:
+            layers[f"fc_relu{i - 1}"] = nn.ReLU()
+        layers[f"fc{i}"] = nn.Linear(fan_in, fan_out)
+    return nn.Sequential(layers)
+
+
+def _smallest_side(num_blocks: int, kernel_size: int, padding: int) -> int:
+    side = 1
+    for _ in range(num_blocks):
+        side = 2 * side + kernel_size - 1 - 2 * padding
+    return side
+
+
+def build_model(
+    name: str, image_shape: ImageShape, num_classes: int, *, rng: torch.Generator, init: str = "default"
+) -> nn.Module:
+    """A network of :data:`MODELS` on the CPU, initialised from ``rng`` alone (the global RNG is not touched).
+
+    ``image_shape`` is (channels, height, width). Raises ``ValueError`` for an unknown name or initialisation,
+    fewer than two classes, or an image too small for the network.
+    """
+    if name not in MODELS:
+        raise ValueError(f"model '{name}' is unknown, allowed: {', '.join(MODELS)}")
+    if num_classes < 2:
+        raise ValueError(f"model '{name}' with {num_classes} classes, allowed: at least 2")
+    family, batch_norm = name.removesuffix("-bn"), name.endswith("-bn")
+    with torch.device("meta"):  # no memory and no random numbers are spent on values replaced below
+        model = conv_net(image_shape, num_classes, batch_norm=batch_norm, **_WIDTHS[family])
+    model.to_empty(device="cpu")
+    initialise(model, init, rng)
+    return model
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, init: str, rng: torch.Generator) -> None:
+    """Draw every parameter anew from ``rng``, layer by layer in the model's order; reset batch statistics.
+
+    ``default`` is PyTorch's own: weights and biases uniform in +-1/sqrt(fan_in), norm scale 1 and shift 0.
+    ``subfedavg`` is that of Sub-FedAvg's released code: Xavier-normal weights and N(0, 1) biases; for a model
+    with batch normalisation (its hybrid variant) conv N(0, sqrt(2 / (k^2 out_channels))), linear N(0, 0.01),
+    scale 0.5, biases and shifts 0.
+
+    Raises ``ValueError`` for another name, or for a layer whose parameters no rule covers.
+    """
+    if init not in INITIALISATIONS:
+        raise ValueError(f"init '{init}' is unknown, allowed: {', '.join(INITIALISATIONS)}")
+    hybrid = init == "subfedavg" and any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
+    for name, module in model.named_modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.reset_parameters()  # constants and running statistics, no random numbers
+            if hybrid:
+                nn.init.constant_(module.weight, 0.5)
+        elif isinstance(module, nn.Conv2d | nn.Linear):
+            if init == "default":
+                _default_(module, rng)
+            elif hybrid:
+                _subfedavg_hybrid_(module, rng)
+            else:
+                _subfedavg_(module, rng)
+        elif any(True for _ in module.parameters(recurse=False)):
+            raise ValueError(f"layer '{name}' of type {type(module).__name__} has no initialisation rule")
+
+
+def _default_(layer: nn.Conv2d | nn.Linear, rng: torch.Generator) -> None:
+    nn.init.kaiming_uniform_(layer.weight, a=math.sqrt(5), generator=rng)
+    if layer.bias is not None:
+        bound = 1 / math.sqrt(layer.weight[0].numel())  # fan in
+        nn.init.uniform_(layer.bias, -bound, bound, generator=rng)
+
+
+def _subfedavg_(layer: nn.Conv2d | nn.Linear, rng: torch.Generator) -> None:
+    nn.init.xavier_normal_(layer.weight, generator=rng)
+    if layer.bias is not None:
+        nn.init.normal_(layer.bias, generator=rng)
+
+
+def _subfedavg_hybrid_(layer: nn.Conv2d | nn.Linear, rng: torch.Generator) -> None:
+    if isinstance(layer, nn.Conv2d):
+        std = math.sqrt(2 / (math.prod(layer.kernel_size) * layer.out_channels))
+    else:
+        std = 0.01
+    nn.init.normal_(layer.weight, std=std, generator=rng)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
+def prunable_names(model: nn.Module) -> list[str]:
+    """Names of the weight tensors of convolutions and linear layers, in order: no bias, no norm."""
+    return [
+        f"{name}.weight" if name else "weight"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Conv2d | nn.Linear)
+    ]
+
+
+def parameter_names(model: nn.Module) -> list[str]:
+    """Names of all parameters, in the model's order."""
+    return [name for name, _ in model.named_parameters()]
+
+
+def buffer_names(model: nn.Module) -> list[str]:
+    """Names of the floating-point buffers (running means and variances), in order; step counters are not
+    state that can be averaged and are left out."""
+    return [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
+
+
+def state_tensors(model: nn.Module, include_buffers: bool = False) -> dict[str, Tensor]:
+    """Contiguous copies of all parameters by name, in order, then of the running statistics if asked for."""
+    tensors = dict(model.named_parameters())
+    names = [*tensors]
+    if include_buffers:
+        tensors |= dict(model.named_buffers())  # type: ignore[arg-type]
+        names += buffer_names(model)
+    return {name: tensors[name].detach().clone(memory_format=torch.contiguous_format) for name in names}
+
+
+@torch.no_grad()
+def load_state_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into the parameters and buffers of their names; those not named stay as they are.
+
+    Raises ``ValueError`` for a name the model has not, or another shape; the model is then unchanged.
+    """
+    own: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, tensor in tensors.items():
+        if name not in own:
+            raise ValueError(f"tensor '{name}' is not in the model, allowed: {', '.join(own)}")
+        if tensor.shape != own[name].shape:
+            shapes = f"{tuple(tensor.shape)}, allowed: {tuple(own[name].shape)}"
+            raise ValueError(f"tensor '{name}' has shape {shapes}")
+    for name, tensor in tensors.items():
+        own[name].copy_(tensor)

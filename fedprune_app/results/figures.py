@@ -1,0 +1,362 @@
+"""Figures as plain plotly.js traces: what is drawn. How it looks (colours, theme, size) is the page's business.
+
+Every trace says which ``series`` (index into the groups) it belongs to; the page gives it that series' colour
+and dash and hides it with the legend. All text is escaped, since plotly reads a little HTML.
+"""
+
+from __future__ import annotations
+
+import html
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+from fedprune_app.core.metrics import worst_decile
+from fedprune_app.results.reader import HEADLINES, Run
+from fedprune_app.results.tables import MEGABYTE, Group, Statistic
+
+Trace = dict[str, Any]
+Curve = Mapping[int, tuple[float, float]]  # round -> (x, y)
+
+_MARKERS_UP_TO = 25  # points; more of them would hide the line
+_POINTS_UP_TO = 400  # clients shown one by one beside their box
+_HEADLINE_NAMES = dict(zip(HEADLINES, ("Personal", "Global model"), strict=True))
+_ACCURACIES = {
+    **_HEADLINE_NAMES,
+    "accuracy_received_mean": "Received",
+    "accuracy_personal_worst_decile": "Worst decile",
+    "accuracy_validation_mean": "Validation",
+}
+_CLIENT_ACCURACIES = {
+    "accuracy_personal": "Personal",
+    "accuracy_global": "Global model",
+    "accuracy_received": "Received",
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One view of a figure, chosen by its ``name``."""
+
+    name: str
+    traces: list[Trace]
+    layout: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A titled plot with one or more views; ``rows`` > 0 asks for a height for so many horizontal rows."""
+
+    key: str
+    title: str
+    caption: str
+    variants: list[Variant]
+    rows: int = 0
+    wide: bool = False
+
+
+def figures(groups: Sequence[Group]) -> list[Figure]:
+    """All figures for which some run has data, in reading order."""
+    share = {"tickformat": ".0%"}
+    drawn = [
+        Figure(
+            "accuracy",
+            "Accuracy by round",
+            "Mean over all clients, each on its own test split.",
+            _accuracy_variants(groups, _by_round, "Round"),
+        ),
+        Figure(
+            "efficiency",
+            "Accuracy by traffic",
+            "Against the training traffic so far, up and down, as measured on the serialised messages.",
+            _accuracy_variants(groups, _by_megabytes, "Measured traffic (MB)"),
+        ),
+        Figure(
+            "clients",
+            "Accuracy of each client",
+            "One point per client in the last evaluation; the diamond is the mean of the worst tenth.",
+            _client_variants(groups),
+            rows=len(groups),
+        ),
+        Figure(
+            "bytes",
+            "Traffic, measured and by the papers' formulas",
+            "Training messages of the whole run. Solid: measured. Hatched: what the paper's own formula charges.",
+            _bytes_variants(groups),
+            rows=2 * len(groups),
+        ),
+        Figure(
+            "layers",
+            "Density by layer",
+            "Kept share of each layer in the last evaluation, mean over clients.",
+            _layer_variants(groups),
+        ),
+        Figure(
+            "density",
+            "Density by round",
+            "Kept share of the whole model, mean over clients.",
+            _lines(groups, _by_round, "density_mean", "Density", {"x": "Round", "y": share}),
+        ),
+        Figure(
+            "loss",
+            "Training loss",
+            "Mean over the clients that trained in the round.",
+            _lines(groups, _by_round, "loss_mean", "Loss", {"x": "Round", "y": {}}),
+        ),
+        Figure(
+            "epsilon",
+            "Privacy spent",
+            "Largest ε of any client, from the ledger of what ran.",
+            _lines(groups, _by_round, "epsilon_max", "ε", {"x": "Round", "y": {}}),
+        ),
+        Figure(
+            "partition",
+            "Who has which classes",
+            "Training examples of each class at each client; an empty cell is none.",
+            _partition_variants(groups),
+            wide=True,
+        ),
+    ]
+    return [figure for figure in drawn if figure.variants]
+
+
+def _text(text: str) -> str:
+    return html.escape(text, quote=False)
+
+
+# --- lines ----------------------------------------------------------------------------------------------------
+
+
+def _by_round(run: Run, name: str) -> Curve:
+    return {round: (round, value) for round, value in run.series(name)}
+
+
+def _by_megabytes(run: Run, name: str) -> Curve:
+    """Against traffic so far; the curve ends where a round's bytes were not measured."""
+    sizes = [(row.get("bytes_up"), row.get("bytes_down")) for row in run.rounds]
+    unknown = next((i for i, pair in enumerate(sizes) if None in pair), len(sizes))
+    spent = accumulate((up + down) / MEGABYTE for up, down in sizes[:unknown])
+    return {
+        row["round"]: (megabytes, row[name])
+        for row, megabytes in zip(run.rounds, spent, strict=False)
+        if row.get(name) is not None
+    }
+
+
+def _accuracy_variants(groups: Sequence[Group], curve: Callable[[Run, str], Curve], x_title: str) -> list[Variant]:
+    axes = {"x": x_title, "y": {"tickformat": ".0%"}}
+    main = {group.runs[0].headline for group in groups}
+    names = sorted(_ACCURACIES, key=lambda name: name not in main)  # stable: the main number's view is first
+    views = [view for name in names for view in _lines(groups, curve, name, _ACCURACIES[name], axes)]
+    if len(main) == 1:
+        return views
+    traces = [
+        trace
+        for index, group in enumerate(groups)
+        for trace in _curve_traces(index, group, curve, group.runs[0].headline)
+    ]
+    mixed = [Variant("Main number", traces, _line_layout(axes))] if traces else []
+    return mixed + views
+
+
+def _lines(
+    groups: Sequence[Group],
+    curve: Callable[[Run, str], Curve],
+    name: str,
+    title: str,
+    axes: Mapping[str, Any],
+) -> list[Variant]:
+    traces = [trace for index, group in enumerate(groups) for trace in _curve_traces(index, group, curve, name)]
+    return [Variant(title, traces, _line_layout(axes))] if traces else []
+
+
+def _line_layout(axes: Mapping[str, Any]) -> dict[str, Any]:
+    return {"xaxis": {"title": {"text": axes["x"]}}, "yaxis": dict(axes["y"])}
+
+
+def _curve_traces(series: int, group: Group, curve: Callable[[Run, str], Curve], name: str) -> list[Trace]:
+    """The mean over seeds in the rounds that all of them have and, for several seeds, their range around it."""
+    curves = [curve(run, name) for run in group.runs]
+    rounds = sorted(set.intersection(*(set(each) for each in curves)))
+    if not rounds:
+        return []
+    points = [[each[round] for each in curves] for round in rounds]
+    x = [statistics.fmean(x for x, _ in at_round) for at_round in points]
+    values = [[y for _, y in at_round] for at_round in points]
+    line: Trace = {
+        "type": "scatter",
+        "series": series,
+        "name": _text(group.label),
+        "x": x,
+        "y": [statistics.fmean(at_round) for at_round in values],
+        "mode": "lines+markers" if len(rounds) <= _MARKERS_UP_TO else "lines",
+    }
+    if len(curves) == 1:
+        return [line]
+    edge: Trace = {"type": "scatter", "series": series, "x": x, "mode": "lines", "hoverinfo": "skip", "band": True}
+    low, high = edge | {"y": list(map(min, values))}, edge | {"y": list(map(max, values)), "fill": "tonexty"}
+    return [low, high, line]
+
+
+# --- rows: one per group --------------------------------------------------------------------------------------
+
+
+def _row_axis(groups: Sequence[Group]) -> dict[str, Any]:
+    """A vertical axis with one labelled row per group, the first on top."""
+    return {
+        "tickvals": list(range(len(groups))),
+        "ticktext": [_row_label(group.label) for group in groups],
+        "range": [len(groups) - 0.4, -0.6],
+    }
+
+
+def _row_label(label: str) -> str:
+    lines = [line if len(line) <= 24 else f"{line[:23]}…" for line in label.split(" · ")]
+    return "<br>".join(map(_text, lines[:3]))
+
+
+def _client_variants(groups: Sequence[Group]) -> list[Variant]:
+    layout = {"xaxis": {"tickformat": ".0%"}, "yaxis": _row_axis(groups), "boxgap": 0}
+    variants = []
+    for name, title in _CLIENT_ACCURACIES.items():
+        traces = []
+        for index, group in enumerate(groups):
+            seeds = [values for run in group.runs if (values := _last_of_clients(run, name))]
+            points = [value for values in seeds for value in values]
+            if not points:
+                continue
+            row: Trace = {"series": index, "name": _text(group.label)}
+            traces.append(
+                row
+                | {
+                    "type": "box",
+                    "x": points,
+                    "y": [index] * len(points),
+                    "orientation": "h",
+                    "width": 0.5,
+                    "boxpoints": "all" if len(points) <= _POINTS_UP_TO else "outliers",
+                }
+            )
+            worst = statistics.fmean(worst_decile(values) for values in seeds)
+            traces.append(
+                row
+                | {
+                    "type": "scatter",
+                    "x": [worst],
+                    "y": [index],
+                    "mode": "markers",
+                    "worst": True,
+                    "hovertemplate": "worst decile %{x:.1%}<extra></extra>",
+                }
+            )
+        if traces:
+            variants.append(Variant(title, traces, layout))
+    return variants
+
+
+def _last_of_clients(run: Run, name: str) -> list[float]:
+    """The values of the last round in which any client measured ``name``."""
+    measured = [row for row in run.clients if isinstance(row.get(name), int | float)]
+    last = max((row["round"] for row in measured), default=None)
+    return [float(row[name]) for row in measured if row["round"] == last]
+
+
+def _bytes_variants(groups: Sequence[Group]) -> list[Variant]:
+    bars = {
+        "bytes_up": "up",
+        "paper_bytes_up": "up, formula",
+        "bytes_down": "down",
+        "paper_bytes_down": "down, formula",
+    }
+    traces: list[Trace] = []
+    longest = 0.0
+    for index, group in enumerate(groups):
+        totals = [Statistic.of(run.total(name) for run in group.runs) for name in bars]
+        shown = [
+            (total.mean / MEGABYTE, index - 0.3 + 0.2 * place, title, "/" if "formula" in title else "")
+            for place, (total, title) in enumerate(zip(totals, bars.values(), strict=True))
+            if total is not None
+        ]
+        if not shown:
+            continue
+        longest = max(longest, *(megabytes for megabytes, *_ in shown))
+        traces.append(
+            {
+                "type": "bar",
+                "series": index,
+                "name": _text(group.label),
+                "orientation": "h",
+                "x": [megabytes for megabytes, *_ in shown],
+                "y": [place for _, place, *_ in shown],
+                "width": 0.17,
+                "text": [f"{_megabytes(megabytes)} {title}" for megabytes, _, title, _ in shown],
+                "marker": {"pattern": {"shape": [shape for *_, shape in shown]}},
+                "hovertemplate": "%{text}<extra></extra>",
+            }
+        )
+    x_axis = {"title": {"text": "MB (10⁶ bytes)"}, "range": [0, longest * 1.5 or 1]}  # room for the bars' texts
+    return [Variant("Traffic", traces, {"xaxis": x_axis, "yaxis": _row_axis(groups)})] if traces else []
+
+
+def _megabytes(megabytes: float) -> str:
+    return f"{megabytes:,.0f}" if megabytes >= 1000 else f"{megabytes:.3g}"
+
+
+# --- layers and partition -------------------------------------------------------------------------------------
+
+
+def _layer_variants(groups: Sequence[Group]) -> list[Variant]:
+    traces: list[Trace] = []
+    for index, group in enumerate(groups):
+        last = [
+            next((row["density_by_layer"] for row in reversed(run.rounds) if row.get("density_by_layer")), {})
+            for run in group.runs
+        ]
+        density = {
+            layer: Statistic.of(layers.get(layer) for layers in last)
+            for layer in dict.fromkeys(sum(map(list, last), []))
+        }
+        known = {layer: statistic.mean for layer, statistic in density.items() if statistic}
+        if known:
+            traces.append(
+                {
+                    "type": "scatter",
+                    "series": index,
+                    "name": _text(group.label),
+                    "x": [_text(layer) for layer in known],
+                    "y": list(known.values()),
+                    "mode": "lines+markers",
+                }
+            )
+    layout = {
+        "xaxis": {"type": "category"},
+        "yaxis": {"tickformat": ".0%", "rangemode": "tozero"},
+    }
+    return [Variant("Layers", traces, layout)] if traces else []
+
+
+def _partition_variants(groups: Sequence[Group]) -> list[Variant]:
+    """One view for each distinct way the data were dealt out: systems that are compared usually share it."""
+    views: dict[str, Variant] = {}
+    for run in (run for group in groups for run in group.runs):
+        rows = [row for row in run.info.get("partition") or [] if row.get("train")]
+        if not rows or repr(rows) in views:
+            continue
+        title = " · ".join(str(run.config.get(key, "–")) for key in ("dataset", "partition"))
+        classes = max(len(row["train"]) for row in rows)
+        counts = [
+            [(row["train"][label] or None) if label < len(row["train"]) else None for row in rows]
+            for label in range(classes)
+        ]
+        trace: Trace = {
+            "type": "heatmap",
+            "x": [row["partition"] for row in rows],
+            "y": list(range(classes)),
+            "z": counts,  # (classes, clients)
+            "hovertemplate": "client %{x}, class %{y}: %{z} examples<extra></extra>",
+        }
+        layout = {"xaxis": {"title": {"text": "Client"}}, "yaxis": {"title": {"text": "Class"}}}
+        views[repr(rows)] = Variant(f"{title} · seed {run.seed}", [trace], layout)
+    return list(views.values())

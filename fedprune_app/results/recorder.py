@@ -1,0 +1,242 @@
+"""The run folder: what ran (run.json), what each round (rounds.jsonl) and each client (clients.jsonl) did.
+
+Whatever happens to the process, the folder stays readable: run.json is replaced in one step, jsonl rows are
+on disk before the next round begins, and :meth:`Recorder.resume` removes what a crash cut short.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from fedprune_app.results.fields import CLIENT_FIELDS, HEADLINES, ROUND_FIELDS
+from fedprune_app.results.reader import read_info, read_rows
+
+Status = Literal["completed", "failed", "interrupted"]
+
+
+class _Writer(Protocol):
+    """The part of TensorBoard's SummaryWriter that is used here."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Recorder:
+    """Writes one run folder: :meth:`start` or :meth:`resume`, then rounds and clients, then :meth:`finish`.
+
+    Accuracies and densities are shares in [0, 1], bytes are bytes, times are seconds. A declared field that a
+    row lacks is written as null, a field not declared is kept, NaN and infinities become null.
+
+    With ``tensorboard`` the numbers of each round also go to ``folder/tensorboard``; raises ``ValueError`` at
+    once if that package is missing.
+    """
+
+    def __init__(self, folder: Path, *, tensorboard: bool = False) -> None:
+        self.folder = Path(folder)
+        self._tensorboard = tensorboard
+        self._writer: _Writer | None = None
+        self._info: dict[str, Any] = {}
+        self._seconds_before = 0.0  # spent by earlier processes of a resumed run
+        self._started_at = 0.0
+        if tensorboard:
+            _summary_writer_class()
+
+    def start(self, config: Mapping[str, Any], seed: int, extra: Mapping[str, Any] | None = None) -> None:
+        """Begin a new run; ``extra`` is added to run.json (``headline``, ``partition``, ``model``, ...).
+
+        ``headline`` names the system's main number, ``partition`` lists per client
+        ``{partition, train, validation, test}`` with counts per class, ``model`` is
+        ``{name, parameters, classes}``. Raises ``ValueError`` if the folder already holds a run: results are
+        never overwritten.
+        """
+        if (self.folder / "run.json").exists():
+            raise ValueError(f"'{self.folder}' already holds a run, allowed: a new folder, or resuming it")
+        extra = {"headline": HEADLINES[0], "partition": None, "model": None, **(extra or {})}
+        if extra["headline"] not in HEADLINES:
+            raise ValueError(f"headline '{extra['headline']}' unknown, allowed: {', '.join(HEADLINES)}")
+        info = {
+            "status": "running",
+            "system": config["system"],
+            "config": dict(config),
+            "versions": versions(),
+            "seed": seed,
+            "git_hash": git_hash(),
+            "rounds_completed": 0,
+            "final_sha256": None,
+            "seconds": 0.0,
+            "error": None,
+        }
+        if clash := sorted(info.keys() & extra.keys()):
+            raise ValueError(f"extra must not set '{clash[0]}': the recorder does")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in ("rounds.jsonl", "clients.jsonl"):
+            (self.folder / name).write_bytes(b"")
+        self._begin(info | extra)
+
+    def resume(self, rounds_completed: int) -> None:
+        """Continue this folder's run after ``rounds_completed`` rounds; rows of later rounds are dropped.
+
+        The data of :meth:`start` stays; ``seconds`` goes on from what was spent, lost rounds included. Raises
+        ``ValueError`` if the folder holds no run.
+        """
+        info = read_info(self.folder)
+        for name in ("rounds.jsonl", "clients.jsonl"):
+            path = self.folder / name
+            kept = [line for line, row in read_rows(path) if row["round"] <= rounds_completed]
+            _replace(path, b"".join(kept))
+        resumed = [*info.get("resumed_after_rounds", []), rounds_completed]
+        info |= {"status": "running", "error": None, "final_sha256": None}
+        info |= {"rounds_completed": rounds_completed, "resumed_after_rounds": resumed}
+        self._begin(info)
+
+    def annotate(self, **extra: Any) -> None:
+        """Add to run.json what is known only once the clients are up, such as ``partition`` and ``model``."""
+        self._running().update(_plain(extra))
+        self._write_info()
+
+    def round(self, row: Mapping[str, Any]) -> None:
+        """Append one round. Raises ``ValueError`` if its ``round`` does not come after the last one's."""
+        info = self._running()
+        if not row["round"] > info["rounds_completed"]:
+            raise ValueError(f"round {row['round']} recorded after round {info['rounds_completed']}")
+        full = _complete(row, ROUND_FIELDS)
+        self._append("rounds.jsonl", [full])
+        info["rounds_completed"] = full["round"]
+        self._write_info()
+        if self._writer is not None:
+            for tag, value in _scalars(full):
+                self._writer.add_scalar(tag, value, full["round"])
+            self._writer.flush()
+
+    def clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append the clients of one round: those that trained, and in evaluation rounds all of them."""
+        self._running()
+        self._append("clients.jsonl", [_complete(row, CLIENT_FIELDS) for row in rows])
+
+    def finish(self, status: Status, final_sha256: str | None = None, error: str | None = None) -> None:
+        """Close the run; ``final_sha256`` is over all final models in partition order."""
+        self._running().update(status=status, final_sha256=final_sha256, error=error)
+        self._write_info()
+        self._info = {}
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _begin(self, info: dict[str, Any]) -> None:
+        self._info = _plain(info)
+        self._seconds_before = float(info["seconds"])
+        self._started_at = time.monotonic()
+        self._write_info()
+        if self._tensorboard:
+            log_dir, first = str(self.folder / "tensorboard"), info["rounds_completed"] + 1
+            self._writer = _summary_writer_class()(log_dir, purge_step=first)
+
+    def _running(self) -> dict[str, Any]:
+        if not self._info:
+            raise ValueError(f"run in '{self.folder}' is not open: call start or resume first")
+        return self._info
+
+    def _write_info(self) -> None:
+        self._info["seconds"] = round(self._seconds_before + time.monotonic() - self._started_at, 3)
+        _replace(self.folder / "run.json", _info_text(self._info).encode())
+
+    def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+        with (self.folder / name).open("ab") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what numbers depend on; null for a package that runs without being installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("fedprune", "flwr", "torch", "torchvision", "numpy", "ray"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None  # an app bundle is unpacked, not installed
+    return found
+
+
+def git_hash() -> str | None:
+    """Commit of the checkout this file is tracked in, ``-dirty`` appended if it has changes; else None."""
+    here = Path(__file__)
+    try:
+        # An unpacked app or a site-packages folder may lie inside somebody else's checkout.
+        _git(here.parent, "ls-files", "--error-unmatch", here.name)
+        dirty = "-dirty" if _git(here.parent, "status", "--porcelain", "--untracked-files=no") else ""
+        return _git(here.parent, "rev-parse", "HEAD") + dirty
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+    return done.stdout.strip()
+
+
+def _summary_writer_class() -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ValueError(
+            "tracking 'tensorboard' needs the package tensorboard: install the extra fedprune[tracking]"
+        ) from None
+    return SummaryWriter
+
+
+def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, float]]:
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float) and key != "round":
+            yield prefix + key, value
+
+
+def _complete(row: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
+    plain: dict[str, Any] = _plain({**dict.fromkeys(fields), **row})
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON types: arrays, tensors, numpy scalars by ``tolist``; non-finite numbers as None."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _info_text(info: Mapping[str, Any]) -> str:
+    """JSON for people too: a line per key of each object, the long lists of counts on one line."""
+    parts = []
+    for key, value in info.items():
+        indent = 2 if isinstance(value, dict) else None
+        parts.append(f"{json.dumps(key)}: {json.dumps(value, indent=indent, allow_nan=False)}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write in one step: a reader, or a crash, sees the old file or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

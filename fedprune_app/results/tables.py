@@ -1,0 +1,256 @@
+"""Final numbers of many runs: one row per system and setting, mean ± standard deviation over seeds."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedprune_app.results.reader import Run
+
+NOT_MEASURED = "–"
+MEGABYTE = 1e6  # bytes, as the papers count
+
+# Where a run lives and how it was executed; none of it changes what was computed.
+_BOOKKEEPING = {
+    "out-dir", "state-dir", "data-dir", "resume-from", "device", "tracking", "download", "startup-seconds"
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """Mean and sample standard deviation (``ddof = 1``) of ``count`` seeds; no ``std`` for a single one."""
+
+    mean: float
+    std: float | None
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Statistic | None:
+        """The statistic over all seeds; None if one lacks the number, since a mean of fewer would mislead."""
+        listed = list(values)
+        known = [value for value in listed if value is not None]
+        if not known or len(known) < len(listed):
+            return None
+        return cls(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in their seed only; ``settings`` tell the group from others of the same system."""
+
+    label: str
+    system: str
+    settings: Mapping[str, Any]
+    status: str
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the final table: its value for one run, and how a number is written."""
+
+    key: str
+    title: str
+    value: Callable[[Run], float | None]
+    scale: float = 1.0
+    decimals: int = 1
+
+
+COLUMNS = (
+    Column("accuracy", "Accuracy, last round (%)", lambda run: run.last(run.headline), 100, 2),
+    Column("best_accuracy", "Accuracy, best on validation (%)", lambda run: best_on_validation(run), 100, 2),
+    Column("worst_decile", "Worst decile (%)", lambda run: run.last("accuracy_personal_worst_decile"), 100, 2),
+    Column("global_accuracy", "Global model (%)", lambda run: run.last("accuracy_global"), 100, 2),
+    Column("density", "Density", lambda run: run.last("density_mean"), 1, 3),
+    Column("megabytes_up", "MB up", lambda run: run.total("bytes_up"), 1 / MEGABYTE, 2),
+    Column("megabytes_down", "MB down", lambda run: run.total("bytes_down"), 1 / MEGABYTE, 2),
+    Column("paper_megabytes", "MB, paper's formula", lambda run: paper_bytes(run), 1 / MEGABYTE, 2),
+    Column("epsilon", "ε", lambda run: run.last("epsilon_max"), 1, 2),
+    Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0),
+    Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1),
+)
+
+
+def best_on_validation(run: Run) -> float | None:
+    """Headline (test) accuracy of the round with the best validation accuracy, the earliest of equals.
+
+    The round is chosen without looking at test accuracy. None if validation was not measured.
+    """
+    both = [
+        (row["accuracy_validation_mean"], -row["round"], row[run.headline])
+        for row in run.rounds
+        if row.get("accuracy_validation_mean") is not None and row.get(run.headline) is not None
+    ]
+    return max(both)[2] if both else None
+
+
+def paper_bytes(run: Run) -> float | None:
+    """What the paper's own formula charges for the whole run, for the directions that it counts."""
+    directions = [run.total("paper_bytes_up"), run.total("paper_bytes_down")]
+    counted = [value for value in directions if value is not None]
+    return sum(counted) if counted else None
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Runs in groups that differ in the seed only, in the order of their first run.
+
+    A run that did not complete is never averaged with others, nor are two runs of the same seed: each stands
+    alone. Labels are unique: the system, the settings in which groups of that system differ (``target-rate
+    0.3``), the status if not completed and, where nothing else tells two apart, the seed or the folder.
+    """
+    seeds = Counter((_identity(run), run.seed) for run in runs)
+    members: dict[object, list[Run]] = defaultdict(list)
+    for run in runs:
+        alone = run.status != "completed" or seeds[_identity(run), run.seed] > 1
+        members[(_identity(run), str(run.folder) if alone else None)].append(run)
+    groups = [tuple(alike) for alike in members.values()]
+    settings = [_settings(group[0], [other[0] for other in groups]) for group in groups]
+    labels = [_label(group[0], values) for group, values in zip(groups, settings, strict=True)]
+    for distinctions in (
+        [f"seed {alike[0].seed}" for alike in groups],
+        [str(alike[0].folder) for alike in groups],
+    ):
+        count = Counter(labels)
+        pairs = zip(labels, distinctions, strict=True)
+        labels = [f"{label} · {distinction}" if count[label] > 1 else label for label, distinction in pairs]
+    return [
+        Group(label, group[0].system, values, group[0].status, group)
+        for label, values, group in zip(labels, settings, groups, strict=True)
+    ]
+
+
+def statistics_of(group: Group) -> dict[str, Statistic | None]:
+    """The final numbers of a group by column key; None where a run did not measure it."""
+    return {column.key: Statistic.of(column.value(run) for run in group.runs) for column in COLUMNS}
+
+
+def formatted(statistic: Statistic | None, column: Column) -> str:
+    """``81.20 ± 0.35``, ``81.20`` for one seed, – for what was not measured (never 0)."""
+    if statistic is None:
+        return NOT_MEASURED
+    mean = f"{statistic.mean * column.scale:.{column.decimals}f}"
+    if statistic.std is None:
+        return mean
+    return f"{mean} ± {statistic.std * column.scale:.{max(column.decimals, 1)}f}"
+
+
+def final_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the final table as text, without the columns that no run measured."""
+    numbers = [statistics_of(group) for group in groups]
+    columns = [column for column in COLUMNS if any(row[column.key] for row in numbers)]
+    header = ["System", "Dataset", "Partition", "Seeds", *(column.title for column in columns)]
+    rows = [
+        [group.label, *_data(group), str(len(group.runs)), *(formatted(row[c.key], c) for c in columns)]
+        for group, row in zip(groups, numbers, strict=True)
+    ]
+    return header, rows
+
+
+def markdown(groups: Sequence[Group]) -> str:
+    """The final table for a README or an issue."""
+    header, rows = final_rows(groups)
+    alignment = ["---"] * 3 + ["---:"] * (len(header) - 3)
+    lines = [header, alignment, *([_markdown_cell(cell) for cell in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def latex(groups: Sequence[Group]) -> str:
+    """The final table with booktabs rules, everything escaped."""
+    header, rows = final_rows(groups)
+    lines = [f"\\begin{{tabular}}{{lll{'r' * (len(header) - 3)}}}", "\\toprule"]
+    lines += [" & ".join(map(_latex_cell, header)) + " \\\\", "\\midrule"]
+    lines += [" & ".join(map(_latex_cell, row)) + " \\\\" for row in rows]
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
+
+
+def comma_separated(groups: Sequence[Group]) -> str:
+    """The final numbers for a program: accuracies as shares, bytes / 1e6, empty where not measured."""
+    keys = [f"{column.key}_{part}" for column in COLUMNS for part in ("mean", "std")]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["label", "system", "dataset", "partition", "status", "seeds", *keys])
+    for group in groups:
+        cells: list[object] = [_csv_text(cell) for cell in (group.label, group.system, *_data(group))]
+        cells += [group.status, len(group.runs)]
+        for column, statistic in zip(COLUMNS, statistics_of(group).values(), strict=True):
+            scale = 1.0 if column.scale == 100 else column.scale  # accuracies stay shares
+            parts = (statistic.mean, statistic.std) if statistic else (None, None)
+            cells += ["" if value is None else value * scale for value in parts]
+        writer.writerow(cells)
+    return text.getvalue()
+
+
+def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:
+    """Write ``table.md``, ``table.csv`` and ``table.tex`` of the final numbers; returns their paths."""
+    groups = group_runs(runs)
+    out_dir = Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    texts = {"md": markdown(groups), "csv": comma_separated(groups), "tex": latex(groups)}
+    for suffix, text in texts.items():
+        (out_dir / f"table.{suffix}").write_text(text, encoding="utf-8", errors="replace")
+    return [out_dir / f"table.{suffix}" for suffix in texts]
+
+
+def _compared(run: Run) -> dict[str, Any]:
+    """The configuration without the seed and what does not change the result, and the number of clients."""
+    compared = {key: value for key, value in run.config.items() if key not in {"seed", *_BOOKKEEPING}}
+    return compared | {"clients": len(run.info.get("partition") or ()) or None}
+
+
+def _identity(run: Run) -> str:
+    return repr((run.system, sorted(_compared(run).items(), key=lambda item: item[0])))
+
+
+def _settings(run: Run, others: Sequence[Run]) -> dict[str, Any]:
+    """The keys in which runs of the same system are known to differ, with this run's values."""
+    peers = [_compared(other) for other in others if other.system == run.system]
+    mine = _compared(run)
+    keys = sorted({key for peer in peers for key in peer})
+    known = {key: {repr(peer[key]) for peer in peers if peer.get(key) is not None} for key in keys}
+    return {key: mine.get(key) for key in keys if len(known[key]) > 1}
+
+
+def _label(run: Run, settings: Mapping[str, Any]) -> str:
+    parts = [f"{key.rpartition('.')[2]} {_value(value)}" for key, value in settings.items()]
+    state = "" if run.status == "completed" else f" ({run.status})"
+    return " · ".join([run.system, *parts]) + state
+
+
+def _value(value: Any) -> str:
+    if value is None:
+        return NOT_MEASURED
+    return f"{value:g}" if isinstance(value, float) and math.isfinite(value) else str(value)
+
+
+def _data(group: Group) -> tuple[str, str]:
+    config = group.runs[0].config
+    return _value(config.get("dataset")), _value(config.get("partition"))
+
+
+def _markdown_cell(text: str) -> str:
+    for character in "\\`*_[]<>|":
+        text = text.replace(character, f"\\{character}")
+    return " ".join(text.split())
+
+
+_LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {
+    "\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}",
+    "<": "\\textless{}", ">": "\\textgreater{}", "|": "\\textbar{}",
+    "–": "--", "±": "$\\pm$", "ε": "$\\varepsilon$", "·": "$\\cdot$", "\n": " ",
+}  # fmt: skip
+
+
+def _latex_cell(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
+def _csv_text(text: str) -> str:
+    """Text that a spreadsheet would run as a formula gets an apostrophe in front."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text

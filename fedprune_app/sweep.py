@@ -1,0 +1,114 @@
+"""Experiment matrices: systems x datasets x seeds from one YAML file, each cell one run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedprune_app.config import Config, ConfigError, Scalar, flatten, parse_config
+from fedprune_app.registry import check_names
+
+_SECTIONS = ("clients", "common", "systems", "datasets", "seeds")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a matrix; ``name`` is its folder below the sweep's."""
+
+    name: str
+    config: Config
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix as read: its cells' settings, and how many clients it asks for (None: the command line's)."""
+
+    settings: tuple[tuple[str, Mapping[str, Scalar]], ...]
+    num_clients: int | None
+
+    def cells(self, out: Path, overrides: Mapping[str, Scalar], resume: bool) -> list[Cell]:
+        """The runs, with folders below ``out``; those to continue when ``resume``."""
+        cells = []
+        for name, values in self.settings:
+            folder = (out / name).resolve()
+            place: dict[str, Scalar] = {"out-dir": str(folder)}
+            if resume and (folder / "run.json").exists():
+                place["resume-from"] = str(folder)
+            cells.append(Cell(name, check_names(parse_config({**values, **overrides, **place}))))
+        return cells
+
+
+def read_matrix(path: Path) -> Matrix:
+    """Read a matrix file.
+
+    ``common`` holds settings of every run; ``systems`` and ``datasets`` are lists of settings, each list with at least
+    the key ``system`` or ``dataset``; ``seeds`` is a list of whole numbers; ``clients`` a number. Raises
+    :class:`ConfigError` naming the file and the entry.
+    """
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"matrix {str(path)!r} does not exist") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"matrix {str(path)!r} cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(document, dict):
+        raise ConfigError(f"matrix {str(path)!r} holds no table, allowed: {', '.join(_SECTIONS)}")
+    for key in document:
+        if key not in _SECTIONS:
+            raise ConfigError(f"matrix {str(path)!r} has unknown entry {key!r}, allowed: {', '.join(_SECTIONS)}")
+    common = _settings(path, "common", document.get("common") or {})
+    systems = _variants(path, "systems", "system", document.get("systems"))
+    datasets = _variants(path, "datasets", "dataset", document.get("datasets") or [{"dataset": "digits"}])
+    seeds = document.get("seeds", [0])
+    if not (isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)):
+        raise ConfigError(f"matrix {str(path)!r}: seeds is {seeds!r}, allowed: a list of whole numbers")
+    num_clients = document.get("clients")
+    if num_clients is not None and (type(num_clients) is not int or num_clients < 1):
+        raise ConfigError(f"matrix {str(path)!r}: clients is {num_clients!r}, allowed: a whole number, at least 1")
+    settings = []
+    for system, dataset, seed in itertools.product(systems, datasets, seeds):
+        values = {**common, **dataset, **system, "seed": seed}
+        settings.append((f"{_name(system, 'system')}-{_name(dataset, 'dataset')}-seed{seed}", values))
+    names = [name for name, _ in settings]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"matrix {str(path)!r} has two runs named {twice!r}, allowed: distinct settings")
+    return Matrix(tuple(settings), num_clients)
+
+
+def _settings(path: Path, section: str, table: Any) -> dict[str, Any]:
+    if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
+        raise ConfigError(f"matrix {str(path)!r}: an entry of {section} is {table!r}, allowed: key: value pairs")
+    return flatten(table)
+
+
+def _variants(path: Path, section: str, key: str, entries: Any) -> Sequence[dict[str, Any]]:
+    if not (isinstance(entries, list) and entries):
+        raise ConfigError(f"matrix {str(path)!r}: {section} is {entries!r}, allowed: a list of settings")
+    variants = [{key: e} if isinstance(e, str) else _settings(path, section, e) for e in entries]
+    for variant in variants:
+        if key not in variant:
+            raise ConfigError(f"matrix {str(path)!r}: an entry of {section} lacks the key {key!r}: {variant!r}")
+    return variants
+
+
+def _name(variant: Mapping[str, Any], key: str) -> str:
+    """A folder name that says what is particular: ``subfedavg-target-rate50``."""
+    parts = [str(variant[key])]
+    parts += [f"{k.rpartition('.')[2]}{v}" for k, v in variant.items() if k != key and not k.endswith("-dir")]
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts))
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a run in ``folder`` ended well."""
+    try:
+        return bool(json.loads((folder / "run.json").read_text())["status"] == "completed")
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

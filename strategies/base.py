@@ -1,0 +1,344 @@
+"""The server half all systems share: sample, send, take each reply as it comes, close the round, evaluate, record.
+
+A system's file says only what is particular to it: what a client receives (:meth:`plan`), what its reply must hold
+(:meth:`reply_schema`), how it is taken in (:meth:`open_round`, :meth:`accept`, :meth:`close_round`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+from torch import Tensor
+
+from fedprune_app.config import Config
+from fedprune_app.core import metrics, rng
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine import rounds, wire
+from fedprune_app.engine.rounds import Answer, Peer, Roster
+from fedprune_app.engine.store import State, VersionedStore
+from fedprune_app.results.recorder import Recorder
+
+log = logging.getLogger("fedprune")
+
+
+@dataclass
+class RoundLog:
+    """What happened in one round, as far as it is known."""
+
+    failures: list[str] = field(default_factory=list)
+    stragglers: int = 0
+    replies: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    clients: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def count(self, answer: Answer) -> None:
+        self.bytes_up += answer.bytes_up
+        self.bytes_down += answer.bytes_down
+
+    def fail(self, what: str, answer: Answer, reason: str) -> None:
+        text = f"client {answer.partition}: {reason}"
+        self.failures.append(text)
+        self.stragglers += answer.late
+        log.warning("%s: %s", what, text)
+
+
+class FederatedStrategy(Strategy):
+    """A Flower strategy over streamed, validated :class:`Payload` replies.
+
+    ``model`` is the server's model: every tensor the clients share, by name; ``prunable`` names those that systems may
+    prune (convolution and linear weights). Participants, seeds and records are keyed
+    by partition id, never by Flower's random node ids, so that a run is the same on every engine.
+    """
+
+    headline = "accuracy_personal_mean"  # the number the system is judged by
+
+    def __init__(
+        self,
+        config: Config,
+        model: Mapping[str, Tensor],
+        prunable: frozenset[str],
+        roster: Roster,
+        recorder: Recorder,
+        checkpoints: VersionedStore,
+    ) -> None:
+        self.config = config
+        self.model = dict(model)
+        self.prunable = prunable
+        self.roster = roster
+        self.recorder = recorder
+        self.checkpoints = checkpoints
+        self.log = RoundLog()
+        self.digests: dict[int, str] = {}  # of the clients' models, from the latest evaluation
+
+    # --- what a system says -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def plan(self, round: int, participants: list[int]) -> Mapping[int, Payload]:
+        """What each participant receives; one payload object for several is encoded once."""
+
+    @abstractmethod
+    def reply_schema(self, partition: int) -> wire.Schema:
+        """What the reply of a participant must hold; anything else is left out of the round."""
+
+    def open_round(self, round: int, participants: list[int]) -> None:
+        """Before the first reply."""
+
+    @abstractmethod
+    def accept(self, peer: Peer, update: Payload) -> None:
+        """Take in one valid reply, in arrival order, and keep nothing of it. ``ValueError`` refuses it."""
+
+    def close_round(self, round: int) -> None:
+        """After the last reply."""
+
+    def evaluation_payload(self) -> Payload:
+        """What a client evaluates as the received model."""
+        return Payload(self.model)
+
+    def paper_bytes(self, num_participants: int) -> tuple[float, float]:
+        """(down, up) bytes of one round by the paper's own formula, for comparison with what was measured."""
+        dense = 4.0 * sum(t.numel() for t in self.model.values() if t.is_floating_point())
+        return num_participants * dense, num_participants * dense
+
+    # --- the life of a run --------------------------------------------------------------------------------------
+
+    def start(  # type: ignore[override]  # no server-side evaluation: every client evaluates, on its own data
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        *,
+        rounds_completed: int = 0,
+    ) -> Result:
+        """Run rounds ``rounds_completed + 1`` to ``num_rounds``; checkpoint and record each.
+
+        Raises :class:`fedprune_app.engine.rounds.TooFewReplies` when a round has fewer than ``min-replies`` good ones.
+        """
+        result = Result()
+        arrays = initial_arrays
+        self.summary()
+        train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
+        for current in range(rounds_completed + 1, num_rounds + 1):
+            self.log = RoundLog()
+            started = time.monotonic()
+            messages = self._by_partition(self.configure_train(current, arrays, train_config, grid))
+            self.open_round(current, list(messages))
+            _, train_metrics = self.aggregate_train(current, rounds.exchange(grid, messages, timeout))
+            self.close_round(current)
+            row: dict[str, Any] = {
+                "round": current,
+                "seconds": time.monotonic() - started,
+                **(train_metrics or {}),
+            }
+
+            every = self.config.evaluate_every
+            if current == num_rounds or (every and current % every == 0):
+                row |= self._evaluate(grid, current, arrays, timeout, evaluate_config)
+            # the record comes first: killed between the two, the run repeats the round and its record is dropped
+            self.recorder.clients(row_of | {"round": current} for _, row_of in sorted(self.log.clients.items()))
+            self.recorder.round(row)
+            self.checkpoints.save(current, self.state())
+        if not self.digests:  # killed after its last checkpoint: only the final models' digests are lacking
+            self._evaluate(grid, num_rounds, arrays, timeout, evaluate_config)
+        result.arrays = wire.to_arrays(Payload(self.model))
+        return result
+
+    def _evaluate(
+        self, grid: Grid, round: int, arrays: ArrayRecord, timeout: float, config: ConfigRecord
+    ) -> dict[str, Any]:
+        started = time.monotonic()
+        messages = self._by_partition(self.configure_evaluate(round, arrays, config, grid))
+        row: dict[str, Any] = dict(self.aggregate_evaluate(round, rounds.exchange(grid, messages, timeout)) or {})
+        return {**row, "evaluation_seconds": time.monotonic() - started}
+
+    def state(self) -> State:
+        """All that :meth:`restore` needs to continue bit for bit."""
+        return State(self.model)
+
+    def restore(self, state: State) -> None:
+        """Continue from a state that :meth:`state` gave."""
+        self.model = {name: state.tensors[name] for name in self.model}
+
+    def summary(self) -> None:
+        """Log what will run (a Flower strategy's duty)."""
+        log.info("%s: %d clients, %d tensors", type(self).__name__, len(self.roster), len(self.model))
+
+    # --- Flower's four hooks ------------------------------------------------------------------------------------
+
+    def sample(self, round: int) -> list[int]:
+        """``max(⌊fraction · K⌋, 1)`` distinct partitions, drawn from (seed, round) alone."""
+        partitions = list(self.roster)
+        count = max(int(self.config.fraction_train * len(partitions) + 1e-9), 1)
+        drawn = rng.numpy_generator(self.config.seed, "sample", round=round).permutation(len(partitions))
+        return sorted(partitions[i] for i in drawn[:count])
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Messages to this round's participants."""
+        plan = self.plan(server_round, self.sample(server_round))
+        return self._messages(plan, server_round, MessageType.TRAIN)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Messages to all clients, not only to the participants."""
+        plan = dict.fromkeys(self.roster, self.evaluation_payload())
+        return self._messages(plan, server_round, MessageType.EVALUATE)
+
+    def aggregate_train(  # type: ignore[override]  # streamed answers instead of a list of messages
+        self, server_round: int, replies: Iterable[Answer]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Take in each reply as it arrives."""
+        asked = 0
+        for answer in replies:
+            asked += 1
+            self.log.count(answer)
+            row: dict[str, Any] = {"bytes_up": answer.bytes_up, "bytes_down": answer.bytes_down}
+            self.log.clients[answer.partition] = row
+            try:
+                row |= self._accept(answer)
+            except ValueError as error:
+                self.log.fail(f"round {server_round}", answer, str(error))
+                continue
+            self.log.replies += 1
+        rounds.require(self.log.replies, self.config.min_replies, f"round {server_round}", self.log.failures)
+        trained = [row for row in self.log.clients.values() if "loss" in row]
+        paper_down, paper_up = self.paper_bytes(asked)
+        return None, {  # type: ignore[return-value]  # a plain dict: MetricRecord holds no counts beside means
+            "replies": self.log.replies,
+            "failures": len(self.log.failures),
+            "stragglers": self.log.stragglers,
+            "bytes_up": self.log.bytes_up,
+            "bytes_down": self.log.bytes_down,
+            "busiest_node_bytes": max(self.log.bytes_up, self.log.bytes_down),  # a star: the server, one direction
+            "paper_bytes_down": paper_down,
+            "paper_bytes_up": paper_up,
+            "loss_mean": sum(row["loss"] for row in trained) / len(trained),
+            "flops": sum(row["flops"] for row in trained),
+        }
+
+    def _accept(self, answer: Answer) -> dict[str, Any]:
+        if answer.content is None:
+            raise ValueError(answer.error)
+        peer = self.roster[answer.partition]
+        fields = wire.fields_of(answer.content)
+        row = {
+            "num_examples": int(wire.number(fields, "num-examples", 1)),
+            "loss": wire.number(fields, "loss"),
+            "density": wire.number(fields, "density", 0, 1),
+            "seconds": wire.number(fields, "seconds", 0),
+            "flops": wire.number(fields, "flops", 0),
+        }
+        if row["num_examples"] != peer.num_examples:
+            raise ValueError(f"field 'num-examples' is {row['num_examples']}, it said {peer.num_examples} before")
+        schema = self.reply_schema(answer.partition)
+        update = wire.payload_of(answer.content, schema.max_bytes)
+        schema.check(update)
+        self.accept(peer, update)
+        return row
+
+    def aggregate_evaluate(  # type: ignore[override]  # streamed answers instead of a list of messages
+        self, server_round: int, replies: Iterable[Answer]
+    ) -> MetricRecord | None:
+        """Mean, spread and worst decile over all clients that answered."""
+        num_bytes = {"evaluation_bytes_up": 0, "evaluation_bytes_down": 0}
+        rows: dict[int, dict[str, Any]] = {}
+        failures: list[str] = []
+        for answer in replies:
+            num_bytes["evaluation_bytes_up"] += answer.bytes_up
+            num_bytes["evaluation_bytes_down"] += answer.bytes_down
+            try:
+                rows[answer.partition] = self._evaluation_row(answer)
+            except ValueError as error:
+                failures.append(f"client {answer.partition}: {error}")
+                log.warning("evaluation of round %d: %s", server_round, failures[-1])
+        rounds.require(len(rows), self.config.min_replies, f"the evaluation of round {server_round}", failures)
+        rows = dict(sorted(rows.items()))
+        self.digests = {partition: row.pop("digest") for partition, row in rows.items()}
+        layers: dict[str, list[float]] = {}
+        for row in rows.values():
+            for name, density in row.pop("layers").items():
+                layers.setdefault(name, []).append(density)
+        for partition, row in rows.items():
+            self.log.clients[partition] = {**self.log.clients.get(partition, {}), **row}
+
+        def over_clients(name: str) -> metrics.Summary:
+            return metrics.summary([row[name] for row in rows.values() if row[name] is not None])
+
+        personal = over_clients("accuracy_personal")
+        return {  # type: ignore[return-value]  # a plain dict, as in aggregate_train
+            **num_bytes,
+            "evaluation_failures": len(failures),
+            "accuracy_personal_mean": personal.mean,
+            "accuracy_personal_std": personal.std,
+            "accuracy_personal_worst_decile": personal.worst_decile,
+            "accuracy_received_mean": over_clients("accuracy_received").mean,
+            "accuracy_global": over_clients("accuracy_global").mean,
+            "accuracy_validation_mean": over_clients("accuracy_validation").mean,
+            "density_mean": over_clients("density").mean,
+            "density_by_layer": {name: sum(values) / len(values) for name, values in layers.items()},
+        }
+
+    def _evaluation_row(self, answer: Answer) -> dict[str, Any]:
+        if answer.content is None:
+            raise ValueError(answer.error)
+        fields = wire.fields_of(answer.content)
+
+        def share(name: str) -> float | None:
+            return wire.number(fields, name, 0, 1) if name in fields else None
+
+        digest = fields.get("digest")
+        if not (isinstance(digest, str) and len(digest) == 64):
+            raise ValueError(f"field 'digest' is {digest!r}, allowed: 64 hexadecimal digits")
+        layers = {
+            name.removeprefix("density/"): wire.number(fields, name, 0, 1)
+            for name in fields
+            if name.startswith("density/")
+        }
+        return {
+            "num_examples": self.roster[answer.partition].num_examples,
+            "accuracy_personal": share("accuracy-personal"),
+            "accuracy_received": share("accuracy-received"),
+            "accuracy_global": share("accuracy-global"),
+            "accuracy_validation": share("accuracy-validation"),
+            "density": wire.number(fields, "density", 0, 1),
+            "layers": layers,
+            "digest": digest,
+        }
+
+    def final_sha256(self) -> str:
+        """One hash over all final models: the server's, then the clients' in partition order."""
+        total = hashlib.sha256(Payload(self.model).digest().encode())
+        for partition in self.roster:
+            total.update(self.digests.get(partition, "missing").encode())
+        return total.hexdigest()
+
+    # --- messages -----------------------------------------------------------------------------------------------
+
+    def _messages(self, plan: Mapping[int, Payload], round: int, kind: str) -> Iterator[Message]:
+        fields = {"round": round}
+        encoded: dict[int, Any] = {}
+        for partition, payload in plan.items():
+            if id(payload) not in encoded:
+                arrays = wire.to_arrays(payload) if payload.tensors else None
+                encoded[id(payload)] = wire.pack(arrays, fields)
+            content = encoded[id(payload)]
+            node_id = self.roster[partition].node_id
+            yield rounds.message_to(node_id, content, kind, round, self.config.deadline_seconds)
+
+    def _by_partition(self, messages: Iterable[Message]) -> dict[int, Message]:
+        partition_of = {peer.node_id: peer.partition for peer in self.roster.values()}
+        return {partition_of[message.metadata.dst_node_id]: message for message in messages}

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedprune_app.core.payload import Payload
+
+
+def example() -> Payload:
+    return Payload.pruned(
+        {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2)},
+        {"w": torch.tensor([[True, False, True], [False, False, True]])},
+    )
+
+
+def test_pruned_tensors_are_zero_off_their_mask_and_the_source_is_untouched():
+    source = torch.ones(3)
+    payload = Payload.pruned({"w": source}, {"w": torch.tensor([True, False, True])})
+    assert payload.tensors["w"].tolist() == [1, 0, 1]
+    assert source.tolist() == [1, 1, 1]
+
+
+def test_density_counts_unpruned_tensors_as_kept():
+    assert example().num_kept() == 5
+    assert example().density() == 5 / 8
+    assert Payload({}).density() == 1.0
+
+
+def test_ndarrays_are_values_then_masks_and_come_back():
+    payload = example()
+    arrays = payload.to_ndarrays()
+    assert [a.shape for a in arrays] == [(2, 3), (2,), (2, 3)]
+    back = Payload.from_ndarrays(arrays, ["w", "b"], ["w"])
+    assert back.digest() == payload.digest()
+
+
+def test_a_wrong_number_of_arrays_is_refused():
+    with pytest.raises(ValueError, match="do not make"):
+        Payload.from_ndarrays(example().to_ndarrays()[:2], ["w", "b"], ["w"])
+
+
+@pytest.mark.parametrize(
+    ("masks", "message"),
+    [
+        ({"x": torch.ones(2, dtype=torch.bool)}, "no tensor"),
+        ({"b": torch.ones(2)}, "dtype"),
+        ({"b": torch.ones(3, dtype=torch.bool)}, "shape"),
+    ],
+)
+def test_a_mask_must_belong_to_a_tensor_of_its_shape(masks, message):
+    with pytest.raises(ValueError, match=message):
+        Payload({"b": torch.ones(2)}, masks)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Payload({"a": torch.zeros(2, 2)}),
+        Payload({"w": torch.zeros(4)}),
+        Payload({"w": torch.zeros(2, 2, dtype=torch.float64)}),
+        Payload({"w": torch.zeros(2, 2)}, {"w": torch.ones(2, 2, dtype=torch.bool)}),
+        Payload({"w": torch.tensor([[0.0, 0.0], [0.0, -0.0]])}),
+    ],
+)
+def test_the_digest_sees_names_shapes_dtypes_masks_and_every_bit(other):
+    assert other.digest() != Payload({"w": torch.zeros(2, 2)}).digest()

@@ -1,0 +1,139 @@
+"""Laws that every aggregation here obeys, checked against a slow float64 reference written out below."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedprune_app.core.aggregate import MaskedMean, masked_mean
+from fedprune_app.core.payload import Payload
+from fedprune_app.core.rng import generator
+
+GRID = 2.0**-40
+
+
+def random_payload(seed: int, density: float | None = 0.5) -> Payload:
+    rng = generator(seed, "payload")
+    tensors = {"w": torch.randn(6, 5, generator=rng), "b": torch.randn(4, generator=rng)}
+    masks = {} if density is None else {"w": torch.rand(6, 5, generator=rng) < density}
+    return Payload.pruned(tensors, masks)
+
+
+def reference_mean(payloads, weights, fallback):
+    """Coordinate by coordinate, as the formula reads."""
+    result = {}
+    for name, old in fallback.items():
+        out = old.clone().double()
+        for index in itertools.product(*map(range, old.shape)):
+            top = bottom = 0.0
+            for payload, weight in zip(payloads, weights, strict=True):
+                kept = bool(payload.masks[name][index]) if name in payload.masks else True
+                if kept:
+                    top += weight * float(payload.tensors[name][index])
+                    bottom += weight
+            if bottom:
+                out[index] = top / bottom
+        result[name] = out
+    return result
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 500)), min_size=1, max_size=5))
+def test_the_masked_mean_is_the_formula(clients):
+    payloads = [random_payload(seed, density=None if seed % 4 == 0 else 0.5) for seed, _ in clients]
+    weights = [weight for _, weight in clients]
+    fallback = dict(random_payload(99).tensors)
+    mean = masked_mean(payloads, fallback, weights)
+    for name, expected in reference_mean(payloads, weights, fallback).items():
+        assert mean[name].dtype == torch.float32
+        torch.testing.assert_close(mean[name].double(), expected, atol=1e-7, rtol=1e-6)
+
+
+def test_the_order_of_arrival_does_not_change_a_single_bit():
+    payloads = [random_payload(seed) for seed in range(6)]
+    weights = [3, 1, 4, 1, 5, 9]
+    fallback = dict(random_payload(99).tensors)
+    first = masked_mean(payloads, fallback, weights)
+    for order in itertools.islice(itertools.permutations(range(6)), 0, 720, 37):
+        again = masked_mean([payloads[i] for i in order], fallback, [weights[i] for i in order])
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_one_by_one_is_all_at_once():
+    payloads = [random_payload(seed) for seed in range(4)]
+    fallback = dict(random_payload(99).tensors)
+    streamed = MaskedMean(max_addends=4)
+    for payload in payloads:
+        streamed.add(payload)
+    at_once = masked_mean(payloads, fallback)
+    assert all(torch.equal(streamed.mean(fallback)[name], at_once[name]) for name in fallback)
+
+
+def test_full_masks_are_plain_averaging():
+    payloads = [random_payload(seed, density=None) for seed in range(5)]
+    masked = [Payload(p.tensors, {"w": torch.ones(6, 5, dtype=torch.bool)}) for p in payloads]
+    fallback = dict(payloads[0].tensors)
+    plain, full = masked_mean(payloads, fallback), masked_mean(masked, fallback)
+    for name in fallback:
+        assert torch.equal(plain[name], full[name])
+        torch.testing.assert_close(plain[name], torch.stack([p.tensors[name] for p in payloads]).mean(0))
+
+
+def test_a_coordinate_nobody_kept_stays_where_it_was():
+    kept = torch.tensor([True, False, True])
+    payloads = [Payload.pruned({"w": torch.full((3,), float(i))}, {"w": kept}) for i in (1, 3)]
+    assert masked_mean(payloads, {"w": torch.tensor([7.0, 8.0, 9.0])})["w"].tolist() == [2.0, 8.0, 2.0]
+
+
+def test_a_weight_just_grown_counts_although_it_is_zero():
+    masks = {"w": torch.tensor([True])}
+    payloads = [Payload({"w": torch.tensor([value])}, masks) for value in (0.0, 4.0)]
+    assert masked_mean(payloads, {"w": torch.tensor([9.0])})["w"].item() == 2.0
+
+
+def test_a_tensor_that_was_not_sent_does_not_take_part():
+    mean = masked_mean([Payload({"a": torch.ones(2)})], {"a": torch.zeros(2), "b": torch.full((2,), 5.0)})
+    assert mean["a"].tolist() == [1, 1]
+    assert mean["b"].tolist() == [5, 5]
+
+
+def test_one_payload_returns_itself_up_to_the_grid():
+    payload = random_payload(3, density=None)
+    mean = masked_mean([payload], payload.tensors)
+    for name, tensor in payload.tensors.items():
+        assert (mean[name] - tensor).abs().max() <= GRID
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_a_value_that_cannot_be_summed_exactly_is_refused_and_changes_nothing(value):
+    accumulator = MaskedMean(max_addends=3)
+    accumulator.add(Payload({"a": torch.ones(1), "b": torch.ones(1)}))
+    with pytest.raises(ValueError, match="tensor 'b' has magnitude"):
+        accumulator.add(Payload({"a": torch.ones(1), "b": torch.tensor([value])}))
+    assert accumulator.num_added == 1
+    assert accumulator.mean({"a": torch.zeros(1)})["a"].item() == 1.0
+
+
+def test_the_largest_values_allowed_do_not_wrap_around():
+    accumulator = MaskedMean(max_addends=100, max_weight=7)
+    value = accumulator.max_magnitude * 0.999
+    for _ in range(100):
+        accumulator.add(Payload({"w": torch.tensor([value], dtype=torch.float64)}), weight=7)
+    assert accumulator.mean({"w": torch.zeros(1, dtype=torch.float64)})["w"].item() == pytest.approx(value)
+
+
+@pytest.mark.parametrize("weight", [0, -1, 8])
+def test_a_weight_outside_what_was_announced_is_refused(weight):
+    with pytest.raises(ValueError, match="weight is"):
+        MaskedMean(max_addends=1, max_weight=7).add(Payload({"w": torch.ones(1)}), weight)
+
+
+def test_more_payloads_than_announced_are_refused():
+    accumulator = MaskedMean(max_addends=1)
+    accumulator.add(Payload({"w": torch.ones(1)}))
+    with pytest.raises(ValueError, match="more than 1"):
+        accumulator.add(Payload({"w": torch.ones(1)}))

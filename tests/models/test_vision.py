@@ -1,0 +1,207 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from fedprune_app.models import (
+    MODELS,
+    build_model,
+    conv_net,
+    initialise,
+    load_state_tensors,
+    prunable_names,
+    state_tensors,
+)
+
+SHAPES = {
+    "lenet5": (3, 32, 32),
+    "lenet5-bn": (3, 32, 32),
+    "cnn5": (1, 28, 28),
+    "cnn5-bn": (1, 28, 28),
+    "cnn-small": (1, 8, 8),
+}
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def num_parameters(model):
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "image_shape", "num_classes", "expected"),
+    [  # the counts Sub-FedAvg's communication tables are computed from
+        ("lenet5", (3, 32, 32), 10, 62_006),
+        ("lenet5", (3, 32, 32), 100, 69_656),
+        ("cnn5", (1, 28, 28), 10, 21_840),
+        # by hand: a scale and a shift for each of 6 + 16 and of 10 + 20 channels
+        ("lenet5-bn", (3, 32, 32), 10, 62_006 + 2 * 22),
+        ("cnn5-bn", (1, 28, 28), 10, 21_840 + 2 * 30),
+        # by hand: (9 + 1) 16 + (144 + 1) 32 + (128 + 1) 10; for LeNet on 28 x 28, feature maps 4 x 4
+        ("cnn-small", (1, 8, 8), 10, 6_090),
+        ("lenet5", (1, 28, 28), 10, 156 + 2_416 + 257 * 120 + 121 * 84 + 850),
+    ],
+)
+def test_parameter_counts_are_those_of_the_papers(name, image_shape, num_classes, expected):
+    assert num_parameters(build_model(name, image_shape, num_classes, rng=generator())) == expected
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_maps_images_to_one_logit_per_class(name):
+    model = build_model(name, SHAPES[name], 7, rng=generator())
+    assert model(torch.zeros(3, *SHAPES[name])).shape == (3, 7)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("init", ["default", "subfedavg"])
+def test_weights_come_from_the_generator_and_the_global_one_is_not_touched(name, init):
+    before = torch.get_rng_state()
+    first, again, other = (build_model(name, SHAPES[name], 10, rng=generator(seed), init=init) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    weight = prunable_names(first)[0]
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(state_tensors(first)[weight], state_tensors(other)[weight])
+
+
+def test_the_default_initialisation_is_that_of_pytorch():
+    with torch.random.fork_rng():
+        torch.manual_seed(5)  # the layers' own constructors draw from the global generator
+        reference = nn.Sequential(
+            nn.Conv2d(3, 6, 5),
+            nn.Conv2d(6, 16, 5),
+            nn.Linear(400, 120),
+            nn.Linear(120, 84),
+            nn.Linear(84, 10),
+        )
+    model = build_model("lenet5", (3, 32, 32), 10, rng=generator(5))
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_subfedavg_initialises_weights_by_xavier_and_biases_standard_normal():
+    model = build_model("lenet5", (3, 32, 32), 10, rng=generator(), init="subfedavg")
+    tensors = state_tensors(model)
+    assert tensors["fc1.weight"].std().item() == pytest.approx(math.sqrt(2 / (400 + 120)), rel=0.03)
+    assert tensors["conv2.weight"].std().item() == pytest.approx(math.sqrt(2 / (25 * (6 + 16))), rel=0.06)
+    biases = torch.cat([tensor for name, tensor in tensors.items() if name.endswith("bias")])
+    assert biases.std().item() == pytest.approx(1, rel=0.15)
+
+
+def test_subfedavg_initialises_models_with_batch_norm_as_its_hybrid_variant():
+    model = build_model("lenet5-bn", (3, 32, 32), 10, rng=generator(), init="subfedavg")
+    tensors = state_tensors(model, include_buffers=True)
+    assert torch.equal(tensors["bn1.weight"], torch.full((6,), 0.5))
+    assert tensors["conv2.weight"].std().item() == pytest.approx(math.sqrt(2 / (25 * 16)), rel=0.06)
+    assert tensors["fc1.weight"].std().item() == pytest.approx(0.01, rel=0.03)
+    assert all(not tensor.any() for name, tensor in tensors.items() if name.endswith("bias"))
+    assert torch.equal(tensors["bn2.running_var"], torch.ones(16))
+    assert torch.equal(tensors["bn2.running_mean"], torch.zeros(16))
+
+
+def test_a_layer_no_rule_covers_is_refused():
+    with pytest.raises(ValueError, match="layer '1' of type GroupNorm has no initialisation rule"):
+        initialise(nn.Sequential(nn.Linear(2, 2), nn.GroupNorm(1, 2)), "default", generator())
+
+
+def test_prunable_are_the_weights_of_convolutions_and_linear_layers_in_order():
+    model = build_model("lenet5-bn", (3, 32, 32), 10, rng=generator())
+    assert prunable_names(model) == [f"{layer}.weight" for layer in ("conv1", "conv2", "fc1", "fc2", "fc3")]
+    assert prunable_names(nn.Linear(2, 3)) == ["weight"]
+
+
+def test_pooling_before_relu_gives_the_values_and_gradients_of_relu_before_pooling():
+    model = build_model("lenet5", (3, 32, 32), 10, rng=generator())
+    usual = nn.Sequential(model.conv1, nn.ReLU(), nn.MaxPool2d(2), model.conv2, nn.ReLU(), nn.MaxPool2d(2), *model[6:])
+    images = torch.randn(4, 3, 32, 32, generator=generator(1))
+    gradients = []
+    for network in (model, usual):
+        model.zero_grad()
+        network(images).square().sum().backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert torch.equal(model(images), usual(images))
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_network_of_fewer_channels_is_built_the_same_way():
+    small = conv_net((3, 32, 32), 10, channels=(3, 8), hidden=(120, 84), batch_norm=True)
+    assert small(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert small.fc1.in_features == 8 * 25
+
+
+def test_running_statistics_are_state_only_when_asked_for():
+    model = build_model("cnn5-bn", (1, 28, 28), 10, rng=generator())
+    assert list(state_tensors(model)) == [name for name, _ in model.named_parameters()]
+    added = list(state_tensors(model, include_buffers=True))[len(state_tensors(model)) :]
+    assert added == ["bn1.running_mean", "bn1.running_var", "bn2.running_mean", "bn2.running_var"]
+
+
+def test_state_is_a_contiguous_copy_and_loads_back():
+    source, target = (build_model("lenet5-bn", (3, 32, 32), 10, rng=generator(seed)) for seed in (1, 2))
+    source.bn1.running_mean.fill_(3)
+    expected = source(torch.ones(2, 3, 32, 32))
+    state = state_tensors(source.to(memory_format=torch.channels_last), include_buffers=True)
+    assert all(tensor.is_contiguous() and not tensor.requires_grad for tensor in state.values())
+    load_state_tensors(target, state)
+    state["conv1.weight"].zero_()
+    target.bn1.running_mean.copy_(source.bn1.running_mean)
+    source(torch.ones(2, 3, 32, 32))
+    for name, tensor in state_tensors(target).items():
+        assert torch.equal(tensor, state_tensors(source)[name])
+    torch.testing.assert_close(target(torch.ones(2, 3, 32, 32)), expected)
+
+
+def test_a_state_that_does_not_fit_changes_nothing():
+    model = build_model("cnn-small", (1, 8, 8), 10, rng=generator())
+    before = state_tensors(model)
+    good = torch.zeros_like(before["fc1.bias"])
+    with pytest.raises(ValueError, match=r"tensor 'fc9.bias' is not in the model, allowed: conv1.weight, "):
+        load_state_tensors(model, {"fc1.bias": good, "fc9.bias": good})
+    with pytest.raises(ValueError, match=r"tensor 'fc1.weight' has shape \(10,\), allowed: \(10, 128\)"):
+        load_state_tensors(model, {"fc1.bias": good, "fc1.weight": good})
+    assert torch.equal(model.fc1.bias, before["fc1.bias"])
+
+
+@pytest.mark.parametrize(
+    ("name", "image_shape", "num_classes", "init", "message"),
+    [
+        ("lenet6", (3, 32, 32), 10, "default", "model 'lenet6' is unknown, allowed: lenet5, lenet5-bn"),
+        ("lenet5", (3, 32, 32), 1, "default", "model 'lenet5' with 1 classes, allowed: at least 2"),
+        (
+            "lenet5",
+            (3, 32, 15),
+            10,
+            "default",
+            "image shape 3x32x15 is too small for this model, allowed: sides >= 16",
+        ),
+        (
+            "cnn5",
+            (1, 8, 8),
+            10,
+            "default",
+            "image shape 1x8x8 is too small for this model, allowed: sides >= 16",
+        ),
+        (
+            "cnn-small",
+            (1, 3, 3),
+            10,
+            "default",
+            "image shape 1x3x3 is too small for this model, allowed: sides >= 4",
+        ),
+        ("cnn5", (1, 28, 28), 10, "zeros", "init 'zeros' is unknown, allowed: default, subfedavg"),
+    ],
+)
+def test_a_bad_choice_is_named_in_one_line(name, image_shape, num_classes, init, message):
+    with pytest.raises(ValueError, match=message) as error:
+        build_model(name, image_shape, num_classes, rng=generator(), init=init)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_smallest_image_named_as_allowed_is_allowed(name):
+    side = 4 if name == "cnn-small" else 16
+    model = build_model(name, (1, side, side), 10, rng=generator())
+    assert model(torch.zeros(2, 1, side, side)).shape == (2, 10)
