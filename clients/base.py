@@ -1,6 +1,6 @@
 """The client half all systems share: state on disk, local training, evaluation of what is personal and received.
 
-Plain FedAvg is this class as it is. A system overrides what differs: where training starts (:meth:`begin`), what
+A system overrides what differs: where training starts (:meth:`begin`), what
 happens between epochs and after the last (:meth:`local_update`), what model it answers for (:meth:`personal_model`).
 """
 
@@ -54,6 +54,8 @@ class FederatedClient(NumPyClient):
 
     The initial model is the same on every client and the server: it is drawn from the run's seed alone.
     """
+
+    validates = "personal"  # which model's validation accuracy picks the best round: "personal" or "received"
 
     def __init__(self, config: Config, partition: int, num_partitions: int, state_dir: Path) -> None:
         self.config = config
@@ -170,9 +172,12 @@ class FederatedClient(NumPyClient):
         if received.tensors:
             begin = self.begin(received, state)
             scores["accuracy-received"] = self._test(begin)
-            own = {**begin, **received.tensors}
+            if self.validates == "received":
+                scores["accuracy-validation"] = self.accuracy("validation")
             pruned = any(not bool(mask.all()) for mask in masks.values())
-            scores["accuracy-global"] = self._test(own) if pruned else scores["accuracy-received"]
+            scores["accuracy-global"] = (
+                self._test({**begin, **received.tensors}) if pruned else scores["accuracy-received"]
+            )
         metrics |= {name: score for name, score in scores.items() if score is not None}
         return 0.0, len(self.data.test_labels), metrics
 

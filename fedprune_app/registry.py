@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clients.base import FederatedClient
+from clients.fedavg import FedAvgClient
 from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient
 from fedprune_app.config import Config, ConfigError
@@ -29,7 +30,7 @@ class System:
 
 SYSTEMS: dict[str, System] = {
     "subfedavg": System(SubFedAvg, SubFedAvgClient, "Sub-FedAvg (Un): each client prunes its own sub-network"),
-    "fedavg": System(FedAvg, FederatedClient, "FedAvg: one dense global model, averaged by sample counts"),
+    "fedavg": System(FedAvg, FedAvgClient, "FedAvg: one dense global model, averaged by sample counts"),
     "standalone": System(Standalone, StandaloneClient, "Standalone (Local): every client trains alone"),
 }
 

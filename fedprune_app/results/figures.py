@@ -10,11 +10,11 @@ import html
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 from fedprune_app.core.metrics import worst_decile
-from fedprune_app.results.reader import HEADLINES, Run
+from fedprune_app.results.fields import HEADLINES
+from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import MEGABYTE, Group, Statistic
 
 Trace = dict[str, Any]
@@ -135,14 +135,14 @@ def _by_round(run: Run, name: str) -> Curve:
 
 def _by_megabytes(run: Run, name: str) -> Curve:
     """Against traffic so far; the curve ends where a round's bytes were not measured."""
-    sizes = [(row.get("bytes_up"), row.get("bytes_down")) for row in run.rounds]
-    unknown = next((i for i, pair in enumerate(sizes) if None in pair), len(sizes))
-    spent = accumulate((up + down) / MEGABYTE for up, down in sizes[:unknown])
-    return {
-        row["round"]: (megabytes, row[name])
-        for row, megabytes in zip(run.rounds, spent, strict=False)
-        if row.get(name) is not None
-    }
+    points, spent = {}, 0.0
+    for row in run.rounds:
+        if row.get("bytes_up") is None or row.get("bytes_down") is None:
+            break
+        spent += (row["bytes_up"] + row["bytes_down"]) / MEGABYTE
+        if row.get(name) is not None:
+            points[row["round"]] = (spent, row[name])
+    return points
 
 
 def _accuracy_variants(groups: Sequence[Group], curve: Callable[[Run, str], Curve], x_title: str) -> list[Variant]:
@@ -310,15 +310,13 @@ def _megabytes(megabytes: float) -> str:
 def _layer_variants(groups: Sequence[Group]) -> list[Variant]:
     traces: list[Trace] = []
     for index, group in enumerate(groups):
-        last = [
+        last: list[Mapping[str, float]] = [
             next((row["density_by_layer"] for row in reversed(run.rounds) if row.get("density_by_layer")), {})
             for run in group.runs
         ]
-        density = {
-            layer: Statistic.of(layers.get(layer) for layers in last)
-            for layer in dict.fromkeys(sum(map(list, last), []))
-        }
-        known = {layer: statistic.mean for layer, statistic in density.items() if statistic}
+        layers = dict.fromkeys(layer for densities in last for layer in densities)  # a set that keeps its order
+        over_seeds = {layer: Statistic.of(densities.get(layer) for densities in last) for layer in layers}
+        known = {layer: statistic.mean for layer, statistic in over_seeds.items() if statistic}
         if known:
             traces.append(
                 {

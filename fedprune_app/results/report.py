@@ -1,0 +1,171 @@
+"""One self-contained HTML page that compares runs: no server, no network, everything inside the file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from plotly.offline import get_plotlyjs
+
+from fedprune_app.results.figures import figures
+from fedprune_app.results.reader import Run, load_run
+from fedprune_app.results.tables import (
+    COLUMNS,
+    NOT_MEASURED,
+    Group,
+    final_rows,
+    formatted,
+    group_runs,
+    statistics_of,
+)
+
+COLOURS = 8  # of the page's palette
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+_DASH_ARRAYS = dict(zip(DASHES, ("", "7 4", "2 4", "7 4 2 4", "12 4"), strict=True))
+_CARDS_UP_TO = 12
+_COLUMN = {column.key: column for column in COLUMNS}
+
+
+@dataclass(frozen=True)
+class Series:
+    """How one group looks in every figure: its colour (index into the palette) and its dash."""
+
+    label: str
+    seeds: int
+    colour: int
+    dash: str
+    dash_array: str
+    status: str
+
+
+def write_report(folders: Sequence[Path], out: Path) -> Path:
+    """Write the page that compares the runs in ``folders`` to ``out``, in one step; returns ``out``.
+
+    Raises ``ValueError`` for no folders and, from :func:`~fedprune_app.results.reader.load_run`, for a folder
+    that holds no readable run.
+    """
+    if not folders:
+        raise ValueError("a report needs at least one run folder")
+    page = render([load_run(Path(folder)) for folder in dict.fromkeys(folders)])
+    out = Path(out)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.tmp")
+    temporary.write_text(page, encoding="utf-8", errors="replace")  # JSON may hold half of a surrogate pair
+    os.replace(temporary, out)
+    return out
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The page's HTML. The same runs give the same text."""
+    groups = group_runs(runs)
+    series = appearance(groups)
+    drawn = figures(groups)
+    header, rows = final_rows(groups)
+    plotly_js = get_plotlyjs()
+    if "</script" in plotly_js.lower():
+        raise ValueError("plotly.js cannot be put into a page: it contains '</script'")
+    # Autoescaping covers every value; JSON goes through tojson, which keeps '<' out of script elements.
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = resources.files(__package__).joinpath("templates/report.html").read_text(encoding="utf-8")
+    return environment.from_string(template).render(
+        title=_title(runs),
+        facts=_facts(runs),
+        series=series,
+        cards=[_card(group) for group in groups] if len(groups) <= _CARDS_UP_TO else [],
+        problems=[run for run in runs if run.status != "completed"],
+        header=header,
+        rows=rows,
+        text_columns=3,
+        figures=drawn,
+        formulas=_formulas(runs),
+        losses=_losses(runs),
+        details=[_details(run) for run in runs],
+        data={"series": [asdict(each) for each in series], "figures": [asdict(each) for each in drawn]},
+        plotly_js=plotly_js,
+    )
+
+
+def appearance(groups: Sequence[Group]) -> list[Series]:
+    """Colour by system and dash by setting; with a single system, colour by setting."""
+    systems = list(dict.fromkeys(group.system for group in groups))
+    places = [(group.system if len(systems) > 1 else group.label) for group in groups]
+    slots = list(dict.fromkeys(places))
+    series = []
+    for index, group in enumerate(groups):
+        slot, earlier = slots.index(places[index]), places[:index].count(places[index])
+        dash = DASHES[(earlier + slot // COLOURS) % len(DASHES)]
+        seeds = len(group.runs)
+        series.append(Series(group.label, seeds, slot % COLOURS, dash, _DASH_ARRAYS[dash], group.status))
+    return series
+
+
+def _title(runs: Sequence[Run]) -> str:
+    systems = list(dict.fromkeys(run.system for run in runs))
+    return systems[0] if len(systems) == 1 else f"{len(systems)} systems compared"
+
+
+def _facts(runs: Sequence[Run]) -> list[str]:
+    """What all runs have in common, for the line under the title."""
+    facts = ["1 run" if len(runs) == 1 else f"{len(runs)} runs"]
+    for key in ("dataset", "partition"):
+        values = {str(run.config[key]) for run in runs if run.config.get(key) is not None}
+        if len(values) == 1:
+            facts.append(f"{key} {values.pop()}")
+    models = {str(run.info["model"].get("name")) for run in runs if run.info.get("model")}
+    if len(models) == 1:
+        facts.append(f"model {models.pop()}")
+    clients = {len(run.info["partition"]) for run in runs if run.info.get("partition")}
+    if len(clients) == 1:
+        facts.append(f"{clients.pop()} clients")
+    return facts
+
+
+def _card(group: Group) -> dict[str, Any]:
+    numbers = statistics_of(group)
+    shown = {key: formatted(numbers[key], _COLUMN[key]) for key in ("accuracy", "worst_decile", "density", "rounds")}
+    traffic = [numbers[key] for key in ("megabytes_up", "megabytes_down")]
+    total = sum(each.mean for each in traffic if each) / 1e6 if all(traffic) else None
+    main = "global model" if group.runs[0].headline == "accuracy_global" else "mean over clients"
+    return shown | {"main": main, "traffic": NOT_MEASURED if total is None else f"{total:,.1f} MB"}
+
+
+def _formulas(runs: Sequence[Run]) -> dict[str, str]:
+    """The papers' traffic formulas by system, where runs state them."""
+    return {run.system: str(run.info["paper_bytes_formula"]) for run in runs if run.info.get("paper_bytes_formula")}
+
+
+def _losses(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Runs in which replies failed or came too late."""
+    counted = [
+        {"run": run, **{name: run.total(name) for name in ("replies", "failures", "stragglers")}} for run in runs
+    ]
+    return [each for each in counted if each["failures"] or each["stragglers"]]
+
+
+def _details(run: Run) -> dict[str, Any]:
+    info = run.info
+    facts = {
+        "Status": run.status,
+        "Rounds": len(run.rounds),
+        "Minutes": f"{info['seconds'] / 60:.1f}",
+        "Final models, SHA-256": info.get("final_sha256"),
+        "Git commit": info.get("git_hash"),
+        "Model": _json(info.get("model")),
+        "Resumed after rounds": _json(info.get("resumed_after_rounds")),
+    }
+    return {
+        "run": run,
+        "facts": {key: value for key, value in facts.items() if value is not None},
+        "versions": info.get("versions") or {},
+        "config": {key: value if isinstance(value, str) else json.dumps(value) for key, value in run.config.items()},
+    }
+
+
+def _json(value: object) -> str | None:
+    return None if value is None else json.dumps(value)
