@@ -214,9 +214,9 @@ class _Progress:
 
     def _show(self, row: Mapping[str, Any]) -> None:
         self._bytes += (row.get("bytes_up") or 0) + (row.get("bytes_down") or 0)
-        for name, field in (("personal", "accuracy_personal_mean"), ("global", "accuracy_global")):
-            if row.get(field) is not None:
-                self._accuracy = f"{name} {100 * row[field]:.1f} %  "
+        fields = (("personal", "accuracy_personal_mean"), ("global", "accuracy_global"))
+        if shown := [f"{name} {100 * row[field]:.1f} %  " for name, field in fields if row.get(field) is not None]:
+            self._accuracy = "".join(shown)
         failed = f"  [yellow]{row['failures']} failed[/]" if row.get("failures") else ""
         said = f"{self._accuracy}{self._bytes / 1e6:.1f} MB{failed}"
         self._bar.update(self._task, completed=row["round"], said=said)

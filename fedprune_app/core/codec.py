@@ -414,7 +414,7 @@ def _ans_encode(coded: Sequence[tuple[_Entry, Bools]], lent: Bytes) -> Bytes:
         model = _bernoulli(entry)
         for start in reversed(range(0, mask.size, _CHUNK)):
             coder.encode_reverse(mask[start : start + _CHUNK].astype(np.int32), model)
-    words = coder.get_compressed()
+    words: NDArray[np.uint32] = coder.get_compressed()
     num_zero_bytes = 4 - -(-int(words[-1]).bit_length() // 8)  # the last word is never zero
     return words.astype("<u4").view(np.uint8)[: 4 * len(words) - num_zero_bytes]
 

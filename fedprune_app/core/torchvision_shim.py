@@ -27,7 +27,8 @@ def _compiled_operators_load() -> bool:
     if not library or not library.origin:
         return False
     try:
-        torch.ops.load_library(library.origin)  # what torchvision itself does first; loading twice is harmless
+        # What torchvision itself does first; loading twice is harmless. (torch leaves the call untyped.)
+        torch.ops.load_library(library.origin)  # type: ignore[no-untyped-call]
     except OSError:
         return False
     return True

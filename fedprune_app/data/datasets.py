@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from filelock import FileLock
@@ -206,7 +205,9 @@ def _cifar_binary(name: str, folder: Path, download: bool) -> Dataset:
         names, label_bytes, norm = "fine_label_names.txt", 2, _CIFAR100_NORM
     root = folder / inner
     files = [root / file for file in (*batches, test, names)]
-    _require(name, files, folder, download, lambda: _fetch(f"{_CIFAR_HOME}/{archive}.tar.gz", folder, md5))
+    other = " (nor train/<class>/* and test/<class>/*; pickled batches are not read)" if name == "cifar10" else ""
+    url = f"{_CIFAR_HOME}/{archive}.tar.gz"
+    _require(name, files, folder, download, lambda: _fetch(url, folder, md5), other)
     classes = tuple(files[-1].read_text().split())
 
     def read(paths: Iterable[Path]) -> Split:
@@ -254,7 +255,7 @@ def _tiny_imagenet(folder: Path, download: bool) -> Dataset:
     train = [(item, label) for wnid, label in index.items() for item in _visible(root / "train" / wnid / "images")]
     label_of = {}
     for line in annotations.read_text().splitlines():
-        file, wnid = (line.split("\t") + [""])[:2]
+        file, wnid = [*line.split("\t"), ""][:2]
         if wnid not in index:
             raise ValueError(f"'{annotations}' gives '{file}' the class '{wnid}', which train/ does not have")
         label_of[file] = index[wnid]
@@ -294,19 +295,24 @@ def _decoded(folder: Path, part: str, members: list[tuple[os.DirEntry[str], int]
     digest = hashlib.sha256()
     for item, _ in members:
         status = item.stat()
-        digest.update(f"{os.path.relpath(item.path, folder)}/{status.st_size}/{status.st_mtime_ns}\n".encode())
+        inner = item.path.removeprefix(str(folder))
+        digest.update(os.fsencode(f"{inner}/{status.st_size}/{status.st_mtime_ns}\n"))
     paths = [item.path for item, _ in members]
     file_name = f"{part}-{digest.hexdigest()[:32]}.npy"
+    images = None
     for directory in _cache_directories(folder):
+        file = directory / file_name
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            with FileLock(directory / f"{part}.lock"):
-                if not (directory / file_name).exists():
-                    _write_atomically(directory / file_name, _decode(paths))
-            return np.load(directory / file_name, mmap_mode="r", allow_pickle=False), labels
+            if not file.exists():
+                directory.mkdir(parents=True, exist_ok=True)
+                with FileLock(directory / f"{part}.lock"):
+                    if not file.exists():
+                        images = _decode(paths) if images is None else images
+                        _write_atomically(file, images)
+            return np.load(file, mmap_mode="r", allow_pickle=False), labels
         except OSError:  # read-only or full: try the next place
             continue
-    return _decode(paths), labels
+    return (_decode(paths) if images is None else images), labels
 
 
 def _decode(paths: list[str]) -> Images:
@@ -390,8 +396,13 @@ def _missing(name: str, folder: Path, expected: str, advice: str = "") -> str:
     return f"data-dir '{folder}' has no {expected}, which dataset '{name}' is read from{advice}"
 
 
-def _require(name: str, files: list[Path], folder: Path, download: bool, fetch: Callable[[], Any]) -> None:
-    """See to it that the files exist, fetching them once (one process at a time) if allowed."""
+def _require(
+    name: str, files: list[Path], folder: Path, download: bool, fetch: Callable[[], object], other: str = ""
+) -> None:
+    """See to it that the files exist, fetching them once (one process at a time) if allowed.
+
+    ``other`` says what else would have done.
+    """
     if all(file.exists() for file in files):
         return
     if download:
@@ -407,7 +418,7 @@ def _require(name: str, files: list[Path], folder: Path, download: bool, fetch: 
     for file in files:
         if not file.exists():
             advice = "" if download else "; set download=true to fetch it"
-            raise ValueError(_missing(name, folder, str(file.relative_to(folder)), advice))
+            raise ValueError(_missing(name, folder, f"{file.relative_to(folder)}{other}", advice))
 
 
 def _fetch(url: str, folder: Path, md5: str) -> None:

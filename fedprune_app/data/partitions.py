@@ -152,8 +152,7 @@ def dirichlet_client(labels: Indices, num_clients: int, alpha: float, rng: np.ra
     for which, what in rng.random((len(labels), 2)).tolist():
         place = int(which * len(with_room))
         client = with_room[place]
-        ends = steps[client]
-        label = bisect_right(ends, what * ends[-1])
+        label = bisect_right(steps[client], what)
         counts[client, label] += 1
         room[client] -= 1
         left[label] -= 1
@@ -174,8 +173,8 @@ def stratified_holdout(labels: Indices, fraction: float, rng: np.random.Generato
     total = min(max(round(fraction * len(labels)), 1), len(labels) - 1) if fraction > 0 else 0
     if total <= 0:
         return np.arange(len(labels)), np.arange(0)
-    shares = np.bincount(labels) * total / len(labels)
-    counts = _largest_remainder(shares, total)
+    counts, remainders = np.divmod(np.bincount(labels) * total, len(labels))
+    counts[np.argsort(-remainders, kind="stable")[: total - counts.sum()]] += 1
     held = np.sort(np.concatenate(take_per_label(labels, counts, rng)))
     return np.setdiff1d(np.arange(len(labels)), held), held
 
@@ -185,20 +184,12 @@ def take_per_label(labels: Indices, counts: NDArray[np.int64], rng: np.random.Ge
     return [rng.permutation(np.flatnonzero(labels == label))[:count] for label, count in enumerate(counts.tolist())]
 
 
-def _largest_remainder(shares: NDArray[np.float64], total: int) -> NDArray[np.int64]:
-    """Whole numbers next to ``shares`` that sum to ``total``."""
-    counts = np.floor(shares).astype(np.int64)
-    first = np.argsort(counts - shares, kind="stable")[: total - counts.sum()]
-    counts[first] += 1
-    return counts
-
-
 def _balanced_classes(num_clients: int, num_classes: int, classes_per_client: int, rng: np.random.Generator) -> Indices:
     """(K, k) classes, distinct in a row, each in equally many rows plus or minus one.
 
-    Every client takes, of the classes that were taken least, random ones: a class is never two rounds ahead.
+    Every client takes the classes that were taken least so far, at random among equals.
     """
-    taken = np.zeros(num_clients and num_classes, dtype=np.int64)
+    taken = np.zeros(num_classes, dtype=np.int64)
     held = np.empty((num_clients, classes_per_client), dtype=np.int64)
     for client in range(num_clients):
         held[client] = np.lexsort((rng.random(num_classes), taken))[:classes_per_client]
@@ -211,7 +202,7 @@ def _equal_volume_counts(holds: NDArray[np.bool_], sizes: NDArray[np.int64]) -> 
     num_clients = len(holds)
     holders = holds.sum(axis=0)
     spare = np.where(holders > 0, sizes - holders, 0)  # beyond the one that every holder gets
-    volume = np.maximum(sizes[holders > 0].sum() / num_clients - holds.sum(axis=1), 0)
+    volume = sizes[holders > 0].sum() / num_clients - holds.sum(axis=1)
     shares = holds.astype(np.float64)
     for _ in range(100):  # iterative proportional fitting; it ends on the columns, which must be exact
         shares *= _ratio(volume, shares.sum(axis=1))[:, None]
@@ -230,14 +221,15 @@ def _ratio(wanted: NDArray[np.float64], present: NDArray[np.float64]) -> NDArray
 
 
 def _cumulative(preferences: NDArray[np.float64], left: NDArray[np.int64]) -> list[list[float]]:
-    """Per client, unnormalised cumulative preferences over the classes with samples left.
+    """Per client, cumulative preferences over the classes with samples left, ending in exactly 1.
 
     A client without any preference among them gets the classes in proportion to what is left.
     """
     weights = preferences * (left > 0)
     weights[weights.sum(axis=1) <= 0] = left
-    ends: list[list[float]] = np.cumsum(weights, axis=1).tolist()
-    return ends
+    ends = np.cumsum(weights, axis=1)
+    steps: list[list[float]] = (ends / ends[:, -1:]).tolist()
+    return steps
 
 
 def _deal_counts(labels: Indices, counts: NDArray[np.int64], rng: np.random.Generator) -> list[Indices]:

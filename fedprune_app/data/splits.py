@@ -122,38 +122,41 @@ class _Pool:
 class _StoredClientData(ClientData):
     """Client data that leaves a part in the dataset until it is read: training never builds the test images."""
 
+    _pool: _Pool
+    _indices: dict[str, Indices]
+
     def __init__(self, pool: _Pool, indices: dict[str, Indices]) -> None:
-        self.__dict__.update(pool=pool, indices=indices)  # the class is frozen
+        object.__setattr__(self, "_pool", pool)  # the class is frozen
+        object.__setattr__(self, "_indices", indices)
 
     def _images(self, part: str) -> Tensor:
-        images: Tensor = self.__dict__["pool"].images(self.__dict__["indices"][part])
-        return images
+        return self._pool.images(self._indices[part])
 
     def _labels(self, part: str) -> Tensor:
-        return torch.from_numpy(self.__dict__["pool"].labels[self.__dict__["indices"][part]])
+        return torch.from_numpy(self._pool.labels[self._indices[part]])
 
     @cached_property
-    def train_images(self) -> Tensor:  # type: ignore[override]  # a field read on demand
+    def train_images(self) -> Tensor:
         return self._images("train")
 
     @cached_property
-    def train_labels(self) -> Tensor:  # type: ignore[override]
+    def train_labels(self) -> Tensor:
         return self._labels("train")
 
     @cached_property
-    def validation_images(self) -> Tensor:  # type: ignore[override]
+    def validation_images(self) -> Tensor:
         return self._images("validation")
 
     @cached_property
-    def validation_labels(self) -> Tensor:  # type: ignore[override]
+    def validation_labels(self) -> Tensor:
         return self._labels("validation")
 
     @cached_property
-    def test_images(self) -> Tensor:  # type: ignore[override]
+    def test_images(self) -> Tensor:
         return self._images("test")
 
     @cached_property
-    def test_labels(self) -> Tensor:  # type: ignore[override]
+    def test_labels(self) -> Tensor:
         return self._labels("test")
 
 

@@ -47,7 +47,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Figure:
-    """A titled plot with one or more views; ``rows`` > 0 asks for a height for so many horizontal rows."""
+    """A titled plot with one or more views; ``rows`` > 0 asks for a height for so many rows."""
 
     key: str
     title: str
@@ -85,7 +85,7 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
             "Traffic, measured and by the papers' formulas",
             "Training messages of the whole run. Solid: measured. Hatched: what the paper's own formula charges.",
             _bytes_variants(groups),
-            rows=2 * len(groups),
+            rows=len(groups),
         ),
         Figure(
             "layers",

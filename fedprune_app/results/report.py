@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def render(runs: Sequence[Run]) -> str:
     groups = group_runs(runs)
     series = appearance(groups)
     drawn = figures(groups)
-    header, rows = final_rows(groups)
+    header, rows = _table(groups)
     plotly_js = get_plotlyjs()
     if "</script" in plotly_js.lower():
         raise ValueError("plotly.js cannot be put into a page: it contains '</script'")
@@ -81,7 +81,7 @@ def render(runs: Sequence[Run]) -> str:
         problems=[run for run in runs if run.status != "completed"],
         header=header,
         rows=rows,
-        text_columns=3,
+        text_columns=header.index("Seeds"),
         figures=drawn,
         formulas=_formulas(runs),
         losses=_losses(runs),
@@ -103,6 +103,14 @@ def appearance(groups: Sequence[Group]) -> list[Series]:
         seeds = len(group.runs)
         series.append(Series(group.label, seeds, slot % COLOURS, dash, _DASH_ARRAYS[dash], group.status))
     return series
+
+
+def _table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
+    """The final table without the dataset and partition columns that the line under the title already tells."""
+    header, rows = final_rows(groups)
+    same = [i for i in (1, 2) if len({row[i] for row in rows}) == 1]
+    header, *rows = [[cell for i, cell in enumerate(line) if i not in same] for line in [header, *rows]]
+    return header, rows
 
 
 def _title(runs: Sequence[Run]) -> str:

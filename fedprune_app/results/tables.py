@@ -66,7 +66,9 @@ class Column:
 COLUMNS = (
     Column("accuracy", "Accuracy, last round (%)", lambda run: run.last(run.headline), 100, 2),
     Column("best_accuracy", "Accuracy, best on validation (%)", lambda run: best_on_validation(run), 100, 2),
-    Column("worst_decile", "Worst decile (%)", lambda run: run.last("accuracy_personal_worst_decile"), 100, 2),
+    Column(
+        "worst_decile", "Personal, worst decile (%)", lambda run: run.last("accuracy_personal_worst_decile"), 100, 2
+    ),
     Column("global_accuracy", "Global model (%)", lambda run: run.last("accuracy_global"), 100, 2),
     Column("density", "Density", lambda run: run.last("density_mean"), 1, 3),
     Column("megabytes_up", "MB up", lambda run: run.total("bytes_up"), 1 / MEGABYTE, 2),
@@ -136,9 +138,9 @@ def formatted(statistic: Statistic | None, column: Column) -> str:
     if statistic is None:
         return NOT_MEASURED
     mean = f"{statistic.mean * column.scale:.{column.decimals}f}"
-    if statistic.std is None:
+    if statistic.std is None or column.decimals == 0:
         return mean
-    return f"{mean} ± {statistic.std * column.scale:.{max(column.decimals, 1)}f}"
+    return f"{mean} ± {statistic.std * column.scale:.{column.decimals}f}"
 
 
 def final_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:

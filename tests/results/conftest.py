@@ -1,0 +1,88 @@
+"""Made-up runs for the tests of this folder; their numbers mean nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedprune_app.results.recorder import Recorder
+
+LAYERS = ("conv1.weight", "conv2.weight", "fc1.weight", "fc2.weight", "fc3.weight")
+
+
+def made_up_run(
+    folder: Path,
+    system: str = "subfedavg",
+    seed: int = 0,
+    *,
+    rounds: int = 20,
+    clients: int = 20,
+    plateau: float = 0.8,
+    density: float = 0.5,
+    headline: str = "accuracy_personal_mean",
+    status: str = "completed",
+    error: str | None = None,
+    config: dict[str, Any] | None = None,
+    extra: dict[str, Any] | None = None,
+) -> Path:
+    """A run folder written by the real recorder, with curves that look like training."""
+    rng = np.random.default_rng([seed, *system.encode()])
+    recorder = Recorder(folder)
+    settings = {"system": system, "dataset": "digits", "partition": "shards", "seed": seed, "learning-rate": 0.01}
+    counts = [rng.multinomial(60, rng.dirichlet(np.full(10, 0.3))) for _ in range(clients)]
+    partition = [
+        {"partition": i, "train": train, "validation": train // 10, "test": train // 5}
+        for i, train in enumerate(counts)
+    ]
+    about = {
+        "headline": headline,
+        "partition": partition,
+        "model": {"name": "lenet5", "parameters": 44426, "classes": 10},
+    }
+    recorder.start({**settings, **(config or {})}, seed, about | (extra or {}))
+    skill = rng.normal(0, 0.07, clients)
+    for number in range(1, rounds + 1):
+        progress = 1 - np.exp(-4 * number / rounds)
+        kept = 1 - (1 - density) * progress
+        size = 1.7e6 * kept
+        row: dict[str, Any] = {
+            "round": number,
+            "seconds": 1.9,
+            "replies": 10,
+            "failures": int(number % 9 == 0),
+            "stragglers": 0,
+            "bytes_up": int(size),
+            "bytes_down": int(size * 1.1),
+            "paper_bytes_up": int(size * 0.96),
+            "paper_bytes_down": 1_777_040,
+            "loss_mean": 2.2 * (1 - progress) + 0.2 + rng.normal(0, 0.02),
+        }
+        trained = {int(client): {"seconds": 0.4} for client in rng.choice(clients, clients // 2, replace=False)}
+        if number % 2 == 0 or number == rounds:
+            personal = np.clip(0.1 + (plateau - 0.1) * progress + skill + rng.normal(0, 0.01, clients), 0, 1)
+            row |= {
+                "accuracy_personal_mean": personal.mean(),
+                "accuracy_personal_std": personal.std(),
+                "accuracy_personal_worst_decile": np.sort(personal)[: -(-clients // 10)].mean(),
+                "accuracy_received_mean": personal.mean() * 0.9,
+                "accuracy_validation_mean": personal.mean() + rng.normal(0, 0.01),
+                "accuracy_global": personal.mean() * 0.8 if headline == "accuracy_global" else None,
+                "density_mean": kept,
+                "density_by_layer": {name: min(1.0, kept * (1.5 - 0.2 * i)) for i, name in enumerate(LAYERS)},
+            }
+            for client in range(clients):
+                trained.setdefault(client, {})["accuracy_personal"] = personal[client]
+        recorder.clients({"round": number, "partition": i} | more for i, more in sorted(trained.items()))
+        recorder.round(row)
+    recorder.finish(status, final_sha256="ab" * 32 if status == "completed" else None, error=error)
+    return folder
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """``make_run(name, system, seed, ...)`` writes a made-up run to ``tmp_path / name``."""
+    return lambda name, *args, **kwargs: made_up_run(tmp_path / name, *args, **kwargs)
