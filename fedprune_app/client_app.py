@@ -12,9 +12,11 @@ from clients.base import FederatedClient, payload_names
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
+from fedprune_app.engine.ray_actors import replace_dead_actors
 from fedprune_app.registry import SYSTEMS, check_names
 from fedprune_app.run_folder import client_state_folder
 
+replace_dead_actors()  # Flower loads this module before it makes the actors
 app = ClientApp()
 
 _MAX_PAYLOAD_BYTES = 2**33  # what a client accepts from its server

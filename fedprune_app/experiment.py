@@ -84,6 +84,8 @@ class Session:
                 else:
                     self._run_on_flower(config, folder, progress)
             except BaseException as error:
+                self._stack.close()  # nothing may write there any more
+                self._link = self._app = None
                 _close_folder(folder, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
                 raise
         info = _read_json(folder / "run.json")

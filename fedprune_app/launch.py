@@ -23,11 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 
 import clients
 import fedprune_app
 import strategies
 from fedprune_app.config import DEFAULTS, Scalar, to_toml
+from fedprune_app.engine.lifeline import LAUNCHER_VARIABLE, launcher_identity
 
 _PACKAGES = (fedprune_app, strategies, clients)
 _COMPONENTS = ("fedprune_app.server_app:app", "fedprune_app.client_app:app")
@@ -95,6 +97,7 @@ def private_superlink(folder: Path) -> Iterator[Link]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
         "PYTHONWARNINGS": "ignore",
+        LAUNCHER_VARIABLE: launcher_identity(),
     }
     log_file = folder / "superlink.log"
     command = [_tool("flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess"]
@@ -121,7 +124,7 @@ def private_superlink(folder: Path) -> Iterator[Link]:
 def _die_with_parent() -> None:
     """In the child, on Linux: be killed when this process is, so that a run killed with -9 does not go on alone."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; Flower's and Ray's processes follow
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; for what it started see engine/lifeline.py
 
 
 def _tool(name: str) -> str:
@@ -163,25 +166,18 @@ def _last_line(path: Path) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the SuperLink and everything it started; its session is a process group of its own."""
-    for number, patience in ((signal.SIGTERM, 8.0), (signal.SIGKILL, 5.0)):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        deadline = time.monotonic() + patience
-        while time.monotonic() < deadline and _group_alive(process):
-            time.sleep(0.05)
-    process.wait(timeout=5)
+    """End the SuperLink and all it started: executors, the simulation and Ray live in sessions of their own.
 
-
-def _group_alive(process: subprocess.Popen[bytes]) -> bool:
-    process.poll()  # reap, or the group never looks empty
-    try:
-        os.killpg(process.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    At once and for good: everything worth keeping is written in one step, and a simulation asked politely may go on.
+    """
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(process.pid)
+        family = [root, *root.children(recursive=True)]
+        for member in family:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(family, timeout=10)
+    process.wait(timeout=10)
 
 
 def _flwr(link: Link, *arguments: str) -> dict[str, object]:

@@ -12,6 +12,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedprune_app.config import Config, ConfigError, parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import rounds, wire
+from fedprune_app.engine.lifeline import end_with_launcher
 from fedprune_app.engine.store import State, VersionedStore, exclusive, write_tensors
 from fedprune_app.models.initial import AUTO, initial_model, shared_names
 from fedprune_app.models.vision import prunable_names, state_tensors
@@ -41,6 +42,7 @@ _MAY_CHANGE_ON_RESUME = {
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run one federation from start, or from the checkpoint in ``resume-from``, to its last round."""
+    end_with_launcher()
     # A wrong setting raises here, before anything is written.
     config = check_names(parse_config(context.run_config))
     torch.set_num_threads(config.num_threads)

@@ -28,6 +28,7 @@ from fedprune_app.engine.store import State, VersionedStore
 from fedprune_app.results.recorder import Recorder
 
 log = logging.getLogger("fedprune")
+_REASONS_KEPT = 20  # per round, in the record
 
 
 @dataclass
@@ -217,18 +218,22 @@ class FederatedStrategy(Strategy):
         rounds.require(self.log.replies, self.config.min_replies, f"round {server_round}", self.log.failures)
         trained = [row for row in self.log.clients.values() if "loss" in row]
         paper_down, paper_up = self.paper_bytes(asked)
-        return None, {  # type: ignore[return-value]  # a plain dict: MetricRecord holds no counts beside means
-            "replies": self.log.replies,
-            "failures": len(self.log.failures),
-            "stragglers": self.log.stragglers,
-            "bytes_up": self.log.bytes_up,
-            "bytes_down": self.log.bytes_down,
-            "busiest_node_bytes": max(self.log.bytes_up, self.log.bytes_down),  # a star: the server, one direction
-            "paper_bytes_down": paper_down,
-            "paper_bytes_up": paper_up,
-            "loss_mean": sum(row["loss"] for row in trained) / len(trained),
-            "flops": sum(row["flops"] for row in trained),
-        }
+        return (
+            None,
+            {  # type: ignore[return-value]  # a plain dict: MetricRecord holds no counts beside means
+                "replies": self.log.replies,
+                "failures": len(self.log.failures),
+                "stragglers": self.log.stragglers,
+                "failure_reasons": self.log.failures[:_REASONS_KEPT],
+                "bytes_up": self.log.bytes_up,
+                "bytes_down": self.log.bytes_down,
+                "busiest_node_bytes": max(self.log.bytes_up, self.log.bytes_down),  # a star: the server, one direction
+                "paper_bytes_down": paper_down,
+                "paper_bytes_up": paper_up,
+                "loss_mean": sum(row["loss"] for row in trained) / len(trained),
+                "flops": sum(row["flops"] for row in trained),
+            },
+        )
 
     def _accept(self, answer: Answer) -> dict[str, Any]:
         if answer.content is None:

@@ -159,7 +159,7 @@ def dirichlet_client(labels: Indices, num_clients: int, alpha: float, rng: np.ra
         if not room[client]:
             with_room[place] = with_room[-1]
             with_room.pop()
-        if not left[label]:
+        if with_room and not left[label]:
             steps = _cumulative(preferences, np.array(left))
     return _deal_counts(labels, counts, rng)
 

@@ -60,7 +60,7 @@ def _error_line(message: Message) -> str:
     reason = message.error.reason or ""
     lines = [line.strip() for line in reason.strip().splitlines() if line.strip()] or ["no reason given"]
     text = lines[-1].removesuffix("'>").split("Message: ")[-1]
-    if "ActorDied" in reason or "RayActorError" in reason:
+    if "ActorDiedError" in reason or "ActorUnavailableError" in reason:
         text = "its process died"
     return f"{text} (error code {message.error.code})"
 

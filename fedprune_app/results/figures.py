@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +60,7 @@ class Figure:
 
 def figures(groups: Sequence[Group]) -> list[Figure]:
     """All figures for which some run has data, in reading order."""
-    share = {"tickformat": ".0%"}
+    share = {"tickformat": ".0%", "hoverformat": ".1%"}
     drawn = [
         Figure(
             "accuracy",
@@ -83,7 +84,7 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
         Figure(
             "bytes",
             "Traffic, measured and by the papers' formulas",
-            "Training messages of the whole run. Solid: measured. Hatched: what the paper's own formula charges.",
+            "Training messages of the whole run, up ↑ and down ↓. Solid: measured. Hatched: the paper's own formula.",
             _bytes_variants(groups),
             rows=len(groups),
         ),
@@ -146,7 +147,7 @@ def _by_megabytes(run: Run, name: str) -> Curve:
 
 
 def _accuracy_variants(groups: Sequence[Group], curve: Callable[[Run, str], Curve], x_title: str) -> list[Variant]:
-    axes = {"x": x_title, "y": {"tickformat": ".0%"}}
+    axes = {"x": x_title, "y": {"tickformat": ".0%", "hoverformat": ".2%"}}
     main = {group.runs[0].headline for group in groups}
     names = sorted(_ACCURACIES, key=lambda name: name not in main)  # stable: the main number's view is first
     views = [view for name in names for view in _lines(groups, curve, name, _ACCURACIES[name], axes)]
@@ -265,18 +266,18 @@ def _last_of_clients(run: Run, name: str) -> list[float]:
 
 def _bytes_variants(groups: Sequence[Group]) -> list[Variant]:
     bars = {
-        "bytes_up": "up",
-        "paper_bytes_up": "up, formula",
-        "bytes_down": "down",
-        "paper_bytes_down": "down, formula",
+        "bytes_up": ("↑", -0.33),
+        "paper_bytes_up": ("↑ formula", -0.15),
+        "bytes_down": ("↓", 0.09),
+        "paper_bytes_down": ("↓ formula", 0.27),
     }
     traces: list[Trace] = []
     longest = 0.0
     for index, group in enumerate(groups):
         totals = [Statistic.of(run.total(name) for run in group.runs) for name in bars]
         shown = [
-            (total.mean / MEGABYTE, index - 0.3 + 0.2 * place, title, "/" if "formula" in title else "")
-            for place, (total, title) in enumerate(zip(totals, bars.values(), strict=True))
+            (total.mean / MEGABYTE, index + place, title, "/" if "formula" in title else "")
+            for total, (title, place) in zip(totals, bars.values(), strict=True)
             if total is not None
         ]
         if not shown:
@@ -301,7 +302,7 @@ def _bytes_variants(groups: Sequence[Group]) -> list[Variant]:
 
 
 def _megabytes(megabytes: float) -> str:
-    return f"{megabytes:,.0f}" if megabytes >= 1000 else f"{megabytes:.3g}"
+    return f"{megabytes:,.0f}" if megabytes >= 1000 else f"{megabytes:#.3g}"
 
 
 # --- layers and partition -------------------------------------------------------------------------------------
@@ -330,7 +331,7 @@ def _layer_variants(groups: Sequence[Group]) -> list[Variant]:
             )
     layout = {
         "xaxis": {"type": "category"},
-        "yaxis": {"tickformat": ".0%", "rangemode": "tozero"},
+        "yaxis": {"tickformat": ".0%", "hoverformat": ".1%", "rangemode": "tozero"},
     }
     return [Variant("Layers", traces, layout)] if traces else []
 
@@ -338,11 +339,15 @@ def _layer_variants(groups: Sequence[Group]) -> list[Variant]:
 def _partition_variants(groups: Sequence[Group]) -> list[Variant]:
     """One view for each distinct way the data were dealt out: systems that are compared usually share it."""
     views: dict[str, Variant] = {}
+    titles: Counter[str] = Counter()
     for run in (run for group in groups for run in group.runs):
         rows = [row for row in run.info.get("partition") or [] if row.get("train")]
         if not rows or repr(rows) in views:
             continue
-        title = " · ".join(str(run.config.get(key, "–")) for key in ("dataset", "partition"))
+        title = f"seed {run.seed}"
+        titles[title] += 1
+        if titles[title] > 1:
+            title += f" · {run.system}"
         classes = max(len(row["train"]) for row in rows)
         counts = [
             [(row["train"][label] or None) if label < len(row["train"]) else None for row in rows]
@@ -355,6 +360,6 @@ def _partition_variants(groups: Sequence[Group]) -> list[Variant]:
             "z": counts,  # (classes, clients)
             "hovertemplate": "client %{x}, class %{y}: %{z} examples<extra></extra>",
         }
-        layout = {"xaxis": {"title": {"text": "Client"}}, "yaxis": {"title": {"text": "Class"}}}
-        views[repr(rows)] = Variant(f"{title} · seed {run.seed}", [trace], layout)
+        axis: dict[str, Any] = {"title": {"text": "Class"}} | ({"dtick": 1} if classes <= 20 else {})
+        views[repr(rows)] = Variant(title, [trace], {"xaxis": {"title": {"text": "Client"}}, "yaxis": axis})
     return list(views.values())

@@ -136,7 +136,10 @@ def _facts(runs: Sequence[Run]) -> list[str]:
 
 def _card(group: Group) -> dict[str, Any]:
     numbers = statistics_of(group)
-    shown = {key: formatted(numbers[key], _COLUMN[key]) for key in ("accuracy", "worst_decile", "density", "rounds")}
+    shown = {"accuracy": formatted(numbers["accuracy"], _COLUMN["accuracy"])}
+    for key in ("worst_decile", "density", "rounds"):  # a card is for a glance: the table tells their spread
+        statistic = numbers[key]
+        shown[key] = formatted(statistic and replace(statistic, std=None), _COLUMN[key])
     traffic = [numbers[key] for key in ("megabytes_up", "megabytes_down")]
     total = sum(each.mean for each in traffic if each) / 1e6 if all(traffic) else None
     main = "global model" if group.runs[0].headline == "accuracy_global" else "mean over clients"
@@ -150,10 +153,9 @@ def _formulas(runs: Sequence[Run]) -> dict[str, str]:
 
 def _losses(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Runs in which replies failed or came too late."""
-    counted = [
-        {"run": run, **{name: run.total(name) for name in ("replies", "failures", "stragglers")}} for run in runs
-    ]
-    return [each for each in counted if each["failures"] or each["stragglers"]]
+    names = ("replies", "failures", "stragglers", "evaluation_failures")
+    counted = [{"run": run, **{name: sum(value for _, value in run.series(name)) for name in names}} for run in runs]
+    return [each for each in counted if any(each[name] for name in names[1:])]
 
 
 def _details(run: Run) -> dict[str, Any]:

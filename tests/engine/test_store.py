@@ -11,7 +11,9 @@ from fedprune_app.engine.store import State, VersionedStore, exclusive, grouped,
 
 
 def state(value: float) -> State:
-    return State(grouped(weights={"w": torch.full((3,), value)}, masks={"w": torch.tensor([True, False, True])}), {"v": 1})
+    return State(
+        grouped(weights={"w": torch.full((3,), value)}, masks={"w": torch.tensor([True, False, True])}), {"v": 1}
+    )
 
 
 def test_a_state_comes_back_with_its_groups_and_values(tmp_path):

@@ -19,7 +19,7 @@ def made_up_run(
     system: str = "subfedavg",
     seed: int = 0,
     *,
-    rounds: int = 20,
+    rounds: int = 10,
     clients: int = 20,
     plateau: float = 0.8,
     density: float = 0.5,
@@ -30,10 +30,11 @@ def made_up_run(
     extra: dict[str, Any] | None = None,
 ) -> Path:
     """A run folder written by the real recorder, with curves that look like training."""
-    rng = np.random.default_rng([seed, *system.encode()])
+    rng = np.random.default_rng([seed, *system.encode(errors="replace")])
     recorder = Recorder(folder)
     settings = {"system": system, "dataset": "digits", "partition": "shards", "seed": seed, "learning-rate": 0.01}
-    counts = [rng.multinomial(60, rng.dirichlet(np.full(10, 0.3))) for _ in range(clients)]
+    dealer = np.random.default_rng(seed)  # systems that are compared share their data
+    counts = [dealer.multinomial(60, dealer.dirichlet(np.full(10, 0.3))) for _ in range(clients)]
     partition = [
         {"partition": i, "train": train, "validation": train // 10, "test": train // 5}
         for i, train in enumerate(counts)
@@ -86,3 +87,16 @@ def made_up_run(
 def make_run(tmp_path: Path) -> Callable[..., Path]:
     """``make_run(name, system, seed, ...)`` writes a made-up run to ``tmp_path / name``."""
     return lambda name, *args, **kwargs: made_up_run(tmp_path / name, *args, **kwargs)
+
+
+@pytest.fixture(scope="session")
+def six(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Three settings of one system, another system with two seeds, and a run that failed; to be read only."""
+    place = tmp_path_factory.mktemp("six")
+    rates = [made_up_run(place / f"s{rate}", config={"subfedavg.target-rate": rate}) for rate in (30.0, 50.0, 70.0)]
+    seeds = [made_up_run(place / f"f{seed}", "fedavg", seed, headline="accuracy_global") for seed in (0, 1)]
+    return [
+        *rates,
+        *seeds,
+        made_up_run(place / "broken", "fedltp", rounds=3, status="failed", error="client 3 sent NaN"),
+    ]

@@ -1,0 +1,220 @@
+"""A client's training, validation and test data: disjoint, of one label law, a function of the configuration."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from fedprune_app.data import splits
+from fedprune_app.data.datasets import load_dataset
+from fedprune_app.data.partitions import PARTITIONS
+from fedprune_app.data.splits import TEST_SPLITS, ClientData, DataConfig, client_data, label_counts, partition_indices
+
+CLIENTS = 10
+PARTS = ("train", "validation", "test")
+
+
+def config(**changes):
+    return DataConfig(**changes)
+
+
+def images(data, part):
+    return getattr(data, f"{part}_images")
+
+
+def labels(data, part):
+    return getattr(data, f"{part}_labels")
+
+
+def as_set(tensor):
+    """Images as a multiset of bytes (digits has a few duplicates)."""
+    return sorted(map(bytes, tensor.numpy()))
+
+
+every_scheme = pytest.mark.parametrize("partition", PARTITIONS)
+every_test_split = pytest.mark.parametrize("test_split", TEST_SPLITS)
+
+
+@every_scheme
+@every_test_split
+def test_a_clients_tensors_are_what_training_takes(partition, test_split):
+    data = client_data(config(partition=partition, test_split=test_split), 3, CLIENTS)
+    for part in PARTS:
+        assert images(data, part).dtype == torch.float32
+        assert images(data, part).shape == (len(labels(data, part)), 1, 8, 8)
+        assert labels(data, part).dtype == torch.int64
+        assert len(labels(data, part)) > 0
+    assert data.num_examples == len(data.train_labels)
+
+
+@every_scheme
+@every_test_split
+def test_train_and_validation_make_up_the_clients_share(partition, test_split):
+    chosen = config(partition=partition, test_split=test_split)
+    dataset = load_dataset("digits")
+    pool = np.concatenate([dataset.train_labels, dataset.test_labels])
+    for client, share in enumerate(partition_indices(chosen, CLIENTS)):
+        counts = {part: np.array(own) for part, own in label_counts(chosen, client, CLIENTS).items()}
+        own = counts["train"] + counts["validation"] + (counts["test"] if test_split == "holdout" else 0)
+        assert np.array_equal(own, np.bincount(pool[share], minlength=10))
+
+
+def test_parts_of_a_client_never_share_a_sample():
+    for test_split in TEST_SPLITS:
+        for client in range(CLIENTS):
+            indices = splits._split_indices(config(test_split=test_split), client, CLIENTS)
+            together = np.concatenate(list(indices.values()))
+            assert len(np.unique(together)) == len(together)
+            assert all((np.diff(own) > 0).all() for own in indices.values())
+
+
+def test_test_images_come_from_the_test_set_unless_the_sets_are_merged():
+    dataset = load_dataset("digits")
+    for test_split in TEST_SPLITS:
+        indices = splits._split_indices(config(test_split=test_split), 0, CLIENTS)
+        in_test_set = indices["test"] >= len(dataset.train_labels)
+        assert in_test_set.all() == (test_split != "holdout")
+        if test_split != "holdout":
+            assert indices["train"].max() < len(dataset.train_labels)
+
+
+@every_scheme
+def test_holdout_deals_out_train_and_test_set_together(partition):
+    parts = partition_indices(config(partition=partition, test_split="holdout"), CLIENTS)
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(1797))
+
+
+@every_scheme
+def test_split_labels_tests_on_all_images_of_the_clients_labels(partition):
+    chosen = config(partition=partition)
+    available = np.bincount(load_dataset("digits").test_labels)
+    for client in range(CLIENTS):
+        counts = {part: np.array(own) for part, own in label_counts(chosen, client, CLIENTS).items()}
+        held = counts["train"] + counts["validation"] > 0
+        assert np.array_equal(counts["test"], np.where(held, available, 0))
+
+
+@every_scheme
+def test_split_proportional_tests_on_100_images_of_the_clients_law(partition):
+    chosen = config(partition=partition, test_split="proportional")
+    available = np.bincount(load_dataset("digits").test_labels)
+    for client in range(CLIENTS):
+        counts = {part: np.array(own) for part, own in label_counts(chosen, client, CLIENTS).items()}
+        own = counts["train"] + counts["validation"]
+        exact = [-(-int(n) * 100 // int(own.sum())) for n in own]  # ceil, in whole numbers
+        assert counts["test"].tolist() == np.minimum(exact, available).tolist()
+
+
+@every_scheme
+@every_test_split
+def test_validation_has_the_label_shares_of_training(partition, test_split):
+    chosen = config(partition=partition, test_split=test_split, validation_fraction=0.2)
+    for client in range(CLIENTS):
+        counts = {part: np.array(own) for part, own in label_counts(chosen, client, CLIENTS).items()}
+        own = counts["train"] + counts["validation"]
+        total = counts["validation"].sum()
+        assert total == max(1, round(0.2 * own.sum()))
+        assert (np.abs(counts["validation"] - own * total / own.sum()) < 1).all()
+        if test_split == "holdout":
+            whole = own + counts["test"]
+            assert (np.abs(counts["test"] - whole * counts["test"].sum() / whole.sum()) < 1).all()
+            assert counts["test"].sum() == round(0.3 * whole.sum())
+
+
+def test_normalisation_is_that_of_torchvision():
+    dataset = load_dataset("digits")
+    chosen = config(partition="iid", validation_fraction=0)
+    (share,) = partition_indices(chosen, 1)
+    expected = dataset.train_images[share] / np.float64(255)
+    expected = (expected - dataset.mean[0]) / dataset.std[0]
+    data = client_data(chosen, 0, 1)
+    assert torch.allclose(data.train_images, torch.from_numpy(expected).float(), atol=1e-6)
+    assert torch.equal(data.train_labels, torch.from_numpy(dataset.train_labels))
+
+
+@every_scheme
+def test_everything_derives_from_the_seed(partition):
+    def everything(seed):
+        splits._partition.cache_clear()
+        splits._split_indices.cache_clear()
+        chosen = config(partition=partition, test_split="proportional", seed=seed)
+        return [splits._split_indices(chosen, client, CLIENTS) for client in range(CLIENTS)]
+
+    first, again, other = everything(5), everything(5), everything(6)
+    assert all(np.array_equal(a[p], b[p]) for a, b in zip(first, again, strict=True) for p in PARTS)
+    for part in PARTS:
+        assert not all(np.array_equal(a[part], b[part]) for a, b in zip(first, other, strict=True))
+
+
+def test_a_client_of_two_samples_keeps_one_for_validation():
+    num_clients = 1438 // 2
+    counts = label_counts(config(partition="iid", validation_fraction=0.01), 0, num_clients)
+    assert (sum(counts["train"]), sum(counts["validation"])) == (1, 1)
+
+
+def test_no_validation_is_asked_for_and_none_is_held_out():
+    chosen = config(validation_fraction=0.0)
+    assert client_data(chosen, 0, CLIENTS).validation_images.shape == (0, 1, 8, 8)
+    assert sum(label_counts(chosen, 0, CLIENTS)["validation"]) == 0
+
+
+def test_test_tensors_are_made_only_when_read(monkeypatch):
+    built = []
+    images = splits._Pool.images
+    monkeypatch.setattr(
+        splits._Pool, "images", lambda pool, indices: built.append(len(indices)) or images(pool, indices)
+    )
+    splits._client_data.cache_clear()
+    data = client_data(config(), 0, CLIENTS)
+    assert isinstance(data, ClientData)
+    assert built == []
+    assert data.train_images is data.train_images
+    assert built == [len(data.train_labels)]
+
+
+def test_a_process_keeps_the_tensors_of_few_clients():
+    first = client_data(config(), 0, CLIENTS)
+    assert client_data(config(), 0, CLIENTS) is first
+    for client in range(1, CLIENTS):
+        client_data(config(), client, CLIENTS)
+    assert client_data(config(), 0, CLIENTS) is not first
+
+
+def test_client_data_can_be_made_of_tensors_and_not_changed():
+    empty = torch.zeros(0, dtype=torch.int64)
+    pair = torch.zeros(2, 1, 8, 8), torch.tensor([0, 1])
+    data = ClientData(*pair, torch.zeros(0, 1, 8, 8), empty, *pair)
+    assert data.num_examples == 2
+    for frozen in (data, client_data(config(), 0, CLIENTS)):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            frozen.train_labels = empty
+
+
+def test_shares_cannot_be_written_to():
+    with pytest.raises(ValueError, match="read-only"):
+        partition_indices(config(), CLIENTS)[0][0] = 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"partition": "shard"}, f"partition is 'shard', allowed: {', '.join(PARTITIONS)}"),
+        ({"class_assignment": "x"}, "class-assignment is 'x', allowed: cyclic, random"),
+        ({"test_split": "all"}, "test-split is 'all', allowed: labels, proportional, holdout"),
+        ({"validation_fraction": 1.0}, "validation-fraction is 1, allowed: 0 to below 1"),
+        ({"validation_fraction": -0.1}, "validation-fraction is -0.1, allowed"),
+        ({"validation_fraction": float("nan")}, "validation-fraction is nan, allowed"),
+        ({"test_fraction": 0.0}, "test-fraction is 0, allowed: above 0 to below 1"),
+    ],
+)
+def test_a_wrong_value_names_its_key(changes, message):
+    with pytest.raises(ValueError, match="allowed") as error:
+        config(**changes)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("partition_id", [-1, CLIENTS])
+def test_a_client_that_is_not_there_is_an_error(partition_id):
+    with pytest.raises(ValueError, match=f"partition is {partition_id}, allowed: 0 to 9"):
+        client_data(config(), partition_id, CLIENTS)

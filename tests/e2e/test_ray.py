@@ -1,0 +1,129 @@
+"""The same app on Flower's Ray simulation, started as a user starts it: slow to start, so few and full tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fedprune_app import launch
+from fedprune_app.config import parse_config
+
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+
+COMMAND = [sys.executable, "-m", "fedprune_app.cli"]
+SETTINGS = ["num-server-rounds=3", "local-epochs=2", "evaluate-every=1"]
+
+DYING_CLIENT = '''
+"""Partition 2 dies in round 2 and partition 3 raises, every time; the others are the product's own client."""
+import os
+
+from flwr.clientapp import ClientApp
+from fedprune_app import client_app
+
+app = ClientApp()
+app.query()(client_app.query)
+app.evaluate()(client_app.evaluate)
+
+@app.train()
+def train(message, context):
+    if message.content["fields"]["round"] == 2 and context.node_config["partition-id"] == 2:
+        os._exit(1)
+    if context.node_config["partition-id"] == 3:
+        raise RuntimeError("my disk is full")
+    return client_app.train(message, context)
+'''
+
+
+def read(folder: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def run_info(folder: Path) -> dict:
+    return json.loads((folder / "run.json").read_text())
+
+
+def left_running(marker: Path) -> list[str]:
+    listing = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
+    return [line for line in listing.splitlines() if str(marker) in line]
+
+
+@pytest.mark.slow()
+def test_ray_with_one_or_two_workers_and_in_process_give_the_same_final_models(tmp_path):
+    hashes = {}
+    for name, options in {
+        "ray1": ["--engine", "ray", "--workers", "1"],
+        "ray2": ["--engine", "ray", "--workers", "2"],
+        "here": ["--engine", "inprocess"],
+    }.items():
+        command = [*COMMAND, "run", *SETTINGS, *options, "--clients", "6", "--out", str(tmp_path / name)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        hashes[name] = run_info(tmp_path / name)["final_sha256"]
+    assert len(set(hashes.values())) == 1, hashes
+
+
+def test_a_client_that_dies_or_raises_is_left_out_and_the_run_goes_on(tmp_path):
+    from fedprune_app.experiment import Placement, Session
+
+    out = tmp_path / "run"
+    settings = {"fraction-train": 1.0, "num-server-rounds": 3, "local-epochs": 1, "evaluate-every": 3}
+    config = parse_config({**settings, "out-dir": str(out), "deadline-seconds": 60.0})
+    with Session(Placement("ray", num_clients=6, num_workers=2), Console(stderr=True)) as session:
+        link, app = session._connect()
+        (app / "dying_client.py").write_text(DYING_CLIENT)
+        launch.stage_app(app, ("fedprune_app.server_app:app", "dying_client:app"))
+        session.run(config, out)
+    rounds = read(out, "rounds.jsonl")
+    assert [row["replies"] for row in rounds] == [5, 4, 5]
+    assert [row["failures"] for row in rounds] == [1, 2, 1]
+    reasons = " ".join(text for row in rounds for text in row["failure_reasons"])
+    assert "client 3: my disk is full" in reasons
+    assert "client 2: its process died" in reasons
+
+
+def test_an_interrupted_run_stops_everything_it_started_and_resumes_to_the_same_models(tmp_path):
+    out, whole = tmp_path / "cut", tmp_path / "whole"
+    settings = ["num-server-rounds=12", "local-epochs=2", "evaluate-every=4"]
+    options = ["--clients", "6", "--workers", "1"]
+    process = subprocess.Popen(
+        [*COMMAND, "run", *settings, *options, "--out", str(out)], stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not (out / "rounds.jsonl").exists() or len(read(out, "rounds.jsonl")) < 3:
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    written = (out / "rounds.jsonl").stat().st_size
+    time.sleep(2)
+    assert (out / "rounds.jsonl").stat().st_size - written < 2000, "the killed run goes on writing"
+    resumed = [*COMMAND, "run", "--resume", "--engine", "inprocess", *options[:2], "--out", str(out)]
+    done = subprocess.run(resumed, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert run_info(out)["status"] == "completed"
+    assert [row["round"] for row in read(out, "rounds.jsonl")] == list(range(1, 13))
+    command = [*COMMAND, "run", *settings, "--engine", "inprocess", *options[:2], "--out", str(whole)]
+    subprocess.run(command, check=True, capture_output=True, timeout=200)
+    assert run_info(out)["final_sha256"] == run_info(whole)["final_sha256"]
+
+
+def test_a_failed_run_exits_non_zero_with_the_reason_on_one_line(tmp_path):
+    command = [*COMMAND, "run", "dataset=mnist", f"data-dir={tmp_path}", "--clients", "3", "--out", str(tmp_path / "r")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("failed: no client could start:")
+    assert "data-dir" in last
+    assert "Traceback" not in done.stderr
+    info = run_info(tmp_path / "r")
+    assert info["status"] == "failed"
+    assert "data-dir" in info["error"]

@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedprune_app.results import recorder as recorder_module
+from fedprune_app.results.fields import CLIENT_FIELDS, ROUND_FIELDS
+from fedprune_app.results.recorder import Recorder, git_hash, versions
+
+CONFIG = {"system": "dispfl", "seed": 3, "learning-rate": 0.1}
+
+
+def started(folder: Path, **kwargs) -> Recorder:
+    recorder = Recorder(folder, **kwargs)
+    recorder.start(CONFIG, 3)
+    return recorder
+
+
+def info(folder: Path) -> dict:
+    return json.loads((folder / "run.json").read_text())
+
+
+def rows(folder: Path, name: str = "rounds") -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+
+
+def test_a_run_that_started_says_running_and_holds_everything_to_repeat_it(tmp_path):
+    folder = tmp_path / "deep" / "run"
+    recorder = Recorder(folder)
+    partition = [{"partition": 0, "train": np.array([3, 1]), "validation": [1, 0], "test": [2, 2]}]
+    recorder.start(CONFIG, 3, {"headline": "accuracy_global", "partition": partition, "note": folder})
+    found = info(folder)
+    assert found["status"] == "running"
+    assert found["system"] == "dispfl"
+    assert found["config"] == CONFIG
+    assert found["seed"] == 3
+    assert found["rounds_completed"] == 0
+    assert found["final_sha256"] is None
+    assert found["headline"] == "accuracy_global"
+    assert found["partition"] == [{"partition": 0, "train": [3, 1], "validation": [1, 0], "test": [2, 2]}]
+    assert found["note"] == str(folder)
+    assert found["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+    assert found["versions"].keys() >= {"fedprune", "flwr", "torch", "numpy", "python"}
+
+
+def test_a_round_has_every_declared_field_and_keeps_the_others(tmp_path):
+    recorder = started(tmp_path)
+    recorder.round({"round": 1, "bytes_up": 10, "mood": "good"})
+    recorder.clients([{"round": 1, "partition": 4, "epsilon": np.float32(0.5)}])
+    (row,), (client,) = rows(tmp_path), rows(tmp_path, "clients")
+    assert row.keys() == {*ROUND_FIELDS, "mood"}
+    assert (row["round"], row["bytes_up"], row["mood"], row["accuracy_global"]) == (1, 10, "good", None)
+    assert client.keys() == {*CLIENT_FIELDS}
+    assert (client["partition"], client["epsilon"], client["density"]) == (4, 0.5, None)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), np.float32("-inf"), torch.tensor(float("nan"))])
+def test_a_number_that_is_none_is_null_so_that_the_file_is_json(tmp_path, value):
+    recorder = started(tmp_path)
+    recorder.round({"round": 1, "loss_mean": value, "density_by_layer": {"fc.weight": value, "b": torch.tensor(0.25)}})
+    line = (tmp_path / "rounds.jsonl").read_text()
+    row = json.loads(line, parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
+    assert row["loss_mean"] is None
+    assert row["density_by_layer"] == {"fc.weight": None, "b": 0.25}
+
+
+def test_rounds_are_counted_and_come_in_order(tmp_path):
+    recorder = started(tmp_path)
+    recorder.round({"round": 1})
+    recorder.round({"round": 2})
+    assert info(tmp_path)["rounds_completed"] == 2
+    with pytest.raises(ValueError, match="round 2 recorded after round 2"):
+        recorder.round({"round": 2})
+    assert len(rows(tmp_path)) == 2
+
+
+def test_a_finished_run_says_how_it_ended_and_takes_no_more_rounds(tmp_path):
+    recorder = started(tmp_path)
+    recorder.finish("completed", final_sha256="ab12")
+    assert (info(tmp_path)["status"], info(tmp_path)["final_sha256"]) == ("completed", "ab12")
+    with pytest.raises(ValueError, match="not open"):
+        recorder.round({"round": 1})
+
+
+def test_a_failed_run_keeps_its_error(tmp_path):
+    recorder = started(tmp_path)
+    recorder.finish("failed", error="client 3 sent NaN")
+    assert (info(tmp_path)["status"], info(tmp_path)["error"]) == ("failed", "client 3 sent NaN")
+
+
+def test_results_are_never_overwritten(tmp_path):
+    started(tmp_path).round({"round": 1})
+    before = (tmp_path / "rounds.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="already holds a run"):
+        started(tmp_path)
+    assert (tmp_path / "rounds.jsonl").read_bytes() == before
+
+
+def test_resuming_drops_later_rounds_and_the_torn_line_and_keeps_the_rest_byte_for_byte(tmp_path):
+    recorder = started(tmp_path)
+    for number in (1, 2, 3):
+        recorder.clients([{"round": number, "partition": p} for p in (0, 1)])
+        recorder.round({"round": number, "loss_mean": 1 / number})
+    kept = (tmp_path / "rounds.jsonl").read_bytes().splitlines(keepends=True)[:2]
+    with (tmp_path / "rounds.jsonl").open("ab") as file:
+        file.write(b'{"round": 4, "loss')  # killed while writing
+
+    again = Recorder(tmp_path)
+    again.resume(2)
+    assert (tmp_path / "rounds.jsonl").read_bytes() == b"".join(kept)
+    assert [row["round"] for row in rows(tmp_path, "clients")] == [1, 1, 2, 2]
+    again.round({"round": 3})
+    again.finish("completed")
+    assert [row["round"] for row in rows(tmp_path)] == [1, 2, 3]
+    assert info(tmp_path)["rounds_completed"] == 3
+    assert info(tmp_path)["config"] == CONFIG
+
+
+def test_a_resumed_run_adds_to_the_seconds_spent_before(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(recorder_module.time, "monotonic", lambda: now[0])
+    recorder = started(tmp_path)
+    now[0] += 7
+    recorder.finish("interrupted")
+    now[0] = 5000.0  # another process, another clock
+    again = Recorder(tmp_path)
+    again.resume(0)
+    now[0] += 4
+    again.finish("completed")
+    assert info(tmp_path)["seconds"] == 11.0
+
+
+def test_resuming_clears_the_old_error(tmp_path):
+    recorder = started(tmp_path)
+    recorder.finish("failed", error="power cut")
+    Recorder(tmp_path).resume(0)
+    assert (info(tmp_path)["status"], info(tmp_path)["error"]) == ("running", None)
+
+
+def test_a_folder_without_a_run_cannot_be_resumed(tmp_path):
+    with pytest.raises(ValueError, match="not a run folder"):
+        Recorder(tmp_path).resume(1)
+
+
+def test_what_is_known_later_is_added_to_run_json(tmp_path):
+    recorder = started(tmp_path)
+    recorder.annotate(model={"name": "lenet5", "parameters": torch.tensor(7)})
+    assert info(tmp_path)["model"] == {"name": "lenet5", "parameters": 7}
+
+
+@pytest.mark.parametrize("extra", [{"headline": "accuracy_of_my_dreams"}, {"status": "completed"}])
+def test_an_impossible_extra_is_refused_before_anything_is_written(tmp_path, extra):
+    with pytest.raises(ValueError, match=next(iter(extra))):
+        Recorder(tmp_path / "run").start(CONFIG, 3, extra)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_killed_process_leaves_a_readable_folder(tmp_path):
+    code = """if True:
+        import os, sys
+        from fedprune_app.results.recorder import Recorder
+        recorder = Recorder(sys.argv[1])
+        recorder.start({"system": "dispfl"}, 0)
+        recorder.clients([{"round": 1, "partition": 0}])
+        recorder.round({"round": 1})
+        os._exit(9)
+    """
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 9
+    assert info(tmp_path)["status"] == "running"
+    assert info(tmp_path)["rounds_completed"] == len(rows(tmp_path)) == len(rows(tmp_path, "clients")) == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"run.json", "rounds.jsonl", "clients.jsonl"}
+
+
+def test_tensorboard_gets_the_numbers_of_each_round(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    recorder = started(tmp_path, tensorboard=True)
+    for number in (1, 2):
+        layers = {"conv1": 0.1 * number}
+        recorder.round({"round": number, "loss_mean": 0.5, "density_by_layer": layers, "accuracy_global": None})
+    recorder.finish("completed")
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss_mean")] == [1, 2]
+    assert [event.value for event in events.Scalars("density_by_layer/conv1")] == pytest.approx([0.1, 0.2])
+    assert "accuracy_global" not in events.Tags()["scalars"]
+
+
+def test_a_missing_tensorboard_is_one_line_that_names_the_setting(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(ValueError, match=r"^tracking 'tensorboard' needs .*fedprune\[tracking\]$"):
+        Recorder(tmp_path, tensorboard=True)
+
+
+def test_a_package_that_is_not_installed_has_no_version(monkeypatch):
+    def nothing(name: str) -> str:
+        raise recorder_module.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(recorder_module.importlib.metadata, "version", nothing)
+    assert versions()["flwr"] is None
+    assert versions()["python"] is not None
+
+
+def test_the_commit_of_somebody_elses_checkout_is_not_ours(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder_module, "__file__", str(tmp_path / "recorder.py"))
+    (tmp_path / "recorder.py").write_text("")
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert git_hash() is None
+    git("init")
+    git("commit", "--allow-empty", "-m", "theirs")
+    assert git_hash() is None
+    git("add", "recorder.py")
+    git("commit", "-m", "ours")
+    assert git_hash() == git("rev-parse", "HEAD")
+    (tmp_path / "recorder.py").write_text("changed")
+    assert git_hash() == git("rev-parse", "HEAD") + "-dirty"

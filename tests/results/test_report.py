@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from plotly.offline import get_plotlyjs
+
+from fedprune_app.results.figures import figures
+from fedprune_app.results.reader import load_run
+from fedprune_app.results.report import appearance, write_report
+from fedprune_app.results.tables import group_runs
+
+HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>{{7*7}}\u2028\ud800'\""
+
+
+class Elements(HTMLParser):
+    """Tags with attributes, the text outside scripts, and the data script."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.scripts: list[str] = []
+        self._inside = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self._inside = tag
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        if self._inside == "script":
+            self.scripts[-1] += data
+        elif self._inside != "style":
+            self.text += data
+
+
+def page_of(folders: list[Path], out: Path) -> str:
+    return write_report(folders, out).read_text(encoding="utf-8").replace(get_plotlyjs(), "")
+
+
+def test_the_page_needs_nothing_from_the_network(six, tmp_path):
+    page = page_of(six, tmp_path / "report.html")
+    assert not re.search(r"https?://|//cdn|url\(|@import", page)
+    assert not [attributes for _, attributes in Elements(page).tags if attributes.keys() & {"src", "href", "action"}]
+    assert "default-src 'none'" in page
+
+
+def test_the_whole_of_plotly_is_inside_the_page_once(six, tmp_path):
+    text = write_report(six, tmp_path / "report.html").read_text(encoding="utf-8")
+    assert text.count(get_plotlyjs()) == 1
+
+
+def test_nothing_a_run_says_can_become_html_or_script(make_run, tmp_path):
+    config = {"dataset": HOSTILE, "partition": HOSTILE, HOSTILE: HOSTILE}
+    extra = {"paper_bytes_formula": HOSTILE, "model": {"name": HOSTILE}}
+    twins = [
+        make_run(f"run{i}", HOSTILE, i, config={**config, f"x.{HOSTILE}": HOSTILE + str(i)}, extra=extra)
+        for i in (0, 1)
+    ]
+    failed = make_run("failed", HOSTILE, status="failed", error=HOSTILE, rounds=2)
+    elements = Elements(page_of([*twins, failed], tmp_path / "report.html"))
+    tags = [tag for tag, _ in elements.tags]
+    assert tags.count("script") == 3
+    assert "img" not in tags
+    assert not any(key.startswith("on") for _, attributes in elements.tags for key in attributes)
+    assert "<img src=x onerror=alert(2)>{{7*7}}" in elements.text  # shown as text, and no template is run
+    assert "<" not in elements.scripts[1]
+    data = json.loads(elements.scripts[1])
+    traces = [trace for figure in data["figures"] for view in figure["variants"] for trace in view["traces"]]
+    assert all("<" not in trace.get("name", "") for trace in traces)  # plotly reads a little HTML
+
+
+def test_the_page_shows_the_final_numbers_and_the_configuration(six, tmp_path):
+    text = Elements(page_of(six, tmp_path / "report.html")).text
+    row = load_run(six[0]).rounds[-1]
+    assert f"{100 * row['accuracy_personal_mean']:.2f}" in text
+    assert "subfedavg · target-rate 30" in text
+    assert "learning-rate" in text
+    assert "ab" * 32 in text
+
+
+def test_a_failed_run_is_shown_as_failed_with_its_error(six, tmp_path):
+    text = Elements(page_of(six, tmp_path / "report.html")).text
+    assert "fedltp, seed 0: failed" in text
+    assert "client 3 sent NaN" in text
+
+
+def test_the_same_runs_give_the_same_page(six, tmp_path):
+    pages = [write_report(six, tmp_path / name).read_bytes() for name in ("one.html", "two.html")]
+    assert pages[0] == pages[1]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_run_that_recorded_no_round_still_has_a_page(make_run, tmp_path):
+    text = Elements(page_of([make_run("empty", rounds=0, status="interrupted")], tmp_path / "report.html")).text
+    assert "interrupted" in text
+
+
+def test_a_report_of_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="at least one run folder"):
+        write_report([], tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+def groups_of(folders):
+    return group_runs([load_run(folder) for folder in folders])
+
+
+def drawn(folders) -> dict:
+    return {figure.key: figure for figure in figures(groups_of(folders))}
+
+
+def test_every_figure_with_data_is_drawn_and_none_without(six, make_run):
+    expected = {"accuracy", "efficiency", "clients", "bytes", "layers", "density", "loss", "partition"}
+    assert drawn(six).keys() == expected  # no epsilon was measured
+    assert drawn([make_run("empty", rounds=0)]).keys() == {"partition"}
+
+
+def test_colour_is_the_system_and_dash_the_setting(six):
+    series = appearance(groups_of(six))
+    assert [each.colour for each in series] == [0, 0, 0, 1, 2]
+    assert [each.dash for each in series] == ["solid", "dash", "dot", "solid", "solid"]
+
+
+def test_with_a_single_system_colour_is_the_setting(six):
+    assert [each.colour for each in appearance(groups_of(six[:3]))] == [0, 1, 2]
+
+
+def test_every_setting_looks_different_up_to_forty(make_run):
+    (group,) = groups_of([make_run("run", rounds=0)])
+    many = [type(group)(f"{i}", "a", {}, "completed", group.runs) for i in range(40)]
+    assert len({(each.colour, each.dash) for each in appearance(many)}) == 40
+
+
+def test_accuracy_over_traffic_ends_at_the_bytes_that_were_measured(six):
+    run = load_run(six[0])
+    trace = drawn(six[:1])["efficiency"].variants[0].traces[0]
+    total = sum(row["bytes_up"] + row["bytes_down"] for row in run.rounds) / 1e6
+    assert trace["x"][-1] == pytest.approx(total)
+    assert trace["y"][-1] == run.rounds[-1]["accuracy_personal_mean"]
+
+
+def test_seeds_are_drawn_as_their_mean_within_their_range(six):
+    runs = [load_run(folder) for folder in six[3:5]]
+    low, high, line = drawn(six[3:5])["accuracy"].variants[0].traces
+    last = [run.rounds[-1]["accuracy_global"] for run in runs]
+    assert (low["y"][-1], high["y"][-1]) == (min(last), max(last))
+    assert line["y"][-1] == pytest.approx(sum(last) / 2)
+
+
+def test_systems_of_different_main_numbers_are_compared_by_theirs(six):
+    view = drawn([six[0], six[3]])["accuracy"].variants[0]
+    assert view.name == "Main number"
+    ends = [trace["y"][-1] for trace in view.traces]
+    last = [load_run(folder).rounds[-1] for folder in (six[0], six[3])]
+    assert ends == [last[0]["accuracy_personal_mean"], last[1]["accuracy_global"]]
+
+
+def test_each_client_of_the_last_evaluation_is_a_point_and_the_diamond_is_the_worst_tenth(six):
+    run = load_run(six[0])
+    box, diamond = drawn(six[:1])["clients"].variants[0].traces
+    assert len(box["x"]) == 20
+    assert diamond["x"] == [pytest.approx(run.rounds[-1]["accuracy_personal_worst_decile"])]
+
+
+def test_measured_and_formula_bytes_stand_side_by_side(six):
+    (trace,) = drawn(six[:1])["bytes"].variants[0].traces
+    run = load_run(six[0])
+    names = ("bytes_up", "paper_bytes_up", "bytes_down", "paper_bytes_down")
+    assert trace["x"] == pytest.approx([run.total(name) / 1e6 for name in names])
+    assert trace["marker"]["pattern"]["shape"] == ["", "/", "", "/"]
+
+
+def test_a_partition_shared_by_systems_is_drawn_once_and_zero_is_empty(six):
+    views = drawn(six)["partition"].variants
+    assert [view.name for view in views] == ["seed 0", "seed 1"]
+    counts = load_run(six[0]).info["partition"]
+    (trace,) = views[0].traces
+    for label in range(10):
+        assert [value or 0 for value in trace["z"][label]] == [client["train"][label] for client in counts]
+    assert 0 not in [value for line in trace["z"] for value in line]

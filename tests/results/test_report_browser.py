@@ -1,0 +1,63 @@
+"""The report in a real browser, at the widths of a desk and of a phone."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fedprune_app.results.report import write_report
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")]
+
+# The page reports on itself to the frame around it: a browser window cannot be made as narrow as a phone.
+PROBE = """<script>
+addEventListener("error", (event) => { (window.problems ??= []).push(event.message); });
+document.addEventListener("securitypolicyviolation", (event) => { (window.problems ??= []).push(event.blockedURI); });
+addEventListener("load", () => setTimeout(() => {
+  const figures = [...document.querySelectorAll(".figure")];
+  const overflows = figures.some((figure) => figure.scrollWidth > figure.clientWidth + 1);
+  parent.postMessage([
+    innerWidth, document.documentElement.scrollWidth, document.querySelectorAll(".plot").length,
+    document.querySelectorAll(".plot svg.main-svg:first-of-type").length, overflows, (window.problems ?? []).join(" "),
+  ].join("|"), "*");
+}, 1500));
+</script></head>"""
+FRAME = """<!doctype html><body style="margin: 0">
+<iframe src="page.html" style="border: 0; width: {width}px; height: 7000px"></iframe>
+<script>addEventListener("message", (event) => {{ document.body.dataset.found = event.data; }});</script>
+"""
+
+
+def chromium(folder: Path, *arguments: str) -> str:
+    quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+    place = [f"--user-data-dir={folder / 'profile'}", "--hide-scrollbars", "--virtual-time-budget=8000"]
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", *quiet, *place, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_every_figure_is_drawn_and_the_page_fits_the_screen(make_run, tmp_path, width, scheme):
+    folders = [make_run(f"s{rate}", config={"subfedavg.target-rate": rate}) for rate in (30.0, 50.0)]
+    folders += [make_run(f"d{seed}", "dispfl", seed, clients=100) for seed in (0, 1)]
+    folders += [make_run("f", "fedltp", rounds=3, status="failed", error="a_very_long_word" * 20)]
+    text = write_report(folders, tmp_path / "report.html").read_text(encoding="utf-8")
+    (tmp_path / "page.html").write_text(text.replace("</head>", PROBE, 1), encoding="utf-8")
+    (tmp_path / "frame.html").write_text(FRAME.format(width=width), encoding="utf-8")
+    address = (tmp_path / "frame.html").as_uri()
+    look = [f"--window-size={width + 20},7000", *(["--force-dark-mode"] if scheme == "dark" else [])]
+
+    found = chromium(tmp_path, *look, "--dump-dom", address).split('data-found="')[1].split('"')[0]
+    inner, page_width, plots, drawn, overflows, problems = found.split("|")
+    assert int(inner) == width
+    assert int(page_width) <= width
+    assert int(drawn) == int(plots) == 8
+    assert (overflows, problems) == ("false", "")
+
+    picture = tmp_path / f"{width}-{scheme}.png"
+    chromium(tmp_path, *look, f"--screenshot={picture}", address)
+    assert picture.stat().st_size > 50_000  # an empty page compresses to a tenth of that

@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import csv
+import io
+import math
+from pathlib import Path
+
+import pytest
+
+from fedprune_app.results.reader import Run, load_run
+from fedprune_app.results.tables import (
+    Statistic,
+    best_on_validation,
+    comma_separated,
+    final_rows,
+    group_runs,
+    latex,
+    markdown,
+    paper_bytes,
+    statistics_of,
+    write_tables,
+)
+
+
+def run(
+    system: str = "a", seed: int = 0, accuracy: float = 0.5, *, status: str = "completed", name="x", **config
+) -> Run:
+    info = {"system": system, "seed": seed, "status": status, "seconds": 60.0, "config": {"seed": seed, **config}}
+    return Run(Path(name), info, ({"round": 1, "accuracy_personal_mean": accuracy},), ())
+
+
+def labels(*runs: Run) -> list[str]:
+    return [group.label for group in group_runs(runs)]
+
+
+def table(*runs: Run) -> list[dict[str, str]]:
+    header, rows = final_rows(group_runs(runs))
+    return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def test_seeds_of_one_setting_are_one_row_with_mean_and_sample_deviation():
+    (row,) = table(run(seed=0, accuracy=0.70), run(seed=1, accuracy=0.74), run(seed=2, accuracy=0.78))
+    assert row["Seeds"] == "3"
+    assert row["Accuracy, last round (%)"] == "74.00 ± 4.00"  # sqrt((4² + 0 + 4²) / 2); the population's is 3.27
+
+
+def test_one_seed_has_no_deviation_rather_than_zero():
+    assert table(run(accuracy=0.7))[0]["Accuracy, last round (%)"] == "70.00"
+
+
+def test_settings_are_kept_apart_and_named_by_what_differs_only():
+    rates = [run("subfedavg", **{"subfedavg.target-rate": rate, "momentum": 0.5}) for rate in (30.0, 50.0)]
+    assert labels(*rates, run("dispfl", momentum=0.9)) == [
+        "subfedavg · target-rate 30",
+        "subfedavg · target-rate 50",
+        "dispfl",
+    ]
+
+
+def test_where_a_run_lives_does_not_set_it_apart():
+    assert labels(run(seed=0, **{"out-dir": "/a"}), run(seed=1, **{"out-dir": "/b"})) == ["a"]
+
+
+def test_the_number_of_clients_is_a_setting_although_no_key_of_the_configuration():
+    small, large = run(), run()
+    small.info["partition"] = [{"partition": 0}]
+    large.info["partition"] = [{"partition": 0}, {"partition": 1}]
+    assert labels(small, large) == ["a · clients 1", "a · clients 2"]
+
+
+def test_a_run_that_did_not_complete_is_never_averaged_with_others():
+    runs = [run(seed=0), run(seed=1, status="interrupted"), run(seed=2)]
+    assert [(group.label, len(group.runs)) for group in group_runs(runs)] == [("a", 2), ("a (interrupted)", 1)]
+
+
+def test_the_same_seed_twice_is_not_two_seeds():
+    assert labels(run(name="one"), run(name="two"), run(seed=1)) == [
+        "a · seed 0 · one",
+        "a · seed 0 · two",
+        "a · seed 1",
+    ]
+
+
+def test_a_number_that_one_seed_lacks_is_not_measured():
+    assert Statistic.of([0.5, None]) is None
+    assert Statistic.of([]) is None
+    assert Statistic.of([0.5]) == Statistic(0.5, None, 1)
+
+
+def test_what_no_run_measured_has_no_column_and_what_one_lacks_is_a_dash():
+    other = Run(Path("y"), run("b").info, ({"round": 1, "accuracy_personal_mean": 0.5, "bytes_up": 0},), ())
+    mine, theirs = table(run("a"), other)
+    assert "MB down" not in mine
+    assert (mine["MB up"], theirs["MB up"]) == ("–", "0.00")
+
+
+def rounds(*rows: tuple[float | None, float | None]) -> Run:
+    numbered = [
+        {"round": number, "accuracy_validation_mean": validation, "accuracy_personal_mean": test}
+        for number, (validation, test) in enumerate(rows, start=1)
+    ]
+    return Run(Path("x"), run().info, tuple(numbered), ())
+
+
+def test_the_best_round_is_chosen_by_validation_and_not_by_test():
+    assert best_on_validation(rounds((0.5, 0.9), (0.8, 0.6), (0.7, 0.7))) == 0.6
+
+
+def test_of_equally_good_rounds_the_earliest_is_taken():
+    assert best_on_validation(rounds((0.8, 0.6), (0.8, 0.9))) == 0.6
+
+
+def test_without_validation_there_is_no_best_round():
+    assert best_on_validation(rounds((None, 0.9), (0.8, None))) is None
+
+
+def test_the_last_round_counts_that_was_evaluated():
+    assert table(rounds((None, 0.9), (None, 0.6), (None, None)))[0]["Accuracy, last round (%)"] == "60.00"
+
+
+def test_a_formula_of_one_direction_is_charged_for_that_direction():
+    rows = ({"round": 1, "paper_bytes_up": 3, "paper_bytes_down": None}, {"round": 2, "paper_bytes_up": 4})
+    assert paper_bytes(Run(Path("x"), run().info, rows, ())) == 7
+
+
+def test_megabytes_are_a_million_bytes_over_all_rounds():
+    rows = ({"round": 1, "bytes_up": 1_500_000}, {"round": 2, "bytes_up": 1_000_000})
+    (group,) = group_runs([Run(Path("x"), run().info, rows, ())])
+    assert statistics_of(group)["megabytes_up"].mean == 2_500_000
+    assert "| 2.50 |" in markdown([group])
+
+
+def test_the_latex_table_escapes_what_tex_would_run():
+    text = latex(group_runs([run("a&b_%\\input{x}$~^", dataset="d#1")]))
+    assert r"a\&b\_\%\textbackslash{}input\{x\}\$\textasciitilde{}\textasciicircum{} & d\#1 & -- & 1" in text
+    assert text.count("\\\\\n") == 2
+    assert "\\toprule" in text
+
+
+def test_the_markdown_table_keeps_its_columns_whatever_a_name_holds():
+    text = markdown(group_runs([run("a|b\n<i>", dataset="x")]))
+    header, rule, row = text.splitlines()
+    assert row.startswith(r"| a\|b \<i\> | x |")
+    assert header.count("|") == rule.count("|") == row.count("|") - 1
+
+
+def test_the_csv_has_plain_numbers_and_empty_cells():
+    text = comma_separated(group_runs([run("=cmd()", 0, 0.25), run("=cmd()", 1, 0.75)]))
+    (row,) = csv.DictReader(io.StringIO(text))
+    assert row["system"] == "'=cmd()"  # a spreadsheet would run it
+    assert float(row["accuracy_mean"]) == 0.5
+    assert float(row["accuracy_std"]) == pytest.approx(math.sqrt(0.125))
+    assert row["density_mean"] == ""
+    assert float(row["minutes_mean"]) == 1.0
+
+
+def test_the_tables_of_real_run_folders_are_written(make_run, tmp_path):
+    runs = [load_run(make_run(f"{system}{seed}", system, seed, rounds=4)) for system in ("a", "b") for seed in (0, 1)]
+    paths = write_tables(runs, tmp_path / "tables")
+    assert [path.name for path in paths] == ["table.md", "table.csv", "table.tex"]
+    assert all(path.read_text(encoding="utf-8").count("±") or path.suffix != ".md" for path in paths)
+    assert len(paths[1].read_text().splitlines()) == 3
