@@ -64,7 +64,7 @@ def tampered_app(tamper: Tamper) -> ClientApp:
     return app
 
 
-@pytest.fixture()
+@pytest.fixture
 def federate(tmp_path: Path) -> Callable[..., Finished]:
     """``federate(system="fedavg", name="run", clients=6, app=None, **settings)`` runs and returns the folder."""
 

@@ -93,7 +93,7 @@ def test_any_text_survives_being_written_as_toml(values):
 
 
 def test_a_config_file_that_is_missing_or_broken_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="nowhere.toml' does not exist"):
+    with pytest.raises(ConfigError, match=r"nowhere.toml' does not exist"):
         read_toml(tmp_path / "nowhere.toml")
     broken = tmp_path / "broken.toml"
     broken.write_text("a = = 1")

@@ -27,11 +27,6 @@ def labels(data, part):
     return getattr(data, f"{part}_labels")
 
 
-def as_set(tensor):
-    """Images as a multiset of bytes (digits has a few duplicates)."""
-    return sorted(map(bytes, tensor.numpy()))
-
-
 every_scheme = pytest.mark.parametrize("partition", PARTITIONS)
 every_test_split = pytest.mark.parametrize("test_split", TEST_SPLITS)
 
@@ -130,7 +125,7 @@ def test_normalisation_is_that_of_torchvision():
     expected = (expected - dataset.mean[0]) / dataset.std[0]
     data = client_data(chosen, 0, 1)
     assert torch.allclose(data.train_images, torch.from_numpy(expected).float(), atol=1e-6)
-    assert torch.equal(data.train_labels, torch.from_numpy(dataset.train_labels))
+    assert data.train_labels.tolist() == dataset.train_labels.tolist()
 
 
 @every_scheme
@@ -143,7 +138,7 @@ def test_everything_derives_from_the_seed(partition):
 
     first, again, other = everything(5), everything(5), everything(6)
     assert all(np.array_equal(a[p], b[p]) for a, b in zip(first, again, strict=True) for p in PARTS)
-    for part in PARTS:
+    for part in ("train", "validation"):
         assert not all(np.array_equal(a[part], b[part]) for a, b in zip(first, other, strict=True))
 
 

@@ -55,7 +55,7 @@ def left_running(marker: Path) -> list[str]:
     return [line for line in listing.splitlines() if str(marker) in line]
 
 
-@pytest.mark.slow()
+@pytest.mark.slow
 def test_ray_with_one_or_two_workers_and_in_process_give_the_same_final_models(tmp_path):
     hashes = {}
     for name, options in {
@@ -77,7 +77,7 @@ def test_a_client_that_dies_or_raises_is_left_out_and_the_run_goes_on(tmp_path):
     settings = {"fraction-train": 1.0, "num-server-rounds": 3, "local-epochs": 1, "evaluate-every": 3}
     config = parse_config({**settings, "out-dir": str(out), "deadline-seconds": 60.0})
     with Session(Placement("ray", num_clients=6, num_workers=2), Console(stderr=True)) as session:
-        link, app = session._connect()
+        _, app = session._connect()
         (app / "dying_client.py").write_text(DYING_CLIENT)
         launch.stage_app(app, ("fedprune_app.server_app:app", "dying_client:app"))
         session.run(config, out)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -224,3 +225,14 @@ def test_the_commit_of_somebody_elses_checkout_is_not_ours(tmp_path, monkeypatch
     assert git_hash() == git("rev-parse", "HEAD")
     (tmp_path / "recorder.py").write_text("changed")
     assert git_hash() == git("rev-parse", "HEAD") + "-dirty"
+
+
+def test_rows_are_on_disk_before_the_next_round_begins(tmp_path, monkeypatch):
+    recorder = started(tmp_path)
+    synced: list[int] = []
+    real = recorder_module.os.fsync
+    monkeypatch.setattr(recorder_module.os, "fsync", lambda file: synced.append(os.fstat(file).st_size) or real(file))
+    recorder.clients([{"round": 1, "partition": 0}])
+    recorder.round({"round": 1})
+    sizes = [(tmp_path / name).stat().st_size for name in ("clients.jsonl", "rounds.jsonl", "run.json")]
+    assert synced == sizes

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.common.serde import recorddict_to_proto
+
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine import wire
+from fedprune_app.engine.wire import Schema
+
+
+def payload() -> Payload:
+    tensors = {"w": torch.arange(1.0, 13.0).reshape(3, 4), "b": torch.ones(3)}
+    return Payload.pruned(tensors, {"w": torch.arange(12).reshape(3, 4) % 3 == 0})
+
+
+def test_a_payload_survives_flower_s_serialisation():
+    record = wire.pack(wire.to_arrays(payload()), {"round": 3})
+    back = wire.payload_of(record, max_bytes=10_000)
+    assert back.digest() == payload().digest()
+    assert wire.fields_of(record) == {"round": 3}
+
+
+def test_bytes_are_those_of_the_serialised_message():
+    record = wire.pack(wire.to_arrays(payload()), {"round": 3, "loss": 0.5})
+    assert wire.num_bytes(record) == len(recorddict_to_proto(record).SerializeToString())
+
+
+def test_masked_values_cost_nothing_on_the_wire():
+    tensors = {"w": torch.randn(100, 100)}
+    dense = wire.num_bytes(wire.pack(wire.to_arrays(Payload(tensors)), {}))
+    mask = torch.zeros(100, 100, dtype=torch.bool)
+    mask[:, :10] = True
+    sparse = wire.num_bytes(wire.pack(wire.to_arrays(Payload.pruned(tensors, {"w": mask})), {}))
+    assert dense > 40_000
+    assert 4_000 < sparse < 4_000 + 1_250 + 300
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        (ArrayRecord({"fp1": Array("float32", (3,), "numpy.ndarray", b"abc")}), "is of type"),
+        (ArrayRecord({"fp1": Array("uint8", (3,), "fedprune.codec", b"\xff\xff\xff")}), "allowed|header|payload"),
+        (ArrayRecord({"other": Array("uint8", (3,), "fedprune.codec", b"abc")}), "other"),
+    ],
+)
+def test_arrays_that_are_not_ours_are_one_value_error(arrays, says):
+    with pytest.raises(ValueError, match=says) as caught:
+        wire.payload_of(RecordDict({"payload": arrays}), max_bytes=1000)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_payload_above_the_size_cap_is_refused():
+    record = wire.pack(wire.to_arrays(Payload({"w": torch.zeros(1000)})), {})
+    with pytest.raises(ValueError, match="allowed"):
+        wire.payload_of(record, max_bytes=3999)
+    assert wire.payload_of(record, max_bytes=5000).num_elements() == 1000
+
+
+def test_missing_or_misplaced_records_are_refused():
+    with pytest.raises(ValueError, match="no record 'fields'"):
+        wire.fields_of(RecordDict())
+    with pytest.raises(ValueError, match="holds no arrays"):
+        wire.payload_of(RecordDict({"payload": ConfigRecord({"a": 1})}), max_bytes=10)
+
+
+@pytest.mark.parametrize("value", ["1", None, True, math.nan, math.inf, -0.1, 1.1, [0.5]])
+def test_a_field_that_is_no_number_in_range_is_refused(value):
+    with pytest.raises(ValueError, match="field 'density' is"):
+        wire.number({"density": value}, "density", 0, 1)
+
+
+def bad(**changes) -> Payload:
+    tensors, masks = dict(payload().tensors), dict(payload().masks)
+    for name, value in changes.items():
+        kind, _, name = name.partition("_")
+        target = tensors if kind == "tensor" else masks
+        if value is None:
+            del target[name]
+        else:
+            target[name] = value
+    return Payload(tensors, masks)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (bad(tensor_b=None), r"missing \['b'\]"),
+        (bad(tensor_c=torch.ones(1)), r"not asked for \['c'\]"),
+        (bad(mask_w=None), r"wrong masks: \['w'\]"),
+        (bad(mask_b=torch.ones(3, dtype=torch.bool)), r"wrong masks: \['b'\]"),
+        (bad(tensor_b=torch.ones(4)), "tensor 'b' has shape"),
+        (bad(tensor_b=torch.ones(3, dtype=torch.float64)), "tensor 'b' has dtype"),
+        (bad(tensor_b=torch.tensor([1.0, math.nan, 1.0])), "NaN or infinite"),
+        (bad(tensor_b=torch.tensor([1.0, math.inf, 1.0])), "NaN or infinite"),
+    ],
+)
+def test_a_reply_that_does_not_fit_the_schema_is_refused_by_name(wrong, says):
+    schema = Schema.like(payload().tensors, masked=frozenset({"w"}))
+    schema.check(payload())
+    with pytest.raises(ValueError, match=says):
+        schema.check(wrong)

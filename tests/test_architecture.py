@@ -1,0 +1,77 @@
+"""Who may import whom: downwards only. An import in the wrong direction is a design error, found here."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOF = ["registry", "run_folder", "server_app", "client_app", "cli", "demo", "experiment", "launch", "sweep"]
+ALLOWED = {  # room: rooms it may import
+    "fedprune_app.core": set(),
+    "fedprune_app.config": set(),
+    "fedprune_app.data": {"core"},
+    "fedprune_app.models": {"core"},
+    "fedprune_app.results": {"core"},
+    "fedprune_app.engine": {"core", "results"},
+    "strategies": {"core", "config", "engine", "results"},
+    "clients": {"core", "config", "engine", "data", "models"},
+}
+CORE_LIBRARIES = {"torch", "torchvision", "numpy", "constriction"}
+
+
+def room_of(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if parts[0] == "fedprune_app" and len(parts) > 1 else parts[0]
+
+
+def files(room: str) -> list[Path]:
+    path = ROOT / room.replace(".", "/")
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_a_room_imports_only_rooms_below_it(room):
+    own = room_of(room + ".x") if room.startswith("fedprune_app") else room
+    for path in files(room):
+        ours = {m for m in imports(path) if m.split(".")[0] in {"fedprune_app", "strategies", "clients"} and "." in m}
+        for module in ours:
+            target = room_of(module)
+            assert target == own or target in ALLOWED[room], f"{path.relative_to(ROOT)} imports {module}"
+
+
+def test_core_knows_no_framework_but_tensors():
+    import sys
+
+    for path in files("fedprune_app.core"):
+        for module in imports(path):
+            top = module.split(".")[0]
+            known = top in sys.stdlib_module_names or top in CORE_LIBRARIES or top == "fedprune_app"
+            assert known, f"{path.name} imports {module}"
+
+
+def test_every_file_belongs_to_a_room():
+    rooms = {path.stem if path.suffix else path.name for path in (ROOT / "fedprune_app").iterdir()}
+    rooms -= {"__init__", "__pycache__"}
+    assert rooms == {"core", "config", "data", "models", "results", "engine", *ROOF}
+
+
+def test_nothing_is_unpickled():
+    for package in ("fedprune_app", "strategies", "clients"):
+        for path in files(package):
+            text = path.read_text()
+            assert "pickle" not in imports(path), path
+            assert "torch.load(" not in text, path
+            assert "allow_pickle=True" not in text, path
