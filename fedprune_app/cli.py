@@ -219,7 +219,7 @@ def demo(
 
 def main() -> None:
     """Entry point: user errors are one line and exit code 2, failed runs one line and exit code 1."""
-    logging.basicConfig(level=os.environ.get("FEDPRUNE_LOG", "ERROR"), format="%(levelname)s %(message)s")
+    logging.getLogger("flwr").setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))  # the bar shows what matters
     try:
         app()
     except LaunchError as error:

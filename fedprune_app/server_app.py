@@ -21,7 +21,7 @@ from fedprune_app.results.reader import read_info
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.run_folder import run_folder
 
-log = logging.getLogger("fedprune")
+log = logging.getLogger("flwr.fedprune")
 app = ServerApp()
 
 _MAY_CHANGE_ON_RESUME = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,7 +28,7 @@ from fedprune_app.engine.rounds import Answer, Peer, Roster
 from fedprune_app.engine.store import State, VersionedStore
 from fedprune_app.results.recorder import Recorder
 
-log = logging.getLogger("fedprune")
+log = logging.getLogger("flwr.fedprune")
 _REASONS_KEPT = 20  # per round, in the record
 
 
@@ -51,6 +52,16 @@ class RoundLog:
         self.failures.append(text)
         self.stragglers += answer.late
         log.warning("%s: %s", what, text)
+
+
+def _summary(row: Mapping[str, Any]) -> str:
+    """One line on a round, for the log."""
+    parts = [f"{row['replies']} replies", f"{row['failures']} failures", f"loss {row['loss_mean']:.3f}"]
+    parts += [f"{(row['bytes_up'] + row['bytes_down']) / 1e6:.2f} MB", f"{row['seconds']:.1f} s"]
+    for name, key in (("personal", "accuracy_personal_mean"), ("global", "accuracy_global")):
+        if key in row and math.isfinite(row[key]):
+            parts.append(f"{name} accuracy {100 * row[key]:.1f} %")
+    return ", ".join(parts)
 
 
 class FederatedStrategy(Strategy):
@@ -151,6 +162,7 @@ class FederatedStrategy(Strategy):
             self.recorder.clients(row_of | {"round": current} for _, row_of in sorted(self.log.clients.items()))
             self.recorder.round(row)
             self.checkpoints.save(current, self.state())
+            log.info("round %d/%d: %s", current, num_rounds, _summary(row))
         if not self.digests:  # killed after its last checkpoint: only the final models' digests are lacking
             self._evaluate(grid, num_rounds, arrays, timeout, evaluate_config)
         result.arrays = wire.to_arrays(Payload(self.model))

@@ -294,7 +294,10 @@ def _decoded(folder: Path, part: str, members: list[tuple[os.DirEntry[str], int]
     labels = np.array([label for _, label in members], dtype=np.int64)
     digest = hashlib.sha256()
     for item, _ in members:
-        status = item.stat()
+        try:
+            status = item.stat()
+        except OSError as error:  # a link to nothing
+            raise ValueError(f"'{item.path}' cannot be read as an image ({type(error).__name__})") from error
         inner = item.path.removeprefix(str(folder))
         digest.update(os.fsencode(f"{inner}/{status.st_size}/{status.st_mtime_ns}\n"))
     paths = [item.path for item, _ in members]

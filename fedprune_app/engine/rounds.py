@@ -17,7 +17,7 @@ from flwr.serverapp import Grid
 
 from fedprune_app.engine import wire
 
-log = logging.getLogger("fedprune")
+log = logging.getLogger("flwr.fedprune")
 
 _PUSH_BATCH = 16
 _PULL_BATCH = 32

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-log = logging.getLogger("fedprune")
+log = logging.getLogger("flwr.fedprune")  # below Flower's logger, so that `flwr log` shows it
 _NAME = re.compile(r"round-(\d{5,})\.safetensors")
 
 

@@ -302,7 +302,8 @@ def _bytes_variants(groups: Sequence[Group]) -> list[Variant]:
 
 
 def _megabytes(megabytes: float) -> str:
-    return f"{megabytes:,.0f}" if megabytes >= 1000 else f"{megabytes:#.3g}"
+    decimals = 0 if megabytes >= 100 else 1 if megabytes >= 10 else 2 if megabytes >= 0.1 else 4
+    return f"{megabytes:,.{decimals}f}"
 
 
 # --- layers and partition -------------------------------------------------------------------------------------
@@ -340,14 +341,14 @@ def _partition_variants(groups: Sequence[Group]) -> list[Variant]:
     """One view for each distinct way the data were dealt out: systems that are compared usually share it."""
     views: dict[str, Variant] = {}
     titles: Counter[str] = Counter()
-    for run in (run for group in groups for run in group.runs):
+    for owner, run in ((group.label, run) for group in groups for run in group.runs):
         rows = [row for row in run.info.get("partition") or [] if row.get("train")]
         if not rows or repr(rows) in views:
             continue
         title = f"seed {run.seed}"
         titles[title] += 1
         if titles[title] > 1:
-            title += f" · {run.system}"
+            title += f" · {owner}"
         classes = max(len(row["train"]) for row in rows)
         counts = [
             [(row["train"][label] or None) if label < len(row["train"]) else None for row in rows]

@@ -15,6 +15,7 @@ from typing import Any
 from fedprune_app.results.reader import Run
 
 NOT_MEASURED = "–"
+_DATA = ("dataset", "partition", "clients", "model")
 MEGABYTE = 1e6  # bytes, as the papers count
 
 # Where a run lives and how it was executed; none of it changes what was computed.
@@ -156,7 +157,7 @@ def final_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
 
 
 def markdown(groups: Sequence[Group]) -> str:
-    """The final table for a README or an issue."""
+    """The final table for a README."""
     header, rows = final_rows(groups)
     alignment = ["---"] * 3 + ["---:"] * (len(header) - 3)
     lines = [header, alignment, *([_markdown_cell(cell) for cell in row] for row in rows)]
@@ -211,12 +212,22 @@ def _identity(run: Run) -> str:
 
 
 def _settings(run: Run, others: Sequence[Run]) -> dict[str, Any]:
-    """The keys in which runs of the same system are known to differ, with this run's values."""
+    """This run's values of just the keys that it takes to tell runs of the same system apart.
+
+    Keys that only vary along with an earlier one add nothing; the data come first, then the system's own keys.
+    """
     peers = [_compared(other) for other in others if other.system == run.system]
+    keys = {key for peer in peers for key in peer}
+    chosen: list[str] = []
+    classes = 1
+    for key in sorted(keys, key=lambda key: (_DATA.index(key) if key in _DATA else len(_DATA), "." not in key, key)):
+        known = {repr(peer[key]) for peer in peers if peer.get(key) is not None}
+        split = len({tuple(repr(peer.get(each)) for each in (*chosen, key)) for peer in peers})
+        if len(known) > 1 and split > classes:
+            chosen.append(key)
+            classes = split
     mine = _compared(run)
-    keys = sorted({key for peer in peers for key in peer})
-    known = {key: {repr(peer[key]) for peer in peers if peer.get(key) is not None} for key in keys}
-    return {key: mine.get(key) for key in keys if len(known[key]) > 1}
+    return {key: mine.get(key) for key in chosen}
 
 
 def _label(run: Run, settings: Mapping[str, Any]) -> str:

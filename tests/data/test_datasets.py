@@ -310,6 +310,9 @@ def test_a_corrupt_image_is_named(folder):
         path.write_bytes(content)
         assert error_of("image-folder", folder).startswith(f"'{path}' cannot be read as an image")
     assert not list((folder / ".fedprune-cache").glob("train-*.npy"))
+    path.unlink()
+    path.symlink_to(folder / "nowhere.png")
+    assert error_of("image-folder", folder).startswith(f"'{path}' cannot be read as an image")
 
 
 def test_an_image_of_another_size_is_named(folder):

@@ -90,7 +90,7 @@ def test_a_client_that_raises_is_left_out(federate):
 
 def test_too_few_replies_stop_the_run_and_leave_the_good_rounds(federate, tmp_path):
     nan = with_payload(lambda t, m: Payload(t | {W: t[W] * math.nan}, m))
-    with pytest.raises(TooFewReplies, match="round 2 had 4 good replies, min-replies asks for 5; .*: client 1"):
+    with pytest.raises(TooFewReplies, match=r"round 2 had 4 good replies, min-replies asks for 5; .*: client 1"):
         federate(app=nan, fraction_train=1.0, local_epochs=1, min_replies=5)
     finished = Finished(tmp_path / "run")
     assert finished.info["status"] == "failed"

@@ -101,7 +101,7 @@ def test_waiting_does_not_poll_in_a_tight_loop():
 
 def test_too_few_replies_name_the_first_failure():
     rounds.require(2, 2, "round 3", [])
-    with pytest.raises(rounds.TooFewReplies, match="round 3 had 1 good replies, .* asks for 2; first failure: x"):
+    with pytest.raises(rounds.TooFewReplies, match=r"round 3 had 1 good replies, .* asks for 2; first failure: x"):
         rounds.require(1, 2, "round 3", ["x", "y"])
 
 

@@ -18,11 +18,15 @@ PROBE = """<script>
 addEventListener("error", (event) => { (window.problems ??= []).push(event.message); });
 document.addEventListener("securitypolicyviolation", (event) => { (window.problems ??= []).push(event.blockedURI); });
 addEventListener("load", () => setTimeout(() => {
+  document.querySelectorAll(".views button").forEach((button) => button.click());
+  document.querySelector(".chip").click();
+  const hidden = document.getElementById("plot-loss").data.filter((trace) => trace.visible === false).length;
   const figures = [...document.querySelectorAll(".figure")];
   const overflows = figures.some((figure) => figure.scrollWidth > figure.clientWidth + 1);
   parent.postMessage([
     innerWidth, document.documentElement.scrollWidth, document.querySelectorAll(".plot").length,
-    document.querySelectorAll(".plot svg.main-svg:first-of-type").length, overflows, (window.problems ?? []).join(" "),
+    document.querySelectorAll(".plot svg.main-svg:first-of-type").length, overflows, hidden,
+    (window.problems ?? []).join(" "),
   ].join("|"), "*");
 }, 1500));
 </script></head>"""
@@ -52,11 +56,11 @@ def test_every_figure_is_drawn_and_the_page_fits_the_screen(make_run, tmp_path, 
     look = [f"--window-size={width + 20},7000", *(["--force-dark-mode"] if scheme == "dark" else [])]
 
     found = chromium(tmp_path, *look, "--dump-dom", address).split('data-found="')[1].split('"')[0]
-    inner, page_width, plots, drawn, overflows, problems = found.split("|")
+    inner, page_width, plots, drawn, overflows, hidden, problems = found.split("|")
     assert int(inner) == width
     assert int(page_width) <= width
     assert int(drawn) == int(plots) == 8
-    assert (overflows, problems) == ("false", "")
+    assert (overflows, hidden, problems) == ("false", "1", "")  # the legend's first chip hides its one curve
 
     picture = tmp_path / f"{width}-{scheme}.png"
     chromium(tmp_path, *look, f"--screenshot={picture}", address)

@@ -57,6 +57,13 @@ def test_settings_are_kept_apart_and_named_by_what_differs_only():
     ]
 
 
+def test_keys_that_vary_together_are_named_once():
+    runs = [run(dataset=data, **{"learning-rate": rate, "batch-size": 10}) for data, rate in (("x", 0.1), ("y", 0.2))]
+    assert labels(*runs) == ["a · dataset x", "a · dataset y"]
+    third = run(dataset="y", **{"learning-rate": 0.3, "batch-size": 10})
+    assert labels(*runs, third)[1:] == ["a · dataset y · learning-rate 0.2", "a · dataset y · learning-rate 0.3"]
+
+
 def test_where_a_run_lives_does_not_set_it_apart():
     assert labels(run(seed=0, **{"out-dir": "/a"}), run(seed=1, **{"out-dir": "/b"})) == ["a"]
 

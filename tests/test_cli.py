@@ -1,0 +1,159 @@
+"""The command line as a user types it: in a process of its own, on the in-process engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = ["num-server-rounds=2", "local-epochs=1", "evaluate-every=1"]
+HERE = ["--engine", "inprocess", "--clients", "4"]
+
+
+def fedprune(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fedprune_app.cli", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=cwd)
+
+
+def test_list_names_what_there_is_for_people_and_machines():
+    assert "subfedavg" in fedprune("list").stdout
+    listed = json.loads(fedprune("list", "--json").stdout)
+    assert {"subfedavg", "fedavg", "standalone"} <= listed["systems"].keys()
+    assert listed["keys"]["learning-rate"]["default"] == 0.01
+    assert all(entry["help"] for entry in listed["keys"].values())
+
+
+def test_a_run_leaves_its_folder_and_a_second_into_it_is_refused(tmp_path):
+    done = fedprune("run", "system=fedavg", *SMALL, *HERE, "--out", "runs/a", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs" / "a"
+    info = json.loads((folder / "run.json").read_text())
+    assert (info["status"], info["rounds_completed"], info["config"]["system"]) == ("completed", 2, "fedavg")
+    assert len(info["final_sha256"]) == 64
+    assert (folder / "models" / "global.safetensors").exists()
+    before = sorted((p, p.stat().st_mtime_ns) for p in folder.rglob("*"))
+    again = fedprune("run", *SMALL, *HERE, "--out", "runs/a", cwd=tmp_path)
+    assert again.returncode == 2
+    assert again.stderr.count("\n") == 1
+    assert "already holds a run, allowed: a new folder, or --resume" in again.stderr
+    assert sorted((p, p.stat().st_mtime_ns) for p in folder.rglob("*")) == before
+
+
+def test_more_rounds_can_be_added_to_a_finished_run(tmp_path):
+    fedprune("run", *SMALL, *HERE, "--out", tmp_path / "a")
+    longer = fedprune("run", "--resume", "num-server-rounds=4", *HERE, "--out", tmp_path / "a")
+    assert longer.returncode == 0, longer.stderr
+    fedprune("run", *SMALL, "num-server-rounds=4", *HERE, "--out", tmp_path / "b")
+    hashes = {json.loads((tmp_path / name / "run.json").read_text())["final_sha256"] for name in "ab"}
+    assert len(hashes) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["run", "learning-rte=1"], "unknown key 'learning-rte': did you mean 'learning-rate'?"),
+        (["run", "learning-rate=-1"], "learning-rate is -1.0, allowed: above 0"),
+        (["run", "system=none"], "system is 'none', allowed: subfedavg, fedavg, standalone"),
+        (["run", "-c", "missing.toml"], "config file 'missing.toml' does not exist"),
+        (["run", "--engine", "spark"], "--engine is 'spark', allowed: ray, inprocess"),
+        (["run", "--clients", "0"], "--clients is 0, allowed: at least 1"),
+        (["run", "--resume"], "holds no run to resume"),
+        (["run", "seed"], "'seed' is not of the form key=value"),
+        (["sweep", "missing.yaml"], "matrix 'missing.yaml' does not exist"),
+        (["report", "."], "is no run folder, nor does it hold any"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_nothing_is_written(arguments, says, tmp_path):
+    done = fedprune(*arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_fails_exits_1_with_its_reason(tmp_path):
+    done = fedprune("run", "dataset=cifar10", f"data-dir={tmp_path}", *HERE, "--out", tmp_path / "a")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("failed: no client could start:")
+    assert "data-dir" in last
+    assert "Traceback" not in done.stderr
+
+
+MATRIX = """
+clients: 4
+common: {num-server-rounds: 2, local-epochs: 1, evaluate-every: 1}
+systems:
+  - fedavg
+  - {system: subfedavg, subfedavg.target-rate: 30}
+datasets: [digits]
+seeds: [0, 1]
+"""
+
+
+def test_a_sweep_runs_every_cell_once_and_tables_them(tmp_path):
+    (tmp_path / "m.yaml").write_text(MATRIX)
+    done = fedprune("sweep", "m.yaml", "--out", "s", "--engine", "inprocess", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    names = [f"{system}-digits-seed{seed}" for system in ("fedavg", "subfedavg-target-rate30") for seed in (0, 1)]
+    assert sorted(path.name for path in (tmp_path / "s").iterdir() if path.is_dir()) == sorted(names)
+    tables = {path.suffix: path.read_text() for path in (tmp_path / "s").iterdir() if path.is_file()}
+    assert tables.keys() == {".md", ".csv", ".tex"}
+    assert "±" in tables[".md"]
+
+    # a cell that was cut short is run again, finished ones are left alone
+    cut = tmp_path / "s" / names[0] / "run.json"
+    info = json.loads(cut.read_text())
+    cut.write_text(json.dumps(info | {"status": "interrupted", "final_sha256": None}))
+    whole = tmp_path / "s" / names[1] / "run.json"
+    written = whole.stat().st_mtime_ns
+    refused = fedprune("sweep", "m.yaml", "--out", "s", "--engine", "inprocess", cwd=tmp_path)
+    assert refused.returncode == 2
+    assert "is not empty, allowed: a new folder, or --resume" in refused.stderr
+    again = fedprune("sweep", "m.yaml", "--out", "s", "--engine", "inprocess", "--resume", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert again.stderr.count("finished before") == 3
+    assert json.loads(cut.read_text())["final_sha256"] == info["final_sha256"]
+    assert whole.stat().st_mtime_ns == written
+
+
+def test_a_report_is_written_for_a_folder_of_runs(tmp_path):
+    fedprune("run", *SMALL, *HERE, "--out", tmp_path / "runs" / "a")
+    done = fedprune("report", tmp_path / "runs", "-o", tmp_path / "r.html")
+    assert done.returncode == 0, done.stderr
+    assert "subfedavg" in (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("systems: [fedavg]\nrounds: 3", "unknown entry 'rounds', allowed: clients, common, systems, datasets, seeds"),
+        ("seeds: [1]", "systems is None, allowed: a list of settings"),
+        ("systems: [{seed: 1}]", "an entry of systems lacks the key 'system'"),
+        ("systems: [fedavg, fedavg]", "has two runs named 'fedavg-digits-seed0'"),
+        ("systems: [fedavg]\nseeds: [a]", "seeds is ['a'], allowed: a list of whole numbers"),
+        ("systems: [fedavg]\nclients: 0", "clients is 0, allowed: a whole number, at least 1"),
+        ("systems: [fedavg\n", "cannot be read"),
+        ("- 1", "holds no table"),
+        ("systems: [fedavg]\ncommon: {bogus: 1}", "unknown key 'bogus'"),
+        ("systems: [!!python/object/apply:os.system [id]]", "cannot be read"),
+    ],
+)
+def test_a_matrix_with_a_mistake_is_refused_by_name(text, says, tmp_path):
+    from fedprune_app.sweep import read_matrix
+
+    (tmp_path / "m.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r".") as caught:
+        read_matrix(tmp_path / "m.yaml").cells(tmp_path, {}, resume=False)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "configs/matrices").glob("*.yaml")), ids=str)
+def test_every_matrix_of_the_repository_is_valid(path, tmp_path):
+    from fedprune_app.sweep import read_matrix
+
+    assert read_matrix(path).cells(tmp_path, {"data-dir": "/data"}, resume=False)
