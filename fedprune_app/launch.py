@@ -30,6 +30,7 @@ import fedprune_app
 import strategies
 from fedprune_app.config import DEFAULTS, Scalar, to_toml
 from fedprune_app.engine.lifeline import LAUNCHER_VARIABLE, launcher_identity
+from fedprune_app.results.recorder import GIT_VARIABLE, git_hash
 
 _PACKAGES = (fedprune_app, strategies, clients)
 _COMPONENTS = ("fedprune_app.server_app:app", "fedprune_app.client_app:app")
@@ -98,6 +99,7 @@ def private_superlink(folder: Path) -> Iterator[Link]:
         "RAY_DEDUP_LOGS": "0",
         "PYTHONWARNINGS": "ignore",
         LAUNCHER_VARIABLE: launcher_identity(),
+        GIT_VARIABLE: git_hash() or "",
     }
     log_file = folder / "superlink.log"
     command = [_tool("flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess"]

@@ -73,6 +73,7 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
         tensors = state_tensors(model, include_buffers=True)
         shared = {name: tensors[name] for name in shared_names(model, config.batch_norm)}
         recorder.annotate(
+            paper_bytes_formula=system.strategy.paper_formula,
             partition=[{"partition": p, **peer.label_counts} for p, peer in roster.items()],
             model={
                 "name": AUTO[config.dataset] if config.model == "auto" else config.model,
@@ -94,6 +95,9 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
         )
         write_tensors(folder / "models" / "global.safetensors", strategy.model)
         recorder.finish("completed", final_sha256=strategy.final_sha256())
+    except (KeyboardInterrupt, SystemExit):
+        recorder.finish("interrupted", error="interrupted")
+        raise
     except BaseException as error:
         text = str(error).strip().splitlines() or [type(error).__name__]
         recorder.finish("failed", error=text[-1])

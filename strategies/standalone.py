@@ -19,6 +19,8 @@ _NOTHING = Payload({})
 class Standalone(FederatedStrategy):
     """No server model."""
 
+    paper_formula = "nothing is sent"
+
     def plan(self, round: int, participants: list[int]) -> Mapping[int, Payload]:
         return dict.fromkeys(participants, _NOTHING)
 

@@ -22,6 +22,8 @@ class SubFedAvg(FederatedStrategy):
     this count per element). Biases carry no mask: their plain mean. The server's model stays dense and is sent dense.
     """
 
+    paper_formula = "down 32 bits per parameter; up 32 bits per kept and 1 bit per pruned one, at the target rate"
+
     def plan(self, round: int, participants: list[int]) -> Mapping[int, Payload]:
         return dict.fromkeys(participants, Payload(self.model))
 

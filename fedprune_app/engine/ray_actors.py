@@ -1,8 +1,8 @@
 """Simulated clients whose process dies are replaced.
 
-Flower puts the Ray actor of a client that died back into its pool, where it fails every message it is given at once, and
-so eats the round. Here a new actor takes its place. The client whose work ended the process is reported as failed; its
-message is not tried again.
+Flower puts the Ray actor of a client that died back into its pool, where it fails every message it is given at once,
+and so eats the round. Here a new actor takes its place. The client whose work ended the process is reported as failed;
+its message is not tried again.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from typing import Any, Literal, Protocol
 from fedprune_app.results.fields import CLIENT_FIELDS, HEADLINES, ROUND_FIELDS
 from fedprune_app.results.reader import read_info, read_rows
 
+GIT_VARIABLE = "FEDPRUNE_GIT_HASH"
 Status = Literal["completed", "failed", "interrupted"]
 
 
@@ -170,7 +171,12 @@ def versions() -> dict[str, str | None]:
 
 
 def git_hash() -> str | None:
-    """Commit of the checkout this file is tracked in, ``-dirty`` appended if it has changes; else None."""
+    """Commit of the checkout this file is tracked in, ``-dirty`` appended if it has changes; else None.
+
+    A bundle that Flower unpacked is in no checkout: whoever staged it says where it came from in the environment.
+    """
+    if GIT_VARIABLE in os.environ:
+        return os.environ[GIT_VARIABLE] or None
     here = Path(__file__)
     try:
         # An unpacked app or a site-packages folder may lie inside somebody else's checkout.
