@@ -37,6 +37,7 @@ _COMPONENTS = ("fedprune_app.server_app:app", "fedprune_app.client_app:app")
 _START_SECONDS = 90
 _STATUS_SECONDS = 0.5
 _UNASKED_SECONDS = 10.0
+_LINGER_SECONDS = 10.0
 
 
 class LaunchError(RuntimeError):
@@ -228,25 +229,34 @@ def _run_row(link: Link, run_id: str) -> dict[str, object]:
 def follow(link: Link, run_id: str, folder: Path, on_tick: Callable[[], None]) -> str:
     """Wait until the run has finished and return Flower's final status, such as ``finished:completed``.
 
-    Asking Flower costs a second of CPU, so it is asked when run.json says that the run is over, and else seldom.
+    Asking Flower costs a second of CPU, so it is asked when run.json says that the run is over, and else seldom. Flower
+    waits for clients that never answer; a run that is over is over all the same, a few seconds later.
     """
-    asked = time.monotonic()
+    run_file = folder / "run.json"
+    before = _outcome(run_file)  # of an earlier part of a resumed run
+    asked, over_since = time.monotonic(), None
     while True:
         on_tick()
-        over = _says_over(folder / "run.json")
-        if time.monotonic() - asked > (_STATUS_SECONDS if over else _UNASKED_SECONDS):
+        outcome = _outcome(run_file)
+        now = time.monotonic()
+        over_since = (over_since or now) if outcome not in (None, before) else None
+        if now - asked > (_UNASKED_SECONDS if over_since is None else _STATUS_SECONDS):
             current = str(_run_row(link, run_id)["status"])
             if current.startswith("finished"):
                 return current
             asked = time.monotonic()
+        if over_since is not None and now - over_since > _LINGER_SECONDS:
+            return "finished:completed" if outcome and outcome[0] == "completed" else "finished:failed"
         time.sleep(0.1)
 
 
-def _says_over(run_file: Path) -> bool:
+def _outcome(run_file: Path) -> tuple[str, int] | None:
+    """How the run in a folder ended, and when the file says so; None while it goes on."""
     try:
-        return bool(json.loads(run_file.read_text())["status"] != "running")
+        status = str(json.loads(run_file.read_text())["status"])
+        return None if status == "running" else (status, run_file.stat().st_mtime_ns)
     except (OSError, ValueError, KeyError):
-        return False
+        return None
 
 
 def failure(link: Link, run_id: str) -> str:

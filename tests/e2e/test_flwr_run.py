@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 FLWR = str(Path(sys.executable).parent / "flwr")
 
 
-@pytest.fixture()
+@pytest.fixture
 def flower(tmp_path):
     """An environment with a local SuperLink of its own, which ``flwr run`` starts and leaves behind."""
     port, control = _free_ports(2)

@@ -22,8 +22,9 @@ COMMAND = [sys.executable, "-m", "fedprune_app.cli"]
 SETTINGS = ["num-server-rounds=3", "local-epochs=2", "evaluate-every=1"]
 
 DYING_CLIENT = '''
-"""Partition 2 dies in round 2 and partition 3 raises, every time; the others are the product's own client."""
+"""In round 2 partition 2 dies and partition 4 never answers; partition 3 always raises; the rest is the product."""
 import os
+import time
 
 from flwr.clientapp import ClientApp
 from fedprune_app import client_app
@@ -36,6 +37,8 @@ app.evaluate()(client_app.evaluate)
 def train(message, context):
     if message.content["fields"]["round"] == 2 and context.node_config["partition-id"] == 2:
         os._exit(1)
+    if message.content["fields"]["round"] == 2 and context.node_config["partition-id"] == 4:
+        time.sleep(3600)
     if context.node_config["partition-id"] == 3:
         raise RuntimeError("my disk is full")
     return client_app.train(message, context)
@@ -70,23 +73,26 @@ def test_ray_with_one_or_two_workers_and_in_process_give_the_same_final_models(t
     assert len(set(hashes.values())) == 1, hashes
 
 
-def test_a_client_that_dies_or_raises_is_left_out_and_the_run_goes_on(tmp_path):
+def test_clients_that_die_raise_or_never_answer_are_left_out_and_the_run_goes_on(tmp_path):
     from fedprune_app.experiment import Placement, Session
 
     out = tmp_path / "run"
     settings = {"fraction-train": 1.0, "num-server-rounds": 3, "local-epochs": 1, "evaluate-every": 3}
-    config = parse_config({**settings, "out-dir": str(out), "deadline-seconds": 60.0})
+    # the process that never answers holds one of the two workers from then on
+    config = parse_config({**settings, "out-dir": str(out), "deadline-seconds": 25.0})
     with Session(Placement("ray", num_clients=6, num_workers=2), Console(stderr=True)) as session:
         _, app = session._connect()
         (app / "dying_client.py").write_text(DYING_CLIENT)
         launch.stage_app(app, ("fedprune_app.server_app:app", "dying_client:app"))
         session.run(config, out)
     rounds = read(out, "rounds.jsonl")
-    assert [row["replies"] for row in rounds] == [5, 4, 5]
-    assert [row["failures"] for row in rounds] == [1, 2, 1]
+    assert [row["replies"] for row in rounds] == [5, 3, 5]
+    assert [row["failures"] for row in rounds] == [1, 3, 1]
+    assert [row["stragglers"] for row in rounds] == [0, 1, 0]
     reasons = " ".join(text for row in rounds for text in row["failure_reasons"])
     assert "client 3: my disk is full" in reasons
     assert "client 2: its process died" in reasons
+    assert "client 4: no reply in 25 s" in reasons
 
 
 def test_an_interrupted_run_stops_everything_it_started_and_resumes_to_the_same_models(tmp_path):

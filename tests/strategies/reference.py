@@ -160,7 +160,10 @@ def _without_smallest(tensors, masks, percent):
         if place > below:
             threshold += (Fraction(ordered[below + 1]) - threshold) * (place - below)
         dropped = {value for value in ordered if Fraction(value) < threshold}
-        keep = [kept and value not in dropped for kept, value in zip(mask.flatten().tolist(), magnitudes.flatten().tolist(), strict=True)]
+        keep = [
+            kept and value not in dropped
+            for kept, value in zip(mask.flatten().tolist(), magnitudes.flatten().tolist(), strict=True)
+        ]
         result[name] = torch.tensor(keep).reshape(mask.shape)
     return result
 

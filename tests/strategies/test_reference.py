@@ -8,15 +8,15 @@ import torch
 from tests.strategies import reference
 
 SYSTEMS = {
-    # The seeds leave no kept weight so near a threshold that another order of additions would move it across.
+    # Near a threshold the weights of these runs are at least 7e-7 apart: no order of additions moves one across.
     "subfedavg": {
         "num_server_rounds": 5,
         "fraction_train": 0.75,
         "subfedavg_target_rate": 15.0,
         "subfedavg_final_step_cap": 3.0,
-        "subfedavg_accuracy_threshold": 20.0,
+        "subfedavg_accuracy_threshold": 60.0,
     },
-    "subfedavg, gate on test": {"subfedavg_gate_split": "test", "subfedavg_accuracy_threshold": 40.0, "seed": 1},
+    "subfedavg, gate on test": {"subfedavg_gate_split": "test", "subfedavg_accuracy_threshold": 60.0},
     "fedavg": {"partition": "dirichlet-class", "shard_size": 0, "fraction_train": 0.75, "weight_decay": 0.01},
     "standalone": {"lr_decay": 0.5, "momentum": 0.9},
 }

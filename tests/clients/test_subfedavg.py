@@ -1,0 +1,173 @@
+"""Sub-FedAvg's client, without a server: when it prunes, and how much."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from clients.base import payload_names
+from clients.subfedavg import SubFedAvgClient
+from fedprune_app.config import parse_config
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine.store import State, grouped
+from fedprune_app.models.vision import state_tensors
+
+SIZES = {"conv1.weight": 144, "conv2.weight": 4608, "fc1.weight": 1280}
+TOTAL = 6090  # biases included
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def client(tmp_path):
+    """A client whose gate finds every model right about ``accuracy`` of the time, and notes on which data."""
+
+    def make(accuracy=1.0, partition=0, **settings):
+        values = {key.replace("_", "-").replace("subfedavg-", "subfedavg."): v for key, v in settings.items()}
+        config = parse_config({"shard-size": 40, "local-epochs": 2, "learning-rate": 0.05, **values})
+        one = SubFedAvgClient(config, partition, 4, tmp_path)
+        one.asked = []
+        if accuracy != "real":
+            one.accuracy = lambda split: one.asked.append(split) or accuracy
+        return one
+
+    return make
+
+
+def update(one, state=None, round=1):
+    received = Payload(state_tensors(one.model, include_buffers=True))
+    return one.local_update(received, state or State(), round)
+
+
+def removed(update):
+    return {name: int((~mask).sum()) for name, mask in update.payload.masks.items()}
+
+
+def share_of_each(percent):
+    """What one step takes from full tensors: all below the percentile at place percent/100 * (n - 1)."""
+    return {name: math.ceil(percent / 100 * (n - 1)) for name, n in SIZES.items()}
+
+
+NOTHING = dict.fromkeys(SIZES, 0)
+
+
+def test_a_full_step_takes_its_percentage_of_each_tensor(client):
+    assert removed(update(client())) == share_of_each(10) == {"conv1.weight": 15, "conv2.weight": 461, "fc1.weight": 128}
+
+
+@pytest.mark.parametrize(("split", "asked"), [("validation", ["validation"]), ("test", ["test"])])
+def test_the_gate_asks_once_and_on_its_split_only(client, split, asked):
+    one = client(subfedavg_gate_split=split)
+    update(one)
+    assert one.asked == asked
+
+
+@pytest.mark.parametrize(("accuracy", "is_open"), [(0.5, False), (0.51, True), (0.0, False), (None, False)])
+def test_the_gate_opens_above_the_threshold(client, accuracy, is_open):
+    assert (removed(update(client(accuracy))) != NOTHING) == is_open
+
+
+def test_the_gate_judges_the_pruned_model(client):
+    one = client()
+    seen = []
+    one.accuracy = lambda split: seen.append(one._weights()) or 1.0
+    masks = update(one).payload.masks
+    assert all(not seen[0][name][~mask].any() for name, mask in masks.items())
+
+
+def test_a_shut_gate_leaves_the_trained_weights_as_they_are(client):
+    shut, never = update(client(0.0)), update(client(subfedavg_target_rate=0.0))
+    assert shut.payload.digest() == never.payload.digest()
+
+
+def test_a_target_reached_exactly_is_reached(client):
+    kept = {name: torch.ones(shape, dtype=torch.bool) for name, shape in shapes(client()).items()}
+    kept["conv2.weight"].view(-1)[:609] = False  # 10 % of all 6,090 parameters
+    state = State(grouped(masks=kept))
+    assert removed(update(client(subfedavg_target_rate=10.0), state)) == NOTHING | {"conv2.weight": 609}
+    assert removed(update(client(subfedavg_target_rate=10.01), state))["conv2.weight"] == 610  # and one of each
+
+
+def shapes(one):
+    return {name: tensor.shape for name, tensor in one._weights().items()}
+
+
+@pytest.mark.parametrize(
+    ("target", "cap", "percent"),
+    [
+        (10.0, 5.0, 10.0),  # a whole step is missing
+        (9.0, 5.0, 5.0),  # less than one: the cap
+        (9.0, 20.0, 9.0),  # all that is missing
+        (3.0, 5.0, 3.0),
+        (1e-6, 5.0, 1e-6),  # less than a weight: one of each tensor all the same
+    ],
+)
+def test_the_last_step_takes_what_is_missing_up_to_the_cap(client, target, cap, percent):
+    one = client(subfedavg_target_rate=target, subfedavg_final_step_cap=cap)
+    assert removed(update(one)) == share_of_each(percent)
+
+
+def test_what_is_missing_counts_against_the_remaining_parameters(client):
+    kept = {name: torch.ones(shape, dtype=torch.bool) for name, shape in shapes(client()).items()}
+    kept["conv2.weight"].view(-1)[:3045] = False  # half of all parameters
+    one = client(subfedavg_target_rate=52.0, subfedavg_final_step_cap=50.0)
+    taken = removed(update(one, State(grouped(masks=kept))))
+    remaining = SIZES | {"conv2.weight": SIZES["conv2.weight"] - 3045}
+    assert taken == {
+        name: math.ceil(0.04 * (n - 1)) + (3045 if name == "conv2.weight" else 0) for name, n in remaining.items()
+    }
+
+
+def test_with_one_local_epoch_there_is_no_distance(client):
+    assert removed(update(client(local_epochs=1, subfedavg_mask_distance=0.0))) == NOTHING
+
+
+def test_a_tensor_that_is_all_pruned_stays_so_and_the_others_go_on(client):
+    kept = {name: torch.ones(shape, dtype=torch.bool) for name, shape in shapes(client()).items()}
+    kept["fc1.weight"][:] = False
+    result = update(client(), State(grouped(masks=kept)))
+    assert removed(result) == share_of_each(10) | {"fc1.weight": 1280}
+    assert math.isfinite(result.training.loss_mean)
+
+
+def test_a_client_of_one_label_prunes(client):
+    one = client("real", partition_="classes") if False else client("real", shard_size=0, shards_per_client=1)
+    assert len(one.data.train_labels.unique()) <= 4
+    single = client("real", partition=1, **{"shard_size": 0, "classes_per_client": 1})
+    assert isinstance(removed(update(single)), dict)
+
+
+@pytest.mark.parametrize("model", ["lenet5-bn"])
+def test_norms_and_biases_carry_no_mask(tmp_path, model):
+    from PIL import Image
+
+    for part in ("train", "test"):
+        for label, grey in (("dark", 10), ("light", 200)):
+            (tmp_path / part / label).mkdir(parents=True)
+            for i in range(8):
+                Image.new("L", (16, 16), grey + 5 * i).save(tmp_path / part / label / f"{i}.png")
+    values = {"dataset": "image-folder", "data-dir": str(tmp_path), "model": model, "partition": "iid"}
+    one = SubFedAvgClient(parse_config({**values, "local-epochs": 2, "learning-rate": 0.05}), 0, 2, tmp_path / "state")
+    one.accuracy = lambda split: 1.0
+    result = update(one)
+    assert set(result.payload.masks) == {f"{layer}.weight" for layer in ("conv1", "conv2", "fc1", "fc2", "fc3")}
+    assert all(0 < count for count in removed(result).values())
+    unmasked = [name for name in result.payload.tensors if name.startswith("bn") or name.endswith("bias")]
+    assert all(name in result.payload.tensors for name in unmasked)
+
+
+def test_the_work_counted_is_that_under_the_mask_in_use(client):
+    """FLOPs are of the training that was done: the mask pruned afterwards counts from the next round."""
+    one = client()
+    received = Payload(state_tensors(one.model))
+    message = received.to_ndarrays(), payload_names(received)
+    flops = [client().fit(message[0], {"round": round, **message[1]})[2]["flops"] for round in (1, 2)]
+    assert flops[1] / flops[0] == pytest.approx(0.9, abs=0.01)
