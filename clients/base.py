@@ -25,9 +25,10 @@ from fedprune_app.core.flops import training_flops
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.splits import DataConfig, client_data, label_counts
-from fedprune_app.engine.store import State, VersionedStore, grouped, replace_file
+from fedprune_app.engine.store import State, VersionedStore, grouped
 from fedprune_app.models import vision
 from fedprune_app.models.initial import initial_model, shared_names
+from fedprune_app.results.files import replace_file
 
 NDArrays = list[np.ndarray[Any, Any]]
 _NO_STATE = State()

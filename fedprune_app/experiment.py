@@ -26,8 +26,8 @@ from rich.progress import (
 
 from fedprune_app import launch
 from fedprune_app.config import Config, ConfigError
-from fedprune_app.engine.store import replace_file
 from fedprune_app.launch import LaunchError, Link
+from fedprune_app.results.files import replace_file
 
 ENGINES = ("ray", "inprocess")
 

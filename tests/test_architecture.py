@@ -17,7 +17,7 @@ ALLOWED = {  # room: rooms it may import
     "fedprune_app.results": {"core"},
     "fedprune_app.engine": {"core", "results"},
     "strategies": {"core", "config", "engine", "results"},
-    "clients": {"core", "config", "engine", "data", "models"},
+    "clients": {"core", "config", "engine", "data", "models", "results"},
 }
 CORE_LIBRARIES = {"torch", "torchvision", "numpy", "constriction"}
 

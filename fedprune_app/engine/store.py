@@ -10,9 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
-import os
 import re
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +21,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
+
+from fedprune_app.results.files import replace_file
 
 log = logging.getLogger("flwr.fedprune")  # below Flower's logger, so that `flwr log` shows it
 _NAME = re.compile(r"round-(\d{5,})\.safetensors")
@@ -44,21 +44,6 @@ class State:
 def grouped(**groups: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The inverse of :meth:`State.group`: ``grouped(weights=w, masks=m)``."""
     return {f"{prefix}/{name}": t for prefix, tensors in groups.items() for name, t in tensors.items()}
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write in one step: a reader, or a crash, finds the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=".writing-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | None = None) -> None:

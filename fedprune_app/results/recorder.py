@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fedprune_app.results.fields import CLIENT_FIELDS, HEADLINES, ROUND_FIELDS
+from fedprune_app.results.files import replace_file
 from fedprune_app.results.reader import read_info, read_rows
 
 GIT_VARIABLE = "FEDPRUNE_GIT_HASH"
@@ -94,7 +95,7 @@ class Recorder:
         for name in ("rounds.jsonl", "clients.jsonl"):
             path = self.folder / name
             kept = [line for line, row in read_rows(path) if row["round"] <= rounds_completed]
-            _replace(path, b"".join(kept))
+            replace_file(path, b"".join(kept))
         resumed = [*info.get("resumed_after_rounds", []), rounds_completed]
         info |= {"status": "running", "error": None, "final_sha256": None}
         info |= {"rounds_completed": rounds_completed, "resumed_after_rounds": resumed}
@@ -149,7 +150,7 @@ class Recorder:
 
     def _write_info(self) -> None:
         self._info["seconds"] = round(self._seconds_before + time.monotonic() - self._started_at, 3)
-        _replace(self.folder / "run.json", _info_text(self._info).encode())
+        replace_file(self.folder / "run.json", _info_text(self._info).encode())
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
@@ -236,13 +237,3 @@ def _info_text(info: Mapping[str, Any]) -> str:
         indent = 2 if isinstance(value, dict) else None
         parts.append(f"{json.dumps(key)}: {json.dumps(value, indent=indent, allow_nan=False)}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write in one step: a reader, or a crash, sees the old file or the new one, never half of it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
