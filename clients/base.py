@@ -27,7 +27,7 @@ from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.splits import DataConfig, client_data, label_counts
 from fedprune_app.engine.store import State, VersionedStore, grouped
 from fedprune_app.models import vision
-from fedprune_app.models.initial import initial_model, shared_names
+from fedprune_app.models.initial import initial_model, layer_flops, shared_names
 from fedprune_app.results.files import replace_file
 
 NDArrays = list[np.ndarray[Any, Any]]
@@ -148,12 +148,12 @@ class FederatedClient(NumPyClient):
         update = self.local_update(_received(parameters, config), found[1] if found else _NO_STATE, round)
         self.store.save(round, update.state)
         num_examples = len(self.data.train_labels)
+        shape, num_classes = self.dataset.image_shape, self.dataset.num_classes
+        layers = layer_flops(self.config.model, self.config.dataset, shape, num_classes)
         metrics = {
             "loss": update.training.loss_mean,
             "density": self.density(self.masks(update.state)),
-            "flops": training_flops(
-                self.model, self.dataset.image_shape, num_examples * self.config.local_epochs, update.masks
-            ),
+            "flops": training_flops(layers, num_examples * self.config.local_epochs, update.masks),
             "seconds": time.monotonic() - started,
             **payload_names(update.payload),
         }

@@ -56,14 +56,11 @@ def _density(mask: Tensor | None) -> float:
 
 
 def training_flops(
-    model: nn.Module,
-    input_shape: Sequence[int],
-    num_examples: int,
-    masks: Mapping[str, Tensor] | None = None,
+    layer_flops: Mapping[str, int], num_examples: int, masks: Mapping[str, Tensor] | None = None
 ) -> float:
     """FLOPs of training on ``num_examples`` (those of all epochs together): forward and backward passes.
 
-    Dis-PFL's table adds the dense gradient of one batch for its mask search: a second call, without masks.
+    ``layer_flops`` are :func:`forward_flops` of the model. Dis-PFL's table adds the dense gradient of one batch for its
+    mask search: a second call, without masks.
     """
-    forward = sparse_flops(forward_flops(model, input_shape), masks or {})
-    return (1 + BACKWARD_PER_FORWARD) * forward * num_examples
+    return (1 + BACKWARD_PER_FORWARD) * sparse_flops(layer_flops, masks or {}) * num_examples

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+from functools import lru_cache
+
 from torch import nn
 
+from fedprune_app.core.flops import forward_flops
 from fedprune_app.core.rng import generator
 from fedprune_app.models.vision import buffer_names, build_model, parameter_names
 
@@ -25,8 +30,21 @@ def initial_model(
     name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int, *, init: str, seed: int
 ) -> nn.Module:
     """The network all participants start from, drawn from the run's seed alone. ``ValueError`` if it does not fit."""
+    return copy.deepcopy(_initial_model(name, dataset, image_shape, num_classes, init, seed))
+
+
+@lru_cache(maxsize=2)  # a process that simulates many clients makes it once
+def _initial_model(
+    name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int, init: str, seed: int
+) -> nn.Module:
     chosen = AUTO[dataset] if name == "auto" else name
     return build_model(chosen, image_shape, num_classes, rng=generator(seed, "init"), init=init)
+
+
+@lru_cache(maxsize=2)
+def layer_flops(name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int) -> Mapping[str, int]:
+    """FLOPs of one example's forward pass through that network, by layer."""
+    return forward_flops(_initial_model(name, dataset, image_shape, num_classes, "default", 0), image_shape)
 
 
 def shared_names(model: nn.Module, batch_norm: str) -> list[str]:
