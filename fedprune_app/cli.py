@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import click
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -33,6 +34,7 @@ app = typer.Typer(
 )
 console = Console(stderr=True)
 _CORES = os.cpu_count() or 1
+_INTERRUPTED = 130
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, see `list --keys`.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
@@ -221,16 +223,19 @@ def main() -> None:
     """Entry point: user errors are one line and exit code 2, failed runs one line and exit code 1."""
     logging.getLogger("flwr").setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))  # the bar shows what matters
     try:
-        app()
+        code = app(standalone_mode=False)  # Typer turns Ctrl-C into 130
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
     except LaunchError as error:
         console.print(f"[red]failed:[/] {_escaped(error)}", highlight=False, soft_wrap=True)
         sys.exit(1)
     except ValueError as error:
         console.print(f"[red]error:[/] {_escaped(error)}", highlight=False, soft_wrap=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        console.print("[yellow]interrupted[/]")
-        sys.exit(130)
+    if code == _INTERRUPTED:
+        console.print("[yellow]interrupted[/]; what is finished is on disk, `--resume` goes on from there")
+    sys.exit(code)
 
 
 def _escaped(error: Exception) -> str:

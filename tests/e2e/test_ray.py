@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -51,11 +52,6 @@ def read(folder: Path, name: str) -> list[dict]:
 
 def run_info(folder: Path) -> dict:
     return json.loads((folder / "run.json").read_text())
-
-
-def left_running(marker: Path) -> list[str]:
-    listing = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
-    return [line for line in listing.splitlines() if str(marker) in line]
 
 
 @pytest.mark.slow
@@ -120,6 +116,27 @@ def test_an_interrupted_run_stops_everything_it_started_and_resumes_to_the_same_
     command = [*COMMAND, "run", *settings, "--engine", "inprocess", *options[:2], "--out", str(whole)]
     subprocess.run(command, check=True, capture_output=True, timeout=200)
     assert run_info(out)["final_sha256"] == run_info(whole)["final_sha256"]
+
+
+def test_ctrl_c_ends_everything_the_run_started_and_says_so(tmp_path):
+    out = tmp_path / "run"
+    command = [*COMMAND, "run", "num-server-rounds=500", "--clients", "4", "--workers", "1", "--out", str(out)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (out / "rounds.jsonl").exists() or not read(out, "rounds.jsonl"):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert any("raylet" in member.name() for member in family)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert said.strip().splitlines()[-1].startswith("interrupted")
+    assert not psutil.wait_procs(family, timeout=10)[1], "processes are left behind"
+    info = run_info(out)
+    assert info["status"] == "interrupted"
+    assert info["rounds_completed"] == len(read(out, "rounds.jsonl"))
 
 
 def test_a_failed_run_exits_non_zero_with_the_reason_on_one_line(tmp_path):
