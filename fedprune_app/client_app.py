@@ -22,14 +22,14 @@ app = ClientApp()
 _MAX_PAYLOAD_BYTES = 2**33  # what a client accepts from its server
 
 
-def _client(context: Context) -> FederatedClient:
+def _client(context: Context, message: Message) -> FederatedClient:
     config = check_names(parse_config(context.run_config))
     torch.set_num_threads(config.num_threads)
     partition, num_partitions = (context.node_config.get(key) for key in ("partition-id", "num-partitions"))
     if not isinstance(partition, int) or not isinstance(num_partitions, int) or not 0 <= partition < num_partitions:
         given = f"partition-id={partition!r}, num-partitions={num_partitions!r}"
         raise ConfigError(f"node-config has {given}, allowed: whole numbers, 0 <= partition-id < num-partitions")
-    folder = client_state_folder(config, context.run_id)
+    folder = client_state_folder(config, context.run_id, str(wire.fields_of(message.content).get("run-key")))
     return SYSTEMS[config.system].client(config, partition, num_partitions, folder)
 
 
@@ -41,14 +41,14 @@ def _unpack(message: Message) -> tuple[list[Any], dict[str, Any]]:
 @app.query()
 def query(message: Message, context: Context) -> Message:
     """Who is there: the answer to the server's first message."""
-    properties = _client(context).get_properties(wire.fields_of(message.content))
+    properties = _client(context, message).get_properties(wire.fields_of(message.content))
     return Message(wire.pack(None, properties), reply_to=message)
 
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """One local update."""
-    arrays, num_examples, metrics = _client(context).fit(*_unpack(message))
+    arrays, num_examples, metrics = _client(context, message).fit(*_unpack(message))
     names = metrics.pop("tensor-names"), metrics.pop("mask-names")
     payload = Payload.from_ndarrays(arrays, *names)
     encoded: ArrayRecord | None = wire.to_arrays(payload) if payload.tensors else None
@@ -58,5 +58,5 @@ def train(message: Message, context: Context) -> Message:
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """Accuracies on the client's own data."""
-    _, num_examples, metrics = _client(context).evaluate(*_unpack(message))
+    _, num_examples, metrics = _client(context, message).evaluate(*_unpack(message))
     return Message(wire.pack(None, {**metrics, "num-examples": num_examples}), reply_to=message)

@@ -100,7 +100,7 @@ class Config:
     startup_seconds: float = option(300.0, "the run waits this long for its clients to come up", above=0)
     min_replies: int = option(1, "a round with fewer good replies stops the run", least=1)
     out_dir: str = option("", "run folder, absolute; empty: ~/fedprune-runs/<run id>")
-    state_dir: str = option("", "folder of the clients' state, absolute; empty: <run folder>/clients")
+    state_dir: str = option("", "folder for the clients' state of any run, absolute; empty: <run folder>/clients")
     resume_from: str = option("", "run folder to continue")
     device: str = option("auto", "where clients train; 'auto' takes CUDA when present", choices=("auto", "cpu", "cuda"))
     num_threads: int = option(1, "torch threads per client; a different number changes float sums", least=1)

@@ -19,7 +19,7 @@ from fedprune_app.models.vision import prunable_names, state_tensors
 from fedprune_app.registry import SYSTEMS, check_names
 from fedprune_app.results.reader import read_info
 from fedprune_app.results.recorder import Recorder
-from fedprune_app.run_folder import run_folder
+from fedprune_app.run_folder import new_run_key, run_folder
 
 log = logging.getLogger("flwr.fedprune")
 app = ServerApp()
@@ -58,9 +58,11 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
     checkpoint = _resume(config, recorder, checkpoints) if config.resume_from else None
     system = SYSTEMS[config.system]
     if checkpoint is None and not config.resume_from:
-        recorder.start(config.to_dict(), config.seed, {"headline": system.strategy.headline})
+        extra = {"headline": system.strategy.headline, "run_key": new_run_key()}
+        recorder.start(config.to_dict(), config.seed, extra)
+    run_key = str(read_info(folder)["run_key"])
     try:
-        roster = rounds.gather_roster(grid, config.startup_seconds)
+        roster = rounds.gather_roster(grid, config.startup_seconds, run_key)
         first = next(iter(roster.values()))
         model = initial_model(
             config.model,
@@ -81,7 +83,8 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
                 "classes": first.num_classes,
             },
         )
-        strategy = system.strategy(config, shared, frozenset(prunable_names(model)), roster, recorder, checkpoints)
+        prunable = frozenset(prunable_names(model))
+        strategy = system.strategy(config, shared, prunable, roster, recorder, checkpoints, run_key)
         completed = 0
         if checkpoint is not None:
             completed, state = checkpoint

@@ -83,6 +83,7 @@ class FederatedStrategy(Strategy):
         roster: Roster,
         recorder: Recorder,
         checkpoints: VersionedStore,
+        run_key: str,
     ) -> None:
         self.config = config
         self.model = dict(model)
@@ -90,6 +91,7 @@ class FederatedStrategy(Strategy):
         self.roster = roster
         self.recorder = recorder
         self.checkpoints = checkpoints
+        self.run_key = run_key
         self.log = RoundLog()
         self.digests: dict[int, str] = {}  # of the clients' models, from the latest evaluation
 
@@ -347,7 +349,7 @@ class FederatedStrategy(Strategy):
     # --- messages -----------------------------------------------------------------------------------------------
 
     def _messages(self, plan: Mapping[int, Payload], round: int, kind: str) -> Iterator[Message]:
-        fields = {"round": round}
+        fields = {"round": round, "run-key": self.run_key}
         encoded: dict[int, Any] = {}
         for partition, payload in plan.items():
             if id(payload) not in encoded:

@@ -114,7 +114,7 @@ def message_to(peer_node: int, content: RecordDict, kind: str, round: int, ttl: 
     return Message(content, dst_node_id=peer_node, message_type=kind, group_id=str(round), ttl=ttl)
 
 
-def gather_roster(grid: Grid, startup_seconds: float) -> Roster:
+def gather_roster(grid: Grid, startup_seconds: float, run_key: str) -> Roster:
     """Ask every node who it is. Also the warm-up that keeps engine start-up out of the rounds' deadlines.
 
     Raises :class:`TooFewReplies` when nobody answers, with the first reason given, and ``ValueError`` when two nodes
@@ -128,7 +128,7 @@ def gather_roster(grid: Grid, startup_seconds: float) -> Roster:
             time.sleep(_POLL_SECONDS[1])
     if not node_ids:
         raise TooFewReplies(f"no client connected within startup-seconds = {startup_seconds:g}")
-    request = wire.pack(None, {"round": 0})
+    request = wire.pack(None, {"round": 0, "run-key": run_key})
     messages = {node: message_to(node, request, MessageType.QUERY, 0, startup_seconds) for node in node_ids}
     peers: Roster = {}
     errors: list[str] = []

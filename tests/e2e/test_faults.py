@@ -124,6 +124,17 @@ def test_a_damaged_checkpoint_costs_one_round_not_the_run(federate, tmp_path):
     assert cut.info["resumed_after_rounds"] == [1]
 
 
+def test_runs_that_share_a_state_dir_do_not_see_each_others_clients(federate, tmp_path):
+    alone = federate(name="alone", num_server_rounds=2).sha256
+    shared = str(tmp_path / "state")
+    federate(name="first", num_server_rounds=2, seed=1, state_dir=shared)
+    assert federate(name="second", num_server_rounds=1, state_dir=shared).sha256 != alone
+    second = federate(name="second", num_server_rounds=2, state_dir=shared, resume_from=str(tmp_path / "second"))
+    assert second.sha256 == alone
+    assert not (tmp_path / "second" / "clients").exists()
+    assert len(list((tmp_path / "state").iterdir())) == 2
+
+
 def test_resuming_a_finished_run_gives_its_hash_again(federate, tmp_path):
     first = federate(name="run").sha256
     assert federate(name="run", resume_from=str(tmp_path / "run")).sha256 == first

@@ -15,6 +15,8 @@ from fedprune_app.config import DEFAULTS
 from fedprune_app.engine import rounds, wire
 from fedprune_app.engine.inprocess import InProcessGrid
 
+KEY = "0123456789abcdef"
+
 
 @pytest.fixture(autouse=True)
 def _task() -> None:
@@ -107,7 +109,7 @@ def test_too_few_replies_name_the_first_failure():
 
 def test_the_roster_is_in_partition_order_whatever_the_node_ids():
     grid = InProcessGrid(client_app.app, 5, DEFAULTS)
-    roster = rounds.gather_roster(grid, 30)
+    roster = rounds.gather_roster(grid, 30, KEY)
     assert list(roster) == [0, 1, 2, 3, 4]
     assert [peer.node_id for peer in roster.values()] != sorted(peer.node_id for peer in roster.values())
     assert sum(peer.num_examples for peer in roster.values()) + sum(
@@ -121,7 +123,7 @@ def test_two_nodes_of_one_partition_are_refused():
     for context in grid._contexts.values():
         context.node_config["partition-id"] = 1
     with pytest.raises(ValueError, match="partition-id 1 is claimed by two nodes"):
-        rounds.gather_roster(grid, 30)
+        rounds.gather_roster(grid, 30, KEY)
 
 
 @pytest.mark.parametrize("partition", [None, "1", -1, 2])
@@ -130,7 +132,14 @@ def test_a_node_without_a_proper_partition_is_told_so(partition):
     for context in grid._contexts.values():
         context.node_config["partition-id"] = partition
     with pytest.raises(rounds.TooFewReplies, match="node-config has partition-id"):
-        rounds.gather_roster(grid, 30)
+        rounds.gather_roster(grid, 30, KEY)
+
+
+@pytest.mark.parametrize("key", ["", "../../etc", "0123456789abcdeg", "0" * 17])
+def test_a_client_writes_nowhere_on_a_key_that_is_none(key):
+    grid = InProcessGrid(client_app.app, 2, DEFAULTS)
+    with pytest.raises(rounds.TooFewReplies, match="run-key is"):
+        rounds.gather_roster(grid, 30, key)
 
 
 def test_a_federation_without_clients_is_refused():
