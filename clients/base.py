@@ -122,7 +122,7 @@ class FederatedClient(NumPyClient):
 
     def density(self, masks: Mapping[str, Tensor]) -> float:
         """Kept share of all parameters, unpruned biases and norms included."""
-        return Payload(vision.state_tensors(self.model), masks).density()
+        return Payload({name: p.detach() for name, p in self.model.named_parameters()}, masks).density()
 
     # --- Flower's NumPyClient -----------------------------------------------------------------------------------
 
@@ -141,12 +141,15 @@ class FederatedClient(NumPyClient):
         """Load the state, update it, save it, and only then reply.
 
         A round that is asked for again (a resumed run) starts from the state before it, so it gives the same reply.
+        Raises ``ValueError`` and saves nothing when training diverges.
         """
         started = time.monotonic()
         round = int(config["round"])
-        found = self.store.load(before=round)
-        update = self.local_update(_received(parameters, config), found[1] if found else _NO_STATE, round)
-        self.store.save(round, update.state)
+        state, note = self._state(config, before=round)
+        update = self.local_update(_received(parameters, config), state, round)
+        if update.training.diverged:
+            raise ValueError(f"training diverged (loss {update.training.loss_mean}); try a lower learning-rate")
+        self.store.save(round, update.state, accepted=config.get("state-round"))
         num_examples = len(self.data.train_labels)
         shape, num_classes = self.dataset.image_shape, self.dataset.num_classes
         layers = layer_flops(self.config.model, self.config.dataset, shape, num_classes)
@@ -155,6 +158,7 @@ class FederatedClient(NumPyClient):
             "density": self.density(self.masks(update.state)),
             "flops": training_flops(layers, num_examples * self.config.local_epochs, update.masks),
             "seconds": time.monotonic() - started,
+            **note,
             **payload_names(update.payload),
         }
         return update.payload.to_ndarrays(), num_examples, metrics
@@ -162,11 +166,10 @@ class FederatedClient(NumPyClient):
     def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Accuracies of the personal, received and global model, on this client's own data."""
         received = _received(parameters, config)
-        found = self.store.load(before=int(config["round"]) + 1)
-        state = found[1] if found else _NO_STATE
+        state, note = self._state(config, before=int(config["round"]) + 1)
         masks = self.masks(state)
         personal = Payload(self.personal_model(received, state), masks)
-        metrics: dict[str, Any] = {"digest": personal.digest(), "density": self.density(masks)}
+        metrics: dict[str, Any] = {"digest": personal.digest(), "density": self.density(masks), **note}
         for name in self.prunable:
             metrics[f"density/{name}"] = float(masks[name].double().mean()) if name in masks else 1.0
         scores = self._personal_scores(personal, metrics["digest"])
@@ -181,6 +184,24 @@ class FederatedClient(NumPyClient):
             )
         metrics |= {name: score for name, score in scores.items() if score is not None}
         return 0.0, len(self.data.test_labels), metrics
+
+    def _state(self, config: Mapping[str, Any], before: int) -> tuple[State, dict[str, str]]:
+        """The state after the round the server last took in from this client (``state-round``, 0 for none).
+
+        Without that, the newest of a round smaller than ``before``. If it is lost, the one before it, and a note to
+        say so.
+        """
+        wanted = config.get("state-round")
+        if wanted == 0:
+            return _NO_STATE, {}
+        found = self.store.load(before=before if wanted is None else wanted + 1)
+        if found is None:
+            lost = {"note": f"the state of round {wanted} is lost, began anew"}
+            return _NO_STATE, {} if wanted is None else lost
+        round, state = found
+        if wanted in (None, round):
+            return state, {}
+        return state, {"note": f"the state of round {wanted} is lost, went on from round {round}"}
 
     def _test(self, tensors: Mapping[str, Tensor]) -> float | None:
         vision.load_state_tensors(self.model, tensors)

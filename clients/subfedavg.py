@@ -20,8 +20,8 @@ class SubFedAvgClient(FederatedClient):
     """Keeps a mask for each convolution and linear weight, all ones at first; biases and norms are never pruned."""
 
     def masks(self, state: State) -> dict[str, Tensor]:
-        tensors = vision.state_tensors(self.model)
-        return state.group("masks") or full_masks({name: tensors[name].shape for name in self.prunable})
+        parameters = dict(self.model.named_parameters())
+        return state.group("masks") or full_masks({name: parameters[name].shape for name in self.prunable})
 
     def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
         """``θ_k ← θ_g ⊙ m_k``; biases as received."""

@@ -6,8 +6,9 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import click
 import typer
@@ -20,6 +21,7 @@ from fedprune_app.config import (
     Config,
     ConfigError,
     Scalar,
+    check_resumable,
     parse_config,
     parse_override,
     read_toml,
@@ -56,20 +58,35 @@ def _values(file: Path | None, overrides: list[str] | None) -> dict[str, Scalar]
     return _absolute(values)
 
 
-def _placed(values: dict[str, Scalar], out: Path, resume: bool) -> Config:
-    """The configuration of a run in folder ``out``; a folder that holds a run is never written over."""
+def _placed(values: dict[str, Scalar], out: Path, before: Mapping[str, Any] | None) -> Config:
+    """The configuration of a run in folder ``out``: a new one, or the continuation of the run.json ``before``."""
     from fedprune_app.registry import check_names
+    from fedprune_app.results.recorder import holds_run
 
     folder = out.expanduser().resolve()
-    exists = (folder / "run.json").exists()
-    if exists and not resume:
+    for key in ("out-dir", "resume-from"):
+        if values.get(key):
+            raise ConfigError(f"{key} is {values[key]!r}, allowed here: --out DIR and --resume say it")
+    if before is None and holds_run(folder):
         raise ConfigError(f"--out {str(out)!r} already holds a run, allowed: a new folder, or --resume")
-    if resume and not exists:
+    if before is not None:
+        values = {**before["config"], **values, "resume-from": str(folder)}
+    config = check_names(parse_config({**values, "out-dir": str(folder)}))
+    if before is not None:
+        check_resumable(before["config"], config)
+    return config
+
+
+def _recorded(out: Path) -> dict[str, Any]:
+    """run.json of the run to resume."""
+    from fedprune_app.results.reader import read_info
+
+    if not (out / "run.json").exists():
         raise ConfigError(f"--out {str(out)!r} holds no run to resume")
-    if resume:
-        recorded = json.loads((folder / "run.json").read_text())["config"]
-        values = {**recorded, **values, "resume-from": str(folder)}
-    return check_names(parse_config({**values, "out-dir": str(folder)}))
+    info = read_info(out)
+    if not isinstance(info.get("config"), dict):
+        raise ConfigError(f"{str(out / 'run.json')!r} has no table 'config'")
+    return info
 
 
 @app.command()
@@ -77,7 +94,9 @@ def run(
     overrides: Overrides = None,
     config: Annotated[Path | None, typer.Option("-c", "--config", help="A run-config file.")] = None,
     out: Out = Path("runs/latest"),
-    clients: Annotated[int, typer.Option("--clients", help="How many clients to simulate.")] = 20,
+    clients: Annotated[
+        int | None, typer.Option("--clients", help="How many clients to simulate; 20, or as the run began.")
+    ] = None,
     workers: Workers = _CORES,
     engine: Engine = "ray",
     superlink: Annotated[str, typer.Option("--superlink", help="A connection of Flower's: real nodes.")] = "",
@@ -86,11 +105,17 @@ def run(
     """Run one federation and leave a run folder."""
     from fedprune_app.experiment import Placement, Session
 
-    settings = _placed(_values(config, overrides), out, resume)
+    before = _recorded(out.expanduser().resolve()) if resume else None
+    settings = _placed(_values(config, overrides), out, before)
+    if clients is None:
+        clients = len((before or {}).get("partition") or range(20))
     with Session(Placement(engine, clients, workers, superlink), console) as session:
         info = session.run(settings, Path(settings.out_dir))
-    console.print(f"[green]completed[/] {info['rounds_completed']} rounds in {info['seconds']:.0f} s")
-    console.print(f"final models: sha256 {info['final_sha256'][:16]}…  results: {out}", highlight=False)
+    console.print(f"[green]completed[/] {info['rounds_completed']} rounds in {info.get('seconds', 0):.0f} s")
+    if "final_sha256" in info:
+        console.print(f"final models: sha256 {info['final_sha256'][:16]}…  results: {out}", highlight=False)
+    else:
+        console.print("results: in the ServerApp's run folder, on its machine", highlight=False)
 
 
 @app.command()
@@ -119,7 +144,7 @@ def sweep(
     with Session(placement, console) as session:
         for number, cell in enumerate(cells, start=1):
             folder = out / cell.name
-            if is_complete(folder):
+            if is_complete(folder, cell.config):
                 console.print(f"({number}/{len(cells)}) {cell.name}: finished before", highlight=False)
                 continue
             console.print(f"({number}/{len(cells)}) {cell.name}", highlight=False)
@@ -128,7 +153,7 @@ def sweep(
             except LaunchError as error:
                 failed.append(cell.name)
                 console.print(f"[red]failed[/] {cell.name}: {error}", highlight=False)
-    done = [load_run(out / cell.name) for cell in cells if is_complete(out / cell.name)]
+    done = [load_run(out / cell.name) for cell in cells if is_complete(out / cell.name, cell.config)]
     if done:
         for path in write_tables(done, out):
             console.print(f"table: {path}", highlight=False)
@@ -212,7 +237,7 @@ def demo(
             folder = (out / system).resolve()
             if (folder / "run.json").exists():
                 shutil.rmtree(folder)  # the demo's own folder, from an earlier demo
-            session.run(_placed(demo_settings(system), folder, resume=False), folder)
+            session.run(_placed(demo_settings(system), folder, before=None), folder)
             folders.append(folder)
     page = out.resolve() / "report.html"
     write_report(folders, page)
@@ -230,7 +255,7 @@ def main() -> None:
     except LaunchError as error:
         console.print(f"[red]failed:[/] {_escaped(error)}", highlight=False, soft_wrap=True)
         sys.exit(1)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         console.print(f"[red]error:[/] {_escaped(error)}", highlight=False, soft_wrap=True)
         sys.exit(2)
     if code == _INTERRUPTED:

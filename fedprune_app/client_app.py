@@ -13,13 +13,12 @@ from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.ray_actors import replace_dead_actors
+from fedprune_app.models.vision import state_tensors
 from fedprune_app.registry import SYSTEMS, check_names
 from fedprune_app.run_folder import client_state_folder
 
 replace_dead_actors()  # Flower loads this module before it makes the actors
 app = ClientApp()
-
-_MAX_PAYLOAD_BYTES = 2**33  # what a client accepts from its server
 
 
 def _client(context: Context, message: Message) -> FederatedClient:
@@ -33,8 +32,8 @@ def _client(context: Context, message: Message) -> FederatedClient:
     return SYSTEMS[config.system].client(config, partition, num_partitions, folder)
 
 
-def _unpack(message: Message) -> tuple[list[Any], dict[str, Any]]:
-    payload = wire.payload_of(message.content, _MAX_PAYLOAD_BYTES)
+def _unpack(message: Message, client: FederatedClient) -> tuple[list[Any], dict[str, Any]]:
+    payload = wire.payload_of(message.content, wire.Schema.like(state_tensors(client.model, True)).max_bytes)
     return payload.to_ndarrays(), {**wire.fields_of(message.content), **payload_names(payload)}
 
 
@@ -48,7 +47,8 @@ def query(message: Message, context: Context) -> Message:
 @app.train()
 def train(message: Message, context: Context) -> Message:
     """One local update."""
-    arrays, num_examples, metrics = _client(context, message).fit(*_unpack(message))
+    client = _client(context, message)
+    arrays, num_examples, metrics = client.fit(*_unpack(message, client))
     names = metrics.pop("tensor-names"), metrics.pop("mask-names")
     payload = Payload.from_ndarrays(arrays, *names)
     encoded: ArrayRecord | None = wire.to_arrays(payload) if payload.tensors else None
@@ -58,5 +58,6 @@ def train(message: Message, context: Context) -> Message:
 @app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
     """Accuracies on the client's own data."""
-    _, num_examples, metrics = _client(context, message).evaluate(*_unpack(message))
+    client = _client(context, message)
+    _, num_examples, metrics = client.evaluate(*_unpack(message, client))
     return Message(wire.pack(None, {**metrics, "num-examples": num_examples}), reply_to=message)

@@ -193,9 +193,34 @@ def parse_config(values: Mapping[str, Any]) -> Config:
             raise ConfigError(f"{key} is {path!r}, allowed: an absolute path")
         top[key.replace("-", "_")] = str(Path(path).expanduser()) if path else ""
     config = Config(**top)
+    prunes_on_validation = config.system == "subfedavg" and config.subfedavg.gate_split == "validation"
+    if prunes_on_validation and config.validation_fraction == 0 and config.subfedavg.target_rate > 0:
+        raise ConfigError("validation-fraction is 0.0, allowed with subfedavg.gate-split 'validation': above 0")
     if config.resume_from and config.out_dir and config.out_dir != config.resume_from:
         raise ConfigError(f"out-dir is {config.out_dir!r}, allowed with resume-from: that same folder, or nothing")
     return config
+
+
+_MAY_CHANGE_ON_RESUME = {
+    "num-server-rounds",
+    "evaluate-every",
+    "deadline-seconds",
+    "startup-seconds",
+    "min-replies",
+    "out-dir",
+    "state-dir",
+    "resume-from",
+    "data-dir",
+    "download",
+    "tracking",
+}
+
+
+def check_resumable(before: Mapping[str, Any], config: Config) -> None:
+    """Raise :class:`ConfigError` where ``config`` would not continue a run that began with the settings ``before``."""
+    for key, value in config.to_dict().items():
+        if key not in _MAY_CHANGE_ON_RESUME and before.get(key) != value:
+            raise ConfigError(f"{key} is {value!r}, allowed when resuming: {before.get(key)!r}, as the run began")
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -26,6 +27,7 @@ from rich.progress import (
 
 from fedprune_app import launch
 from fedprune_app.config import Config, ConfigError
+from fedprune_app.engine.store import exclusive
 from fedprune_app.launch import LaunchError, Link
 from fedprune_app.results.files import replace_file
 
@@ -44,6 +46,8 @@ class Placement:
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise ConfigError(f"--engine is {self.engine!r}, allowed: {', '.join(ENGINES)}")
+        if self.superlink and self.engine != "ray":
+            raise ConfigError(f"--superlink is {self.superlink!r}, allowed with --engine inprocess: nothing")
         for option, value in (("--clients", self.num_clients), ("--workers", self.num_workers)):
             if value < 1:
                 raise ConfigError(f"{option} is {value}, allowed: at least 1")
@@ -89,6 +93,8 @@ class Session:
                 _close_folder(folder, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
                 raise
         info = _read_json(folder / "run.json")
+        if not info and self.placement.superlink:  # the run folder is where the ServerApp ran
+            return {"status": "completed", "rounds_completed": config.num_server_rounds}
         if info.get("status") != "completed":
             raise LaunchError(str(info.get("error") or "the run left no run.json"))
         return info
@@ -97,6 +103,7 @@ class Session:
         from fedprune_app import client_app, server_app
         from fedprune_app.engine.inprocess import run_in_process
 
+        logging.getLogger("flwr").setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))  # the bar shows what matters
         with progress.in_background():
             try:
                 run_in_process(server_app.app, client_app.app, self.placement.num_clients, config.to_dict())
@@ -113,13 +120,15 @@ class Session:
             )
         run_id = launch.submit(link, app, config.to_dict(), simulation)
         progress.say("starting clients")
+        before = launch.outcome_of(folder / "run.json")
         try:
             outcome = launch.follow(link, run_id, folder, progress.update)
         except BaseException:
             launch.stop_run(link, run_id)
             raise
         if outcome != "finished:completed":
-            error = _read_json(folder / "run.json").get("error")
+            own_words = launch.outcome_of(folder / "run.json") != before
+            error = _read_json(folder / "run.json").get("error") if own_words else None
             raise LaunchError(str(error or launch.failure(link, run_id)))
 
 
@@ -145,16 +154,19 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _close_folder(folder: Path, status: str, error: BaseException) -> None:
-    """Say in run.json how a run ended whose ServerApp could not say it itself."""
-    info = _read_json(folder / "run.json")
-    if info.get("status") == "running":
-        text = "interrupted" if status == "interrupted" else _one_line(error)
-        replace_file(folder / "run.json", json.dumps(info | {"status": status, "error": text}, indent=1).encode())
+    """Say in run.json how a run ended whose ServerApp could not say it itself; not that of another, still going."""
+    if not (folder / "run.json").exists():
+        return
+    with suppress(ValueError), exclusive(folder, patience_seconds=0):
+        info = _read_json(folder / "run.json")
+        if info.get("status") == "running":
+            text = "interrupted" if status == "interrupted" else _one_line(error)
+            replace_file(folder / "run.json", json.dumps(info | {"status": status, "error": text}, indent=1).encode())
 
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """SIGTERM ends a run as Ctrl-C does, so that nothing is left running."""
+    """SIGTERM and a closed terminal end a run as Ctrl-C does, so that nothing is left running."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -162,11 +174,12 @@ def _stoppable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class _Progress:
@@ -174,7 +187,9 @@ class _Progress:
 
     def __init__(self, config: Config, folder: Path, console: Console) -> None:
         self._file = folder / "rounds.jsonl"
-        self._offset = self._file.stat().st_size if config.resume_from and self._file.exists() else 0
+        resumed = bool(config.resume_from) and self._file.exists()
+        self._offset = self._file.stat().st_size if resumed else 0
+        self._inode = self._file.stat().st_ino if resumed else 0
         self._accuracy = ""
         self._bytes = 0
         self._bar = Progress(
@@ -203,8 +218,9 @@ class _Progress:
         """Show the rounds that have been written since."""
         try:
             with self._file.open("rb") as file:
-                if self._file.stat().st_size < self._offset:
-                    self._offset = 0  # rows of lost rounds were dropped
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._inode:
+                    self._inode, self._offset = inode, 0  # a resumed run writes it anew, without lost rounds
                 file.seek(self._offset)
                 new = file.read()
         except OSError:
@@ -212,7 +228,8 @@ class _Progress:
         complete = new[: new.rfind(b"\n") + 1]
         self._offset += len(complete)
         for line in complete.splitlines():
-            self._show(json.loads(line))
+            with suppress(ValueError):
+                self._show(json.loads(line))
 
     def _show(self, row: Mapping[str, Any]) -> None:
         self._bytes += (row.get("bytes_up") or 0) + (row.get("bytes_down") or 0)

@@ -36,7 +36,9 @@ _PACKAGES = (fedprune_app, strategies, clients)
 _COMPONENTS = ("fedprune_app.server_app:app", "fedprune_app.client_app:app")
 _START_SECONDS = 90
 _STATUS_SECONDS = 0.5
-_UNASKED_SECONDS = 10.0
+_UNASKED_SECONDS = 30.0
+_PATIENCE = 5  # unanswered questions in a row
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: not between fork and exec
 _LINGER_SECONDS = 10.0
 
 
@@ -126,8 +128,8 @@ def private_superlink(folder: Path) -> Iterator[Link]:
 
 def _die_with_parent() -> None:
     """In the child, on Linux: be killed when this process is, so that a run killed with -9 does not go on alone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; for what it started see engine/lifeline.py
+    if _LIBC is not None:
+        _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; for what it started see engine/lifeline.py
 
 
 def _tool(name: str) -> str:
@@ -233,15 +235,21 @@ def follow(link: Link, run_id: str, folder: Path, on_tick: Callable[[], None]) -
     waits for clients that never answer; a run that is over is over all the same, a few seconds later.
     """
     run_file = folder / "run.json"
-    before = _outcome(run_file)  # of an earlier part of a resumed run
-    asked, over_since = time.monotonic(), None
+    before = outcome_of(run_file)  # of an earlier part of a resumed run
+    asked, over_since, unanswered = time.monotonic(), None, 0
     while True:
         on_tick()
-        outcome = _outcome(run_file)
+        outcome = outcome_of(run_file)
         now = time.monotonic()
         over_since = (over_since or now) if outcome not in (None, before) else None
         if now - asked > (_UNASKED_SECONDS if over_since is None else _STATUS_SECONDS):
-            current = str(_run_row(link, run_id)["status"])
+            try:
+                current, unanswered = str(_run_row(link, run_id)["status"]), 0
+            except (LaunchError, subprocess.TimeoutExpired):
+                unanswered += 1
+                if unanswered == _PATIENCE:
+                    raise LaunchError("the SuperLink does not answer") from None
+                current = "unknown"
             if current.startswith("finished"):
                 return current
             asked = time.monotonic()
@@ -250,7 +258,7 @@ def follow(link: Link, run_id: str, folder: Path, on_tick: Callable[[], None]) -
         time.sleep(0.1)
 
 
-def _outcome(run_file: Path) -> tuple[str, int] | None:
+def outcome_of(run_file: Path) -> tuple[str, int] | None:
     """How the run in a folder ended, and when the file says so; None while it goes on."""
     try:
         status = str(json.loads(run_file.read_text())["status"])
@@ -269,7 +277,7 @@ def failure(link: Link, run_id: str) -> str:
 
 def stop_run(link: Link, run_id: str) -> None:
     """Ask a SuperLink that is not ours to stop a run."""
-    with suppress(LaunchError):  # it has ended by itself
+    with suppress(LaunchError, subprocess.TimeoutExpired):  # it has ended by itself
         _flwr(link, "stop", run_id, link.name)
 
 

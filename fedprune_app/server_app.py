@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedprune_app.config import Config, ConfigError, parse_config
+from fedprune_app.config import Config, ConfigError, check_resumable, parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import rounds, wire
 from fedprune_app.engine.lifeline import end_with_launcher
@@ -23,20 +25,6 @@ from fedprune_app.run_folder import new_run_key, run_folder
 
 log = logging.getLogger("flwr.fedprune")
 app = ServerApp()
-
-_MAY_CHANGE_ON_RESUME = {
-    "num-server-rounds",
-    "evaluate-every",
-    "deadline-seconds",
-    "startup-seconds",
-    "min-replies",
-    "out-dir",
-    "state-dir",
-    "resume-from",
-    "data-dir",
-    "download",
-    "tracking",
-}
 
 
 @app.main()
@@ -55,28 +43,41 @@ def main(grid: Grid, context: Context) -> None:
 def _run(grid: Grid, config: Config, folder: Path) -> None:
     recorder = Recorder(folder, tensorboard=config.tracking == "tensorboard")
     checkpoints = VersionedStore(folder / "checkpoints")
-    checkpoint = _resume(config, recorder, checkpoints) if config.resume_from else None
     system = SYSTEMS[config.system]
-    if checkpoint is None and not config.resume_from:
-        extra = {"headline": system.strategy.headline, "run_key": new_run_key()}
-        recorder.start(config.to_dict(), config.seed, extra)
-    run_key = str(read_info(folder)["run_key"])
+    before = read_info(folder) if config.resume_from else {}
+    checkpoint = _checkpoint(config, before, checkpoints) if before else None
+    completed = checkpoint[0] if checkpoint else 0
+    if before and before["status"] == "completed" and completed == config.num_server_rounds:
+        log.info("the run in %s is complete", folder)
+        return
+    if before:
+        recorder.resume(completed)
+        checkpoints.drop_after(completed)
+        log.info("resuming after round %d", completed)
+    else:
+        recorder.start(config.to_dict(), config.seed, {"headline": system.strategy.headline, "run_key": new_run_key()})
     try:
-        roster = rounds.gather_roster(grid, config.startup_seconds, run_key)
+        run_key = str(read_info(folder)["run_key"])
+        roster, left_out = rounds.gather_roster(grid, config.startup_seconds, run_key)
+        for reason in left_out:
+            log.warning("a client is left out of the run: %s", reason)
+        partition = [{"partition": p, **peer.label_counts} for p, peer in roster.items()]
+        if before.get("partition") not in (None, partition):
+            clients, now = len(before["partition"]), len(partition)
+            raise ConfigError(
+                f"the clients' data is not what it was when the run began ({clients} clients, now {now}), "
+                "allowed when resuming: the same clients and data"
+            )
         first = next(iter(roster.values()))
         model = initial_model(
-            config.model,
-            config.dataset,
-            first.image_shape,
-            first.num_classes,
-            init=config.init,
-            seed=config.seed,
+            config.model, config.dataset, first.image_shape, first.num_classes, init=config.init, seed=config.seed
         )
         tensors = state_tensors(model, include_buffers=True)
         shared = {name: tensors[name] for name in shared_names(model, config.batch_norm)}
         recorder.annotate(
             paper_bytes_formula=system.strategy.paper_formula,
-            partition=[{"partition": p, **peer.label_counts} for p, peer in roster.items()],
+            partition=partition,
+            clients_left_out=left_out,
             model={
                 "name": AUTO[config.dataset] if config.model == "auto" else config.model,
                 "parameters": sum(p.numel() for p in model.parameters()),
@@ -85,10 +86,8 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
         )
         prunable = frozenset(prunable_names(model))
         strategy = system.strategy(config, shared, prunable, roster, recorder, checkpoints, run_key)
-        completed = 0
         if checkpoint is not None:
-            completed, state = checkpoint
-            strategy.restore(state)
+            strategy.restore(checkpoint[1])
         strategy.start(
             grid=grid,
             initial_arrays=wire.to_arrays(Payload(strategy.model)),
@@ -107,19 +106,16 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
         raise
 
 
-def _resume(config: Config, recorder: Recorder, checkpoints: VersionedStore) -> tuple[int, State] | None:
-    """Reopen the run folder; its newest readable checkpoint, or None to begin again from round 1."""
-    before = read_info(recorder.folder)["config"]
-    now = config.to_dict()
-    for key in sorted(now.keys() - _MAY_CHANGE_ON_RESUME):
-        if before.get(key) != now[key]:
-            raise ConfigError(f"{key} is {now[key]!r}, allowed when resuming: {before.get(key)!r}, as the run began")
+def _checkpoint(config: Config, before: Mapping[str, Any], checkpoints: VersionedStore) -> tuple[int, State] | None:
+    """The newest readable checkpoint of the run to resume, or None where it had not finished a round."""
+    check_resumable(before["config"], config)
     checkpoint = checkpoints.load()
-    completed = checkpoint[0] if checkpoint else 0
-    if completed > config.num_server_rounds:
+    if checkpoint is None and before["rounds_completed"]:
         raise ConfigError(
-            f"num-server-rounds is {config.num_server_rounds}, allowed when resuming: at least {completed}"
+            f"{str(checkpoints.folder)!r} has no readable checkpoint, allowed when resuming after "
+            f"{before['rounds_completed']} rounds: at least one"
         )
-    recorder.resume(completed)
-    log.info("resuming after round %d", completed)
+    if checkpoint and checkpoint[0] > config.num_server_rounds:
+        asked = config.num_server_rounds
+        raise ConfigError(f"num-server-rounds is {asked}, allowed when resuming: at least {checkpoint[0]}")
     return checkpoint

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +11,10 @@ from typing import Any
 
 import yaml
 
-from fedprune_app.config import Config, ConfigError, Scalar, flatten, parse_config
+from fedprune_app.config import Config, ConfigError, Scalar, check_resumable, flatten, parse_config
 from fedprune_app.registry import check_names
+from fedprune_app.results.reader import read_info
+from fedprune_app.results.recorder import holds_run
 
 _SECTIONS = ("clients", "common", "systems", "datasets", "seeds")
 
@@ -32,17 +33,31 @@ class Matrix:
 
     settings: tuple[tuple[str, Mapping[str, Scalar]], ...]
     num_clients: int | None
+    common: frozenset[str] = frozenset()  # keys that are the same in all cells
 
     def cells(self, out: Path, overrides: Mapping[str, Scalar], resume: bool) -> list[Cell]:
         """The runs, with folders below ``out``; those to continue when ``resume``."""
         cells = []
+        varied = {key for _, values in self.settings for key in values} - self.common
+        for key in overrides:
+            if key in varied:
+                raise ConfigError(f"{key} is given on the command line, allowed: what the matrix does not vary")
         for name, values in self.settings:
             folder = (out / name).resolve()
             place: dict[str, Scalar] = {"out-dir": str(folder)}
-            if resume and (folder / "run.json").exists():
+            if resume and holds_run(folder):
                 place["resume-from"] = str(folder)
             cells.append(Cell(name, check_names(parse_config({**values, **overrides, **place}))))
         return cells
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe, and reads ``1e-4`` as the number it is in YAML 1.2, where YAML 1.1 sees a text."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
+)
 
 
 def read_matrix(path: Path) -> Matrix:
@@ -53,7 +68,7 @@ def read_matrix(path: Path) -> Matrix:
     :class:`ConfigError` naming the file and the entry.
     """
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:
         raise ConfigError(f"matrix {str(path)!r} does not exist") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -64,6 +79,9 @@ def read_matrix(path: Path) -> Matrix:
         if key not in _SECTIONS:
             raise ConfigError(f"matrix {str(path)!r} has unknown entry {key!r}, allowed: {', '.join(_SECTIONS)}")
     common = _settings(path, "common", document.get("common") or {})
+    for key in ("system", "dataset", "seed"):
+        if key in common:
+            raise ConfigError(f"matrix {str(path)!r}: common sets {key!r}, allowed: in {key}s")
     systems = _variants(path, "systems", "system", document.get("systems"))
     datasets = _variants(path, "datasets", "dataset", document.get("datasets") or [{"dataset": "digits"}])
     seeds = document.get("seeds", [0])
@@ -80,7 +98,7 @@ def read_matrix(path: Path) -> Matrix:
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(f"matrix {str(path)!r} has two runs named {twice!r}, allowed: distinct settings")
-    return Matrix(tuple(settings), num_clients)
+    return Matrix(tuple(settings), num_clients, frozenset(common))
 
 
 def _settings(path: Path, section: str, table: Any) -> dict[str, Any]:
@@ -106,9 +124,13 @@ def _name(variant: Mapping[str, Any], key: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts))
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether a run in ``folder`` ended well."""
-    try:
-        return bool(json.loads((folder / "run.json").read_text())["status"] == "completed")
-    except (OSError, ValueError, KeyError, TypeError):
+def is_complete(folder: Path, config: Config) -> bool:
+    """Whether a run in ``folder`` ended well after all the rounds of ``config``.
+
+    Raises :class:`ConfigError` when the run there was another one: the matrix has changed since.
+    """
+    if not holds_run(folder):
         return False
+    info = read_info(folder)
+    check_resumable(info["config"], config)
+    return bool(info["status"] == "completed" and info["rounds_completed"] >= config.num_server_rounds)

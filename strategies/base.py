@@ -37,6 +37,7 @@ class RoundLog:
     """What happened in one round, as far as it is known."""
 
     failures: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what clients say they lost
     stragglers: int = 0
     replies: int = 0
     bytes_up: int = 0
@@ -93,6 +94,7 @@ class FederatedStrategy(Strategy):
         self.checkpoints = checkpoints
         self.run_key = run_key
         self.log = RoundLog()
+        self.state_rounds: dict[int, int] = {}  # partition -> round of the last update taken in from it
         self.digests: dict[int, str] = {}  # of the clients' models, from the latest evaluation
 
     # --- what a system says -------------------------------------------------------------------------------------
@@ -181,11 +183,12 @@ class FederatedStrategy(Strategy):
 
     def state(self) -> State:
         """All that :meth:`restore` needs to continue bit for bit."""
-        return State(self.model)
+        return State(self.model, {"state-rounds": {str(p): r for p, r in sorted(self.state_rounds.items())}})
 
     def restore(self, state: State) -> None:
         """Continue from a state that :meth:`state` gave."""
         self.model = {name: state.tensors[name] for name in self.model}
+        self.state_rounds = {int(p): int(r) for p, r in state.meta["state-rounds"].items()}
 
     def summary(self) -> None:
         """Log what will run (a Flower strategy's duty)."""
@@ -230,8 +233,9 @@ class FederatedStrategy(Strategy):
                 self.log.fail(f"round {server_round}", answer, str(error))
                 continue
             self.log.replies += 1
+            self.state_rounds[answer.partition] = server_round
         rounds.require(self.log.replies, self.config.min_replies, f"round {server_round}", self.log.failures)
-        trained = [row for row in self.log.clients.values() if "loss" in row]
+        trained = [row for _, row in sorted(self.log.clients.items()) if "loss" in row]
         paper_down, paper_up = self.paper_bytes(asked)
         return (
             None,
@@ -240,6 +244,7 @@ class FederatedStrategy(Strategy):
                 "failures": len(self.log.failures),
                 "stragglers": self.log.stragglers,
                 "failure_reasons": self.log.failures[:_REASONS_KEPT],
+                "notes": self.log.notes[:_REASONS_KEPT],
                 "bytes_up": self.log.bytes_up,
                 "bytes_down": self.log.bytes_down,
                 "busiest_node_bytes": max(self.log.bytes_up, self.log.bytes_down),  # a star: the server, one direction
@@ -264,11 +269,19 @@ class FederatedStrategy(Strategy):
         }
         if row["num_examples"] != peer.num_examples:
             raise ValueError(f"field 'num-examples' is {row['num_examples']}, it said {peer.num_examples} before")
+        self._note(answer.partition, fields)
         schema = self.reply_schema(answer.partition)
         update = wire.payload_of(answer.content, schema.max_bytes)
         schema.check(update)
         self.accept(peer, update)
         return row
+
+    def _note(self, partition: int, fields: wire.Fields) -> None:
+        if "note" in fields:
+            text = f"client {partition}: {str(fields['note'])[:200]}"
+            if text not in self.log.notes:
+                self.log.notes.append(text)
+                log.warning("%s", text)
 
     def aggregate_evaluate(  # type: ignore[override]  # streamed answers instead of a list of messages
         self, server_round: int, replies: Iterable[Answer]
@@ -323,10 +336,11 @@ class FederatedStrategy(Strategy):
         digest = fields.get("digest")
         if not (isinstance(digest, str) and len(digest) == 64):
             raise ValueError(f"field 'digest' is {digest!r}, allowed: 64 hexadecimal digits")
+        self._note(answer.partition, fields)
         layers = {
-            name.removeprefix("density/"): wire.number(fields, name, 0, 1)
-            for name in fields
-            if name.startswith("density/")
+            name: wire.number(fields, f"density/{name}", 0, 1)
+            for name in sorted(self.prunable)
+            if f"density/{name}" in fields
         }
         return {
             "num_examples": self.roster[answer.partition].num_examples,
@@ -349,13 +363,13 @@ class FederatedStrategy(Strategy):
     # --- messages -----------------------------------------------------------------------------------------------
 
     def _messages(self, plan: Mapping[int, Payload], round: int, kind: str) -> Iterator[Message]:
-        fields = {"round": round, "run-key": self.run_key}
-        encoded: dict[int, Any] = {}
+        encoded: dict[int, ArrayRecord | None] = {}  # by payload: one for several clients is encoded once
         for partition, payload in plan.items():
             if id(payload) not in encoded:
-                arrays = wire.to_arrays(payload) if payload.tensors else None
-                encoded[id(payload)] = wire.pack(arrays, fields)
-            content = encoded[id(payload)]
+                encoded[id(payload)] = wire.to_arrays(payload) if payload.tensors else None
+            state_round = self.state_rounds.get(partition, 0)
+            fields = {"round": round, "run-key": self.run_key, "state-round": state_round}
+            content = wire.pack(encoded[id(payload)], fields)
             node_id = self.roster[partition].node_id
             yield rounds.message_to(node_id, content, kind, round, self.config.deadline_seconds)
 

@@ -51,17 +51,20 @@ class Finished:
         return self.info["final_sha256"]
 
 
-def tampered_app(tamper: Tamper) -> ClientApp:
-    """The real ClientApp whose training replies pass through ``tamper`` on their way out."""
+def wrapped_app(train: Callable[..., Message]) -> ClientApp:
+    """The real ClientApp, but training messages go to ``train(message, context, honest)``."""
     app = ClientApp()
     app.query()(client_app.query)
     app.evaluate()(client_app.evaluate)
-
-    @app.train()
-    def train(message: Message, context: Any) -> Message:
-        return tamper(message, client_app.train(message, context), context.node_config["partition-id"])
-
+    app.train()(lambda message, context: train(message, context, client_app.train))
     return app
+
+
+def tampered_app(tamper: Tamper) -> ClientApp:
+    """The real ClientApp whose training replies pass through ``tamper`` on their way out."""
+    return wrapped_app(
+        lambda message, context, honest: tamper(message, honest(message, context), context.node_config["partition-id"])
+    )
 
 
 @pytest.fixture

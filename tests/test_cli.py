@@ -44,7 +44,11 @@ def test_a_run_leaves_its_folder_and_a_second_into_it_is_refused(tmp_path):
 
 def test_more_rounds_can_be_added_to_a_finished_run(tmp_path):
     fedprune("run", *SMALL, *HERE, "--out", tmp_path / "a")
-    longer = fedprune("run", "--resume", "num-server-rounds=4", *HERE, "--out", tmp_path / "a")
+    refused = fedprune("run", "--resume", "learning-rate=0.5", "--out", tmp_path / "a")
+    assert refused.returncode == 2
+    assert "learning-rate is 0.5, allowed when resuming: 0.01" in refused.stderr
+    # without --clients: as many as the run began with
+    longer = fedprune("run", "--resume", "num-server-rounds=4", *HERE[:2], "--out", tmp_path / "a")
     assert longer.returncode == 0, longer.stderr
     fedprune("run", *SMALL, "num-server-rounds=4", *HERE, "--out", tmp_path / "b")
     hashes = {json.loads((tmp_path / name / "run.json").read_text())["final_sha256"] for name in "ab"}
@@ -61,6 +65,9 @@ def test_more_rounds_can_be_added_to_a_finished_run(tmp_path):
         (["run", "--engine", "spark"], "--engine is 'spark', allowed: ray, inprocess"),
         (["run", "--clients", "0"], "--clients is 0, allowed: at least 1"),
         (["run", "--resume"], "holds no run to resume"),
+        (["run", "out-dir=/x"], "out-dir is '/x', allowed here: --out DIR"),
+        (["run", "--engine", "inprocess", "--superlink", "x"], "--superlink is 'x'"),
+        (["run", "validation-fraction=0"], "validation-fraction is 0.0"),
         (["run", "seed"], "'seed' is not of the form key=value"),
         (["sweep", "missing.yaml"], "matrix 'missing.yaml' does not exist"),
         (["report", "."], "is no run folder, nor does it hold any"),
@@ -139,6 +146,7 @@ def test_a_report_is_written_for_a_folder_of_runs(tmp_path):
         ("systems: [fedavg\n", "cannot be read"),
         ("- 1", "holds no table"),
         ("systems: [fedavg]\ncommon: {bogus: 1}", "unknown key 'bogus'"),
+        ("systems: [fedavg]\ncommon: {seed: 1}", "common sets 'seed', allowed: in seeds"),
         ("systems: [!!python/object/apply:os.system [id]]", "cannot be read"),
     ],
 )
@@ -157,3 +165,22 @@ def test_every_matrix_of_the_repository_is_valid(path, tmp_path):
     from fedprune_app.sweep import read_matrix
 
     assert read_matrix(path).cells(tmp_path, {"data-dir": "/data"}, resume=False)
+
+
+def test_the_command_line_may_set_what_a_matrix_does_not_vary(tmp_path):
+    from fedprune_app.sweep import read_matrix
+
+    (tmp_path / "m.yaml").write_text(MATRIX + "  \n")
+    matrix = read_matrix(tmp_path / "m.yaml")
+    assert matrix.cells(tmp_path, {"num-server-rounds": 9}, resume=False)[0].config.num_server_rounds == 9
+    for key in ("system", "seed", "subfedavg.target-rate"):
+        with pytest.raises(ValueError, match=f"{key} is given on the command line"):
+            matrix.cells(tmp_path, {key: 1}, resume=False)
+
+
+def test_numbers_in_a_matrix_are_read_as_in_yaml_1_2(tmp_path):
+    from fedprune_app.sweep import read_matrix
+
+    (tmp_path / "m.yaml").write_text("systems: [fedavg]\ncommon: {learning-rate: 1e-4, weight-decay: 5E-4}")
+    config = read_matrix(tmp_path / "m.yaml").cells(tmp_path, {}, resume=False)[0].config
+    assert (config.learning_rate, config.weight_decay) == (1e-4, 5e-4)

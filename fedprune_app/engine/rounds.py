@@ -21,6 +21,7 @@ log = logging.getLogger("flwr.fedprune")
 
 _PUSH_BATCH = 16
 _PULL_BATCH = 32
+_PULL_BYTES = 64 * 2**20
 _POLL_SECONDS = (0.01, 0.25)  # first pause after an empty poll, and the longest
 
 
@@ -73,23 +74,26 @@ def exchange(grid: Grid, messages: Mapping[int, Message], deadline_seconds: floa
     """
     waiting: dict[str, int] = {}
     sent: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     queue = iter(messages.items())
     while batch := dict(islice(queue, _PUSH_BATCH)):
         accepted = {str(message_id) for message_id in grid.push_messages(batch.values()) if message_id}
         for partition, message in batch.items():
-            sent[partition] = wire.num_bytes(message.content)
+            sent[partition] = wire.num_bytes(message.content, sizes)
             if message.metadata.message_id in accepted:
                 waiting[message.metadata.message_id] = partition
             else:
                 yield Answer(partition, 0, error="its node did not accept the message")
 
+    # Flower hands over all replies of a batch at once: few of large models, more of small ones
+    batch_size = max(1, min(_PULL_BATCH, _PULL_BYTES // max([1, *sent.values()])))
     deadline = time.monotonic() + deadline_seconds
     pause = _POLL_SECONDS[0]
     while waiting and time.monotonic() < deadline:
         arrived = False
         ids = list(waiting)
-        for start in range(0, len(ids), _PULL_BATCH):
-            for reply in grid.pull_messages(ids[start : start + _PULL_BATCH]):
+        for start in range(0, len(ids), batch_size):
+            for reply in grid.pull_messages(ids[start : start + batch_size]):
                 # an error made by the SuperLink itself names another source, so map back by the message replied to
                 answered = waiting.pop(reply.metadata.reply_to_message_id, None)
                 if answered is None:
@@ -114,11 +118,12 @@ def message_to(peer_node: int, content: RecordDict, kind: str, round: int, ttl: 
     return Message(content, dst_node_id=peer_node, message_type=kind, group_id=str(round), ttl=ttl)
 
 
-def gather_roster(grid: Grid, startup_seconds: float, run_key: str) -> Roster:
+def gather_roster(grid: Grid, startup_seconds: float, run_key: str) -> tuple[Roster, list[str]]:
     """Ask every node who it is. Also the warm-up that keeps engine start-up out of the rounds' deadlines.
 
     Raises :class:`TooFewReplies` when nobody answers, with the first reason given, and ``ValueError`` when two nodes
-    claim one partition. Nodes that fail are left out of the run, with a warning.
+    claim one partition. Nodes that fail, or whose data has another shape than the first's, are left out of the run; the
+    reasons are returned beside the roster.
     """
     started = time.monotonic()
     node_ids: list[int] = []
@@ -144,7 +149,14 @@ def gather_roster(grid: Grid, startup_seconds: float, run_key: str) -> Roster:
         peers[peer.partition] = peer
     if not peers:
         raise TooFewReplies(f"no client could start: {errors[0]}")
-    return dict(sorted(peers.items()))
+    first = peers[min(peers)]
+    for partition, peer in sorted(peers.items()):
+        if (peer.image_shape, peer.num_classes) != (first.image_shape, first.num_classes):
+            errors.append(
+                f"client {partition} has images {peer.image_shape} of {peer.num_classes} classes, the first others"
+            )
+            del peers[partition]
+    return dict(sorted(peers.items())), errors
 
 
 def _read_peer(answer: Answer) -> Peer:
@@ -157,7 +169,7 @@ def _read_peer(answer: Answer) -> Peer:
     counts = {}
     for part in ("train", "validation", "test"):
         values = fields.get(f"labels-{part}", [])
-        if not (isinstance(values, list) and all(isinstance(n, int) for n in values)):
+        if not (isinstance(values, list) and all(isinstance(n, int) and 0 <= n < 2**53 for n in values)):
             raise ValueError(f"field 'labels-{part}' is {values!r}, allowed: counts per class")
         counts[part] = list(values)
     return Peer(

@@ -1,8 +1,9 @@
 """Versioned state on disk: one safetensors file per round, written atomically. Clients and server use the same class.
 
 A file ``round-00012.safetensors`` holds the state *after* round 12: tensors, and a JSON object in the file's metadata.
-A run that is killed between a client's save and the server's checkpoint is resumed from the checkpoint's round; the
-client then continues from the version the checkpoint saw, because older versions are kept.
+The server remembers whose reply of which round it took in, and tells each client from which version to go on. So a
+reply that came too late, or a kill between a client's save and the server's checkpoint, changes nothing; older versions
+stay until the server's own older checkpoints are gone too.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def exclusive(folder: Path, patience_seconds: float = 30.0) -> Iterator[None]:
 
 
 class VersionedStore:
-    """The versions of one state, in a folder of its own; the newest ``keep`` are kept."""
+    """The versions of one state, in a folder of its own."""
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
         self.folder = folder
@@ -99,13 +100,22 @@ class VersionedStore:
         matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
         return sorted(int(match.group(1)) for match in matches if match)
 
-    def save(self, round: int, state: State) -> None:
-        """Write the state after ``round``; versions of later rounds (an abandoned future) and old ones go."""
+    def save(self, round: int, state: State, accepted: int | None = None) -> None:
+        """Write the state after ``round``, and drop versions that cannot be asked for any more.
+
+        Those are all but the newest ``keep`` up to ``accepted``, the round that is known to count (default: ``round``).
+        Newer versions stay: they may be of a client that answered late and is being overtaken.
+        """
         write_tensors(self._path(round), state.tensors, state.meta)
-        versions = self.rounds()
-        stale = [r for r in versions if r > round] + [r for r in versions if r <= round][: -self.keep]
-        for old in stale:
+        counting = [r for r in self.rounds() if r <= (round if accepted is None else accepted)]
+        for old in counting[: -self.keep]:
             self._path(old).unlink(missing_ok=True)
+
+    def drop_after(self, round: int) -> None:
+        """Remove the versions of later rounds: a future that was abandoned."""
+        for later in self.rounds():
+            if later > round:
+                self._path(later).unlink(missing_ok=True)
 
     def load(self, before: int | None = None) -> tuple[int, State] | None:
         """The newest readable version, of a round smaller than ``before`` if given, with its round; or None.

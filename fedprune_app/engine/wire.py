@@ -44,9 +44,18 @@ def pack(arrays: ArrayRecord | None, fields: Fields) -> RecordDict:
     return record
 
 
-def num_bytes(content: RecordDict) -> int:
-    """The size of a message's content as Flower serialises it, measured."""
-    return int(recorddict_to_proto(content).ByteSize())
+def num_bytes(content: RecordDict, known: dict[int, int] | None = None) -> int:
+    """The size of a message's content as Flower serialises it, measured.
+
+    Serialising costs a copy, so sizes of payloads that several messages share are kept in ``known``, by ``id``.
+    """
+    known = {} if known is None else known
+    total = 0
+    for name, record in content.items():  # the serialised parts of a RecordDict lie side by side
+        if id(record) not in known or name != "payload":
+            known[id(record)] = int(recorddict_to_proto(RecordDict({name: record})).ByteSize())
+        total += known[id(record)]
+    return total
 
 
 def fields_of(content: RecordDict) -> dict[str, Any]:

@@ -172,13 +172,14 @@ def buffer_names(model: nn.Module) -> list[str]:
 
 
 def state_tensors(model: nn.Module, include_buffers: bool = False) -> dict[str, Tensor]:
-    """Contiguous copies of all parameters by name, in order, then of the running statistics if asked for."""
+    """Contiguous CPU copies of all parameters by name, in order, then of the running statistics if asked for."""
     tensors = dict(model.named_parameters())
     names = [*tensors]
     if include_buffers:
         tensors |= dict(model.named_buffers())  # type: ignore[arg-type]
         names += buffer_names(model)
-    return {name: tensors[name].detach().clone(memory_format=torch.contiguous_format) for name in names}
+    layout = torch.contiguous_format
+    return {name: tensors[name].detach().to("cpu", copy=True, memory_format=layout) for name in names}
 
 
 @torch.no_grad()

@@ -61,7 +61,7 @@ class Recorder:
         ``{name, parameters, classes}``. Raises ``ValueError`` if the folder already holds a run: results are
         never overwritten.
         """
-        if (self.folder / "run.json").exists():
+        if holds_run(self.folder):
             raise ValueError(f"'{self.folder}' already holds a run, allowed: a new folder, or resuming it")
         extra = {"headline": HEADLINES[0], "partition": None, "model": None, **(extra or {})}
         if extra["headline"] not in HEADLINES:
@@ -158,6 +158,17 @@ class Recorder:
             file.write(text.encode())
             file.flush()
             os.fsync(file.fileno())
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder holds a run that has something to lose; one that failed before its first round has not."""
+    if not (folder / "run.json").exists():
+        return False
+    try:
+        info = read_info(folder)
+    except ValueError:
+        return True
+    return bool(info["rounds_completed"]) or info["status"] not in ("failed", "interrupted")
 
 
 def versions() -> dict[str, str | None]:

@@ -11,7 +11,7 @@ from flwr.app import Message
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.rounds import TooFewReplies
-from tests.conftest import Finished, tampered_app
+from tests.conftest import Finished, tampered_app, wrapped_app
 
 
 def with_payload(change):
@@ -133,6 +133,68 @@ def test_runs_that_share_a_state_dir_do_not_see_each_others_clients(federate, tm
     assert second.sha256 == alone
     assert not (tmp_path / "second" / "clients").exists()
     assert len(list((tmp_path / "state").iterdir())) == 2
+
+
+def test_resuming_with_another_number_of_clients_is_refused(federate, tmp_path):
+    federate(name="run", num_server_rounds=1)
+    with pytest.raises(ValueError, match=r"6 clients, now 5"):
+        federate(name="run", clients=5, resume_from=str(tmp_path / "run"))
+
+
+def test_resuming_without_a_readable_checkpoint_keeps_the_record(federate, tmp_path):
+    first = federate(name="run", num_server_rounds=2)
+    for path in (first.folder / "checkpoints").glob("*.safetensors"):
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match="no readable checkpoint"):
+        federate(name="run", resume_from=str(tmp_path / "run"))
+    assert len(first.rounds) == 2
+    assert first.info["status"] == "completed"
+
+
+def test_a_lost_client_state_is_said_and_the_previous_one_used(federate, tmp_path):
+    federate(name="run", fraction_train=1.0, num_server_rounds=2)
+    (tmp_path / "run/clients/00003/round-00002.safetensors").write_bytes(b"damaged")
+    for path in (tmp_path / "run/clients/00004").glob("*.safetensors"):
+        path.unlink()
+    run = federate(name="run", fraction_train=1.0, num_server_rounds=3, resume_from=str(tmp_path / "run"))
+    assert run.rounds[-1]["notes"] == [
+        "client 3: the state of round 2 is lost, went on from round 1",
+        "client 4: the state of round 2 is lost, began anew",
+    ]
+    assert run.info["status"] == "completed"
+
+
+def late_in_round_2(request: Message, reply: Message, partition: int) -> Message:
+    if partition == 1 and request.content["fields"]["round"] == 2:
+        raise TimeoutError("the server did not wait")
+    return reply
+
+
+def test_a_client_whose_reply_did_not_count_goes_on_from_the_state_that_did(federate, tmp_path):
+    """The reply of round 2 is lost after the client saved its state: as if round 2 had not happened to it."""
+    settings = {"fraction_train": 1.0, "local_epochs": 1, "num_server_rounds": 3}
+    late = federate(name="late", app=tampered_app(late_in_round_2), **settings)
+
+    def skipping(request: Message, context, honest):
+        if context.node_config["partition-id"] == 1 and request.content["fields"]["round"] == 2:
+            raise TimeoutError("the server did not wait")
+        return honest(request, context)
+
+    skipped = federate(name="skipped", app=wrapped_app(skipping), **settings)
+    assert [row["failures"] for row in late.rounds] == [row["failures"] for row in skipped.rounds] == [0, 1, 0]
+    assert late.sha256 == skipped.sha256
+
+
+def test_training_that_diverges_is_said_and_not_kept(federate, tmp_path):
+    with pytest.raises(TooFewReplies, match="training diverged"):
+        federate(learning_rate=1e30, momentum=0.0, num_server_rounds=1)
+    assert not list((tmp_path / "run" / "clients").rglob("*.safetensors"))
+
+
+def test_a_run_that_failed_before_its_first_round_can_be_started_again(federate):
+    with pytest.raises(TooFewReplies):
+        federate(dataset="mnist", data_dir="/nowhere")
+    assert federate().info["status"] == "completed"
 
 
 def test_resuming_a_finished_run_gives_its_hash_again(federate, tmp_path):

@@ -109,13 +109,24 @@ def test_too_few_replies_name_the_first_failure():
 
 def test_the_roster_is_in_partition_order_whatever_the_node_ids():
     grid = InProcessGrid(client_app.app, 5, DEFAULTS)
-    roster = rounds.gather_roster(grid, 30, KEY)
+    roster, left_out = rounds.gather_roster(grid, 30, KEY)
+    assert left_out == []
     assert list(roster) == [0, 1, 2, 3, 4]
     assert [peer.node_id for peer in roster.values()] != sorted(peer.node_id for peer in roster.values())
     assert sum(peer.num_examples for peer in roster.values()) + sum(
         sum(peer.label_counts["validation"]) for peer in roster.values()
     ) == sum(sum(peer.label_counts[part]) for peer in roster.values() for part in ("train", "validation"))
     assert roster[0].image_shape == (1, 8, 8)
+
+
+def test_a_node_that_cannot_start_is_left_out_with_its_reason():
+    grid = InProcessGrid(client_app.app, 3, DEFAULTS)
+    lost = next(node for node, context in grid._contexts.items() if context.node_config["partition-id"] == 1)
+    grid._contexts[lost].run_config["dataset"] = "mnist"
+    roster, left_out = rounds.gather_roster(grid, 30, KEY)
+    assert list(roster) == [0, 2]
+    assert len(left_out) == 1
+    assert "data-dir" in left_out[0]
 
 
 def test_two_nodes_of_one_partition_are_refused():

@@ -34,13 +34,25 @@ def test_a_resumed_round_finds_the_state_before_it_even_if_that_round_was_saved(
     assert store.load(before=2) is None
 
 
-def test_saving_a_round_again_drops_the_future_that_was_abandoned(tmp_path):
+def test_a_version_that_was_overtaken_does_not_remove_what_overtook_it(tmp_path):
     store = VersionedStore(tmp_path)
-    for round in (1, 2, 3):
+    for round in (1, 2, 4):
         store.save(round, state(round))
-    store.save(2, state(20))
+    store.save(3, state(3), accepted=2)
+    assert store.rounds() == [1, 2, 3, 4]
+    store.drop_after(2)
     assert store.rounds() == [1, 2]
-    assert store.load()[1].group("weights")["w"][0] == 20
+
+
+def test_versions_the_server_has_not_taken_in_do_not_push_out_those_it_has(tmp_path):
+    store = VersionedStore(tmp_path, keep=2)
+    for round in (1, 2, 3):
+        store.save(round, state(round), accepted=round - 1)
+    for round in (4, 5, 6, 7):  # all too late
+        store.save(round, state(round), accepted=3)
+    assert store.rounds() == [2, 3, 4, 5, 6, 7]
+    store.save(8, state(8), accepted=7)
+    assert store.rounds() == [6, 7, 8]
 
 
 def test_only_the_newest_versions_are_kept(tmp_path):
