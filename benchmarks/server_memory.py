@@ -2,15 +2,17 @@
 
 The strategy's own round loop (messages, replies, masked mean, evaluation, checkpoint, record) runs against a stub of
 Flower's Grid that makes up each reply when it is asked for, as new bytes, the way replies come off a network. Every
-number of clients is a process of its own. "ready" is how many replies a poll finds: 1 when clients finish one by one,
-more when the server was busy meanwhile. Example: ``python benchmarks/server_memory.py --clients 20 200``.
+number of clients is a process of its own (Linux only). "ready" is how many replies a poll finds: 1 when clients finish
+one by one, more when the server was busy meanwhile.
+
+Example: ``python benchmarks/server_memory.py --clients 20 200``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
+import os
 import subprocess
 import sys
 import tempfile
@@ -39,6 +41,7 @@ from fedprune_app.engine.rounds import Peer
 from fedprune_app.engine.store import VersionedStore
 from fedprune_app.models.vision import build_model, prunable_names, state_tensors
 from fedprune_app.results.recorder import Recorder
+from fedprune_app.run_folder import new_run_key
 from strategies.subfedavg import SubFedAvg
 
 MODELS = ("lenet5", "resnet18")
@@ -103,17 +106,19 @@ def new_model(name: str) -> nn.Module:
     prepare_torchvision()
     from torchvision.models import resnet18
 
-    return resnet18(num_classes=10)  # 11.2 M parameters
+    model: nn.Module = resnet18(num_classes=10)  # 11.2 M parameters
+    return model
+
+
+def forget_peak() -> None:
+    """Let this process's high-water mark start again from what it holds now."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_bytes() -> int:
-    """The high-water mark of this process; getrusage's also counts the process that started it, so it comes second."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-    except (OSError, StopIteration):
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    """The high-water mark of this process alone; getrusage's also counts the process that started it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def serve(name: str, density: float, num_clients: int, ready: int) -> dict[str, int]:
@@ -121,6 +126,7 @@ def serve(name: str, density: float, num_clients: int, ready: int) -> dict[str, 
     torch.set_num_threads(1)
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, SUPERLINK_NODE_ID, 1
     module = new_model(name)
+    forget_peak()
     before = peak_bytes()
     tensors = state_tensors(module, include_buffers=True)
     prunable = prunable_names(module)
@@ -137,7 +143,7 @@ def serve(name: str, density: float, num_clients: int, ready: int) -> dict[str, 
         recorder = Recorder(Path(folder) / "run")
         recorder.start(config.to_dict(), config.seed)
         checkpoints = VersionedStore(Path(folder) / "checkpoints")
-        strategy = SubFedAvg(config, tensors, frozenset(prunable), roster, recorder, checkpoints)
+        strategy = SubFedAvg(config, tensors, frozenset(prunable), roster, recorder, checkpoints, new_run_key())
         strategy.start(FabricatedReplies(update, ready), ArrayRecord(), num_rounds=1)
     return {
         "peak": peak_bytes() - before,
@@ -151,7 +157,11 @@ def measure(name: str, density: float, num_clients: int, ready: int) -> dict[str
     """:func:`serve` in a new process."""
     arguments = [name, density, num_clients, ready]
     command = [sys.executable, __file__, "--serve", json.dumps(arguments)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    # By default glibc keeps freed blocks of up to 32 MB or not, as it goes; what counts here is what the server holds.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{name}, {num_clients} clients: {done.stderr}")
     found: dict[str, int] = json.loads(done.stdout)
     return found
 
@@ -160,7 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 20, 200])
-    parser.add_argument("--ready", type=int, nargs="+", default=[1, 200], help="replies that a poll finds")
+    parser.add_argument("--ready", type=int, nargs="+", default=[1, 32], help="replies that a poll finds")
     parser.add_argument("--density", type=float, default=0.5)
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -115,10 +115,8 @@ class FederatedClient(NumPyClient):
     def accuracy(self, split: str) -> float | None:
         """Accuracy in [0, 1] of the model as it is on ``validation`` or ``test``; None for an empty split."""
         images, labels = getattr(self.data, f"{split}_images"), getattr(self.data, f"{split}_labels")
-        if len(labels) == 0:
-            return None
         result = evaluate(self.model, images, labels, device=self.device)
-        return result.correct / result.total
+        return result.accuracy if result.total else None
 
     def density(self, masks: Mapping[str, Tensor]) -> float:
         """Kept share of all parameters, unpruned biases and norms included."""
@@ -172,7 +170,7 @@ class FederatedClient(NumPyClient):
         metrics: dict[str, Any] = {"digest": personal.digest(), "density": self.density(masks), **note}
         for name in self.prunable:
             metrics[f"density/{name}"] = float(masks[name].double().mean()) if name in masks else 1.0
-        scores = self._personal_scores(personal, metrics["digest"])
+        scores = self._personal_scores(personal)
         if received.tensors:
             begin = self.begin(received, state)
             scores["accuracy-received"] = self._test(begin)
@@ -207,8 +205,9 @@ class FederatedClient(NumPyClient):
         vision.load_state_tensors(self.model, tensors)
         return self.accuracy("test")
 
-    def _personal_scores(self, personal: Payload, digest: str) -> dict[str, float | None]:
-        """Scores of the personal model, from disk if it has not changed since it was last tested."""
+    def _personal_scores(self, personal: Payload) -> dict[str, float | None]:
+        """Scores of the personal model, from disk if neither it nor the data has changed since it was last tested."""
+        digest = f"{personal.digest()} {self.data_config} {self.num_partitions}"
         cache = self.store.folder / "scores.json"
         try:
             known = json.loads(cache.read_text())

@@ -7,6 +7,9 @@ is followed, but for the gate: the code decides on test data, here validation da
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import torch
 from torch import Tensor
 
 from clients.base import FederatedClient, Update
@@ -14,6 +17,11 @@ from fedprune_app.core.masks import full_masks, mask_distance, prune_percent
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models import vision
+
+
+def pruned(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The masked tensors, zero where their mask is False."""
+    return {name: torch.where(mask, tensors[name], 0.0) for name, mask in masks.items()}
 
 
 class SubFedAvgClient(FederatedClient):
@@ -26,7 +34,7 @@ class SubFedAvgClient(FederatedClient):
     def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
         """``θ_k ← θ_g ⊙ m_k``; biases as received."""
         start = super().begin(received, state)
-        return start | {name: start[name] * mask for name, mask in self.masks(state).items()}
+        return start | pruned(start, self.masks(state))
 
     def local_update(self, received: Payload, state: State, round: int) -> Update:
         options = self.config.subfedavg
@@ -44,15 +52,16 @@ class SubFedAvgClient(FederatedClient):
 
         mask_last_epoch = prune_percent(self._weights(), mask, options.prune_step)  # m^{le}, line 6
         distance = mask_distance(mask_first_epoch, mask_last_epoch)  # Δ, line 13; 0 with one local epoch
-        pruned = 100 * (1 - self.density(mask))
+        percent_pruned = self._percent_pruned(mask)
         tensors = vision.state_tensors(self.model, include_buffers=True)
         # line 14: far enough apart, target not yet reached, and accurate enough with the new mask
-        if distance > options.mask_distance and pruned < options.target_rate:
-            new_mask = self._towards_target(mask, mask_last_epoch, pruned)
-            candidate = tensors | {name: tensors[name] * m for name, m in new_mask.items()}
+        if distance > options.mask_distance and percent_pruned < options.target_rate:
+            new_mask = self._towards_target(mask, mask_last_epoch, percent_pruned)
+            candidate = tensors | pruned(tensors, new_mask)
             vision.load_state_tensors(self.model, candidate)
             accuracy = self.accuracy(options.gate_split)
-            if accuracy is not None and 100 * accuracy > options.accuracy_threshold:
+            # strictly above, with room for float noise: 100 * (7 / 100) is more than 7
+            if accuracy is not None and 100 * accuracy - options.accuracy_threshold > 1e-9:
                 tensors, mask_kept = candidate, new_mask  # line 15: θ ⊙ m^{le}
             else:
                 mask_kept = mask
@@ -61,17 +70,22 @@ class SubFedAvgClient(FederatedClient):
         payload = Payload({name: tensors[name] for name in self.shared}, mask_kept)
         return Update(payload, State(grouped(weights=tensors, masks=mask_kept)), result, masks=mask)
 
+    def _percent_pruned(self, mask: dict[str, Tensor]) -> float:
+        """Of all parameters, biases included, as the released code counts; whole numbers, so a target can be met."""
+        total = sum(parameter.numel() for parameter in self.model.parameters())
+        return 100 * sum(int((~m).sum()) for m in mask.values()) / total
+
     def _weights(self) -> dict[str, Tensor]:
         tensors = vision.state_tensors(self.model)
         return {name: tensors[name] for name in self.prunable}
 
     def _towards_target(
-        self, mask: dict[str, Tensor], full_step: dict[str, Tensor], pruned: float
+        self, mask: dict[str, Tensor], full_step: dict[str, Tensor], percent_pruned: float
     ) -> dict[str, Tensor]:
         """The mask of a full step, or of the smaller last one: at most what is missing, and the released code's cap."""
         options = self.config.subfedavg
-        missing = options.target_rate - pruned
+        missing = options.target_rate - percent_pruned
         if missing >= options.prune_step:
             return full_step
-        percent = min(missing / (100 - pruned) * 100, options.final_step_cap)
+        percent = min(missing / (100 - percent_pruned) * 100, options.final_step_cap)
         return prune_percent(self._weights(), mask, percent)

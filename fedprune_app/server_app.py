@@ -95,7 +95,8 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
             timeout=config.deadline_seconds,
             rounds_completed=completed,
         )
-        write_tensors(folder / "models" / "global.safetensors", strategy.model)
+        if strategy.has_global_model:
+            write_tensors(folder / "models" / "global.safetensors", strategy.model)
         recorder.finish("completed", final_sha256=strategy.final_sha256())
     except (KeyboardInterrupt, SystemExit):
         recorder.finish("interrupted", error="interrupted")

@@ -74,6 +74,7 @@ class FederatedStrategy(Strategy):
     """
 
     headline = "accuracy_personal_mean"  # the number the system is judged by
+    has_global_model = True
     paper_formula = "32 bits per parameter, both ways"  # what paper_bytes computes, for readers of the report
 
     def __init__(
@@ -164,7 +165,10 @@ class FederatedStrategy(Strategy):
             if current == num_rounds or (every and current % every == 0):
                 row |= self._evaluate(grid, current, arrays, timeout, evaluate_config)
             # the record comes first: killed between the two, the run repeats the round and its record is dropped
-            self.recorder.clients(row_of | {"round": current} for _, row_of in sorted(self.log.clients.items()))
+            self.recorder.clients(
+                {"round": current, "partition": partition, **row_of}
+                for partition, row_of in sorted(self.log.clients.items())
+            )
             self.recorder.round(row)
             self.checkpoints.save(current, self.state())
             log.info("round %d/%d: %s", current, num_rounds, _summary(row))
@@ -355,7 +359,9 @@ class FederatedStrategy(Strategy):
 
     def final_sha256(self) -> str:
         """One hash over all final models: the server's, then the clients' in partition order."""
-        total = hashlib.sha256(Payload(self.model).digest().encode())
+        total = hashlib.sha256()
+        if self.has_global_model:
+            total.update(Payload(self.model).digest().encode())
         for partition in self.roster:
             total.update(self.digests.get(partition, "missing").encode())
         return total.hexdigest()

@@ -19,6 +19,7 @@ _NOTHING = Payload({})
 class Standalone(FederatedStrategy):
     """No server model."""
 
+    has_global_model = False
     paper_formula = "nothing is sent"
 
     def plan(self, round: int, participants: list[int]) -> Mapping[int, Payload]:

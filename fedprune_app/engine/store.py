@@ -103,12 +103,14 @@ class VersionedStore:
     def save(self, round: int, state: State, accepted: int | None = None) -> None:
         """Write the state after ``round``, and drop versions that cannot be asked for any more.
 
-        Those are all but the newest ``keep`` up to ``accepted``, the round that is known to count (default: ``round``).
-        Newer versions stay: they may be of a client that answered late and is being overtaken.
+        Up to ``accepted``, the round that is known to count (default: ``round``), those are all but the newest
+        ``keep``; between the two, all: they came too late. Later ones stay: this save may be the late one, overtaken.
         """
         write_tensors(self._path(round), state.tensors, state.meta)
-        counting = [r for r in self.rounds() if r <= (round if accepted is None else accepted)]
-        for old in counting[: -self.keep]:
+        accepted = round if accepted is None else accepted
+        versions = self.rounds()
+        counting = [r for r in versions if r <= accepted]
+        for old in counting[: -self.keep] + [r for r in versions if accepted < r < round]:
             self._path(old).unlink(missing_ok=True)
 
     def drop_after(self, round: int) -> None:

@@ -31,11 +31,11 @@ def _one_thread():
 
 @pytest.fixture
 def client(tmp_path):
-    """``client(system, partition, **settings)``: a new object each time, as for each message; state stays on disk."""
+    """``client(system, **settings)``: a new object each time, as for each message; state stays on disk."""
 
-    def make(system="subfedavg", partition=0, **settings):
+    def make(system="subfedavg", folder=tmp_path, number=0, **settings):
         config = parse_config({**QUICK, "system": system, **{key.replace("_", "-"): v for key, v in settings.items()}})
-        return CLASSES[system](config, partition, 4, tmp_path)
+        return CLASSES[system](config, number, 4, folder)
 
     return make
 
@@ -44,7 +44,9 @@ def received_model(one, seed=0):
     """Some model other than the initial one."""
     rng = torch.Generator().manual_seed(seed)
     tensors = state_tensors(one.model, include_buffers=True)
-    return Payload({name: tensors[name] + 0.05 * torch.randn(tensors[name].shape, generator=rng) for name in one.shared})
+    return Payload(
+        {name: tensors[name] + 0.05 * torch.randn(tensors[name].shape, generator=rng) for name in one.shared}
+    )
 
 
 def message(one, received, round):
@@ -52,8 +54,11 @@ def message(one, received, round):
     return received.to_ndarrays(), {"round": round, **payload_names(received)}
 
 
-def fit(one, received, round):
-    arrays, num_examples, metrics = one.fit(*message(one, received, round))
+def fit(one, received, round, state_round=None):
+    arrays, config = message(one, received, round)
+    if state_round is not None:
+        config["state-round"] = state_round
+    arrays, num_examples, metrics = one.fit(arrays, config)
     names = metrics.pop("tensor-names"), metrics.pop("mask-names")
     metrics.pop("seconds")
     return Payload.from_ndarrays(arrays, *names), num_examples, metrics
@@ -63,8 +68,8 @@ def evaluate(one, received, round):
     return one.evaluate(*message(one, received, round))[2]
 
 
-def digest_on_disk(one):
-    return Payload(one.store.load()[1].tensors).digest()
+def digest_after(one, round):
+    return Payload(one.store.load(before=round + 1)[1].tensors).digest()
 
 
 @pytest.mark.parametrize("system", CLASSES)
@@ -72,12 +77,23 @@ def test_a_round_asked_for_again_gets_the_same_reply_and_leaves_the_same_state(c
     received = received_model(client(system))
     fit(client(system), received, 1)
     first, num_examples, metrics = fit(client(system), received, 2)
-    state = digest_on_disk(client(system))
+    state = digest_after(client(system), 2)
     fit(client(system), received, 3)  # a future that is about to be abandoned
     again, num_examples_again, metrics_again = fit(client(system), received, 2)
     assert (again.digest(), num_examples_again, metrics_again) == (first.digest(), num_examples, metrics)
-    assert digest_on_disk(client(system)) == state
-    assert client(system).store.rounds() == [1, 2]
+    assert digest_after(client(system), 2) == state
+
+
+@pytest.mark.parametrize("system", ["subfedavg", "standalone"])
+def test_a_client_goes_on_from_the_round_that_the_server_took_in(client, system, tmp_path):
+    """What it did in round 2 came too late: it is as if that had not been."""
+    received = received_model(client(system))
+    for folder, rounds in ((tmp_path / "late", (1, 2)), (tmp_path / "never", (1,))):
+        for round in rounds:
+            fit(client(system, folder), received, round, state_round=round - 1)
+        fit(client(system, folder), received, 3, state_round=1)
+    late, never = (digest_after(client(system, tmp_path / name), 3) for name in ("late", "never"))
+    assert late == never
 
 
 @pytest.mark.parametrize("system", ["subfedavg", "fedavg"])
@@ -123,26 +139,28 @@ def test_an_evaluation_looks_no_further_than_its_round(client):
 
 
 def test_without_validation_data_there_is_no_validation_accuracy(client):
-    one = client(validation_fraction=0.0)
+    one = client("fedavg", validation_fraction=0.0)
     assert one.accuracy("validation") is None
     assert "accuracy-validation" not in evaluate(one, received_model(one), 1)
 
 
 def test_personal_scores_are_those_of_the_present_model_whatever_was_remembered(client):
-    received = received_model(client("fedavg"))
+    still = {"learning_rate": 1e-30}
     scores = []
     for round in (1, 2):
-        fit(client("fedavg"), received, round)
+        received = received_model(client("fedavg"), seed=round)
+        fit(client("fedavg", **still), received, round)
         fresh = evaluate(client("fedavg"), received, round)
+        assert fresh["accuracy-personal"] == fresh["accuracy-received"]
         assert evaluate(client("fedavg"), received, round) == fresh
-        client("fedavg").store.folder.joinpath("scores.json").write_text('{"digest": 3')
+        (client("fedavg").store.folder / "scores.json").write_text('{"digest": 3')
         assert evaluate(client("fedavg"), received, round) == fresh
         scores.append(fresh["accuracy-personal"])
     assert scores[0] != scores[1]
 
 
 def test_the_update_is_on_disk_before_the_reply_leaves(client, monkeypatch):
-    def full_disk(*_):
+    def full_disk(*_, **__):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(base.VersionedStore, "save", full_disk)
@@ -151,7 +169,7 @@ def test_the_update_is_on_disk_before_the_reply_leaves(client, monkeypatch):
 
 
 def test_properties_describe_the_data(client):
-    one = client(partition=2)
+    one = client(number=2)
     properties = one.get_properties({})
     data = client_data(data_config(one.config), 2, 4)
     assert properties["num-examples"] == len(data.train_labels) == sum(properties["labels-train"])
@@ -169,20 +187,18 @@ def test_the_gradient_is_clipped_only_when_asked(client):
     assert plain != clipped
 
 
-@pytest.mark.xfail(strict=True, reason="scores are remembered by the model's digest alone, whatever data they are of")
-def test_scores_on_other_data_are_not_remembered(client, tmp_path):
-    shards = evaluate(client("standalone"), Payload({}), 1)["accuracy-personal"]
-    classes = {"partition": "classes", "shard_size": 0, "partition_": None}
-    classes.pop("partition_")
-    config = parse_config({**QUICK, "system": "standalone", "partition": "classes", "shard-size": 0})
-    fresh = StandaloneClient(config, 0, 4, tmp_path / "fresh")
-    expected = evaluate(fresh, Payload({}), 1)["accuracy-personal"]
-    assert expected != shards
-    assert evaluate(StandaloneClient(config, 0, 4, tmp_path), Payload({}), 1)["accuracy-personal"] == expected
-
-
-@pytest.mark.xfail(strict=True, reason="an update that diverged, and that the server refuses, is kept by the client")
-def test_a_client_that_diverged_once_trains_again(client):
-    diverged = fit(client("standalone", learning_rate=1e4), Payload({}), 1)
-    assert math.isnan(diverged[2]["loss"])  # the server leaves this reply out
+def test_a_client_that_diverged_keeps_nothing_of_it_and_trains_again(client):
+    with pytest.raises(ValueError, match="diverged"):
+        fit(client("standalone", learning_rate=1e4), Payload({}), 1)
+    assert client("standalone").store.load() is None
     assert math.isfinite(fit(client("standalone"), Payload({}), 2)[2]["loss"])
+
+
+def test_scores_on_other_data_are_not_remembered(client, tmp_path):
+    def score(folder, **data):
+        return evaluate(client("standalone", folder, **data), Payload({}), 1)["accuracy-personal"]
+
+    classes = {"partition": "classes", "shard_size": 0}
+    expected = score(tmp_path / "fresh", **classes)
+    assert score(tmp_path / "used") != expected
+    assert score(tmp_path / "used", **classes) == expected

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from PIL import Image
 
 from clients.base import payload_names
 from clients.subfedavg import SubFedAvgClient
@@ -30,10 +31,10 @@ def _one_thread():
 def client(tmp_path):
     """A client whose gate finds every model right about ``accuracy`` of the time, and notes on which data."""
 
-    def make(accuracy=1.0, partition=0, **settings):
+    def make(accuracy=1.0, **settings):
         values = {key.replace("_", "-").replace("subfedavg-", "subfedavg."): v for key, v in settings.items()}
         config = parse_config({"shard-size": 40, "local-epochs": 2, "learning-rate": 0.05, **values})
-        one = SubFedAvgClient(config, partition, 4, tmp_path)
+        one = SubFedAvgClient(config, 0, 4, tmp_path)
         one.asked = []
         if accuracy != "real":
             one.accuracy = lambda split: one.asked.append(split) or accuracy
@@ -45,6 +46,13 @@ def client(tmp_path):
 def update(one, state=None, round=1):
     received = Payload(state_tensors(one.model, include_buffers=True))
     return one.local_update(received, state or State(), round)
+
+
+def full_masks_less(one, count, name="conv2.weight"):
+    """Masks that keep all but the first ``count`` coordinates of one tensor."""
+    masks = {name: torch.ones(tensor.shape, dtype=torch.bool) for name, tensor in one._weights().items()}
+    masks[name].view(-1)[:count] = False
+    return masks
 
 
 def removed(update):
@@ -60,7 +68,9 @@ NOTHING = dict.fromkeys(SIZES, 0)
 
 
 def test_a_full_step_takes_its_percentage_of_each_tensor(client):
-    assert removed(update(client())) == share_of_each(10) == {"conv1.weight": 15, "conv2.weight": 461, "fc1.weight": 128}
+    assert (
+        removed(update(client())) == share_of_each(10) == {"conv1.weight": 15, "conv2.weight": 461, "fc1.weight": 128}
+    )
 
 
 @pytest.mark.parametrize(("split", "asked"), [("validation", ["validation"]), ("test", ["test"])])
@@ -88,16 +98,23 @@ def test_a_shut_gate_leaves_the_trained_weights_as_they_are(client):
     assert shut.payload.digest() == never.payload.digest()
 
 
-def test_a_target_reached_exactly_is_reached(client):
-    kept = {name: torch.ones(shape, dtype=torch.bool) for name, shape in shapes(client()).items()}
-    kept["conv2.weight"].view(-1)[:609] = False  # 10 % of all 6,090 parameters
-    state = State(grouped(masks=kept))
-    assert removed(update(client(subfedavg_target_rate=10.0), state)) == NOTHING | {"conv2.weight": 609}
-    assert removed(update(client(subfedavg_target_rate=10.01), state))["conv2.weight"] == 610  # and one of each
+@pytest.mark.parametrize(
+    ("pruned", "target"),
+    [
+        (3045, 50.0),
+        (609, 10.0),
+    ],
+)
+def test_a_target_reached_exactly_is_reached(client, pruned, target):
+    state = State(grouped(masks=full_masks_less(client(), pruned)))
+    just_reached = client(subfedavg_target_rate=target)
+    assert removed(update(just_reached, state)) == NOTHING | {"conv2.weight": pruned}
 
 
-def shapes(one):
-    return {name: tensor.shape for name, tensor in one._weights().items()}
+def test_a_target_not_quite_reached_costs_a_weight_of_each_tensor(client):
+    state = State(grouped(masks=full_masks_less(client(), 609)))
+    taken = removed(update(client(subfedavg_target_rate=10.0001), state))
+    assert taken == {"conv1.weight": 1, "conv2.weight": 610, "fc1.weight": 1}
 
 
 @pytest.mark.parametrize(
@@ -116,14 +133,18 @@ def test_the_last_step_takes_what_is_missing_up_to_the_cap(client, target, cap, 
 
 
 def test_what_is_missing_counts_against_the_remaining_parameters(client):
-    kept = {name: torch.ones(shape, dtype=torch.bool) for name, shape in shapes(client()).items()}
-    kept["conv2.weight"].view(-1)[:3045] = False  # half of all parameters
+    half = State(grouped(masks=full_masks_less(client(), 3045)))
     one = client(subfedavg_target_rate=52.0, subfedavg_final_step_cap=50.0)
-    taken = removed(update(one, State(grouped(masks=kept))))
     remaining = SIZES | {"conv2.weight": SIZES["conv2.weight"] - 3045}
-    assert taken == {
-        name: math.ceil(0.04 * (n - 1)) + (3045 if name == "conv2.weight" else 0) for name, n in remaining.items()
-    }
+    expected = {name: math.ceil(0.04 * (n - 1)) for name, n in remaining.items()}
+    expected["conv2.weight"] += 3045
+    assert removed(update(one, half)) == expected
+
+
+def test_a_weight_at_the_percentile_itself_stays(client):
+    """Of 4,601 weights the 10 % percentile is one of them: the 461st smallest."""
+    state = State(grouped(masks=full_masks_less(client(), 7)))
+    assert removed(update(client(), state))["conv2.weight"] == 7 + 460
 
 
 def test_with_one_local_epoch_there_is_no_distance(client):
@@ -131,43 +152,45 @@ def test_with_one_local_epoch_there_is_no_distance(client):
 
 
 def test_a_tensor_that_is_all_pruned_stays_so_and_the_others_go_on(client):
-    kept = {name: torch.ones(shape, dtype=torch.bool) for name, shape in shapes(client()).items()}
-    kept["fc1.weight"][:] = False
-    result = update(client(), State(grouped(masks=kept)))
-    assert removed(result) == share_of_each(10) | {"fc1.weight": 1280}
+    state = State(grouped(masks=full_masks_less(client(), 144, "conv1.weight")))
+    result = update(client(), state)
+    assert removed(result) == share_of_each(10) | {"conv1.weight": 144}
     assert math.isfinite(result.training.loss_mean)
 
 
 def test_a_client_of_one_label_prunes(client):
-    one = client("real", partition_="classes") if False else client("real", shard_size=0, shards_per_client=1)
-    assert len(one.data.train_labels.unique()) <= 4
-    single = client("real", partition=1, **{"shard_size": 0, "classes_per_client": 1})
-    assert isinstance(removed(update(single)), dict)
+    one = client("real", partition="classes", classes_per_client=1, shard_size=0)
+    assert len(one.data.train_labels.unique()) == 1
+    assert removed(update(one)) == share_of_each(10)
 
 
-@pytest.mark.parametrize("model", ["lenet5-bn"])
-def test_norms_and_biases_carry_no_mask(tmp_path, model):
-    from PIL import Image
-
+def test_norms_and_biases_carry_no_mask(tmp_path):
     for part in ("train", "test"):
         for label, grey in (("dark", 10), ("light", 200)):
             (tmp_path / part / label).mkdir(parents=True)
             for i in range(8):
                 Image.new("L", (16, 16), grey + 5 * i).save(tmp_path / part / label / f"{i}.png")
-    values = {"dataset": "image-folder", "data-dir": str(tmp_path), "model": model, "partition": "iid"}
+    values = {"dataset": "image-folder", "data-dir": str(tmp_path), "model": "lenet5-bn", "partition": "iid"}
     one = SubFedAvgClient(parse_config({**values, "local-epochs": 2, "learning-rate": 0.05}), 0, 2, tmp_path / "state")
     one.accuracy = lambda split: 1.0
     result = update(one)
     assert set(result.payload.masks) == {f"{layer}.weight" for layer in ("conv1", "conv2", "fc1", "fc2", "fc3")}
-    assert all(0 < count for count in removed(result).values())
-    unmasked = [name for name in result.payload.tensors if name.startswith("bn") or name.endswith("bias")]
-    assert all(name in result.payload.tensors for name in unmasked)
+    assert all(count > 0 for count in removed(result).values())
+    assert {f"bn{i}.{part}" for i in (1, 2) for part in ("weight", "bias", "running_mean", "running_var")} < set(
+        result.payload.tensors
+    )
+    parameters = sum(p.numel() for p in one.model.parameters())  # running statistics are none
+    assert one.density(result.payload.masks) == pytest.approx(1 - sum(removed(result).values()) / parameters, abs=1e-12)
 
 
 def test_the_work_counted_is_that_under_the_mask_in_use(client):
-    """FLOPs are of the training that was done: the mask pruned afterwards counts from the next round."""
-    one = client()
-    received = Payload(state_tensors(one.model))
-    message = received.to_ndarrays(), payload_names(received)
-    flops = [client().fit(message[0], {"round": round, **message[1]})[2]["flops"] for round in (1, 2)]
-    assert flops[1] / flops[0] == pytest.approx(0.9, abs=0.01)
+    """FLOPs are of the training that was done: what is pruned after it counts from the next round."""
+    received = Payload(state_tensors(client().model))
+    names = payload_names(received)
+
+    def flops(one, round):
+        return one.fit(received.to_ndarrays(), {"round": round, **names})[2]["flops"]
+
+    dense = flops(client(0.0), 1)  # the gate stays shut
+    assert flops(client(), 1) == dense
+    assert flops(client(), 2) == pytest.approx(0.9 * dense, rel=0.01)

@@ -51,7 +51,10 @@ def test_every_clients_masks_are_the_references_and_its_weights_close(both):
 
 def test_the_servers_model_is_the_references(both):
     run, expected = both
-    close(run.server, expected.server)
+    if run.config.system == "standalone":
+        assert not (run.folder / "models").exists()  # there is none
+    else:
+        close(run.server, expected.server)
 
 
 def test_the_same_clients_took_part(both):
@@ -62,10 +65,8 @@ def test_the_same_clients_took_part(both):
 
 def test_the_clients_report_the_references_density(both):
     run, expected = both
-    if run.config.system != "subfedavg":
-        pytest.skip("dense systems")
     for partition, row in run.rows(run.config.num_server_rounds).items():
-        pruned = expected.clients[partition].pruned
+        pruned = expected.clients[partition].pruned  # stays empty in dense systems
         assert row["density"] == pytest.approx(1 - float(pruned[-1] if pruned else 0) / 100, abs=1e-12)
 
 
