@@ -22,7 +22,8 @@ log = logging.getLogger("flwr.fedprune")
 _PUSH_BATCH = 16
 _PULL_BATCH = 32
 _PULL_BYTES = 64 * 2**20
-_POLL_SECONDS = (0.01, 0.25)  # first pause after an empty poll, and the longest
+_POLL_SECONDS = (0.01, 0.25)  # the shortest pause between polls, and the longest
+_POLL_SHARE = 0.05  # a reply is seen late by at most this share of the time it was waited for
 
 
 class TooFewReplies(RuntimeError):
@@ -88,7 +89,7 @@ def exchange(grid: Grid, messages: Mapping[int, Message], deadline_seconds: floa
     # Flower hands over all replies of a batch at once: few of large models, more of small ones
     batch_size = max(1, min(_PULL_BATCH, _PULL_BYTES // max([1, *sent.values()])))
     deadline = time.monotonic() + deadline_seconds
-    pause = _POLL_SECONDS[0]
+    last_arrival = time.monotonic()
     while waiting and time.monotonic() < deadline:
         arrived = False
         ids = list(waiting)
@@ -104,11 +105,13 @@ def exchange(grid: Grid, messages: Mapping[int, Message], deadline_seconds: floa
                     yield Answer(answered, down, error=_error_line(reply))
                 else:
                     yield Answer(answered, down, wire.num_bytes(reply.content), reply.content)
+        now = time.monotonic()
         if arrived:
-            pause = _POLL_SECONDS[0]
+            last_arrival = now
         elif waiting:
-            time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-            pause = min(2 * pause, _POLL_SECONDS[1])
+            shortest, longest = _POLL_SECONDS
+            pause = min(max(shortest, _POLL_SHARE * (now - last_arrival)), longest)
+            time.sleep(min(pause, max(0.0, deadline - now)))
     for partition in waiting.values():
         yield Answer(partition, sent[partition], error=f"no reply in {deadline_seconds:g} s", late=True)
 

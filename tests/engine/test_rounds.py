@@ -98,7 +98,7 @@ def test_replies_are_asked_for_in_small_batches():
 def test_waiting_does_not_poll_in_a_tight_loop():
     grid = ScriptedGrid({1: "never"})
     ask(grid, deadline=1.0)
-    assert len(grid.pulls) < 20
+    assert len(grid.pulls) < 80
 
 
 def test_too_few_replies_name_the_first_failure():
