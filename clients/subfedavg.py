@@ -53,7 +53,7 @@ class SubFedAvgClient(FederatedClient):
         mask_last_epoch = prune_percent(self._weights(), mask, options.prune_step)  # m^{le}, line 6
         distance = mask_distance(mask_first_epoch, mask_last_epoch)  # Δ, line 13; 0 with one local epoch
         percent_pruned = self._percent_pruned(mask)
-        tensors = vision.state_tensors(self.model, include_buffers=True)
+        tensors, mask_kept = vision.state_tensors(self.model, include_buffers=True), mask
         # line 14: far enough apart, target not yet reached, and accurate enough with the new mask
         if distance > options.mask_distance and percent_pruned < options.target_rate:
             new_mask = self._towards_target(mask, mask_last_epoch, percent_pruned)
@@ -63,10 +63,6 @@ class SubFedAvgClient(FederatedClient):
             # strictly above, with room for float noise: 100 * (7 / 100) is more than 7
             if accuracy is not None and 100 * accuracy - options.accuracy_threshold > 1e-9:
                 tensors, mask_kept = candidate, new_mask  # line 15: θ ⊙ m^{le}
-            else:
-                mask_kept = mask
-        else:
-            mask_kept = mask
         payload = Payload({name: tensors[name] for name in self.shared}, mask_kept)
         return Update(payload, State(grouped(weights=tensors, masks=mask_kept)), result, masks=mask)
 

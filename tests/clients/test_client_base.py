@@ -21,14 +21,6 @@ QUICK = {"shard-size": 40, "local-epochs": 2, "learning-rate": 0.05, "subfedavg.
 CLASSES = {"subfedavg": SubFedAvgClient, "fedavg": FedAvgClient, "standalone": StandaloneClient}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def client(tmp_path):
     """``client(system, **settings)``: a new object each time, as for each message; state stays on disk."""

@@ -19,14 +19,6 @@ SIZES = {"conv1.weight": 144, "conv2.weight": 4608, "fc1.weight": 1280}
 TOTAL = 6090  # biases included
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def client(tmp_path):
     """A client whose gate finds every model right about ``accuracy`` of the time, and notes on which data."""

@@ -13,14 +13,6 @@ SHAPES = {"lenet5": (3, 32, 32), "lenet5-bn": (3, 32, 32), "cnn-small": (1, 8, 8
 EVERYTHING = SGD(0.05, momentum=0.5, weight_decay=0.1, batch_size=8, epochs=2, max_grad_norm=0.5)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
