@@ -23,9 +23,11 @@ from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.flops import training_flops
 from fedprune_app.core.payload import Payload
+from fedprune_app.data.augmentation import CropFlip, augmentation
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.splits import DataConfig, client_data, label_counts
 from fedprune_app.engine.store import State, VersionedStore, grouped
+from fedprune_app.engine.wire import Schema
 from fedprune_app.models import vision
 from fedprune_app.models.initial import initial_model, layer_flops, shared_names
 from fedprune_app.results.files import replace_file
@@ -41,7 +43,8 @@ class Update:
     payload: Payload
     state: State
     training: TrainingResult
-    masks: Mapping[str, Tensor] = field(default_factory=dict)  # that training ran under, for its FLOPs
+    flops: float  # of the whole local phase
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # more to tell the server
 
 
 def data_config(config: Config) -> DataConfig:
@@ -58,10 +61,14 @@ class FederatedClient(NumPyClient):
 
     validates = "personal"  # which model's validation accuracy picks the best round: "personal" or "received"
 
-    def __init__(self, config: Config, partition: int, num_partitions: int, state_dir: Path) -> None:
+    def __init__(
+        self, config: Config, partition: int, num_partitions: int, state_dir: Path, capacity: float | None = None
+    ) -> None:
         self.config = config
         self.partition = partition
         self.num_partitions = num_partitions
+        self.capacity = capacity  # the density that this node can bear, where its operator says so
+        self.request: Mapping[str, Any] = {}  # the fields of the message being answered
         self.data_config = data_config(config)
         self.store = VersionedStore(state_dir / f"{partition:05d}")
         self.dataset = load_dataset(config.dataset, config.data_dir, config.download)
@@ -89,28 +96,67 @@ class FederatedClient(NumPyClient):
         result = self.train(round)
         tensors = vision.state_tensors(self.model, include_buffers=True)
         payload = Payload({name: tensors[name] for name in self.shared})
-        return Update(payload, State(grouped(weights=tensors)), result)
+        return Update(payload, State(grouped(weights=tensors)), result, self.training_flops())
 
     def personal_model(self, received: Payload, state: State) -> dict[str, Tensor]:
         """The model the client answers for: its last local one, or where training would start if it never trained."""
         return state.group("weights") or self.begin(received, state)
 
+    def received_scores(self, received: Payload, state: State) -> dict[str, float | None]:
+        """Accuracies of what was received: as this client would start from it, and as it is for all."""
+        begin, masks = self.begin(received, state), self.masks(state)
+        scores = {"accuracy-received": self.test_accuracy(begin)}
+        if self.validates == "received":
+            scores["accuracy-validation"] = self.accuracy("validation")
+        pruned = any(not bool(mask.all()) for mask in masks.values())
+        dense = {**begin, **received.tensors}
+        scores["accuracy-global"] = self.test_accuracy(dense) if pruned else scores["accuracy-received"]
+        return scores
+
+    def letter_schema(self) -> Schema:
+        """What other clients' payloads must hold, in systems where clients see them."""
+        return Schema.like({})
+
     # --- local work ---------------------------------------------------------------------------------------------
 
-    def train(self, round: int, **how: Any) -> TrainingResult:
-        """The one local training loop, with this run's settings and this (client, round)'s randomness."""
+    def train(
+        self,
+        round: int,
+        *,
+        role: str = "train",
+        epochs: int | None = None,
+        learning_rate: float | None = None,
+        **how: Any,
+    ) -> TrainingResult:
+        """The one local training loop, with this run's settings and randomness of this (role, client, round)."""
         config = self.config
         sgd = SGD(
-            learning_rate=config.learning_rates[round],
+            learning_rate=config.learning_rates[round] if learning_rate is None else learning_rate,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
             batch_size=config.batch_size,
-            epochs=config.local_epochs,
+            epochs=config.local_epochs if epochs is None else epochs,
             max_grad_norm=config.max_grad_norm or None,
         )
-        draw = rng.generator(config.seed, "train", self.partition, round)
-        images, labels = self.data.train_images, self.data.train_labels
-        return train(self.model, images, labels, sgd, rng=draw, device=self.device, **how)
+        draw = rng.generator(config.seed, role, self.partition, round)
+        images, labels = self.data.train_images.to(self.device), self.data.train_labels
+        augment = self.augmentation(images)
+        return train(self.model, images, labels, sgd, rng=draw, device=self.device, augment=augment, **how)
+
+    def augmentation(self, images: Tensor) -> CropFlip | None:
+        """What ``augmentation`` asks for, of these training images."""
+        black = torch.tensor([-mean / std for mean, std in zip(self.dataset.mean, self.dataset.std, strict=True)])
+        return augmentation(self.config.augmentation, images, black)
+
+    def training_flops(self, masks: Mapping[str, Tensor] | None = None, epochs: int | None = None) -> float:
+        """FLOPs of training for so many epochs under these masks."""
+        epochs = self.config.local_epochs if epochs is None else epochs
+        return training_flops(self.layer_flops(), len(self.data.train_labels) * epochs, masks)
+
+    def layer_flops(self) -> Mapping[str, int]:
+        """FLOPs of one example's forward pass, by layer."""
+        config, shape = self.config, self.dataset.image_shape
+        return layer_flops(config.model, config.dataset, shape, self.dataset.num_classes)
 
     def accuracy(self, split: str) -> float | None:
         """Accuracy in [0, 1] of the model as it is on ``validation`` or ``test``; None for an empty split."""
@@ -142,48 +188,43 @@ class FederatedClient(NumPyClient):
         Raises ``ValueError`` and saves nothing when training diverges.
         """
         started = time.monotonic()
+        self.request = config
         round = int(config["round"])
-        state, note = self._state(config, before=round)
+        state, lost = self._state(config, before=round)
         update = self.local_update(_received(parameters, config), state, round)
         if update.training.diverged:
             raise ValueError(f"training diverged (loss {update.training.loss_mean}); try a lower learning-rate")
         self.store.save(round, update.state, accepted=config.get("state-round"))
         num_examples = len(self.data.train_labels)
-        shape, num_classes = self.dataset.image_shape, self.dataset.num_classes
-        layers = layer_flops(self.config.model, self.config.dataset, shape, num_classes)
         metrics = {
             "loss": update.training.loss_mean,
             "density": self.density(self.masks(update.state)),
-            "flops": training_flops(layers, num_examples * self.config.local_epochs, update.masks),
+            "flops": update.flops,
             "seconds": time.monotonic() - started,
-            **note,
+            **update.metrics,
+            **self._note(lost, config),
             **payload_names(update.payload),
         }
         return update.payload.to_ndarrays(), num_examples, metrics
 
     def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Accuracies of the personal, received and global model, on this client's own data."""
+        self.request = config
         received = _received(parameters, config)
-        state, note = self._state(config, before=int(config["round"]) + 1)
+        state, lost = self._state(config, before=int(config["round"]) + 1)
         masks = self.masks(state)
         personal = Payload(self.personal_model(received, state), masks)
-        metrics: dict[str, Any] = {"digest": personal.digest(), "density": self.density(masks), **note}
+        metrics: dict[str, Any] = {"digest": personal.digest(), "density": self.density(masks)}
+        metrics |= self._note(lost, config)
         for name in self.prunable:
             metrics[f"density/{name}"] = float(masks[name].double().mean()) if name in masks else 1.0
         scores = self._personal_scores(personal)
         if received.tensors:
-            begin = self.begin(received, state)
-            scores["accuracy-received"] = self._test(begin)
-            if self.validates == "received":
-                scores["accuracy-validation"] = self.accuracy("validation")
-            pruned = any(not bool(mask.all()) for mask in masks.values())
-            scores["accuracy-global"] = (
-                self._test({**begin, **received.tensors}) if pruned else scores["accuracy-received"]
-            )
+            scores |= self.received_scores(received, state)
         metrics |= {name: score for name, score in scores.items() if score is not None}
         return 0.0, len(self.data.test_labels), metrics
 
-    def _state(self, config: Mapping[str, Any], before: int) -> tuple[State, dict[str, str]]:
+    def _state(self, config: Mapping[str, Any], before: int) -> tuple[State, str]:
         """The state after the round the server last took in from this client (``state-round``, 0 for none).
 
         Without that, the newest of a round smaller than ``before``. If it is lost, the one before it, and a note to
@@ -191,17 +232,22 @@ class FederatedClient(NumPyClient):
         """
         wanted = config.get("state-round")
         if wanted == 0:
-            return _NO_STATE, {}
+            return _NO_STATE, ""
         found = self.store.load(before=before if wanted is None else wanted + 1)
         if found is None:
-            lost = {"note": f"the state of round {wanted} is lost, began anew"}
-            return _NO_STATE, {} if wanted is None else lost
+            return _NO_STATE, "" if wanted is None else f"the state of round {wanted} is lost, began anew"
         round, state = found
         if wanted in (None, round):
-            return state, {}
-        return state, {"note": f"the state of round {wanted} is lost, went on from round {round}"}
+            return state, ""
+        return state, f"the state of round {wanted} is lost, went on from round {round}"
 
-    def _test(self, tensors: Mapping[str, Tensor]) -> float | None:
+    @staticmethod
+    def _note(lost: str, config: Mapping[str, Any]) -> dict[str, str]:
+        notes = [lost, *config.get("refused", [])]
+        return {"note": "; ".join(filter(None, notes))} if any(notes) else {}
+
+    def test_accuracy(self, tensors: Mapping[str, Tensor]) -> float | None:
+        """Accuracy in [0, 1] on the client's test data, with these tensors loaded into the model."""
         vision.load_state_tensors(self.model, tensors)
         return self.accuracy("test")
 
@@ -216,7 +262,7 @@ class FederatedClient(NumPyClient):
         except (OSError, ValueError, KeyError, TypeError):
             pass  # not tested yet, or the file is damaged: test
         scores = {
-            "accuracy-personal": self._test(personal.tensors),
+            "accuracy-personal": self.test_accuracy(personal.tensors),
             "accuracy-validation": self.accuracy("validation"),
         }
         replace_file(cache, json.dumps({"digest": digest, "scores": scores}).encode())
@@ -226,6 +272,31 @@ class FederatedClient(NumPyClient):
 def payload_names(payload: Payload) -> dict[str, list[str]]:
     """The names that a list of ndarrays lacks, to travel beside it."""
     return {"tensor-names": list(payload.tensors), "mask-names": list(payload.masks)}
+
+
+def with_letters(payload: Payload, letters: Mapping[int, Payload]) -> Payload:
+    """One payload for Flower's list of arrays: those of client 3 are named ``letter/3/conv1.weight``."""
+    tensors, masks = dict(payload.tensors), dict(payload.masks)
+    for partition, letter in letters.items():
+        tensors |= {f"letter/{partition}/{name}": tensor for name, tensor in letter.tensors.items()}
+        masks |= {f"letter/{partition}/{name}": mask for name, mask in letter.masks.items()}
+    return Payload(tensors, masks)
+
+
+def split_letters(received: Payload) -> tuple[Payload, dict[int, Payload]]:
+    """The inverse of :func:`with_letters`."""
+    tensors: dict[int | None, dict[str, Tensor]] = {None: {}}
+    masks: dict[int | None, dict[str, Tensor]] = {}
+    for parts, found in ((tensors, received.tensors), (masks, received.masks)):
+        for full_name, tensor in found.items():
+            sender, name = None, full_name
+            if full_name.startswith("letter/"):
+                _, number, name = full_name.split("/", 2)
+                sender = int(number)
+            parts.setdefault(sender, {})[name] = tensor
+    payloads = {sender: Payload(each, masks.get(sender, {})) for sender, each in tensors.items()}
+    own = payloads.pop(None)
+    return own, {sender: letter for sender, letter in payloads.items() if sender is not None}
 
 
 def _received(parameters: NDArrays, config: Mapping[str, Any]) -> Payload:

@@ -18,4 +18,4 @@ class StandaloneClient(FederatedClient):
 
     def local_update(self, received: Payload, state: State, round: int) -> Update:
         update = super().local_update(received, state, round)
-        return Update(Payload({}), update.state, update.training)
+        return Update(Payload({}), update.state, update.training, update.flops)

@@ -64,7 +64,7 @@ class SubFedAvgClient(FederatedClient):
             if accuracy is not None and 100 * accuracy - options.accuracy_threshold > 1e-9:
                 tensors, mask_kept = candidate, new_mask  # line 15: θ ⊙ m^{le}
         payload = Payload({name: tensors[name] for name in self.shared}, mask_kept)
-        return Update(payload, State(grouped(weights=tensors, masks=mask_kept)), result, masks=mask)
+        return Update(payload, State(grouped(weights=tensors, masks=mask_kept)), result, self.training_flops(mask))
 
     def _percent_pruned(self, mask: dict[str, Tensor]) -> float:
         """Of all parameters, biases included, as the released code counts; whole numbers, so a target can be met."""

@@ -15,6 +15,10 @@ from torch.nn import functional as F
 
 GradientHook = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 """Changes gradients in place, given all trained (parameters, gradients) by name."""
+StepHook = Callable[[Mapping[str, Tensor]], None]
+"""Changes all trained parameters in place, given by name, after an update."""
+Augmenter = Callable[[Tensor, torch.Generator], Tensor]
+"""Maps the positions (B,) of a batch's examples to images (B, ...), augmented with draws from a CPU generator."""
 
 
 @dataclass(frozen=True)
@@ -156,18 +160,22 @@ def train(
     rng: torch.Generator,
     masks: Mapping[str, Tensor] | None = None,
     frozen: Collection[str] = (),
+    augment: Augmenter | None = None,
     adjust_gradients: GradientHook | None = None,
+    after_step: StepHook | None = None,
     after_epoch: Callable[[int], None] | None = None,
     device: torch.device | str | None = None,
 ) -> TrainingResult:
     """Train ``model`` in place on images (N, ...) and labels (N,) by mean cross entropy.
 
     Every epoch takes the examples in a fresh permutation from ``rng`` (a CPU generator); the last batch may
-    be smaller. The optimiser starts fresh. A step is: gradient; ``adjust_gradients`` (a proximal term, say);
-    clip to ``sgd.max_grad_norm``; times ``masks``; weight decay, momentum and update of the parameters not in
-    ``frozen``. Weights where their mask is False are set to 0 first and stay exactly 0.
+    be smaller; with ``augment`` its images are ``augment(positions, rng)`` in place of rows of ``images``. The
+    optimiser starts fresh. A step is: gradient; ``adjust_gradients`` (a proximal term, say); clip to
+    ``sgd.max_grad_norm``; times ``masks``; weight decay, momentum and update of the parameters not in ``frozen``;
+    ``after_step`` on the new values (a decoupled proximal step, say). Weights where their mask is False are set to
+    0 first and stay exactly 0 (``after_step`` must keep them so: it is not masked).
 
-    ``after_epoch(epoch)``, from 0, can read the weights in the model; it copies what it keeps. In both hooks
+    ``after_epoch(epoch)``, from 0, can read the weights in the model; it copies what it keeps. In all hooks
     4-D tensors may have their channels last in memory: no ``view(-1)`` there. Model and data go to ``device``
     (default: where the model is) once, and the model stays there. The modules are in train mode during the
     call and in their former mode after it.
@@ -175,11 +183,12 @@ def train(
     Same arguments, same bits, for one torch thread count. Raises ``ValueError`` for no examples, unequal
     counts, or a mask or frozen name that does not fit the model.
     """
+    _check_examples(images, labels)
     num_examples = len(labels)
-    if len(images) != num_examples or not num_examples:
-        raise ValueError(f"{len(images)} images and {num_examples} labels, allowed: equally many, at least 1")
     device = _move(model, device)
-    images, labels = images.to(device), labels.to(device)
+    labels = labels.to(device)
+    if augment is None:
+        images = images.to(device)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     num_steps = 0
 
@@ -189,13 +198,16 @@ def train(
         for epoch in range(sgd.epochs):
             order = torch.randperm(num_examples, generator=rng).to(device)
             for batch in torch.split(order, sgd.batch_size):
-                image_batch, label_batch = images.index_select(0, batch), labels.index_select(0, batch)
+                label_batch = labels.index_select(0, batch)
+                image_batch = images.index_select(0, batch) if augment is None else augment(batch, rng)
                 flat.gradients.zero_()
                 loss = F.cross_entropy(model(image_batch), label_batch)
                 loss.backward()  # type: ignore[no-untyped-call]
                 if adjust_gradients is not None:
                     adjust_gradients(flat.named_values, flat.named_gradients)
                 _step(flat.values, flat.gradients, velocity, kept, sgd)
+                if after_step is not None:
+                    after_step(flat.named_values)
                 loss_sum.add_(loss.detach(), alpha=len(label_batch))
                 num_steps += 1
             if after_epoch is not None:
@@ -263,6 +275,26 @@ def evaluate(
     return Evaluation(int(correct), len(labels), float(loss_sum))
 
 
+def dense_gradient(
+    model: nn.Module, images: Tensor, labels: Tensor, *, device: torch.device | str | None = None
+) -> dict[str, Tensor]:
+    """Gradient of the mean cross entropy on one batch by every parameter, whatever masks the model is trained with.
+
+    What Dis-PFL grows weights by: no clipping, no weight decay, the model in eval mode. The model stays as it is
+    (and on ``device``); the gradients, by name, are new contiguous CPU tensors, 0 where the loss does not reach.
+    Raises ``ValueError`` for no examples or unequal counts.
+    """
+    _check_examples(images, labels)
+    device = _move(model, device)
+    with _module_mode(model, training=False), _fast_layout(model):
+        # Leaves of their own: the gradients of the model's parameters, and which of them need one, do not matter.
+        leaves = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+        logits = torch.func.functional_call(model, leaves, (images.to(device),))
+        loss = F.cross_entropy(logits, labels.to(device))
+        gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    return {name: gradient.cpu().contiguous() for name, gradient in zip(leaves, gradients, strict=True)}
+
+
 @contextmanager
 def _module_mode(model: nn.Module, training: bool) -> Iterator[None]:
     """Put all modules into train or eval mode, and afterwards each one back into its own."""
@@ -299,6 +331,11 @@ def _move(model: nn.Module, device: torch.device | str | None) -> torch.device:
         model.to(device)
         return torch.device(device)
     return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _check_examples(images: Tensor, labels: Tensor) -> None:
+    if len(images) != len(labels) or not len(labels):
+        raise ValueError(f"{len(images)} images and {len(labels)} labels, allowed: equally many, at least 1")
 
 
 def _check_names(kind: str, names: Collection[str], parameters: Collection[str]) -> None:

@@ -8,7 +8,7 @@ import torch
 from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
-from clients.base import FederatedClient, payload_names
+from clients.base import FederatedClient, payload_names, with_letters
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
@@ -29,12 +29,26 @@ def _client(context: Context, message: Message) -> FederatedClient:
         given = f"partition-id={partition!r}, num-partitions={num_partitions!r}"
         raise ConfigError(f"node-config has {given}, allowed: whole numbers, 0 <= partition-id < num-partitions")
     folder = client_state_folder(config, context.run_id, str(wire.fields_of(message.content).get("run-key")))
-    return SYSTEMS[config.system].client(config, partition, num_partitions, folder)
+    capacity = context.node_config.get("capacity")
+    return SYSTEMS[config.system].client(config, partition, num_partitions, folder, check_capacity(capacity))
+
+
+def check_capacity(value: object) -> float | None:
+    """The density a node can bear, of ``node-config capacity``, or None; :class:`ConfigError` for anything else."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ConfigError(f"node-config has capacity={value!r}, allowed: a number above 0 and at most 1")
+    return float(value)
 
 
 def _unpack(message: Message, client: FederatedClient) -> tuple[list[Any], dict[str, Any]]:
+    """Flower's arrays and config: the payload, then the letters under names of their own (see ``clients.base``)."""
     payload = wire.payload_of(message.content, wire.Schema.like(state_tensors(client.model, True)).max_bytes)
-    return payload.to_ndarrays(), {**wire.fields_of(message.content), **payload_names(payload)}
+    letters, refused = wire.letters_of(message.content, client.letter_schema())
+    everything = with_letters(payload, letters)
+    fields: dict[str, Any] = {**wire.fields_of(message.content), "refused": refused}
+    return everything.to_ndarrays(), {**fields, **payload_names(everything)}
 
 
 @app.query()

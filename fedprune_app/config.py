@@ -56,6 +56,107 @@ class SubFedAvgOptions:
 
 
 @dataclass(frozen=True)
+class GossipOptions:
+    """How decentralised systems exchange models."""
+
+    topology: str = option(
+        "random",
+        "who receives from whom",
+        choices=("random", "random-in", "ring", "full", "exponential", "file"),
+    )
+    neighbours: int = option(10, "links of a client per round, for the random topologies", least=1)
+    adjacency_file: str = option("", "for topology 'file': a text file, row k marks with 1 whom client k receives from")
+    gossip: str = option(
+        "server",
+        "who averages the neighbours' models: the relaying server, or each client, the relay then reads nothing",
+        choices=("server", "client"),
+    )
+    dropped: str = option(
+        "absent",
+        "a dropped client does nothing; or, as in Dis-PFL's released code, trains alone and still serves its old model",
+        choices=("absent", "trains-alone"),
+    )
+
+
+@dataclass(frozen=True)
+class DisPFLOptions(GossipOptions):
+    """Dis-PFL; the common key ``density`` is every client's, unless ``densities`` or ``capacity`` say otherwise."""
+
+    densities: str = option("", "densities of the clients in turn, '0.2 0.4 0.6 0.8 1.0'; empty: density for all")
+    allocation: str = option("erk", "how density is spread over the layers", choices=("erk", "uniform"))
+    initial_masks: str = option(
+        "per-client",
+        "each client draws its first mask, or all of one density draw the same",
+        choices=("per-client", "common"),
+    )
+    prune_rate: float = option(0.5, "share of each layer's weights replaced in round 1 (α₀), annealed", least=0, most=1)
+    growth: str = option(
+        "gradient",
+        "what regrows: largest gradients, or at random as in the released scripts",
+        choices=("gradient", "random"),
+    )
+    clip: str = option(
+        "dense",
+        "max-grad-norm bounds the dense gradient (released code) or the masked one",
+        choices=("dense", "masked"),
+    )
+
+    def density_of(self, partition: int, default: float) -> float:
+        """The density of a client, from the list or ``default``. Raises :class:`ConfigError`."""
+        texts = self.densities.replace(",", " ").split()
+        if not texts:
+            return default
+        try:
+            values = [float(text) for text in texts]
+        except ValueError:
+            values = [math.nan]
+        if not all(0 < value <= 1 for value in values):
+            raise ConfigError(f"dispfl.densities is {self.densities!r}, allowed: numbers above 0 and at most 1")
+        return values[partition % len(values)]
+
+
+@dataclass(frozen=True)
+class DPSGDOptions(GossipOptions):
+    """D-PSGD and D-PSGD-FT."""
+
+    density: float = option(1.0, "share of each weight tensor under a fixed random mask", above=0, most=1)
+    masks: str = option(
+        "common", "the fixed mask is one for all, or each client's own", choices=("common", "per-client")
+    )
+
+
+@dataclass(frozen=True)
+class FineTuneOptions:
+    """FedAvg-FT and D-PSGD-FT: what every client does with the global model before it is evaluated."""
+
+    epochs: int = option(0, "epochs of fine-tuning; 0 takes local-epochs", least=0)
+    learning_rate: str = option(
+        "last",
+        "that of the round just ended, or as in Dis-PFL's released code that of a round before the first",
+        choices=("last", "code"),
+    )
+
+
+@dataclass(frozen=True)
+class DittoOptions:
+    """Ditto, as Dis-PFL compares with it; local-epochs is not used."""
+
+    global_epochs: int = option(2, "epochs on the global model", least=1)
+    personal_epochs: int = option(3, "epochs on the personal model", least=1)
+    pull: float = option(0.5, "strength of the pull of the personal model towards the global one (λ)", least=0)
+
+
+@dataclass(frozen=True)
+class FedFomoOptions:
+    """FedFomo."""
+
+    candidates: int = option(10, "other clients' models sent to a client per round (M)", least=1)
+    exploration: float = option(
+        0.5, "probability that candidates are drawn at random, not by past weight", least=0, most=1
+    )
+
+
+@dataclass(frozen=True)
 class Config:
     """One run, resolved. Field ``learning_rate`` is the key ``learning-rate``; tables of systems are fields."""
 
@@ -71,6 +172,13 @@ class Config:
         "cyclic", "which classes a client gets for partition 'classes'", choices=("cyclic", "random")
     )
     dirichlet_alpha: float = option(0.3, "concentration of the Dirichlet partitions", above=0)
+    dirichlet_groups: int = option(
+        0, "clients in so many groups share label preferences ('dirichlet-client'); 0: each its own", least=0
+    )
+    samples_per_client: int = option(0, "deal out only so many samples per client, on average; 0: all", least=0)
+    augmentation: str = option(
+        "none", "of training images: nothing, or random crops (padding 4) and flips", choices=("none", "crop-flip")
+    )
     validation_fraction: float = option(0.1, "share of a client's training data held out", least=0, below=1)
     test_split: str = option("labels", "test data of a client", choices=("labels", "proportional", "holdout"))
     test_fraction: float = option(0.3, "share tested on when test-split is 'holdout'", above=0, below=1)
@@ -87,6 +195,7 @@ class Config:
     )
     num_server_rounds: int = option(20, "communication rounds", least=1)
     fraction_train: float = option(0.5, "share of the clients sampled per round", above=0, most=1)
+    drop_probability: float = option(0.0, "probability that a sampled client drops out of the round", least=0, below=1)
     local_epochs: int = option(5, "epochs of local training per round", least=1)
     batch_size: int = option(10, "samples per local step", least=1)
     learning_rate: float = option(0.01, "local learning rate in round 1", above=0)
@@ -94,6 +203,7 @@ class Config:
     momentum: float = option(0.5, "SGD momentum", least=0, below=1)
     weight_decay: float = option(0.0, "SGD weight decay", least=0)
     max_grad_norm: float = option(0.0, "clip the gradient's global norm to this; 0 does not clip", least=0)
+    density: float = option(0.5, "kept share of the parameters, where a system prunes to a density", above=0, most=1)
     seed: int = option(0, "everything random derives from it", least=0, most=2**53)
     evaluate_every: int = option(5, "evaluate all clients every so many rounds; 0 only after the last", least=0)
     deadline_seconds: float = option(600.0, "a round waits this long for replies", above=0)
@@ -106,6 +216,11 @@ class Config:
     num_threads: int = option(1, "torch threads per client; a different number changes float sums", least=1)
     tracking: str = option("none", "also write TensorBoard files", choices=("none", "tensorboard"))
     subfedavg: SubFedAvgOptions = field(default_factory=SubFedAvgOptions)
+    dispfl: DisPFLOptions = field(default_factory=DisPFLOptions)
+    dpsgd: DPSGDOptions = field(default_factory=DPSGDOptions)
+    finetune: FineTuneOptions = field(default_factory=FineTuneOptions)
+    ditto: DittoOptions = field(default_factory=DittoOptions)
+    fedfomo: FedFomoOptions = field(default_factory=FedFomoOptions)
 
     @property
     def learning_rates(self) -> _LearningRates:
@@ -193,12 +308,28 @@ def parse_config(values: Mapping[str, Any]) -> Config:
             raise ConfigError(f"{key} is {path!r}, allowed: an absolute path")
         top[key.replace("-", "_")] = str(Path(path).expanduser()) if path else ""
     config = Config(**top)
+    config.dispfl.density_of(0, config.density)
+    _check_adjacency("dispfl", config.dispfl)
+    _check_adjacency("dpsgd", config.dpsgd)
     prunes_on_validation = config.system == "subfedavg" and config.subfedavg.gate_split == "validation"
     if prunes_on_validation and config.validation_fraction == 0 and config.subfedavg.target_rate > 0:
         raise ConfigError("validation-fraction is 0.0, allowed with subfedavg.gate-split 'validation': above 0")
+    if config.system == "fedfomo" and config.validation_fraction == 0:
+        raise ConfigError("validation-fraction is 0.0, allowed with system 'fedfomo', which weighs by it: above 0")
     if config.resume_from and config.out_dir and config.out_dir != config.resume_from:
         raise ConfigError(f"out-dir is {config.out_dir!r}, allowed with resume-from: that same folder, or nothing")
     return config
+
+
+def _check_adjacency(table: str, options: GossipOptions) -> None:
+    path = options.adjacency_file
+    if bool(path) != (options.topology == "file"):
+        allowed = "a path" if not path else "nothing"
+        raise ConfigError(
+            f"{table}.adjacency-file is {path!r}, allowed with {table}.topology {options.topology!r}: {allowed}"
+        )
+    if path and not Path(path).is_absolute():
+        raise ConfigError(f"{table}.adjacency-file is {path!r}, allowed: an absolute path")
 
 
 _MAY_CHANGE_ON_RESUME = {

@@ -6,7 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clients.base import FederatedClient
+from clients.dispfl import DisPFLClient
+from clients.ditto import DittoClient
+from clients.dpsgd import DPSGDClient
+from clients.dpsgd_ft import DPSGDFTClient
 from clients.fedavg import FedAvgClient
+from clients.fedavg_ft import FedAvgFTClient
+from clients.fedfomo import FedFomoClient
 from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient
 from fedprune_app.config import Config, ConfigError
@@ -14,7 +20,13 @@ from fedprune_app.data.datasets import DATASETS
 from fedprune_app.data.partitions import PARTITIONS
 from fedprune_app.models.vision import MODELS
 from strategies.base import FederatedStrategy
+from strategies.dispfl import DisPFL
+from strategies.ditto import Ditto
+from strategies.dpsgd import DPSGD
+from strategies.dpsgd_ft import DPSGDFT
 from strategies.fedavg import FedAvg
+from strategies.fedavg_ft import FedAvgFT
+from strategies.fedfomo import FedFomo
 from strategies.standalone import Standalone
 from strategies.subfedavg import SubFedAvg
 
@@ -30,7 +42,13 @@ class System:
 
 SYSTEMS: dict[str, System] = {
     "subfedavg": System(SubFedAvg, SubFedAvgClient, "Sub-FedAvg (Un): each client prunes its own sub-network"),
+    "dispfl": System(DisPFL, DisPFLClient, "Dis-PFL: sparse personal models gossip with neighbours, masks evolve"),
     "fedavg": System(FedAvg, FedAvgClient, "FedAvg: one dense global model, averaged by sample counts"),
+    "fedavg-ft": System(FedAvgFT, FedAvgFTClient, "FedAvg-FT: FedAvg's model, fine-tuned by every client"),
+    "dpsgd": System(DPSGD, DPSGDClient, "D-PSGD: decentralised FedAvg, judged by the consensus model"),
+    "dpsgd-ft": System(DPSGDFT, DPSGDFTClient, "D-PSGD-FT: D-PSGD's consensus model, fine-tuned by every client"),
+    "ditto": System(Ditto, DittoClient, "Ditto: FedAvg, and a personal model each that is pulled towards it"),
+    "fedfomo": System(FedFomo, FedFomoClient, "FedFomo: each client moves towards those models that help it"),
     "standalone": System(Standalone, StandaloneClient, "Standalone (Local): every client trains alone"),
 }
 

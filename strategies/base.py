@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor
@@ -53,6 +53,14 @@ class RoundLog:
         self.failures.append(text)
         self.stragglers += answer.late
         log.warning("%s: %s", what, text)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What one message carries: a payload, and other clients' payloads by partition, all encoded."""
+
+    payload: ArrayRecord | None = None
+    letters: Mapping[int, ArrayRecord] = field(default_factory=dict)
 
 
 def _summary(row: Mapping[str, Any]) -> str:
@@ -108,8 +116,19 @@ class FederatedStrategy(Strategy):
     def reply_schema(self, partition: int) -> wire.Schema:
         """What the reply of a participant must hold; anything else is left out of the round."""
 
+    def outgoing(self, round: int, participants: list[int]) -> Iterator[tuple[int, Contents]]:
+        """What each participant is sent, made one by one as it is sent: by default its payload of :meth:`plan`."""
+        return _encoded(self.plan(round, participants))
+
     def open_round(self, round: int, participants: list[int]) -> None:
         """Before the first reply."""
+
+    def receive(self, peer: Peer, round: int, content: RecordDict) -> None:
+        """Take in one reply: decode it, check it once, :meth:`accept` it. ``ValueError`` refuses it."""
+        schema = self.reply_schema(peer.partition)
+        update = wire.payload_of(content, schema.max_bytes)
+        schema.check(update)
+        self.accept(peer, update)
 
     @abstractmethod
     def accept(self, peer: Peer, update: Payload) -> None:
@@ -126,6 +145,21 @@ class FederatedStrategy(Strategy):
         """(down, up) bytes of one round by the paper's own formula, for comparison with what was measured."""
         dense = 4.0 * sum(t.numel() for t in self.model.values() if t.is_floating_point())
         return num_participants * dense, num_participants * dense
+
+    def traffic(self, num_participants: int) -> dict[str, Any]:
+        """Who carried how much in the round just ended. In a star the busiest node is the server, in one direction."""
+        paper_down, paper_up = self.paper_bytes(num_participants)
+        heavier = [max(row["bytes_up"], row["bytes_down"]) for row in self.log.clients.values()]
+        return {
+            "busiest_node_bytes": max(self.log.bytes_up, self.log.bytes_down),
+            "node_bytes_mean": sum(heavier) / max(len(heavier), 1),
+            "paper_bytes_down": paper_down,
+            "paper_bytes_up": paper_up,
+            "paper_busiest_bytes": max(paper_down, paper_up),
+        }
+
+    def finish(self) -> None:
+        """After the last round: what else the run leaves in its folder."""
 
     # --- the life of a run --------------------------------------------------------------------------------------
 
@@ -151,8 +185,8 @@ class FederatedStrategy(Strategy):
         for current in range(rounds_completed + 1, num_rounds + 1):
             self.log = RoundLog()
             started = time.monotonic()
+            self.open_round(current, self.sample(current))
             messages = self._by_partition(self.configure_train(current, arrays, train_config, grid))
-            self.open_round(current, list(messages))
             _, train_metrics = self.aggregate_train(current, rounds.exchange(grid, messages, timeout))
             self.close_round(current)
             row: dict[str, Any] = {
@@ -161,8 +195,7 @@ class FederatedStrategy(Strategy):
                 **(train_metrics or {}),
             }
 
-            every = self.config.evaluate_every
-            if current == num_rounds or (every and current % every == 0):
+            if self.evaluates(current):
                 row |= self._evaluate(grid, current, arrays, timeout, evaluate_config)
             # the record comes first: killed between the two, the run repeats the round and its record is dropped
             self.recorder.clients(
@@ -174,6 +207,7 @@ class FederatedStrategy(Strategy):
             log.info("round %d/%d: %s", current, num_rounds, _summary(row))
         if not self.digests:  # killed after its last checkpoint: only the final models' digests are lacking
             self._evaluate(grid, num_rounds, arrays, timeout, evaluate_config)
+        self.finish()
         result.arrays = wire.to_arrays(Payload(self.model))
         return result
 
@@ -200,26 +234,43 @@ class FederatedStrategy(Strategy):
 
     # --- Flower's four hooks ------------------------------------------------------------------------------------
 
-    def sample(self, round: int) -> list[int]:
+    def evaluates(self, round: int) -> bool:
+        """Whether all clients are evaluated after this round."""
+        every = self.config.evaluate_every
+        return round == self.config.num_server_rounds or bool(every and round % every == 0)
+
+    def sampled(self, round: int) -> list[int]:
         """``max(⌊fraction · K⌋, 1)`` distinct partitions, drawn from (seed, round) alone."""
         partitions = list(self.roster)
         count = max(int(self.config.fraction_train * len(partitions) + 1e-9), 1)
         drawn = rng.numpy_generator(self.config.seed, "sample", round=round).permutation(len(partitions))
         return sorted(partitions[i] for i in drawn[:count])
 
+    def dropped(self, round: int) -> list[int]:
+        """Those of the sampled who drop out, each with ``drop-probability``, but never the last one."""
+        draws = rng.numpy_generator(self.config.seed, "drop", round=round).random(len(self.roster))
+        luck = dict(zip(self.roster, draws, strict=True))
+        sampled = self.sampled(round)
+        last = max(sampled, key=lambda partition: luck[partition])
+        return [p for p in sampled if luck[p] < self.config.drop_probability and p != last]
+
+    def sample(self, round: int) -> list[int]:
+        """Who takes part in the round: the sampled who did not drop out."""
+        dropped = self.dropped(round)
+        return [partition for partition in self.sampled(round) if partition not in dropped]
+
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Messages to this round's participants."""
-        plan = self.plan(server_round, self.sample(server_round))
-        return self._messages(plan, server_round, MessageType.TRAIN)
+        return self._messages(self.outgoing(server_round, self.sample(server_round)), server_round, MessageType.TRAIN)
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Messages to all clients, not only to the participants."""
         plan = dict.fromkeys(self.roster, self.evaluation_payload())
-        return self._messages(plan, server_round, MessageType.EVALUATE)
+        return self._messages(_encoded(plan), server_round, MessageType.EVALUATE)
 
     def aggregate_train(  # type: ignore[override]  # streamed answers instead of a list of messages
         self, server_round: int, replies: Iterable[Answer]
@@ -232,7 +283,7 @@ class FederatedStrategy(Strategy):
             row: dict[str, Any] = {"bytes_up": answer.bytes_up, "bytes_down": answer.bytes_down}
             self.log.clients[answer.partition] = row
             try:
-                row |= self._accept(answer)
+                row |= self._accept(server_round, answer)
             except ValueError as error:
                 self.log.fail(f"round {server_round}", answer, str(error))
                 continue
@@ -240,7 +291,6 @@ class FederatedStrategy(Strategy):
             self.state_rounds[answer.partition] = server_round
         rounds.require(self.log.replies, self.config.min_replies, f"round {server_round}", self.log.failures)
         trained = [row for _, row in sorted(self.log.clients.items()) if "loss" in row]
-        paper_down, paper_up = self.paper_bytes(asked)
         return (
             None,
             {  # type: ignore[return-value]  # a plain dict: MetricRecord holds no counts beside means
@@ -251,15 +301,14 @@ class FederatedStrategy(Strategy):
                 "notes": self.log.notes[:_REASONS_KEPT],
                 "bytes_up": self.log.bytes_up,
                 "bytes_down": self.log.bytes_down,
-                "busiest_node_bytes": max(self.log.bytes_up, self.log.bytes_down),  # a star: the server, one direction
-                "paper_bytes_down": paper_down,
-                "paper_bytes_up": paper_up,
+                "dropped": len(self.dropped(server_round)),
+                **self.traffic(asked),
                 "loss_mean": sum(row["loss"] for row in trained) / len(trained),
                 "flops": sum(row["flops"] for row in trained),
             },
         )
 
-    def _accept(self, answer: Answer) -> dict[str, Any]:
+    def _accept(self, round: int, answer: Answer) -> dict[str, Any]:
         if answer.content is None:
             raise ValueError(answer.error)
         peer = self.roster[answer.partition]
@@ -271,13 +320,12 @@ class FederatedStrategy(Strategy):
             "seconds": wire.number(fields, "seconds", 0),
             "flops": wire.number(fields, "flops", 0),
         }
+        if "accuracy-received" in fields:  # where it is tested before training, not by an evaluation message
+            row["accuracy_received"] = wire.number(fields, "accuracy-received", 0, 1)
         if row["num_examples"] != peer.num_examples:
             raise ValueError(f"field 'num-examples' is {row['num_examples']}, it said {peer.num_examples} before")
         self._note(answer.partition, fields)
-        schema = self.reply_schema(answer.partition)
-        update = wire.payload_of(answer.content, schema.max_bytes)
-        schema.check(update)
-        self.accept(peer, update)
+        self.receive(peer, round, answer.content)
         return row
 
     def _note(self, partition: int, fields: wire.Fields) -> None:
@@ -310,7 +358,10 @@ class FederatedStrategy(Strategy):
             for name, density in row.pop("layers").items():
                 layers.setdefault(name, []).append(density)
         for partition, row in rows.items():
-            self.log.clients[partition] = {**self.log.clients.get(partition, {}), **row}
+            trained = self.log.clients.setdefault(partition, {})
+            if row["accuracy_received"] is None:
+                row["accuracy_received"] = trained.get("accuracy_received")
+            trained.update(row)
 
         def over_clients(name: str) -> metrics.Summary:
             return metrics.summary([row[name] for row in rows.values() if row[name] is not None])
@@ -368,17 +419,27 @@ class FederatedStrategy(Strategy):
 
     # --- messages -----------------------------------------------------------------------------------------------
 
-    def _messages(self, plan: Mapping[int, Payload], round: int, kind: str) -> Iterator[Message]:
-        encoded: dict[int, ArrayRecord | None] = {}  # by payload: one for several clients is encoded once
-        for partition, payload in plan.items():
-            if id(payload) not in encoded:
-                encoded[id(payload)] = wire.to_arrays(payload) if payload.tensors else None
-            state_round = self.state_rounds.get(partition, 0)
-            fields = {"round": round, "run-key": self.run_key, "state-round": state_round}
-            content = wire.pack(encoded[id(payload)], fields)
+    def _messages(self, outgoing: Iterable[tuple[int, Contents]], round: int, kind: str) -> Iterator[Message]:
+        for partition, contents in outgoing:
+            fields = {
+                "round": round,
+                "run-key": self.run_key,
+                "state-round": self.state_rounds.get(partition, 0),
+                "evaluates": self.evaluates(round),
+            }
+            content = wire.pack(contents.payload, fields, contents.letters)
             node_id = self.roster[partition].node_id
             yield rounds.message_to(node_id, content, kind, round, self.config.deadline_seconds)
 
-    def _by_partition(self, messages: Iterable[Message]) -> dict[int, Message]:
+    def _by_partition(self, messages: Iterable[Message]) -> Iterator[tuple[int, Message]]:
         partition_of = {peer.node_id: peer.partition for peer in self.roster.values()}
-        return {partition_of[message.metadata.dst_node_id]: message for message in messages}
+        return ((partition_of[message.metadata.dst_node_id], message) for message in messages)
+
+
+def _encoded(plan: Mapping[int, Payload]) -> Iterator[tuple[int, Contents]]:
+    """A plan's contents; one payload for several clients is encoded once."""
+    encoded: dict[int, ArrayRecord | None] = {}  # by the payload's id: the plan keeps it alive
+    for partition, payload in plan.items():
+        if id(payload) not in encoded:
+            encoded[id(payload)] = wire.to_arrays(payload) if payload.tensors else None
+        yield partition, Contents(encoded[id(payload)])

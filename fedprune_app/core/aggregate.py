@@ -17,6 +17,7 @@ from fedprune_app.core.payload import Payload
 FRACTION_BITS = 40
 _GRID = 2.0**FRACTION_BITS
 _HEADROOM = 2.0 ** (63 - FRACTION_BITS)
+_BLOCK = 2**16  # coordinates at a time: a block's float64 and int64 temporaries stay in the processor's cache
 
 
 class MaskedMean:
@@ -38,7 +39,8 @@ class MaskedMean:
         self.max_magnitude = _HEADROOM / (max_addends + 1)
         self.num_added = 0
         self._sums: dict[str, Tensor] = {}  # int64, in units of 2^-40 / max_weight
-        self._weights: dict[str, Tensor] = {}  # int64 Σ a_k m_k; 0-dim while every addend was dense
+        self._weights: dict[str, Tensor] = {}  # Σ a_k m_k; 0-dim while every addend was dense
+        self._weight_dtype = torch.int32 if max_addends * max_weight < 2**31 else torch.int64
 
     def add(self, payload: Payload, weight: int = 1) -> None:
         """Add one client's payload; nothing is added when this raises."""
@@ -47,27 +49,32 @@ class MaskedMean:
         if not 1 <= weight <= self.max_weight:
             raise ValueError(f"weight is {weight}, allowed: 1 to {self.max_weight}")
         for name, tensor in payload.tensors.items():
-            largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+            if name in self._sums and self._sums[name].shape != tensor.shape:
+                shapes = f"{tuple(tensor.shape)}, allowed: {tuple(self._sums[name].shape)} as before"
+                raise ValueError(f"tensor '{name}' has shape {shapes}")
+            low, high = map(float, tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
+            largest = max(-low, high)
             if not largest <= self.max_magnitude:  # also refuses NaN
                 limit = f"finite and at most {self.max_magnitude:g} for {self.max_addends} payloads"
                 raise ValueError(f"tensor '{name}' has magnitude {largest:g}, allowed: {limit}")
         scale = weight / self.max_weight * _GRID
         for name, tensor in payload.tensors.items():
-            addend = tensor.detach().double().mul(scale).round_().to(torch.int64)
             mask = payload.masks.get(name)
-            if mask is None:
-                count = torch.tensor(weight)
-            else:
-                addend.mul_(mask)
-                count = mask.to(torch.int64).mul_(weight)
             if name not in self._sums:
-                self._sums[name] = addend
-                self._weights[name] = count
-            else:
-                self._sums[name].add_(addend)
-                held = self._weights[name]
-                # 0-dim counts broadcast, so dense and masked addends of one tensor mix freely
-                self._weights[name] = held.add_(count) if held.shape == count.shape else held + count
+                self._sums[name] = torch.zeros(tensor.shape, dtype=torch.int64, device=tensor.device)
+                shape = () if mask is None else tensor.shape
+                self._weights[name] = torch.zeros(shape, dtype=self._weight_dtype, device=tensor.device)
+            if mask is None:
+                self._weights[name].add_(weight)
+            elif self._weights[name].shape != mask.shape:
+                self._weights[name] = self._weights[name].expand(mask.shape).clone()
+            kept, weights = (None, ()) if mask is None else (_blocks(mask), _blocks(self._weights[name]))
+            for i, (values, sums) in enumerate(zip(_blocks(tensor), _blocks(self._sums[name]), strict=True)):
+                addend = values.double().mul_(scale).round_().to(torch.int64)
+                if kept is not None:
+                    addend.mul_(kept[i])
+                    weights[i].add_(kept[i], alpha=weight)
+                sums.add_(addend)
         self.num_added += 1
 
     def mean(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -77,10 +84,27 @@ class MaskedMean:
             if name not in self._sums:
                 result[name] = old.clone()
                 continue
-            weights = self._weights[name].double()
-            mean = self._sums[name].double() / weights.clamp(min=1) * (self.max_weight / _GRID)
-            result[name] = torch.where(weights > 0, mean, old.double()).to(old.dtype)
+            result[name] = torch.empty(old.shape, dtype=old.dtype, device=old.device)
+            weights = self._weights[name].expand(old.shape)
+            parts = map(_blocks, (result[name], self._sums[name], weights, old))
+            for out, sums, held, stays in zip(*parts, strict=True):
+                mean = sums.double().div_(held.clamp(min=1)).mul_(self.max_weight / _GRID)
+                out.copy_(torch.where(held > 0, mean, stays.double()))
         return result
+
+    def held(self) -> dict[str, Tensor]:
+        """Of every tensor added, as bool, the coordinates that at least one addend kept."""
+        return {
+            name: (weights > 0).expand(self._sums[name].shape).contiguous() for name, weights in self._weights.items()
+        }
+
+
+def _blocks(tensor: Tensor) -> Sequence[Tensor]:
+    """A tensor's coordinates as flat pieces, views if it is contiguous; undivided off the CPU: no cache to stay in."""
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() <= _BLOCK or flat.device.type != "cpu":
+        return (flat,)
+    return torch.split(flat, _BLOCK)
 
 
 def masked_mean(
@@ -95,3 +119,18 @@ def masked_mean(
     for payload, weight in zip(payloads, weights, strict=True):
         accumulator.add(payload, weight)
     return accumulator.mean(fallback)
+
+
+def gossip_mix(payloads: Sequence[Payload]) -> dict[str, Tensor]:
+    """Modified gossip average: per coordinate ``Σ_j w_j / Σ_j m_j`` over its holders, 0 where there is none.
+
+    The receiver's own payload is one of them. Each mask must be the one its weights were trained with, not that of
+    the search that follows: Algorithm 1 line 7 read literally divides by masks that do not match the weights, the
+    released code does as here. Unweighted; the order of the payloads does not change a bit. ``ValueError`` for none.
+
+    Source: Dis-PFL, Algorithm 1 line 7, before its multiplication with the local mask.
+    """
+    if not payloads:
+        raise ValueError("0 payloads to mix, allowed: at least 1, the client's own")
+    fallback = {name: torch.zeros_like(tensor) for payload in payloads for name, tensor in payload.tensors.items()}
+    return masked_mean(payloads, fallback)

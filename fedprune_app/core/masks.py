@@ -22,6 +22,46 @@ def keep_count(n: int, density: float) -> int:
     return min(n, math.floor(density * n + 1e-6))  # 0.7 * 10 is 7, not 6.999...
 
 
+def erk_densities(shapes: Mapping[str, torch.Size | tuple[int, ...]], density: float) -> dict[str, float]:
+    """Erdős-Rényi-kernel densities: small tensors stay denser, together they keep ``density`` of all coordinates.
+
+    A tensor's density is proportional to ``sum(shape) / prod(shape)``; one that would pass 1 becomes dense and the
+    others share what is left, until none does. All given tensors take part. A 1-D tensor (bias, norm scale) has
+    the largest ratio, 1, and so is dense unless ``density`` leaves less than one kept coordinate for each unit of
+    ``sum(shape)``; a scalar or empty tensor counts as 1-D. ``density`` in [0, 1], else ``ValueError``.
+
+    Source: Evci et al. 2020 (RigL), used by Dis-PFL, section 3.2, for the initial masks.
+    """
+    if not 0.0 <= density <= 1.0:
+        raise ValueError(f"density is {density}, allowed: 0 to 1")
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    raw = {name: sum(shape) / sizes[name] if shape and sizes[name] else 1.0 for name, shape in shapes.items()}
+    budget = density * sum(sizes.values())  # coordinates to keep, of the tensors still sparse
+    sparse = set(shapes)
+    epsilon = 0.0
+    while sparse:
+        weight = sum(raw[name] * sizes[name] for name in sparse)
+        epsilon = budget / weight if weight else density
+        largest = max(raw[name] for name in sparse)
+        if epsilon * largest < 1 - 1e-12:  # float noise must not leave a dense tensor just below 1
+            break
+        dense = {name for name in sparse if raw[name] == largest}
+        budget -= sum(sizes[name] for name in dense)
+        sparse -= dense
+    return {name: epsilon * raw[name] if name in sparse else 1.0 for name in shapes}
+
+
+def uniform_densities(shapes: Mapping[str, torch.Size | tuple[int, ...]], density: float) -> dict[str, float]:
+    """``density`` for every weight (2 or more dimensions); 1-D tensors stay dense.
+
+    They cost next to nothing, and a normalisation scale masked to 0 silences its whole channel. ``density`` in
+    [0, 1], else ``ValueError``.
+    """
+    if not 0.0 <= density <= 1.0:
+        raise ValueError(f"density is {density}, allowed: 0 to 1")
+    return {name: density if len(shape) > 1 else 1.0 for name, shape in shapes.items()}
+
+
 def full_masks(shapes: Mapping[str, torch.Size | tuple[int, ...]]) -> Masks:
     """Masks that keep everything."""
     return {name: torch.ones(tuple(shape), dtype=torch.bool) for name, shape in shapes.items()}
@@ -64,6 +104,52 @@ def prune_percent(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], pe
         threshold = float(np.percentile(alive.double().cpu().numpy(), percent))
         pruned[name] = mask & ~(magnitude.double() < threshold)
     return pruned
+
+
+def prune_and_grow(
+    weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], masks: Mapping[str, Tensor], fraction: float
+) -> Masks:
+    """Move a fraction of each mask: drop the kept weights of smallest magnitude, grow where the gradient is largest.
+
+    Per tensor ``n = ceil(fraction * kept)``, at least 1 if anything is kept and ``fraction`` > 0. The n kept
+    coordinates of smallest ``|w|`` are dropped; then, among all that are now off, the ones just dropped included,
+    the n of largest ``|gradient|`` are kept. Ties go to the lowest flat index. Every tensor keeps exactly as many
+    coordinates as before; one that is dense or empty does not change. Weights are not touched: a grown coordinate
+    has the value that the caller gives it.
+
+    ``gradients`` are those of the dense model, off the mask too (RigL); random numbers in their place make growth
+    uniform (SET). All tensors of a name have one shape and device. ``ValueError`` when ``fraction`` is outside
+    [0, 1] or a weight or gradient is NaN.
+
+    Source: Dis-PFL, Algorithm 2; Evci et al. 2020 (RigL), Mocanu et al. 2018 (SET).
+    """
+    if not 0.0 <= fraction <= 1.0:
+        raise ValueError(f"fraction is {fraction}, allowed: 0 to 1")
+    moved = {}
+    for name, mask in masks.items():
+        magnitude, growth = weights[name].detach().abs(), gradients[name].detach().abs()
+        for kind, scores in (("weight", magnitude), ("gradient", growth)):
+            if bool(scores.isnan().any()):
+                raise ValueError(f"{kind} '{name}' has NaN, allowed: numbers")
+        kept = int(mask.sum())
+        count = min(kept, max(1, math.ceil(fraction * kept - 1e-6))) if fraction > 0 else 0  # 0.1 * 30 is 3, not 4
+        stay = mask & ~_largest(-magnitude, mask, count)
+        moved[name] = stay | _largest(growth, ~stay, count)
+    return moved
+
+
+def _largest(scores: Tensor, eligible: Tensor, count: int) -> Tensor:
+    """Mask of the ``count`` eligible coordinates of largest score, ties by lowest flat index.
+
+    A selection finds the last score that enters, so nothing needs to be sorted.
+    """
+    if count == 0:
+        return torch.zeros_like(eligible)
+    last = scores[eligible].topk(count, sorted=False).values.min()
+    chosen = eligible & (scores > last)
+    ties = (eligible & (scores == last)).flatten().nonzero().squeeze(1)
+    chosen.view(-1)[ties[: count - int(chosen.sum())]] = True
+    return chosen
 
 
 def mask_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:

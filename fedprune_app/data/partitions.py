@@ -132,8 +132,13 @@ def dirichlet_class(
     )
 
 
-def dirichlet_client(labels: Indices, num_clients: int, alpha: float, rng: np.random.Generator) -> list[Indices]:
+def dirichlet_client(
+    labels: Indices, num_clients: int, alpha: float, rng: np.random.Generator, num_groups: int = 0
+) -> list[Indices]:
     """Equal volumes (±1), each client with label preferences of its own, p ~ Dir(alpha · 1_C).
+
+    With ``num_groups`` clients form that many groups of neighbouring numbers, of sizes that differ by at most one,
+    and a group has one preference (Dis-PFL, figure 5: 20 clients, 4 groups); 0 leaves every client its own.
 
     Until all clients are full: draw a client uniformly among those with room, a class from its preferences, and
     take an unused sample of that class. A class that is used up is drawn no more (what the papers' redrawing
@@ -142,8 +147,12 @@ def dirichlet_client(labels: Indices, num_clients: int, alpha: float, rng: np.ra
     """
     _check_clients(labels, num_clients)
     _check_alpha(alpha)
+    if not 0 <= num_groups <= num_clients:
+        raise ValueError(f"dirichlet-groups is {num_groups}, allowed: 0 (each client its own) to {num_clients} clients")
     sizes = np.bincount(labels)
-    preferences = rng.dirichlet(np.full(len(sizes), alpha), size=num_clients)  # (K, C)
+    num_groups = num_groups or num_clients
+    group = np.arange(num_clients) * num_groups // num_clients
+    preferences = rng.dirichlet(np.full(len(sizes), alpha), size=num_groups)[group]  # (K, C)
     room = [len(part) for part in np.array_split(labels, num_clients)]
     with_room = list(range(num_clients))
     counts = np.zeros((num_clients, len(sizes)), dtype=np.int64)
@@ -165,18 +174,26 @@ def dirichlet_client(labels: Indices, num_clients: int, alpha: float, rng: np.ra
 
 
 def stratified_holdout(labels: Indices, fraction: float, rng: np.random.Generator) -> tuple[Indices, Indices]:
-    """Positions (kept, held out) of a random share that has the label law of the whole.
+    """Positions (kept, held out) of a random share that has the label law of the whole (:func:`stratified_sample`).
 
     Holds out round(fraction · n) samples, at least one if ``fraction > 0`` and at least one kept; a single sample
-    is kept. Labels get their share of it by largest remainder, ties to the smaller label.
+    is kept.
     """
     total = min(max(round(fraction * len(labels)), 1), len(labels) - 1) if fraction > 0 else 0
     if total <= 0:
         return np.arange(len(labels)), np.arange(0)
-    counts, remainders = np.divmod(np.bincount(labels) * total, len(labels))
-    counts[np.argsort(-remainders, kind="stable")[: total - counts.sum()]] += 1
-    held = np.sort(np.concatenate(take_per_label(labels, counts, rng)))
+    held = stratified_sample(labels, total, rng)
     return np.setdiff1d(np.arange(len(labels)), held), held
+
+
+def stratified_sample(labels: Indices, size: int, rng: np.random.Generator) -> Indices:
+    """Sorted positions of ``size`` random samples, at most ``len(labels)``, with the label law of the whole.
+
+    Labels get their share of it by largest remainder, ties to the smaller label.
+    """
+    counts, remainders = np.divmod(np.bincount(labels) * size, len(labels))
+    counts[np.argsort(-remainders, kind="stable")[: size - counts.sum()]] += 1
+    return np.sort(np.concatenate(take_per_label(labels, counts, rng)))
 
 
 def take_per_label(labels: Indices, counts: NDArray[np.int64], rng: np.random.Generator) -> list[Indices]:

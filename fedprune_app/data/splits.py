@@ -25,7 +25,12 @@ PROPORTIONAL_TEST_SIZE = 100
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What data, dealt how; field ``shard_size`` is the key ``shard-size`` of the run configuration."""
+    """What data, dealt how; field ``shard_size`` is the key ``shard-size`` of the run configuration.
+
+    With ``samples_per_client`` the clients share that many samples each, drawn with the label law of the whole, and the
+    rest is left out; 0 deals out everything. ``dirichlet_groups`` is ``num_groups`` of
+    :func:`~fedprune_app.data.partitions.dirichlet_client`.
+    """
 
     dataset: str = "digits"
     data_dir: str = ""
@@ -36,6 +41,8 @@ class DataConfig:
     classes_per_client: int = 2
     class_assignment: str = "cyclic"
     dirichlet_alpha: float = 0.3
+    dirichlet_groups: int = 0
+    samples_per_client: int = 0
     validation_fraction: float = 0.1
     test_split: str = "labels"
     test_fraction: float = 0.3
@@ -49,6 +56,17 @@ class DataConfig:
         ):
             if value not in allowed:
                 raise ValueError(f"{key} is '{value}', allowed: {', '.join(allowed)}")
+        for key, number in (
+            ("dirichlet-groups", self.dirichlet_groups),
+            ("samples-per-client", self.samples_per_client),
+        ):
+            if number < 0:
+                raise ValueError(f"{key} is {number}, allowed: 0 or more")
+        if self.samples_per_client and self.partition == "shards" and self.shard_size:
+            raise ValueError(
+                f"samples-per-client is {self.samples_per_client}, allowed: 0 with shard-size {self.shard_size}, "
+                "which says it already"
+            )
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(f"validation-fraction is {self.validation_fraction:g}, allowed: 0 to below 1")
         if not 0 < self.test_fraction < 1:
@@ -174,6 +192,8 @@ def _pool(config: DataConfig) -> _Pool:
 def _partition(config: DataConfig, num_clients: int) -> tuple[Indices, ...]:
     pool = _pool(config)
     labels = pool.labels if config.test_split == "holdout" else pool.dataset.train_labels
+    dealt = _dealt(labels, config, num_clients)
+    labels = labels[dealt]
     rng = numpy_generator(config.seed, "partition")
     match config.partition:
         case "iid":
@@ -185,10 +205,25 @@ def _partition(config: DataConfig, num_clients: int) -> tuple[Indices, ...]:
         case "dirichlet-class":
             parts = partitions.dirichlet_class(labels, num_clients, config.dirichlet_alpha, rng)
         case _:
-            parts = partitions.dirichlet_client(labels, num_clients, config.dirichlet_alpha, rng)
+            alpha, num_groups = config.dirichlet_alpha, config.dirichlet_groups
+            parts = partitions.dirichlet_client(labels, num_clients, alpha, rng, num_groups)
+    parts = [dealt[part] for part in parts]
     for part in parts:
         part.setflags(write=False)
     return tuple(parts)
+
+
+def _dealt(labels: Labels, config: DataConfig, num_clients: int) -> Indices:
+    """Sorted indices of the samples that are dealt out at all: everything, or ``samples_per_client`` times clients."""
+    if not config.samples_per_client:
+        return np.arange(len(labels))
+    size = config.samples_per_client * num_clients
+    if size > len(labels):
+        raise ValueError(
+            f"samples-per-client is {config.samples_per_client}, allowed: at most {len(labels) // num_clients} for "
+            f"{num_clients} clients and {len(labels)} samples"
+        )
+    return partitions.stratified_sample(labels, size, numpy_generator(config.seed, "samples dealt"))
 
 
 @lru_cache(maxsize=256)

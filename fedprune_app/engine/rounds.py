@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -19,7 +18,9 @@ from fedprune_app.engine import wire
 
 log = logging.getLogger("flwr.fedprune")
 
+IN_FLIGHT_BYTES = 2**30
 _PUSH_BATCH = 16
+_PUSH_BYTES = 64 * 2**20
 _PULL_BATCH = 32
 _PULL_BYTES = 64 * 2**20
 _POLL_SECONDS = (0.01, 0.25)  # the shortest pause between polls, and the longest
@@ -67,53 +68,85 @@ def _error_line(message: Message) -> str:
     return f"{text} (error code {message.error.code})"
 
 
-def exchange(grid: Grid, messages: Mapping[int, Message], deadline_seconds: float) -> Iterator[Answer]:
-    """Send ``messages`` (by partition) and yield an :class:`Answer` for each, in order of arrival.
+@dataclass(frozen=True)
+class _Sent:
+    partition: int
+    num_bytes: int
+    deadline: float
 
-    A client that has not replied ``deadline_seconds`` after everything was sent is yielded as late; its reply, should
-    it still come, is never fetched. Each reply is handed on before the next is looked at.
+
+def exchange(
+    grid: Grid,
+    messages: Iterable[tuple[int, Message]],
+    deadline_seconds: float,
+    in_flight_bytes: int = IN_FLIGHT_BYTES,
+) -> Iterator[Answer]:
+    """Send ``messages`` (partition, message) and yield an :class:`Answer` for each, in order of arrival.
+
+    A client that has not replied ``deadline_seconds`` after its message was sent is yielded as late; its reply, should
+    it still come, is never fetched. Each reply is handed on before the next is looked at. Messages are made when they
+    are sent: while those on their way weigh more than ``in_flight_bytes``, the next one waits for a reply.
     """
-    waiting: dict[str, int] = {}
-    sent: dict[int, int] = {}
-    sizes: dict[int, int] = {}
-    queue = iter(messages.items())
-    while batch := dict(islice(queue, _PUSH_BATCH)):
-        accepted = {str(message_id) for message_id in grid.push_messages(batch.values()) if message_id}
-        for partition, message in batch.items():
-            sent[partition] = wire.num_bytes(message.content, sizes)
-            if message.metadata.message_id in accepted:
-                waiting[message.metadata.message_id] = partition
-            else:
-                yield Answer(partition, 0, error="its node did not accept the message")
-
-    # Flower hands over all replies of a batch at once: few of large models, more of small ones
-    batch_size = max(1, min(_PULL_BATCH, _PULL_BYTES // max([1, *sent.values()])))
-    deadline = time.monotonic() + deadline_seconds
+    queue = iter(messages)
+    waiting: dict[str, _Sent] = {}  # by message id
+    in_flight = largest = 0
+    all_sent = False
     last_arrival = time.monotonic()
-    while waiting and time.monotonic() < deadline:
+    while waiting or not all_sent:
+        while not all_sent and in_flight < in_flight_bytes:
+            batch = _next_batch(queue, in_flight_bytes - in_flight)
+            all_sent = not batch
+            accepted = {str(message_id) for message_id in grid.push_messages([m for _, m, _ in batch]) if message_id}
+            deadline = time.monotonic() + deadline_seconds
+            for partition, message, num_bytes in batch:
+                if message.metadata.message_id in accepted:
+                    waiting[message.metadata.message_id] = _Sent(partition, num_bytes, deadline)
+                    in_flight += num_bytes
+                    largest = max(largest, num_bytes)
+                else:
+                    yield Answer(partition, 0, error="its node did not accept the message")
+
+        # Flower hands over all replies of a batch at once: few of large models, more of small ones
+        batch_size = max(1, min(_PULL_BATCH, _PULL_BYTES // max(1, largest)))
         arrived = False
         ids = list(waiting)
         for start in range(0, len(ids), batch_size):
             for reply in grid.pull_messages(ids[start : start + batch_size]):
                 # an error made by the SuperLink itself names another source, so map back by the message replied to
-                answered = waiting.pop(reply.metadata.reply_to_message_id, None)
-                if answered is None:
+                sent = waiting.pop(reply.metadata.reply_to_message_id, None)
+                if sent is None:
                     continue  # a second reply to the same message
                 arrived = True
-                down = sent[answered]
+                in_flight -= sent.num_bytes
                 if reply.has_error():
-                    yield Answer(answered, down, error=_error_line(reply))
+                    yield Answer(sent.partition, sent.num_bytes, error=_error_line(reply))
                 else:
-                    yield Answer(answered, down, wire.num_bytes(reply.content), reply.content)
+                    yield Answer(sent.partition, sent.num_bytes, wire.num_bytes(reply.content), reply.content)
         now = time.monotonic()
+        for message_id in [message_id for message_id, sent in waiting.items() if sent.deadline <= now]:
+            sent = waiting.pop(message_id)
+            in_flight -= sent.num_bytes
+            yield Answer(sent.partition, sent.num_bytes, error=f"no reply in {deadline_seconds:g} s", late=True)
         if arrived:
             last_arrival = now
         elif waiting:
             shortest, longest = _POLL_SECONDS
             pause = min(max(shortest, _POLL_SHARE * (now - last_arrival)), longest)
-            time.sleep(min(pause, max(0.0, deadline - now)))
-    for partition in waiting.values():
-        yield Answer(partition, sent[partition], error=f"no reply in {deadline_seconds:g} s", late=True)
+            nearest = min(sent.deadline for sent in waiting.values())
+            time.sleep(min(pause, max(0.0, nearest - now)))
+
+
+def _next_batch(queue: Iterator[tuple[int, Message]], room: int) -> list[tuple[int, Message, int]]:
+    """(partition, message, bytes) of the next messages to push: at least one if any is left, not too many at once."""
+    batch = []
+    total = 0
+    for partition, message in queue:
+        num_bytes = wire.num_bytes(message.content)
+        batch.append((partition, message, num_bytes))
+        total += num_bytes
+        if len(batch) == _PUSH_BATCH or total >= min(room, _PUSH_BYTES):
+            break
+    return batch
 
 
 def message_to(peer_node: int, content: RecordDict, kind: str, round: int, ttl: float) -> Message:
@@ -137,7 +170,7 @@ def gather_roster(grid: Grid, startup_seconds: float, run_key: str) -> tuple[Ros
     if not node_ids:
         raise TooFewReplies(f"no client connected within startup-seconds = {startup_seconds:g}")
     request = wire.pack(None, {"round": 0, "run-key": run_key})
-    messages = {node: message_to(node, request, MessageType.QUERY, 0, startup_seconds) for node in node_ids}
+    messages = ((node, message_to(node, request, MessageType.QUERY, 0, startup_seconds)) for node in node_ids)
     peers: Roster = {}
     errors: list[str] = []
     for answer in exchange(grid, messages, startup_seconds):

@@ -119,6 +119,10 @@ class VersionedStore:
             if later > round:
                 self._path(later).unlink(missing_ok=True)
 
+    def read(self, round: int) -> State:
+        """The version after ``round``, no other. ``ValueError`` if it is not there or damaged."""
+        return read_tensors(self._path(round))
+
     def load(self, before: int | None = None) -> tuple[int, State] | None:
         """The newest readable version, of a round smaller than ``before`` if given, with its round; or None.
 

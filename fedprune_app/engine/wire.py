@@ -17,45 +17,73 @@ from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
 
 Fields = Mapping[str, Any]
+PAYLOAD = "payload"
+_LETTER = "letter/"
 _STYPE = "fedprune.codec"
 
 
-def to_arrays(payload: Payload) -> ArrayRecord:
+class EncodedArrays(ArrayRecord):
+    """A payload as it travels. It may go to many clients, so its size is measured once."""
+
+    def item_bytes(self, name: str) -> int:
+        """Its size as the record ``name`` of a message."""
+        known: dict[str, int] = self.__dict__.setdefault("_item_bytes", {})
+        if name not in known:
+            known[name] = _serialised_bytes(name, self)
+        return known[name]
+
+
+def to_arrays(payload: Payload) -> EncodedArrays:
     """Encode a payload; the arrays hold the codec's bytes as they are, without numpy's file header."""
-    encoded = codec.encode(payload)
-    return ArrayRecord({name: Array("uint8", (a.size,), _STYPE, a.tobytes()) for name, a in encoded.items()})
+    return from_bytes({name: array.tobytes() for name, array in codec.encode(payload).items()})
+
+
+def from_bytes(encoded: Mapping[str, bytes]) -> EncodedArrays:
+    """A record of arrays that the codec encoded before."""
+    return EncodedArrays({name: Array("uint8", (len(data),), _STYPE, data) for name, data in encoded.items()})
+
+
+def to_bytes(arrays: ArrayRecord) -> dict[str, bytes]:
+    """The inverse of :func:`from_bytes`, which does not look into what the bytes mean. Raises ``ValueError``."""
+    return {name: _codec_bytes(name, array) for name, array in arrays.items()}
 
 
 def from_arrays(arrays: ArrayRecord, max_bytes: int) -> Payload:
     """Decode what :func:`to_arrays` made. Raises ``ValueError`` for anything else, or above ``max_bytes``."""
-    encoded = {}
-    for name, array in arrays.items():
-        if array.stype != _STYPE or array.dtype != "uint8":
-            raise ValueError(f"array '{name}' is of type {array.stype!r}/{array.dtype!r}, allowed: {_STYPE!r}")
-        encoded[name] = np.frombuffer(array.data, dtype=np.uint8)
+    encoded = {name: np.frombuffer(_codec_bytes(name, array), dtype=np.uint8) for name, array in arrays.items()}
     return codec.decode(encoded, max_bytes=max_bytes)
 
 
-def pack(arrays: ArrayRecord | None, fields: Fields) -> RecordDict:
-    """A message's content: an encoded payload, if any, and named values."""
+def _codec_bytes(name: str, array: Array) -> bytes:
+    if array.stype != _STYPE or array.dtype != "uint8":
+        raise ValueError(f"array '{name}' is of type {array.stype!r}/{array.dtype!r}, allowed: {_STYPE!r}")
+    return array.data
+
+
+def pack(arrays: ArrayRecord | None, fields: Fields, letters: Mapping[int, ArrayRecord] | None = None) -> RecordDict:
+    """A message's content: an encoded payload, if any, named values, and other clients' payloads by partition."""
     record = RecordDict({"fields": ConfigRecord(dict(fields))})
     if arrays is not None:
-        record["payload"] = arrays
+        record[PAYLOAD] = arrays
+    for partition, letter in (letters or {}).items():
+        record[letter_name(partition)] = letter
     return record
 
 
-def num_bytes(content: RecordDict, known: dict[int, int] | None = None) -> int:
+def num_bytes(content: RecordDict) -> int:
     """The size of a message's content as Flower serialises it, measured.
 
-    Serialising costs a copy, so sizes of payloads that several messages share are kept in ``known``, by ``id``.
+    Serialising costs a copy, so the size of a payload that several messages share is measured once.
     """
-    known = {} if known is None else known
-    total = 0
-    for name, record in content.items():  # the serialised parts of a RecordDict lie side by side
-        if id(record) not in known or name != "payload":
-            known[id(record)] = int(recorddict_to_proto(RecordDict({name: record})).ByteSize())
-        total += known[id(record)]
-    return total
+    # the serialised parts of a RecordDict lie side by side
+    return sum(
+        record.item_bytes(name) if isinstance(record, EncodedArrays) else _serialised_bytes(name, record)
+        for name, record in content.items()
+    )
+
+
+def _serialised_bytes(name: str, record: Any) -> int:
+    return int(recorddict_to_proto(RecordDict({name: record})).ByteSize())
 
 
 def fields_of(content: RecordDict) -> dict[str, Any]:
@@ -66,14 +94,42 @@ def fields_of(content: RecordDict) -> dict[str, Any]:
     return dict(record)
 
 
-def payload_of(content: RecordDict, max_bytes: int) -> Payload:
-    """The payload of a message, or an empty one. Raises ``ValueError`` when it cannot be decoded."""
-    record = content.get("payload")
-    if record is None:
-        return Payload({})
-    if not isinstance(record, ArrayRecord):
-        raise ValueError("record 'payload' holds no arrays")
-    return from_arrays(record, max_bytes)
+def arrays_of(content: RecordDict, name: str = PAYLOAD) -> ArrayRecord | None:
+    """A payload of a message, still encoded, or None. Raises ``ValueError`` for a record of another kind."""
+    record = content.get(name)
+    if record is not None and not isinstance(record, ArrayRecord):
+        raise ValueError(f"record '{name}' holds no arrays")
+    return record
+
+
+def payload_of(content: RecordDict, max_bytes: int, name: str = PAYLOAD) -> Payload:
+    """A payload of a message, or an empty one. Raises ``ValueError`` when it cannot be decoded."""
+    record = arrays_of(content, name)
+    return Payload({}) if record is None else from_arrays(record, max_bytes)
+
+
+def letter_name(partition: int) -> str:
+    """The record under which one client's payload is forwarded to another."""
+    return f"{_LETTER}{partition}"
+
+
+def letters_of(content: RecordDict, schema: Schema) -> tuple[dict[int, Payload], list[str]]:
+    """The other clients' payloads in a message, by partition, and why some were left out.
+
+    Whoever forwards a letter need not have read it, so it is checked here: the sender is another client.
+    """
+    letters: dict[int, Payload] = {}
+    refused: list[str] = []
+    for name in content:
+        if not name.startswith(_LETTER):
+            continue
+        try:
+            letter = payload_of(content, schema.max_bytes, name)
+            schema.check(letter)
+            letters[int(name.removeprefix(_LETTER))] = letter
+        except ValueError as error:
+            refused.append(f"{name} is left out: {error}")
+    return dict(sorted(letters.items())), refused
 
 
 def number(fields: Fields, name: str, least: float = -math.inf, most: float = math.inf) -> float:

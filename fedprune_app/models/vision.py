@@ -1,15 +1,18 @@
-"""The papers' small image networks, their initialisations, and the names of what is in them."""
+"""The papers' image networks, their initialisations, and the names of what is in them."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from fedprune_app.core.torchvision_shim import prepare_torchvision
 
 ImageShape = tuple[int, int, int]  # (channels, height, width)
 
@@ -19,11 +22,27 @@ MODELS: dict[str, str] = {
     "cnn5": "CNN of Sub-FedAvg: conv 10, 20 (5x5), fc 50; 21,840 parameters on 1x28x28, 10 classes",
     "cnn5-bn": "cnn5 with batch normalisation after each convolution",
     "cnn-small": "conv 16, 32 (3x3, padded), one linear layer; 6,090 parameters on 1x8x8, 10 classes",
+    "cnn-gn": "conv 16, 32, 64 (3x3, padded) with group normalisation; 33,978 parameters on 3x32x32, 10 classes",
+    "resnet18-gn": "ResNet-18 of Dis-PFL: 3x3 stem, group normalisation; 11,173,962 parameters on 3x32x32, 10 classes",
+    "vgg11-gn": "VGG-11 of Dis-PFL: group normalisation, one linear layer; 9,231,114 parameters on 3x32x32, 10 classes",
 }
-_WIDTHS: dict[str, dict[str, Any]] = {  # arguments of conv_net
-    "lenet5": {"channels": (6, 16), "hidden": (120, 84)},
-    "cnn5": {"channels": (10, 20), "hidden": (50,)},
-    "cnn-small": {"channels": (16, 32), "hidden": (), "kernel_size": 3, "padding": 1},
+_LENET5: dict[str, Any] = {"channels": (6, 16), "hidden": (120, 84)}
+_CNN5: dict[str, Any] = {"channels": (10, 20), "hidden": (50,)}
+_CONV_NETS: dict[str, dict[str, Any]] = {  # arguments of conv_net
+    "lenet5": _LENET5,
+    "lenet5-bn": {**_LENET5, "norm": "bn"},
+    "cnn5": _CNN5,
+    "cnn5-bn": {**_CNN5, "norm": "bn"},
+    "cnn-small": {"channels": (16, 32), "kernel_size": 3, "padding": 1},
+    "cnn-gn": {"channels": (16, 32, 64), "kernel_size": 3, "padding": 1, "norm": "gn", "num_groups": 4},
+    "vgg11-gn": {
+        "channels": (64, 128, 256, 256, 512, 512, 512, 512),
+        "pooled": (True, True, False, True, False, True, False, True),
+        "kernel_size": 3,
+        "padding": 1,
+        "norm": "gn",
+        "global_pool": True,
+    },
 }
 INITIALISATIONS = ("default", "subfedavg")
 
@@ -33,35 +52,47 @@ def conv_net(
     num_classes: int,
     *,
     channels: Sequence[int],
-    hidden: Sequence[int],
+    hidden: Sequence[int] = (),
     kernel_size: int = 5,
     padding: int = 0,
-    batch_norm: bool = False,
+    norm: Literal["bn", "gn"] | None = None,
+    num_groups: int = 32,
+    pooled: Sequence[bool] | None = None,
+    global_pool: bool = False,
 ) -> nn.Sequential:
-    """Blocks of conv, [batch norm], max pool 2, ReLU; then linear layers with ReLU between them.
+    """Blocks of conv, [norm], [max pool 2], ReLU; then linear layers with ReLU between them.
 
     Layers are named ``conv1, bn1, ..., fc1, ...``. Maps images (N, *image_shape) to logits (N, num_classes).
     Pooling stands before the ReLU: max and ReLU commute, values and gradients are the same, and the ReLU
     then touches a quarter of the elements.
 
     ``channels`` and ``hidden`` are the widths of the convolutions and of the hidden linear layers; a network
-    with channels removed is one of smaller ``channels``. The weights are PyTorch's, from the global RNG;
+    with channels removed is one of smaller ``channels``. ``norm`` is batch normalisation or group normalisation
+    in ``num_groups`` groups; ``pooled`` says which blocks pool (default: all); with ``global_pool`` the linear
+    layers see each channel's mean, whatever the image's size. The weights are PyTorch's, from the global RNG;
     :func:`build_model` draws them from a generator. Raises ``ValueError`` for an image too small.
     """
-    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    pooled = [True] * len(channels) if pooled is None else pooled
+    smallest = _smallest_side(pooled, kernel_size, padding)
     depth, height, width = image_shape
-    for i, out_channels in enumerate(channels, start=1):
+    if min(height, width) < smallest:
+        given = "x".join(map(str, image_shape))
+        raise ValueError(f"image shape {given} is too small for this model, allowed: sides >= {smallest}")
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    for i, (out_channels, pools) in enumerate(zip(channels, pooled, strict=True), start=1):
         layers[f"conv{i}"] = nn.Conv2d(depth, out_channels, kernel_size, padding=padding)
-        if batch_norm:
+        if norm == "bn":
             layers[f"bn{i}"] = nn.BatchNorm2d(out_channels)
-        layers[f"pool{i}"] = nn.MaxPool2d(2)
+        elif norm == "gn":
+            layers[f"gn{i}"] = nn.GroupNorm(num_groups, out_channels)
+        if pools:
+            layers[f"pool{i}"] = nn.MaxPool2d(2)
         layers[f"relu{i}"] = nn.ReLU()
         depth = out_channels
-        height, width = ((side + 2 * padding - kernel_size + 1) // 2 for side in (height, width))
-        if min(height, width) < 1:
-            smallest = _smallest_side(len(channels), kernel_size, padding)
-            given = "x".join(map(str, image_shape))
-            raise ValueError(f"image shape {given} is too small for this model, allowed: sides >= {smallest}")
+        height, width = ((side + 2 * padding - kernel_size + 1) // (1 + pools) for side in (height, width))
+    if global_pool:
+        layers["global_pool"] = nn.AdaptiveAvgPool2d(1)
+        height = width = 1
     layers["flatten"] = nn.Flatten()
     widths = [depth * height * width, *hidden, num_classes]
     for i, (fan_in, fan_out) in enumerate(pairwise(widths), start=1):
@@ -71,11 +102,26 @@ def conv_net(
     return nn.Sequential(layers)
 
 
-def _smallest_side(num_blocks: int, kernel_size: int, padding: int) -> int:
+def _smallest_side(pooled: Sequence[bool], kernel_size: int, padding: int) -> int:
     side = 1
-    for _ in range(num_blocks):
-        side = 2 * side + kernel_size - 1 - 2 * padding
+    for pools in reversed(pooled):
+        side = (1 + pools) * side + kernel_size - 1 - 2 * padding
     return side
+
+
+def _resnet18_gn(image_shape: ImageShape, num_classes: int) -> nn.Module:
+    """torchvision's ResNet-18 with GroupNorm(32), and a stem for small images: 3x3, stride 1, no pooling.
+
+    Its last pooling is adaptive, so images of any size fit. Source: Dis-PFL's released code (its text says
+    "PyTorch's implementation", whose 7x7 stem was made for ImageNet).
+    """
+    prepare_torchvision()
+    from torchvision.models import resnet18
+
+    model: nn.Module = resnet18(num_classes=num_classes, norm_layer=partial(nn.GroupNorm, 32))
+    model.conv1 = nn.Conv2d(image_shape[0], 64, kernel_size=3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
 
 
 def build_model(
@@ -90,9 +136,12 @@ def build_model(
         raise ValueError(f"model '{name}' is unknown, allowed: {', '.join(MODELS)}")
     if num_classes < 2:
         raise ValueError(f"model '{name}' with {num_classes} classes, allowed: at least 2")
-    family, batch_norm = name.removesuffix("-bn"), name.endswith("-bn")
     with torch.device("meta"):  # no memory and no random numbers are spent on values replaced below
-        model = conv_net(image_shape, num_classes, batch_norm=batch_norm, **_WIDTHS[family])
+        model: nn.Module
+        if name == "resnet18-gn":
+            model = _resnet18_gn(image_shape, num_classes)
+        else:
+            model = conv_net(image_shape, num_classes, **_CONV_NETS[name])
     model.to_empty(device="cpu")
     initialise(model, init, rng)
     return model
@@ -117,6 +166,8 @@ def initialise(model: nn.Module, init: str, rng: torch.Generator) -> None:
             module.reset_parameters()  # constants and running statistics, no random numbers
             if hybrid:
                 nn.init.constant_(module.weight, 0.5)
+        elif isinstance(module, nn.GroupNorm):
+            module.reset_parameters()  # scale 1, shift 0
         elif isinstance(module, nn.Conv2d | nn.Linear):
             if init == "default":
                 _default_(module, rng)

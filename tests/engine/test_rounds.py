@@ -62,7 +62,7 @@ class ScriptedGrid(InProcessGrid):
 def ask(grid: ScriptedGrid, deadline: float = 1.0) -> dict[int, rounds.Answer]:
     content = wire.pack(None, {"round": 1})
     messages = {node: rounds.message_to(node, content, MessageType.TRAIN, 1, 10) for node in grid.script}
-    answers = list(rounds.exchange(grid, messages, deadline))
+    answers = list(rounds.exchange(grid, messages.items(), deadline))
     assert len(answers) == len(grid.script), "each client is answered for exactly once"
     return {answer.partition: answer for answer in answers}
 
@@ -84,7 +84,7 @@ def test_a_reply_is_handed_on_before_slower_ones_have_come():
     content = wire.pack(None, {"round": 1})
     messages = {node: rounds.message_to(node, content, MessageType.TRAIN, 1, 10) for node in grid.script}
     started = time.monotonic()
-    first = next(iter(rounds.exchange(grid, messages, 5)))
+    first = next(iter(rounds.exchange(grid, messages.items(), 5)))
     assert first.partition == 1
     assert time.monotonic() - started < 0.4
 

@@ -1,0 +1,89 @@
+"""Dis-PFL, the client half: train a sparse model under a fixed mask, then look for a better mask.
+
+Dai, Shen, He, Tian, Tao, "DisPFL: Towards Communication-Efficient Personalized Federated Learning via Decentralized
+Sparse Training", ICML 2022: Algorithm 1, lines 7 to 15, and Algorithm 2. Where the text and the released code differ:
+
+* All clients start from one common model, as in the code; the text draws one each.
+* With ``max-grad-norm`` the dense gradient is clipped, then masked, as in the code; ``dispfl.clip = "masked"`` masks
+  first. The text does not clip.
+* Growth is by gradient, as in the text; ``dispfl.growth = "random"`` is what all released scripts do.
+* Biases and norm scales are never pruned. ERK leaves them dense at every density that the paper tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from clients.base import Update
+from clients.gossip import GossipClient
+from clients.training import dense_gradient
+from fedprune_app.core import rng
+from fedprune_app.core.flops import training_flops
+from fedprune_app.core.masks import erk_densities, prune_and_grow, random_masks, uniform_densities
+from fedprune_app.core.payload import Payload
+from fedprune_app.core.schedules import cosine_fraction
+from fedprune_app.engine.store import State, grouped
+from fedprune_app.models import vision
+
+_ALLOCATIONS = {"erk": erk_densities, "uniform": uniform_densities}
+
+
+class DisPFLClient(GossipClient):
+    """Keeps a mask for each convolution and linear weight, of a density that never changes."""
+
+    def target_density(self) -> float:
+        """What this client can bear: its node's ``capacity``, its place in ``dispfl.densities``, or ``density``."""
+        return self.capacity or self.config.dispfl.density_of(self.partition, self.config.density)
+
+    def initial_masks(self) -> dict[str, Tensor]:
+        """Line 2: positions drawn at random, their number per layer by ERK."""
+        shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+        densities = _ALLOCATIONS[self.config.dispfl.allocation](shapes, self.target_density())
+        partition = self.partition if self.config.dispfl.initial_masks == "per-client" else 0
+        draw = rng.generator(self.config.seed, "initial masks", partition)
+        return random_masks({name: shapes[name] for name in self.prunable}, densities, draw)
+
+    def masks(self, state: State) -> dict[str, Tensor]:
+        return state.group("masks") or self.initial_masks()
+
+    def start_masks(self, state: State) -> dict[str, Tensor]:
+        return state.group("next-masks") or self.initial_masks()
+
+    def local_update(self, received: Payload, state: State, round: int) -> Update:
+        masks = self.start_masks(state)  # m_{k,t}
+        metrics = self.test_start(self.begin(received, state))  # lines 7 and 8
+
+        def mask_first(_: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+            for name, mask in masks.items():
+                gradients[name].mul_(mask.to(gradients[name].device))
+
+        before_clipping = mask_first if self.config.dispfl.clip == "masked" else None
+        result = self.train(round, masks=masks, adjust_gradients=before_clipping)  # lines 9 to 13
+        tensors = vision.state_tensors(self.model, include_buffers=True)
+        # line 15; the weights keep their old support until the next average, which may fill in what has grown
+        next_masks = masks if result.diverged else self.search(tensors, masks, round)
+        payload = Payload({name: tensors[name] for name in self.shared}, masks)
+        state = State(grouped(weights=tensors, **{"masks": masks, "next-masks": next_masks}))
+        search_flops = training_flops(self.layer_flops(), self._search_batch())  # of a dense model
+        return Update(payload, state, result, self.training_flops(masks) + search_flops, metrics)
+
+    def search(self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor], round: int) -> dict[str, Tensor]:
+        """Algorithm 2: drop the smallest α_t of each layer's weights, grow as many where the gradient is largest."""
+        config = self.config
+        fraction = cosine_fraction(config.dispfl.prune_rate, round - 1, config.num_server_rounds)
+        draw = rng.generator(config.seed, "mask search", self.partition, round)
+        if config.dispfl.growth == "random":
+            scores = {name: torch.rand(mask.shape, generator=draw) for name, mask in masks.items()}
+        else:
+            images, labels = self.data.train_images, self.data.train_labels
+            batch = torch.randperm(len(labels), generator=draw)[: self._search_batch()]
+            augment = self.augmentation(images)
+            chosen = images[batch] if augment is None else augment(batch, draw)
+            scores = dense_gradient(self.model, chosen, labels[batch], device=self.device)
+        return prune_and_grow({name: tensors[name] for name in masks}, scores, masks, fraction)
+
+    def _search_batch(self) -> int:
+        return min(self.config.batch_size, len(self.data.train_labels))

@@ -1,0 +1,45 @@
+"""D-PSGD, the client half: average, then local epochs; dense, or under a mask that is drawn once and stays.
+
+Lian et al., NeurIPS 2017, with local epochs, as in Dis-PFL. The fixed mask is that of Dis-PFL's Table 3: every layer at
+one density. Whether its clients share one is not said there; here they do, or not with ``dpsgd.masks = "per-client"``.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from clients.base import Update
+from clients.gossip import GossipClient
+from fedprune_app.core import rng
+from fedprune_app.core.masks import random_masks, uniform_densities
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine.store import State, grouped
+from fedprune_app.models import vision
+
+
+class DPSGDClient(GossipClient):
+    """What is validated is the consensus model."""
+
+    validates = "received"
+
+    def masks(self, state: State) -> dict[str, Tensor]:
+        options = self.config.dpsgd
+        if options.density == 1:
+            return {}
+        parameters = dict(self.model.named_parameters())
+        shapes = {name: parameters[name].shape for name in self.prunable}
+        partition = self.partition if options.masks == "per-client" else 0
+        draw = rng.generator(self.config.seed, "initial masks", partition)
+        return state.group("masks") or random_masks(shapes, uniform_densities(shapes, options.density), draw)
+
+    def start_masks(self, state: State) -> dict[str, Tensor]:
+        return self.masks(state)
+
+    def local_update(self, received: Payload, state: State, round: int) -> Update:
+        masks = self.masks(state)
+        metrics = self.test_start(self.begin(received, state))
+        result = self.train(round, masks=masks)
+        tensors = vision.state_tensors(self.model, include_buffers=True)
+        payload = Payload({name: tensors[name] for name in self.shared}, masks)
+        state = State(grouped(weights=tensors, masks=masks))
+        return Update(payload, state, result, self.training_flops(masks), metrics)

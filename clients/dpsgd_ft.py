@@ -1,0 +1,10 @@
+"""D-PSGD-FT, the client half: D-PSGD's, and fine-tuning before it is evaluated."""
+
+from __future__ import annotations
+
+from clients.dpsgd import DPSGDClient
+from clients.finetune import FineTuned
+
+
+class DPSGDFTClient(FineTuned, DPSGDClient):
+    """Answers for the consensus model, fine-tuned on its own data."""

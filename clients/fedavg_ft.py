@@ -1,0 +1,10 @@
+"""FedAvg-FT, the client half: FedAvg's, and fine-tuning before it is evaluated."""
+
+from __future__ import annotations
+
+from clients.fedavg import FedAvgClient
+from clients.finetune import FineTuned
+
+
+class FedAvgFTClient(FineTuned, FedAvgClient):
+    """Answers for the global model, fine-tuned on its own data."""

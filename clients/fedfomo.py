@@ -1,0 +1,74 @@
+"""FedFomo, the client half: weigh other clients' models by what they would do for this one, and move towards them.
+
+Zhang, Sapra, Fidler, Yeung, Alvarez, ICLR 2021, equations 3 and 4, as in Dis-PFL's released code: the client's own
+newly trained model is a candidate like the others', those are what the others held after their last round, losses are
+sums over the validation data. If no candidate helps, the client keeps the model from before its training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from clients.base import FederatedClient, Update, split_letters
+from clients.training import evaluate
+from fedprune_app.core.flops import sparse_flops
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine.store import State, grouped
+from fedprune_app.engine.wire import Schema
+from fedprune_app.models import vision
+
+
+class FedFomoClient(FederatedClient):
+    """Decides on validation data, of which there must be some."""
+
+    def letter_schema(self) -> Schema:
+        tensors = vision.state_tensors(self.model, include_buffers=True)
+        return Schema.like({name: tensors[name] for name in self.shared})
+
+    def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
+        return state.group("weights") or vision.state_tensors(self.model, include_buffers=True)
+
+    def local_update(self, received: Payload, state: State, round: int) -> Update:
+        _, letters = split_letters(received)
+        before = self.begin(received, state)  # θ_k^{t-1}
+        vision.load_state_tensors(self.model, before)
+        result = self.train(round)
+        trained = vision.state_tensors(self.model, include_buffers=True)
+
+        candidates = {k: {**trained, **letter.tensors} for k, letter in letters.items()} | {self.partition: trained}
+        loss_before = self.validation_loss(before)
+        worth = {}
+        for k, candidate in candidates.items():
+            distance = _norm(candidate, before, self.shared)
+            gain = loss_before - self.validation_loss(candidate)
+            worth[k] = max(gain / distance, 0.0) if distance > 0 else 0.0  # eq. 3, clipped
+        total = sum(worth.values())
+        weights = {k: value / total if total else 0.0 for k, value in worth.items()}
+        after = before
+        for k, weight in weights.items():  # eq. 4
+            if weight:
+                after = {name: tensor + weight * (candidates[k][name] - before[name]) for name, tensor in after.items()}
+
+        num_tests = len(self.data.validation_labels) * (len(candidates) + 1)
+        metrics = {"candidates": list(letters), "weights": [weights[k] for k in letters]} if letters else {}
+        return Update(
+            Payload({name: after[name] for name in self.shared}),
+            State(grouped(weights=after)),
+            result,
+            self.training_flops() + num_tests * sparse_flops(self.layer_flops(), {}),
+            metrics,
+        )
+
+    def validation_loss(self, tensors: Mapping[str, Tensor]) -> float:
+        """Sum of the cross entropies on the validation data."""
+        vision.load_state_tensors(self.model, tensors)
+        images, labels = self.data.validation_images, self.data.validation_labels
+        return evaluate(self.model, images, labels, device=self.device).loss_sum
+
+
+def _norm(a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: list[str]) -> float:
+    """Euclidean distance of two models, over the tensors that travel."""
+    return float(torch.stack([(a[name] - b[name]).double().square().sum() for name in names]).sum().sqrt())

@@ -1,0 +1,35 @@
+"""Fine-tuning: the personal model is the received global one after one more local training, and then forgotten.
+
+Cheng, Chadha, Duchi, "Fine-tuning is Fine in Federated Learning", 2021. Dis-PFL does it after the last round; here it
+is done whenever the run is evaluated. The learning rate is that of the round just ended; the released code takes the
+rate of a round before the first, ``finetune.learning-rate = "code"``.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from clients.base import FederatedClient
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine.store import State
+from fedprune_app.models import vision
+
+
+class FineTuned(FederatedClient):
+    """To be mixed into the client of a system that has a global model."""
+
+    validates = "personal"
+
+    def personal_model(self, received: Payload, state: State) -> dict[str, Tensor]:
+        options = self.config.finetune
+        round = int(self.request["round"])
+        rate = self.config.learning_rates[round if options.learning_rate == "last" else 0]
+        vision.load_state_tensors(self.model, self.begin(received, state))
+        self.train(
+            round,
+            role="fine-tune",
+            epochs=options.epochs or self.config.local_epochs,
+            learning_rate=rate,
+            masks=self.masks(state),
+        )
+        return vision.state_tensors(self.model, include_buffers=True)

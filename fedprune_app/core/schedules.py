@@ -1,0 +1,22 @@
+"""Schedules: how a quantity falls over the rounds of a run."""
+
+from __future__ import annotations
+
+import math
+
+
+def cosine_fraction(initial: float, round: int, num_rounds: int) -> float:
+    """Cosine annealing, ``initial / 2 * (1 + cos(π round / num_rounds))``.
+
+    Rounds count from 0: round 0 has ``initial``, the last one, ``num_rounds - 1``, is small but still above 0.
+    ``ValueError`` unless ``initial`` is in [0, 1], ``num_rounds`` at least 1 and ``round`` in [0, num_rounds).
+
+    Source: Dis-PFL, Algorithm 2 (prune rate α_t), after Liu et al. 2021.
+    """
+    if not 0.0 <= initial <= 1.0:
+        raise ValueError(f"initial fraction is {initial}, allowed: 0 to 1")
+    if num_rounds < 1:
+        raise ValueError(f"num_rounds is {num_rounds}, allowed: at least 1")
+    if not 0 <= round < num_rounds:
+        raise ValueError(f"round is {round}, allowed: 0 to {num_rounds - 1}")
+    return initial / 2 * (1 + math.cos(math.pi * round / num_rounds))

@@ -1,0 +1,51 @@
+"""Dis-PFL, the server half: no model at all, only the links between clients and what travels over them.
+
+Dai, Shen, He, Tian, Tao, "DisPFL: Towards Communication-Efficient Personalized Federated Learning via Decentralized
+Sparse Training", ICML 2022, Algorithm 1, lines 5 to 7. The client half is ``clients/dispfl.py``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedprune_app.config import DisPFLOptions
+from fedprune_app.engine.wire import Schema
+from strategies.gossip import Gossip
+
+_COMPARED_UP_TO = 500  # clients whose masks are compared with each other after the last round
+
+
+class DisPFL(Gossip):
+    """Line 7 divides by the masks that the weights were trained under, as the released code does: the new masks, which
+    the text names there, do not match the weights' support."""
+
+    @property
+    def options(self) -> DisPFLOptions:
+        return self.config.dispfl
+
+    def reply_schema(self, partition: int) -> Schema:
+        return Schema.like(self.model, masked=self.prunable)
+
+    def finish(self) -> None:
+        """How far the final masks are apart, client by client: the paper's Figure 5 (b).
+
+        The share of coordinates that one keeps and the other does not, in tensors that somebody prunes.
+        """
+        self.letter_rounds = dict(self.state_rounds)
+        partitions = sorted(self.letter_rounds)[:_COMPARED_UP_TO]
+        if len(partitions) < 2 or not self.reads_letters:
+            return
+        packed: list[NDArray[np.uint8]] = []  # one bit a coordinate: the masks of all clients are in memory
+        pruned: set[str] = set()
+        for partition in partitions:
+            masks = {name: mask.numpy().reshape(-1) for name, mask in self.read_letter(partition).masks.items()}
+            packed.append(np.concatenate([np.packbits(masks[name]) for name in sorted(masks)]))
+            pruned |= {name for name, mask in masks.items() if not mask.all()}
+        num_coordinates = max(1, sum(self.model[name].numel() for name in pruned))
+        distance = np.zeros((len(packed), len(packed)))
+        for i, mine in enumerate(packed):
+            for j in range(i):
+                differing = int(np.bitwise_count(mine ^ packed[j]).sum(dtype=np.int64))
+                distance[i, j] = distance[j, i] = differing / num_coordinates
+        self.recorder.masks(partitions, distance)

@@ -1,0 +1,33 @@
+"""D-PSGD, decentralised FedAvg, the server half: average with the neighbours, train for some epochs, and again.
+
+Lian et al., "Can Decentralized Algorithms Outperform Centralized Algorithms?", NeurIPS 2017, with local epochs in place
+of single steps, as Dis-PFL (section 4.1) compares with it. Its number is the accuracy of the consensus model, the
+uniform average of all clients' models.
+"""
+
+from __future__ import annotations
+
+from fedprune_app.config import DPSGDOptions
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine.wire import Schema
+from strategies.gossip import Gossip
+
+
+class DPSGD(Gossip):
+    """Dense, or under a fixed random mask (Table 3's restricted version). The consensus model is made for evaluation
+    only, and then the server reads all letters, whatever ``dpsgd.gossip`` says."""
+
+    headline = "accuracy_global"
+    has_global_model = True
+
+    @property
+    def options(self) -> DPSGDOptions:
+        return self.config.dpsgd
+
+    def reply_schema(self, partition: int) -> Schema:
+        return Schema.like(self.model, masked=self.prunable if self.options.density < 1 else frozenset())
+
+    def evaluation_payload(self) -> Payload:
+        self.letter_rounds = dict(self.state_rounds)
+        self.model = {**self.model, **self.average(sorted(self.letter_rounds)).tensors}
+        return Payload(self.model)

@@ -1,0 +1,14 @@
+"""D-PSGD-FT: D-PSGD, and before it is evaluated every client fine-tunes the consensus model on its own data.
+
+Dis-PFL, section 4.1, after Cheng et al. 2021 (FedAvg-FT).
+"""
+
+from __future__ import annotations
+
+from strategies.dpsgd import DPSGD
+
+
+class DPSGDFT(DPSGD):
+    """What is judged is each client's fine-tuned model, which nobody else ever sees."""
+
+    headline = "accuracy_personal_mean"

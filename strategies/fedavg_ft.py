@@ -1,0 +1,14 @@
+"""FedAvg-FT: FedAvg, and before it is evaluated every client fine-tunes the global model on its own data.
+
+Cheng, Chadha, Duchi, "Fine-tuning is Fine in Federated Learning", 2021, as Dis-PFL compares with it.
+"""
+
+from __future__ import annotations
+
+from strategies.fedavg import FedAvg
+
+
+class FedAvgFT(FedAvg):
+    """What is judged is each client's fine-tuned model, which nobody else ever sees."""
+
+    headline = "accuracy_personal_mean"

@@ -1,0 +1,68 @@
+"""FedFomo, the server half: each client gets a few other clients' models and says what they were worth to it.
+
+Zhang, Sapra, Fidler, Yeung, Alvarez, "Personalized Federated Learning with First Order Model Optimization", ICLR 2021,
+section 3, as Dis-PFL compares with it. The client half is ``clients/fedfomo.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from flwr.app import RecordDict
+
+from fedprune_app.core import rng
+from fedprune_app.engine import wire
+from fedprune_app.engine.rounds import Peer
+from fedprune_app.engine.store import State
+from strategies.base import Contents
+from strategies.relay import Relay
+
+
+class FedFomo(Relay):
+    """Keeps every client's latest personal model, and for each two clients the sum of the weights that the one gave the
+    other's model (``affinity``). Candidates are those of most affinity, or with probability ``exploration`` random.
+    """
+
+    paper_formula = "32 bits per parameter, both ways (Dis-PFL's Table 1 charges FedFomo like FedAvg)"
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        size = max(self.roster) + 1 if self.roster else 0
+        self.affinity = torch.zeros(size, size, dtype=torch.float64)  # (receiver, candidate)
+
+    def reply_schema(self, partition: int) -> wire.Schema:
+        return wire.Schema.like(self.model)
+
+    def candidates(self, round: int, partition: int) -> list[int]:
+        """Whose models a client gets: distinct others that have published."""
+        draw = rng.numpy_generator(self.config.seed, "candidates", partition, round)
+        others = [k for k in draw.permutation(sorted(self.letter_rounds)).tolist() if k != partition]
+        if draw.random() >= self.config.fedfomo.exploration:
+            others.sort(key=lambda k: -float(self.affinity[partition, k]))  # stable: random among equals
+        return sorted(others[: self.config.fedfomo.candidates])
+
+    def outgoing(self, round: int, participants: list[int]) -> Iterator[tuple[int, Contents]]:
+        for partition in participants:
+            yield partition, Contents(letters={k: self.letter(k) for k in self.candidates(round, partition)})
+
+    def receive(self, peer: Peer, round: int, content: RecordDict) -> None:
+        fields = wire.fields_of(content)
+        names, weights = fields.get("candidates", []), fields.get("weights", [])
+        if not (isinstance(names, list) and isinstance(weights, list) and len(names) == len(weights)):
+            raise ValueError("fields 'candidates' and 'weights' are not lists of one length")
+        if len(set(names)) < len(names) or not set(names) <= set(self.candidates(round, peer.partition)):
+            raise ValueError(f"field 'candidates' is {names!r}, allowed: those it was sent")
+        if not all(isinstance(weight, float) and 0 <= weight <= 1 for weight in weights):
+            raise ValueError(f"field 'weights' is {weights!r}, allowed: numbers from 0 to 1")
+        super().receive(peer, round, content)
+        for name, weight in zip(names, weights, strict=True):
+            self.affinity[peer.partition, name] += weight
+
+    def state(self) -> State:
+        return State({"affinity": self.affinity}, super().state().meta)
+
+    def restore(self, state: State) -> None:
+        super().restore(state)
+        self.affinity = state.tensors["affinity"]

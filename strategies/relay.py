@@ -1,0 +1,60 @@
+"""A server that passes its clients' models on: it keeps the latest letter of each, and no model of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flwr.app import RecordDict
+
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine import wire
+from fedprune_app.engine.mailbox import Mailbox
+from fedprune_app.engine.rounds import Peer
+from fedprune_app.engine.store import State
+from strategies.base import FederatedStrategy
+
+_NOTHING = Payload({})
+
+
+class Relay(FederatedStrategy):
+    """Replies go to the mailbox as they came; :meth:`letter` gives them out again in the rounds that follow."""
+
+    has_global_model = False
+    reads_letters = True  # whether the server checks what it passes on
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.mailbox = Mailbox(self.recorder.folder / "mailbox")
+        self.letter_rounds: dict[int, int] = {}  # whose letter of which round may be passed on in this round
+
+    def open_round(self, round: int, participants: list[int]) -> None:
+        self.letter_rounds = dict(self.state_rounds)  # replies of this round are for the next
+
+    def letter(self, partition: int) -> wire.EncodedArrays:
+        """The last model that this client published before this round."""
+        return self.mailbox.get(partition, self.letter_rounds[partition])
+
+    def receive(self, peer: Peer, round: int, content: RecordDict) -> None:
+        schema = self.reply_schema(peer.partition)
+        letter = wire.arrays_of(content)
+        if letter is None:
+            raise ValueError(f"the message has no record '{wire.PAYLOAD}'")
+        if self.reads_letters:
+            schema.check(wire.from_arrays(letter, schema.max_bytes))
+        self.mailbox.put(peer.partition, round, letter, schema.max_bytes)
+
+    def accept(self, peer: Peer, update: Payload) -> None:
+        """Nothing: letters are kept as they came."""
+
+    def plan(self, round: int, participants: list[int]) -> dict[int, Payload]:
+        return dict.fromkeys(participants, _NOTHING)
+
+    def evaluation_payload(self) -> Payload:
+        return _NOTHING
+
+    def state(self) -> State:
+        return State({}, super().state().meta)
+
+    def restore(self, state: State) -> None:
+        super().restore(State(self.model, state.meta))
+        self.mailbox.drop_after(max([0, *self.state_rounds.values()]))
