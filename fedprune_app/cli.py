@@ -46,7 +46,7 @@ Engine = Annotated[str, typer.Option("--engine", help="ray, or inprocess for deb
 
 def _absolute(values: dict[str, Scalar]) -> dict[str, Scalar]:
     """Paths given on the command line are relative to where it was typed."""
-    for key in ("data-dir", "state-dir"):
+    for key in ("data-dir", "state-dir", "dispfl.adjacency-file", "dpsgd.adjacency-file"):
         if isinstance(given := values.get(key), str) and given:
             values[key] = str(Path(given).expanduser().resolve())
     return values
@@ -224,16 +224,16 @@ def demo(
     out: Out = Path("runs/demo"),
     workers: Workers = _CORES,
 ) -> None:
-    """Standalone, FedAvg and Sub-FedAvg on the embedded digits, and the report that compares them."""
+    """Standalone, FedAvg, Sub-FedAvg and Dis-PFL on the embedded digits, and the report that compares them."""
     import shutil
 
-    from fedprune_app.demo import DEMO_CLIENTS, demo_settings
+    from fedprune_app.demo import DEMO_CLIENTS, DEMO_SYSTEMS, demo_settings
     from fedprune_app.experiment import Placement, Session
     from fedprune_app.results.report import write_report
 
     folders = []
     with Session(Placement("ray", DEMO_CLIENTS, workers), console) as session:
-        for system in ("standalone", "fedavg", "subfedavg"):
+        for system in DEMO_SYSTEMS:
             folder = (out / system).resolve()
             if (folder / "run.json").exists():
                 shutil.rmtree(folder)  # the demo's own folder, from an earlier demo

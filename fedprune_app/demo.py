@@ -5,6 +5,7 @@ from __future__ import annotations
 from fedprune_app.config import Scalar
 
 DEMO_CLIENTS = 20
+DEMO_SYSTEMS = ("standalone", "fedavg", "subfedavg", "dispfl")
 
 
 def demo_settings(system: str) -> dict[str, Scalar]:

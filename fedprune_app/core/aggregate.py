@@ -132,5 +132,5 @@ def gossip_mix(payloads: Sequence[Payload]) -> dict[str, Tensor]:
     """
     if not payloads:
         raise ValueError("0 payloads to mix, allowed: at least 1, the client's own")
-    fallback = {name: torch.zeros_like(tensor) for payload in payloads for name, tensor in payload.tensors.items()}
-    return masked_mean(payloads, fallback)
+    zeros = {name: tensor.new_zeros(()).expand(tensor.shape) for p in payloads for name, tensor in p.tensors.items()}
+    return masked_mean(payloads, fallback=zeros)

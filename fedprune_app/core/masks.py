@@ -129,27 +129,33 @@ def prune_and_grow(
     for name, mask in masks.items():
         magnitude, growth = weights[name].detach().abs(), gradients[name].detach().abs()
         for kind, scores in (("weight", magnitude), ("gradient", growth)):
-            if bool(scores.isnan().any()):
-                raise ValueError(f"{kind} '{name}' has NaN, allowed: numbers")
-        kept = int(mask.sum())
-        count = min(kept, max(1, math.ceil(fraction * kept - 1e-6))) if fraction > 0 else 0  # 0.1 * 30 is 3, not 4
+            if scores.sum().isnan():  # of magnitudes, so only if one of them is
+                raise ValueError(f"{kind} '{name}' holds NaN, allowed: numbers")
+        kept = int(mask.count_nonzero())
+        if fraction == 0 or kept in (0, mask.numel()):
+            moved[name] = mask.clone()
+            continue
+        count = max(1, math.ceil(fraction * kept - 1e-6))  # 0.1 * 30 is 3, not 4
         stay = mask & ~_largest(-magnitude, mask, count)
         moved[name] = stay | _largest(growth, ~stay, count)
     return moved
 
 
 def _largest(scores: Tensor, eligible: Tensor, count: int) -> Tensor:
-    """Mask of the ``count`` eligible coordinates of largest score, ties by lowest flat index.
+    """Mask of the ``count`` eligible coordinates of largest score, at least 1; ties go to the lowest flat index.
 
-    A selection finds the last score that enters, so nothing needs to be sorted.
+    Selects the last score to enter and then compares, which is many times faster than a stable sort.
     """
-    if count == 0:
-        return torch.zeros_like(eligible)
-    last = scores[eligible].topk(count, sorted=False).values.min()
+    shape, scores, eligible = eligible.shape, scores.reshape(-1), eligible.reshape(-1)
+    if scores.device.type == "cpu":
+        candidates = scores.numpy()[np.flatnonzero(eligible.numpy())]  # both of these outrun torch's on a CPU
+        last = float(np.partition(candidates, -count)[-count])
+    else:
+        last = float(scores[eligible].topk(count, sorted=False).values.min())
     chosen = eligible & (scores > last)
-    ties = (eligible & (scores == last)).flatten().nonzero().squeeze(1)
-    chosen.view(-1)[ties[: count - int(chosen.sum())]] = True
-    return chosen
+    ties = (eligible & (scores == last)).nonzero().squeeze(1)
+    chosen[ties[: count - int(chosen.count_nonzero())]] = True
+    return chosen.view(shape)
 
 
 def mask_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:

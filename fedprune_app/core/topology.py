@@ -113,7 +113,7 @@ def read_adjacency(text: str, num_clients: int) -> NDArray[np.bool_]:
             continue
         for symbol in symbols:
             if symbol not in ("0", "1"):
-                raise ValueError(f"adjacency line {number} has '{symbol}', allowed: 0 or 1")
+                raise ValueError(f"adjacency line {number} has {symbol[:20]!r}, allowed: 0 or 1")
         if len(symbols) != num_clients:
             raise ValueError(
                 f"adjacency line {number} has {len(symbols)} entries, allowed: {num_clients}, one a client"

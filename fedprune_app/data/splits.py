@@ -27,9 +27,9 @@ PROPORTIONAL_TEST_SIZE = 100
 class DataConfig:
     """What data, dealt how; field ``shard_size`` is the key ``shard-size`` of the run configuration.
 
-    With ``samples_per_client`` the clients share that many samples each, drawn with the label law of the whole, and the
-    rest is left out; 0 deals out everything. ``dirichlet_groups`` is ``num_groups`` of
-    :func:`~fedprune_app.data.partitions.dirichlet_client`.
+    With ``samples_per_client`` only so many samples times clients are dealt out, drawn with the label law of the whole
+    (all clients get as many unless the partition makes volumes unequal); 0 deals out everything. ``dirichlet_groups``
+    is ``num_groups`` of :func:`~fedprune_app.data.partitions.dirichlet_client`.
     """
 
     dataset: str = "digits"

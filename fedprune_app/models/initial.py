@@ -10,7 +10,7 @@ from torch import nn
 
 from fedprune_app.core.flops import forward_flops
 from fedprune_app.core.rng import generator
-from fedprune_app.models.vision import buffer_names, build_model, parameter_names
+from fedprune_app.models.vision import architecture, buffer_names, build_model, parameter_names
 
 AUTO = {
     "digits": "cnn-small",
@@ -37,14 +37,17 @@ def initial_model(
 def _initial_model(
     name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int, init: str, seed: int
 ) -> nn.Module:
-    chosen = AUTO[dataset] if name == "auto" else name
-    return build_model(chosen, image_shape, num_classes, rng=generator(seed, "init"), init=init)
+    return build_model(_chosen(name, dataset), image_shape, num_classes, rng=generator(seed, "init"), init=init)
+
+
+def _chosen(name: str, dataset: str) -> str:
+    return AUTO[dataset] if name == "auto" else name
 
 
 @lru_cache(maxsize=2)
 def layer_flops(name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int) -> Mapping[str, int]:
     """FLOPs of one example's forward pass through that network, by layer."""
-    return forward_flops(_initial_model(name, dataset, image_shape, num_classes, "default", 0), image_shape)
+    return forward_flops(architecture(_chosen(name, dataset), image_shape, num_classes), image_shape)
 
 
 def shared_names(model: nn.Module, batch_norm: str) -> list[str]:

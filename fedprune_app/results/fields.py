@@ -5,16 +5,20 @@ from __future__ import annotations
 ROUND_FIELDS = (
     "round",
     "seconds",
-    "replies",
+    "replies",  # clients that trained and whose reply was used
     "failures",
     "stragglers",
+    "dropped",  # sampled clients that dropped out of the round
     "bytes_up",  # training messages, as serialised
     "bytes_down",
     "evaluation_bytes_up",
     "evaluation_bytes_down",
-    "busiest_node_bytes",
+    "peer_bytes",  # what all clients sent one another; null in a star
+    "busiest_node_bytes",  # heavier direction of the busiest node: a star's server, else a client
+    "node_bytes_mean",  # heavier direction of a client, mean over those that took part
     "paper_bytes_up",  # what the paper's own formula charges for the round
     "paper_bytes_down",
+    "paper_busiest_bytes",  # what it charges the busiest node, one direction
     "accuracy_personal_mean",
     "accuracy_personal_std",
     "accuracy_personal_worst_decile",
@@ -24,7 +28,7 @@ ROUND_FIELDS = (
     "loss_mean",
     "density_mean",
     "density_by_layer",  # name -> mean density
-    "flops",
+    "flops",  # sum over the clients that trained
     "epsilon_max",
 )
 CLIENT_FIELDS = (

@@ -13,9 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from fedprune_app.core.metrics import worst_decile
 from fedprune_app.results.fields import HEADLINES
 from fedprune_app.results.reader import Run
+from fedprune_app.results.similarity import Comparison, compare
 from fedprune_app.results.tables import MEGABYTE, Group, Statistic
 
 Trace = dict[str, Any]
@@ -23,6 +26,10 @@ Curve = Mapping[int, tuple[float, float]]  # round -> (x, y)
 
 _MARKERS_UP_TO = 25  # points; more of them would hide the line
 _POINTS_UP_TO = 400  # clients shown one by one beside their box
+_PEER_CAPTION = (
+    " ⇄ is what the clients send one another; the server only relays it here, so ↑ and ↓ show the same messages again."
+)
+_HEATMAP_UP_TO = 200  # clients a side; more of them would be smaller than a pixel
 _HEADLINE_NAMES = dict(zip(HEADLINES, ("Personal", "Global model"), strict=True))
 _ACCURACIES = {
     **_HEADLINE_NAMES,
@@ -39,11 +46,16 @@ _CLIENT_ACCURACIES = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One view of a figure, chosen by its ``name``."""
+    """One view of a figure, chosen by its ``name``; ``note`` says about it what the caption cannot.
+
+    ``panels`` titles several plots beside one another: traces name theirs by plotly's ``xaxis`` and ``yaxis``.
+    """
 
     name: str
     traces: list[Trace]
     layout: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+    panels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,7 @@ class Figure:
 
 def figures(groups: Sequence[Group]) -> list[Figure]:
     """All figures for which some run has data, in reading order."""
+    runs = [run for group in groups for run in group.runs]
     share = {"tickformat": ".0%", "hoverformat": ".1%"}
     drawn = [
         Figure(
@@ -71,7 +84,8 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
         Figure(
             "efficiency",
             "Accuracy by traffic",
-            "Against the training traffic so far, up and down, as measured on the serialised messages.",
+            "Against the training traffic through the server so far, up and down, as measured on the serialised "
+            "messages.",
             _accuracy_variants(groups, _by_megabytes, "Measured traffic (MB)"),
         ),
         Figure(
@@ -82,9 +96,17 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
             rows=len(groups),
         ),
         Figure(
+            "density-groups",
+            "Accuracy by density of the client",
+            "One point per client in the last evaluation, by its own kept share; the line joins the means of clients "
+            "of the same density.",
+            _density_group_variants(groups),
+        ),
+        Figure(
             "bytes",
             "Traffic, measured and by the papers' formulas",
-            "Training messages of the whole run, up ↑ and down ↓. Solid: measured. Hatched: the paper's own formula.",
+            "Training messages of the whole run, up ↑ and down ↓. Solid: measured. Hatched: the paper's own formula."
+            + (_PEER_CAPTION if any(run.total("peer_bytes") is not None for run in runs) else ""),
             _bytes_variants(groups),
             rows=len(groups),
         ),
@@ -117,6 +139,14 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
             "Who has which classes",
             "Training examples of each class at each client; an empty cell is none.",
             _partition_variants(groups),
+            wide=True,
+        ),
+        Figure(
+            "masks",
+            "Label similarity and mask similarity",
+            "Each two clients: cosine of their training label counts, and the share of coordinates in which their "
+            "masks agree. In both, clients with alike labels stand side by side.",
+            _mask_variants(groups),
             wide=True,
         ),
     ]
@@ -264,24 +294,82 @@ def _last_of_clients(run: Run, name: str) -> list[float]:
     return [float(row[name]) for row in measured if row["round"] == last]
 
 
+def _density_group_variants(groups: Sequence[Group]) -> list[Variant]:
+    """Runs whose clients differ in density, as Dis-PFL's Figure 4; density is rounded to two decimals."""
+    traces: list[Trace] = []
+    for index, group in enumerate(groups):
+        seeds = [_density_and_accuracy(run) for run in group.runs]
+        points = sorted(pair for pairs in seeds if len({density for density, _ in pairs}) > 1 for pair in pairs)
+        if not points:
+            continue
+        alike: dict[float, list[float]] = {}
+        for density, accuracy in points:
+            alike.setdefault(density, []).append(accuracy)
+        row: Trace = {"type": "scatter", "series": index, "name": _text(group.label)}
+        traces.append(
+            row
+            | {
+                "x": [density for density, _ in points],
+                "y": [accuracy for _, accuracy in points],
+                "mode": "markers",
+                "faint": True,
+                "hoverinfo": "skip",
+            }
+        )
+        traces.append(
+            row
+            | {
+                "x": list(alike),
+                "y": [statistics.fmean(values) for values in alike.values()],
+                "mode": "lines+markers",
+                "text": [_number_of(len(values), "client") for values in alike.values()],
+                "hovertemplate": "%{y:.1%}, mean of %{text}",
+            }
+        )
+    share = {"tickformat": ".0%", "hoverformat": ".0%"}
+    layout = {"xaxis": {"title": {"text": "Density of the client"}, **share}, "yaxis": {"tickformat": ".0%"}}
+    return [Variant("Personal", traces, layout)] if traces else []
+
+
+def _density_and_accuracy(run: Run) -> list[tuple[float, float]]:
+    """(density to two decimals, accuracy) of the clients in the last evaluation."""
+    measured = [row for row in run.clients if row.get("accuracy_personal") is not None]
+    last = max((row["round"] for row in measured), default=None)
+    return [
+        (round(row["density"], 2), row["accuracy_personal"])
+        for row in measured
+        if row["round"] == last and row.get("density") is not None
+    ]
+
+
+def _number_of(count: int, thing: str) -> str:
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
 def _bytes_variants(groups: Sequence[Group]) -> list[Variant]:
     bars = {
-        "bytes_up": ("↑", -0.33),
-        "paper_bytes_up": ("↑ formula", -0.15),
-        "bytes_down": ("↓", 0.09),
-        "paper_bytes_down": ("↓ formula", 0.27),
+        "peer_bytes": "⇄ peer to peer",
+        "bytes_up": "↑",
+        "paper_bytes_up": "↑ formula",
+        "bytes_down": "↓",
+        "paper_bytes_down": "↓ formula",
     }
     traces: list[Trace] = []
     longest = 0.0
     for index, group in enumerate(groups):
-        totals = [Statistic.of(run.total(name) for run in group.runs) for name in bars]
-        shown = [
-            (total.mean / MEGABYTE, index + place, title, "/" if "formula" in title else "")
-            for total, (title, place) in zip(totals, bars.values(), strict=True)
+        totals = {name: Statistic.of(run.total(name) for run in group.runs) for name in bars}
+        relayed = " relayed" if totals["peer_bytes"] else ""
+        known = [
+            (total.mean / MEGABYTE, bars[name] + (relayed if name in ("bytes_up", "bytes_down") else ""))
+            for name, total in totals.items()
             if total is not None
         ]
-        if not shown:
+        if not known:
             continue
+        shown = [
+            (megabytes, index + 0.19 * (place - (len(known) - 1) / 2), title, "/" if "formula" in title else "")
+            for place, (megabytes, title) in enumerate(known)
+        ]
         longest = max(longest, *(megabytes for megabytes, *_ in shown))
         traces.append(
             {
@@ -364,3 +452,53 @@ def _partition_variants(groups: Sequence[Group]) -> list[Variant]:
         axis: dict[str, Any] = {"title": {"text": "Class"}} | ({"dtick": 1} if classes <= 20 else {})
         views[repr(rows)] = Variant(title, [trace], {"xaxis": {"title": {"text": "Client"}}, "yaxis": axis})
     return list(views.values())
+
+
+# --- pairs of clients -----------------------------------------------------------------------------------------
+
+
+def _mask_variants(groups: Sequence[Group]) -> list[Variant]:
+    """Dis-PFL's Figure 5: a view for each run that compared its clients' masks."""
+    compared = [(group, run, found) for group in groups for run in group.runs if (found := compare(run))]
+    return [_mask_variant(_run_name(group, run), found) for group, run, found in compared]
+
+
+def _run_name(group: Group, run: Run) -> str:
+    return group.label if len(group.runs) == 1 else f"{group.label} · seed {run.seed}"
+
+
+def _mask_variant(name: str, found: Comparison) -> Variant:
+    clients = len(found.partitions)
+    step = -(-clients // _HEATMAP_UP_TO)
+    names = [str(partition) for partition in found.partitions[::step]]
+    panels = {
+        "Cosine of label counts": (found.label_cosine, "cosine of label counts"),
+        "1 − Hamming distance of masks": (1 - found.mask_distance, "1 − Hamming distance"),
+    }
+    traces: list[Trace] = []
+    for number, (values, what) in enumerate(panels.values()):
+        shown = values.round(4).astype(object)
+        np.fill_diagonal(shown, None)  # a client compared with itself says nothing and would stretch the colours
+        traces.append(
+            {
+                "type": "heatmap",
+                "x": names,
+                "y": names,
+                "z": shown[::step, ::step].tolist(),
+                "hovertemplate": f"clients %{{x}} and %{{y}}<br>{what} %{{z:.3f}}<extra></extra>",
+            }
+            | ({"xaxis": f"x{number + 1}", "yaxis": f"y{number + 1}"} if number else {})
+        )
+    note = (
+        f"Over the {_number_of(clients * (clients - 1) // 2, 'pair')} of clients after round {found.round}, label "
+        f"similarity and mask distance have linear correlation {_signed(found.pearson)} (Pearson) and rank correlation "
+        f"{_signed(found.spearman)} (Spearman): below zero, clients with alike labels have alike masks."
+    )
+    if step > 1:
+        note += f" Shown is one client in {step}."
+    axes = {"xaxis": {"type": "category"}, "yaxis": {"type": "category", "autorange": "reversed"}}
+    return Variant(name, traces, axes, note, tuple(panels))
+
+
+def _signed(value: float | None) -> str:
+    return "undefined" if value is None else f"{value:+.2f}".replace("-", "−")

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
 
 from fedprune_app.results.fields import CLIENT_FIELDS, HEADLINES, ROUND_FIELDS, STATUSES
 
 Row = Mapping[str, Any]
+Matrix = NDArray[np.floating[Any]] | Sequence[Sequence[float]]
 
 MAX_JSON_BYTES = 64 << 20  # run.json: the class counts of 10,000 clients take about 10 MB
+MAX_MASKS_BYTES = 16 << 20
+MAX_MASKS = 1000  # clients: their distances take about 9 MB of masks.json
 MAX_JSONL_BYTES = 1 << 30  # clients.jsonl: a million rows take about 300 MB
 _INFO_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "system": ((str,), "text"),
@@ -30,14 +36,48 @@ _INFO_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 _NUMERIC = {*ROUND_FIELDS, *CLIENT_FIELDS} - {"density_by_layer"}
 
 
+@dataclass(frozen=True, eq=False)
+class Masks:
+    """How far the clients' masks are apart after ``round``: ``distance[i, j]`` between ``partitions[i]`` and ``[j]``.
+
+    ``distance`` (K, K) is the share of coordinates in which two masks differ, their Hamming distance in [0, 1]:
+    symmetric, with a zero diagonal.
+    """
+
+    round: int
+    partitions: tuple[int, ...]
+    distance: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, round: int, partitions: Sequence[int], distance: Matrix) -> Masks:
+        """Checked; raises a one-line ``ValueError`` for numbers that are no distances between these clients."""
+        count = len(partitions)
+        if not 1 <= count <= MAX_MASKS:
+            raise ValueError(f"masks of {count} clients, allowed: 1 to {MAX_MASKS}")
+        if len(set(partitions)) < count:
+            raise ValueError(f"'partitions' is {_short(list(partitions))}, allowed: each client once")
+        matrix = np.asarray(distance, dtype=np.float64)
+        if matrix.shape != (count, count):
+            raise ValueError(f"'distance' has shape {matrix.shape}, allowed: {(count, count)}, a row per partition")
+        if outside := matrix[~((matrix >= 0) & (matrix <= 1))].tolist():  # NaN is outside too
+            raise ValueError(f"'distance' has {outside[0]}, allowed: numbers in [0, 1]")
+        if matrix.diagonal().any() or not np.allclose(matrix, matrix.T, rtol=0, atol=1e-6):
+            raise ValueError("'distance' is not symmetric with a zero diagonal, as distances are")
+        return cls(round, tuple(partitions), matrix)
+
+
 @dataclass(frozen=True)
 class Run:
-    """One run folder: ``info`` is run.json, ``rounds`` and ``clients`` the rows of the two jsonl files."""
+    """One run folder: ``info`` is run.json, ``rounds`` and ``clients`` the rows of the two jsonl files.
+
+    ``masks`` is masks.json, None for a system that does not compare its clients' masks.
+    """
 
     folder: Path
     info: Mapping[str, Any]
     rounds: tuple[Row, ...]
     clients: tuple[Row, ...]
+    masks: Masks | None = None
 
     @property
     def system(self) -> str:
@@ -76,6 +116,11 @@ class Run:
         known = [value for value in values if value is not None]
         return sum(known) if known and len(known) == len(values) else None
 
+    def mean(self, field: str) -> float | None:
+        """Mean over all rounds; None unless every round measured it."""
+        total = self.total(field)
+        return None if total is None else total / len(self.rounds)
+
 
 def load_run(folder: Path) -> Run:
     """The run recorded in ``folder``; a last jsonl line cut short by a crash is left out.
@@ -86,7 +131,8 @@ def load_run(folder: Path) -> Run:
     folder = Path(folder)
     info = read_info(folder)
     rounds = tuple(row for _, row in read_rows(folder / "rounds.jsonl"))
-    return Run(folder, info, rounds, tuple(row for _, row in read_rows(folder / "clients.jsonl")))
+    clients = tuple(row for _, row in read_rows(folder / "clients.jsonl"))
+    return Run(folder, info, rounds, clients, read_masks(folder))
 
 
 def read_info(folder: Path) -> dict[str, Any]:
@@ -106,6 +152,27 @@ def read_info(folder: Path) -> dict[str, Any]:
     for row in [] if partition is None else partition if isinstance(partition, list) else [partition]:
         _check_partition(row, path)
     return info
+
+
+def read_masks(folder: Path) -> Masks | None:
+    """masks.json of a run folder, checked; None where there is none."""
+    path = folder / "masks.json"
+    if not path.is_file():
+        return None
+    _check_size(path, MAX_MASKS_BYTES)
+    found = _parse(path.read_bytes(), str(path))
+    if not _is_count(found.get("round")):
+        raise ValueError(f"{path}: 'round' is {_short(found.get('round'))}, allowed: an integer")
+    if not _is_list_of(found.get("partitions"), _is_count):
+        raise ValueError(f"{path}: 'partitions' is {_short(found.get('partitions'))}, allowed: a list of integers")
+    partitions, rows = found["partitions"], found.get("distance")
+    if not _is_list_of(rows, lambda row: _is_list_of(row, _is_share) and len(row) == len(partitions)):
+        allowed = f"rows of {len(partitions)} numbers in [0, 1]"
+        raise ValueError(f"{path}: 'distance' is {_short(rows)}, allowed: {allowed}")
+    try:
+        return Masks.of(found["round"], partitions, rows)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -160,7 +227,7 @@ def _check_partition(row: object, path: Path) -> None:
     """One client of run.json's ``partition``: its number and, for each split, its examples per class."""
     if isinstance(row, dict) and _is_count(row.get("partition")):
         splits = [row.get(split) or [] for split in ("train", "validation", "test")]
-        if all(isinstance(counts, list) and all(map(_is_count, counts)) for counts in splits):
+        if all(_is_list_of(counts, _is_count) for counts in splits):
             return
     allowed = "{partition, train, validation, test} with counts per class"
     raise ValueError(f"{path}: 'partition' has {_short(row)}, allowed: {allowed}")
@@ -168,6 +235,14 @@ def _check_partition(row: object, path: Path) -> None:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 53
+
+
+def _is_share(value: object) -> bool:
+    return type(value) in (int, float) and 0 <= value <= 1  # type: ignore[operator]
+
+
+def _is_list_of(value: object, is_one: Callable[[Any], bool]) -> TypeGuard[list[Any]]:
+    return isinstance(value, list) and all(map(is_one, value))
 
 
 def _check_size(path: Path, limit: int) -> None:

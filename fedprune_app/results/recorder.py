@@ -1,5 +1,7 @@
 """The run folder: what ran (run.json), what each round (rounds.jsonl) and each client (clients.jsonl) did.
 
+A system that compares its clients' masks adds masks.json.
+
 Whatever happens to the process, the folder stays readable: run.json is replaced in one step, jsonl rows are
 on disk before the next round begins, and :meth:`Recorder.resume` removes what a crash cut short.
 """
@@ -19,7 +21,7 @@ from typing import Any, Literal, Protocol
 
 from fedprune_app.results.fields import CLIENT_FIELDS, HEADLINES, ROUND_FIELDS
 from fedprune_app.results.files import replace_file
-from fedprune_app.results.reader import read_info, read_rows
+from fedprune_app.results.reader import Masks, Matrix, read_info, read_masks, read_rows
 
 GIT_VARIABLE = "FEDPRUNE_GIT_HASH"
 Status = Literal["completed", "failed", "interrupted"]
@@ -83,10 +85,11 @@ class Recorder:
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in ("rounds.jsonl", "clients.jsonl"):
             (self.folder / name).write_bytes(b"")
+        self._masks_path.unlink(missing_ok=True)
         self._begin(info | extra)
 
     def resume(self, rounds_completed: int) -> None:
-        """Continue this folder's run after ``rounds_completed`` rounds; rows of later rounds are dropped.
+        """Continue this folder's run after ``rounds_completed`` rounds; what later rounds recorded is dropped.
 
         The data of :meth:`start` stays; ``seconds`` goes on from what was spent, lost rounds included. Raises
         ``ValueError`` if the folder holds no run.
@@ -96,6 +99,7 @@ class Recorder:
             path = self.folder / name
             kept = [line for line, row in read_rows(path) if row["round"] <= rounds_completed]
             replace_file(path, b"".join(kept))
+        self._drop_masks_after(rounds_completed)
         resumed = [*info.get("resumed_after_rounds", []), rounds_completed]
         info |= {"status": "running", "error": None, "final_sha256": None}
         info |= {"rounds_completed": rounds_completed, "resumed_after_rounds": resumed}
@@ -125,6 +129,16 @@ class Recorder:
         self._running()
         self._append("clients.jsonl", [_complete(row, CLIENT_FIELDS) for row in rows])
 
+    def masks(self, partitions: Sequence[int], distance: Matrix) -> None:
+        """Write how far the clients' masks are apart after the last recorded round, in place of an earlier time's.
+
+        ``distance`` (K, K) holds the Hamming distance in [0, 1] of each two of the K ``partitions``, symmetric with
+        a zero diagonal; it is kept to six decimals. Raises ``ValueError`` for anything else.
+        """
+        masks = Masks.of(self._running()["rounds_completed"], partitions, distance)
+        content = {"round": masks.round, "partitions": masks.partitions, "distance": masks.distance.round(6)}
+        replace_file(self._masks_path, json.dumps(_plain(content), allow_nan=False).encode())
+
     def finish(self, status: Status, final_sha256: str | None = None, error: str | None = None) -> None:
         """Close the run; ``final_sha256`` is over all final models in partition order."""
         self._running().update(status=status, final_sha256=final_sha256, error=error)
@@ -133,6 +147,19 @@ class Recorder:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+    @property
+    def _masks_path(self) -> Path:
+        return self.folder / "masks.json"
+
+    def _drop_masks_after(self, rounds_completed: int) -> None:
+        try:
+            masks = read_masks(self.folder)
+            keep = masks is not None and masks.round <= rounds_completed
+        except ValueError:  # it can be made again, unlike what it would stop
+            keep = False
+        if not keep:
+            self._masks_path.unlink(missing_ok=True)
 
     def _begin(self, info: dict[str, Any]) -> None:
         self._info = _plain(info)

@@ -17,7 +17,11 @@ from fedprune_app.results.figures import figures
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import (
     COLUMNS,
+    COST,
+    MEGABYTE,
     NOT_MEASURED,
+    OUTCOME,
+    Column,
     Group,
     final_rows,
     formatted,
@@ -66,7 +70,6 @@ def render(runs: Sequence[Run]) -> str:
     groups = group_runs(runs)
     series = appearance(groups)
     drawn = figures(groups)
-    header, rows = _table(groups)
     plotly_js = get_plotlyjs()
     if "</script" in plotly_js.lower():
         raise ValueError("plotly.js cannot be put into a page: it contains '</script'")
@@ -79,9 +82,7 @@ def render(runs: Sequence[Run]) -> str:
         series=series,
         cards=[_card(group) for group in groups] if len(groups) <= _CARDS_UP_TO else [],
         problems=[run for run in runs if run.status != "completed"],
-        header=header,
-        rows=rows,
-        text_columns=header.index("Seeds"),
+        tables={"Final numbers": _table(groups, OUTCOME), "What it cost": _table(groups, COST)},
         figures=drawn,
         formulas=_formulas(runs),
         losses=_losses(runs),
@@ -105,12 +106,19 @@ def appearance(groups: Sequence[Group]) -> list[Series]:
     return series
 
 
-def _table(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
-    """The final table without the dataset and partition columns that the line under the title already tells."""
-    header, rows = final_rows(groups)
-    same = [i for i in (1, 2) if len({row[i] for row in rows}) == 1]
-    header, *rows = [[cell for i, cell in enumerate(line) if i not in same] for line in [header, *rows]]
-    return header, rows
+def _table(groups: Sequence[Group], columns: Sequence[Column]) -> dict[str, Any]:
+    """A part of the final table without what the line under the title, or the first part, already tells."""
+    header, rows = final_rows(groups, columns)
+    told = {"Dataset", "Partition", "Seeds"}
+    if columns is OUTCOME:
+        told = {header[i] for i in (1, 2) if len({row[i] for row in rows}) == 1}
+    kept = [i for i, title in enumerate(header) if title not in told]
+    return {
+        "header": [header[i] for i in kept],
+        "rows": [[row[i] for i in kept] for row in rows],
+        "texts": len({"System", "Dataset", "Partition"} - told),
+        "measured": len(header) > 4,  # something beside what the rows are about
+    }
 
 
 def _title(runs: Sequence[Run]) -> str:
@@ -140,10 +148,16 @@ def _card(group: Group) -> dict[str, Any]:
     for key in ("worst_decile", "density", "rounds"):  # a card is for a glance: the table tells their spread
         statistic = numbers[key]
         shown[key] = formatted(statistic and replace(statistic, std=None), _COLUMN[key])
-    traffic = [numbers[key] for key in ("megabytes_up", "megabytes_down")]
-    total = sum(each.mean for each in traffic if each) / 1e6 if all(traffic) else None
+    peers = numbers["peer_megabytes"]  # up and down would count what the server only relays twice
+    traffic = [peers] if peers else [numbers[key] for key in ("megabytes_up", "megabytes_down")]
+    total = sum(each.mean for each in traffic if each) / MEGABYTE if all(traffic) else None
     main = "global model" if group.runs[0].headline == "accuracy_global" else "mean over clients"
-    return shown | {"main": main, "traffic": NOT_MEASURED if total is None else f"{total:,.1f} MB"}
+    title = "Traffic, peer to peer" if peers else "Traffic"
+    return shown | {
+        "main": main,
+        "traffic_title": title,
+        "traffic": NOT_MEASURED if total is None else f"{total:,.1f} MB",
+    }
 
 
 def _formulas(runs: Sequence[Run]) -> dict[str, str]:
@@ -152,8 +166,8 @@ def _formulas(runs: Sequence[Run]) -> dict[str, str]:
 
 
 def _losses(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Runs in which replies failed or came too late."""
-    names = ("replies", "failures", "stragglers", "evaluation_failures")
+    """Runs in which replies failed or came too late, or clients dropped out."""
+    names = ("replies", "failures", "stragglers", "evaluation_failures", "dropped")
     counted = [{"run": run, **{name: sum(value for _, value in run.series(name)) for name in names}} for run in runs]
     return [each for each in counted if any(each[name] for name in names[1:])]
 

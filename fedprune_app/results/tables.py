@@ -64,7 +64,8 @@ class Column:
     decimals: int = 1
 
 
-COLUMNS = (
+_TRAFFIC = 1 / MEGABYTE
+OUTCOME = (
     Column("accuracy", "Accuracy, last round (%)", lambda run: run.last(run.headline), 100, 2),
     Column("best_accuracy", "Accuracy, best on validation (%)", lambda run: best_on_validation(run), 100, 2),
     Column(
@@ -72,13 +73,27 @@ COLUMNS = (
     ),
     Column("global_accuracy", "Global model (%)", lambda run: run.last("accuracy_global"), 100, 2),
     Column("density", "Density", lambda run: run.last("density_mean"), 1, 3),
-    Column("megabytes_up", "MB up", lambda run: run.total("bytes_up"), 1 / MEGABYTE, 2),
-    Column("megabytes_down", "MB down", lambda run: run.total("bytes_down"), 1 / MEGABYTE, 2),
-    Column("paper_megabytes", "MB, paper's formula", lambda run: paper_bytes(run), 1 / MEGABYTE, 2),
     Column("epsilon", "ε", lambda run: run.last("epsilon_max"), 1, 2),
     Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0),
     Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1),
 )
+COST = (
+    Column("megabytes_up", "MB up", lambda run: run.total("bytes_up"), _TRAFFIC, 2),
+    Column("megabytes_down", "MB down", lambda run: run.total("bytes_down"), _TRAFFIC, 2),
+    Column("paper_megabytes", "MB, paper's formula", lambda run: paper_bytes(run), _TRAFFIC, 2),
+    Column("peer_megabytes", "MB, peer to peer", lambda run: run.total("peer_bytes"), _TRAFFIC, 2),
+    Column("busiest_megabytes", "Busiest node, MB/round", lambda run: run.mean("busiest_node_bytes"), _TRAFFIC, 3),
+    Column(
+        "paper_busiest_megabytes",
+        "Busiest node, MB/round, paper's formula",
+        lambda run: run.mean("paper_busiest_bytes"),
+        _TRAFFIC,
+        3,
+    ),
+    Column("node_megabytes", "Per node, MB/round", lambda run: run.mean("node_bytes_mean"), _TRAFFIC, 3),
+    Column("gigaflops", "GFLOPs per client and round", lambda run: flops_per_client(run), 1e-9, 2),
+)
+COLUMNS = (*OUTCOME, *COST)
 
 
 def best_on_validation(run: Run) -> float | None:
@@ -99,6 +114,18 @@ def paper_bytes(run: Run) -> float | None:
     directions = [run.total("paper_bytes_up"), run.total("paper_bytes_down")]
     counted = [value for value in directions if value is not None]
     return sum(counted) if counted else None
+
+
+def flops_per_client(run: Run) -> float | None:
+    """FLOPs of a client that trains in a round: mean over its round's clients, then over rounds in which any trained.
+
+    None if a round's FLOPs or the number of its clients were not measured.
+    """
+    counted = [(row.get("flops"), row.get("replies")) for row in run.rounds]
+    if any(flops is None or replies is None for flops, replies in counted):
+        return None
+    means = [flops / replies for flops, replies in counted if replies]
+    return statistics.fmean(means) if means else None
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
@@ -144,10 +171,10 @@ def formatted(statistic: Statistic | None, column: Column) -> str:
     return f"{mean} ± {statistic.std * column.scale:.{column.decimals}f}"
 
 
-def final_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the final table as text, without the columns that no run measured."""
+def final_rows(groups: Sequence[Group], columns: Sequence[Column] = COLUMNS) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the final table, or of some of its ``columns``, without those that no run measured."""
     numbers = [statistics_of(group) for group in groups]
-    columns = [column for column in COLUMNS if any(row[column.key] for row in numbers)]
+    columns = [column for column in columns if any(row[column.key] for row in numbers)]
     header = ["System", "Dataset", "Partition", "Seeds", *(column.title for column in columns)]
     rows = [
         [group.label, *_data(group), str(len(group.runs)), *(formatted(row[c.key], c) for c in columns)]

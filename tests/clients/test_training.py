@@ -6,10 +6,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from clients.training import SGD, Evaluation, FlatParameters, evaluate, train
+from clients.training import SGD, Evaluation, FlatParameters, dense_gradient, evaluate, train
+from fedprune_app.data.augmentation import CropFlip
 from fedprune_app.models import build_model, prunable_names, state_tensors
 
-SHAPES = {"lenet5": (3, 32, 32), "lenet5-bn": (3, 32, 32), "cnn-small": (1, 8, 8)}
+SHAPES = {"lenet5": (3, 32, 32), "lenet5-bn": (3, 32, 32), "cnn-small": (1, 8, 8), "cnn-gn": (3, 8, 8)}
+DEEP = {"resnet18-gn": (3, 8, 8), "vgg11-gn": (3, 32, 32)}
 EVERYTHING = SGD(0.05, momentum=0.5, weight_decay=0.1, batch_size=8, epochs=2, max_grad_norm=0.5)
 
 
@@ -18,12 +20,12 @@ def generator(seed=0):
 
 
 def new_model(name="cnn-small"):
-    return build_model(name, SHAPES[name], 10, rng=generator(1))
+    return build_model(name, (SHAPES | DEEP)[name], 10, rng=generator(1))
 
 
 def new_data(name="cnn-small", count=20):
     rng = generator(2)
-    return torch.randn(count, *SHAPES[name], generator=rng), torch.randint(0, 10, (count,), generator=rng)
+    return torch.randn(count, *(SHAPES | DEEP)[name], generator=rng), torch.randint(0, 10, (count,), generator=rng)
 
 
 def half_masks(model):
@@ -85,6 +87,23 @@ def test_training_is_the_plain_loop_bit_for_bit(name, sgd, masked):
     assert_same_bits(model, reference)
     assert result.loss_mean == pytest.approx(loss, rel=1e-12)
     assert (result.num_steps, result.num_examples) == (sgd.epochs * math.ceil(20 / sgd.batch_size), 20)
+
+
+@pytest.mark.parametrize("name", DEEP)
+def test_deep_networks_are_trained_and_evaluated_like_the_others(name):
+    model, (images, labels) = new_model(name), new_data(name, 6)
+    reference, masks = copy.deepcopy(model), half_masks(model)
+    sgd = SGD(0.01, weight_decay=5e-4, batch_size=4)
+    layout = {name: (p.data_ptr(), p.stride()) for name, p in model.named_parameters()}
+    result = train(model, images, labels, sgd, rng=generator(), masks=masks)
+    assert result.loss_mean == pytest.approx(plain_loop(reference, images, labels, sgd, generator(), masks), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter, reference.get_parameter(name), atol=1e-5, rtol=1e-3)
+        assert (parameter.data_ptr(), parameter.stride()) == layout[name]
+        if name in masks:
+            assert not parameter[~masks[name]].any()
+    expected = F.cross_entropy(reference.eval()(images), labels).item()
+    assert evaluate(model, images, labels).loss_mean == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -196,6 +215,146 @@ def test_a_proximal_term_can_be_added_to_the_gradients():
     for name, parameter in reference.named_parameters():
         expected = parameter.detach() - 0.1 * parameter.grad
         torch.testing.assert_close(state_tensors(model)[name], expected, atol=1e-6, rtol=1e-4)
+
+
+def test_a_step_hook_acts_on_the_updated_values_before_anything_else_sees_them():
+    """Ditto's personal step: an SGD step, then v -= learning_rate * lambda * (v - w) with the updated v."""
+    model, reference = new_model("lenet5"), new_model("lenet5").to(memory_format=torch.channels_last)
+    images, labels = new_data("lenet5")
+    anchor = {name: tensor + 0.1 for name, tensor in state_tensors(model).items()}
+    read = []
+
+    def proximal(values):
+        torch._foreach_lerp_(list(values.values()), [anchor[name] for name in values], 0.1 * 0.5)
+
+    sgd = SGD(0.1, weight_decay=0.01, batch_size=8)
+    train(
+        model,
+        images,
+        labels,
+        sgd,
+        rng=generator(),
+        after_step=proximal,
+        after_epoch=lambda epoch: read.append(state_tensors(model)),
+    )
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1, weight_decay=0.01)
+    for batch in torch.randperm(20, generator=generator()).split(8):
+        optimizer.zero_grad()
+        F.cross_entropy(reference(images[batch]), labels[batch]).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in reference.named_parameters():
+                parameter -= 0.1 * 0.5 * (parameter - anchor[name])
+    for name, tensor in state_tensors(model).items():
+        torch.testing.assert_close(tensor, reference.get_parameter(name).detach())
+        assert torch.equal(read[0][name], tensor)
+
+
+def test_a_step_hook_is_called_once_a_step_with_what_is_trained():
+    model, calls = new_model(), []
+    frozen = ["conv1.weight"]
+    sgd = SGD(0.1, batch_size=8, epochs=2)
+    result = train(model, *new_data(), sgd, rng=generator(), frozen=frozen, after_step=lambda v: calls.append([*v]))
+    assert len(calls) == result.num_steps == 6
+    assert calls[0] == [name for name, _ in model.named_parameters() if name not in frozen]
+
+
+def test_a_step_hook_that_scales_keeps_masked_weights_at_zero():
+    model = new_model()
+    masks = half_masks(model)
+    train(
+        model,
+        *new_data(),
+        EVERYTHING,
+        rng=generator(),
+        masks=masks,
+        after_step=lambda values: torch._foreach_mul_(list(values.values()), 0.9),
+    )
+    assert all(not model.get_parameter(name)[~mask].any() for name, mask in masks.items())
+
+
+def test_an_augmentation_that_changes_nothing_changes_no_bit():
+    models = [new_model("lenet5") for _ in range(2)]
+    images, labels = new_data("lenet5")
+    nothing = torch.empty(20, 0)  # with an augmentation, only the number of images counts
+    train(models[0], images, labels, EVERYTHING, rng=generator())
+    train(models[1], nothing, labels, EVERYTHING, rng=generator(), augment=lambda batch, rng: images[batch])
+    assert_same_bits(*models)
+
+
+def test_an_augmentation_gets_every_example_in_every_epoch_and_draws_from_the_same_generator():
+    images, labels = new_data()
+    models, seen = [new_model() for _ in range(3)], []
+
+    def noisy(batch, rng):
+        seen.extend(batch.tolist())
+        return images[batch] + torch.randn(len(batch), 1, 1, 1, generator=rng)
+
+    for model, seed in zip(models, (1, 1, 2), strict=True):
+        train(model, images, labels, SGD(0.1, batch_size=8, epochs=2), rng=generator(seed), augment=noisy)
+    assert_same_bits(*models[:2])
+    assert not torch.equal(models[0].conv1.weight, models[2].conv1.weight)
+    assert sorted(seen[:20]) == sorted(seen[20:40]) == list(range(20))
+    assert seen[:20] != seen[20:40]
+
+
+def test_training_on_crops_and_mirror_images_is_the_plain_loop_on_them():
+    model, reference = new_model("cnn-gn"), new_model("cnn-gn").to(memory_format=torch.channels_last)
+    images, labels = new_data("cnn-gn")
+    augment = CropFlip(images, torch.zeros(3))
+    train(model, images, labels, SGD(0.1, batch_size=20), rng=generator(), augment=augment)
+    rng = generator()
+    order = torch.randperm(20, generator=rng)
+    plain_loop(reference, augment(order, rng), labels[order], SGD(0.1, batch_size=20), generator())
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["lenet5", "lenet5-bn", "cnn-gn"])
+def test_a_dense_gradient_is_that_of_the_mean_loss_in_eval_mode(name):
+    model, (images, labels) = new_model(name), new_data(name)
+    train(model, images, labels, SGD(0.01), rng=generator(), masks=half_masks(model))
+    reference = copy.deepcopy(model).eval()
+    F.cross_entropy(reference(images), labels).backward()
+    gradients = dense_gradient(model, images, labels)
+    assert [*gradients] == [name for name, _ in model.named_parameters()]
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, reference.get_parameter(name).grad, atol=1e-7, rtol=1e-4)
+        assert gradient.is_contiguous()
+        assert not gradient.requires_grad
+    for name in prunable_names(model):  # masked weights have gradients too: that is what it is for
+        assert gradients[name][model.get_parameter(name) == 0].count_nonzero() > 0
+
+
+def test_taking_a_dense_gradient_leaves_no_trace():
+    model, (images, labels) = new_model("lenet5-bn").train(), new_data("lenet5-bn")
+    model.conv1.weight.requires_grad_(False)
+    model.fc1.bias.grad = torch.ones(120)
+    before = state_tensors(model, include_buffers=True)
+    layout = {name: (p.data_ptr(), p.stride()) for name, p in model.named_parameters()}
+    gradients = dense_gradient(model, images, labels)
+    assert gradients["conv1.weight"].any()
+    assert all(torch.equal(t, before[n]) for n, t in state_tensors(model, include_buffers=True).items())
+    assert {name: (p.data_ptr(), p.stride()) for name, p in model.named_parameters()} == layout
+    assert all(module.training for module in model.modules())
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["conv1.weight"]
+    assert {name for name, p in model.named_parameters() if p.grad is not None} == {"fc1.bias"}
+    assert torch.equal(model.fc1.bias.grad, torch.ones(120))
+
+
+def test_a_parameter_the_loss_does_not_reach_has_dense_gradient_zero():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.spare = nn.Parameter(torch.ones(3))
+    model.forward = lambda images: model[0](images)
+    gradients = dense_gradient(model, torch.ones(1, 2), torch.tensor([0]))
+    assert torch.equal(gradients["spare"], torch.zeros(3))
+    assert gradients["0.weight"].any()
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_dense_gradient_needs_a_batch(count):
+    with pytest.raises(ValueError, match=f"{count} images and 0 labels, allowed: equally many, at least 1"):
+        dense_gradient(new_model(), torch.zeros(count, 1, 8, 8), torch.zeros(0).long())
 
 
 def test_frozen_parameters_keep_their_bits_and_can_be_trained_again():

@@ -214,6 +214,32 @@ def test_dirichlet_client_ends_when_nobody_prefers_what_is_left():
         assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(50))
 
 
+def test_clients_of_a_group_share_their_label_preferences():
+    parts = partitions.dirichlet_client(CIFAR_LIKE, 20, 0.3, rng(), num_groups=4)
+    assert volumes(parts).tolist() == [2500] * 20
+    shares = np.array([np.bincount(CIFAR_LIKE[part], minlength=10) for part in parts]) / 2500
+    distances = np.abs(shares[:, None] - shares).sum(axis=2) / 2  # (20, 20) total variation
+    group = np.repeat(np.arange(4), 5)  # clients 0 to 4, 5 to 9, ...
+    same = group[:, None] == group
+    assert distances[same].max() < distances[~same].min() / 2
+
+
+def test_a_group_for_each_client_is_no_group():
+    labels = some_labels(1, 300, 5)
+    own, grouped = (partitions.dirichlet_client(labels, 7, 0.3, rng(), num_groups=count) for count in (0, 7))
+    assert all(np.array_equal(a, b) for a, b in zip(own, grouped, strict=True))
+
+
+@settings(deadline=None, max_examples=40)
+@given(num_clients=st.integers(1, 12), data=st.data())
+def test_groups_change_no_volume(num_clients, data):
+    num_groups = data.draw(st.integers(1, num_clients))
+    labels = some_labels(2, 100, 4)
+    parts = partitions.dirichlet_client(labels, num_clients, 0.5, rng(), num_groups)
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(labels)))
+    assert volumes(parts).max() - volumes(parts).min() <= 1
+
+
 def test_dirichlet_class_keeps_its_least_volume():
     parts = partitions.dirichlet_class(CIFAR_LIKE[:500], 20, 0.5, rng(), min_size=8)
     assert volumes(parts).min() >= 8
@@ -233,6 +259,18 @@ def test_a_stratified_holdout_has_the_label_shares_of_the_whole(seed, num_sample
     assert len(held) == min(max(round(fraction * num_samples), 1), num_samples - 1)
     shares = np.bincount(labels) * len(held) / num_samples
     assert (np.abs(np.bincount(labels[held], minlength=len(shares)) - shares) < 1).all()
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32), num_classes=st.integers(1, 8), data=st.data())
+def test_a_stratified_sample_has_its_size_and_the_label_shares_of_the_whole(seed, num_classes, data):
+    labels = some_labels(seed, 50, num_classes)
+    size = data.draw(st.integers(0, len(labels)))
+    chosen = partitions.stratified_sample(labels, size, rng(seed))
+    assert len(chosen) == size
+    assert (np.diff(chosen) > 0).all()
+    shares = np.bincount(labels) * size / len(labels)
+    assert (np.abs(np.bincount(labels[chosen], minlength=num_classes) - shares) < 1).all()
 
 
 def test_a_holdout_of_nothing_or_of_a_single_sample_keeps_all():
@@ -264,6 +302,8 @@ LABELS = np.arange(20) % 4
         (lambda: partitions.dirichlet_class(LABELS, 5, 0.0, rng()), "dirichlet-alpha is 0, allowed"),
         (lambda: partitions.dirichlet_client(LABELS, 5, -1.0, rng()), "dirichlet-alpha is -1, allowed"),
         (lambda: partitions.dirichlet_client(LABELS, 5, float("nan"), rng()), "dirichlet-alpha is nan, allowed"),
+        (lambda: partitions.dirichlet_client(LABELS, 5, 1.0, rng(), -1), "dirichlet-groups is -1, allowed: 0"),
+        (lambda: partitions.dirichlet_client(LABELS, 5, 1.0, rng(), 6), "dirichlet-groups is 6, allowed: 0"),
         (lambda: partitions.dirichlet_class(LABELS, 10, 0.001, rng()), "dirichlet-alpha is 0.001: no draw in 1000"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fedprune_app.data import splits
-from fedprune_app.data.datasets import load_dataset
+from fedprune_app.data.datasets import Dataset, load_dataset
 from fedprune_app.data.partitions import PARTITIONS
 from fedprune_app.data.splits import TEST_SPLITS, ClientData, DataConfig, client_data, label_counts, partition_indices
 
@@ -53,6 +53,65 @@ def test_train_and_validation_make_up_the_clients_share(partition, test_split):
         counts = {part: np.array(own) for part, own in label_counts(chosen, client, CLIENTS).items()}
         own = counts["train"] + counts["validation"] + (counts["test"] if test_split == "holdout" else 0)
         assert np.array_equal(own, np.bincount(pool[share], minlength=10))
+
+
+@every_scheme
+@every_test_split
+def test_a_number_of_samples_per_client_is_dealt_and_no_more(partition, test_split):
+    chosen = config(partition=partition, test_split=test_split, samples_per_client=50)
+    dataset = load_dataset("digits")
+    labels = np.concatenate([dataset.train_labels, dataset.test_labels])
+    parts = partition_indices(chosen, CLIENTS)
+    dealt = np.concatenate(parts)
+    assert len(np.unique(dealt)) == len(dealt) == 500
+    if partition in ("iid", "shards", "dirichlet-client"):
+        assert [len(part) for part in parts] == [50] * CLIENTS
+    pool = labels if test_split == "holdout" else dataset.train_labels
+    assert (dealt.max() >= len(dataset.train_labels)) == (test_split == "holdout")
+    shares = np.bincount(pool) * 500 / len(pool)
+    assert (np.abs(np.bincount(pool[dealt]) - shares) < 1).all()
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        {"partition": "dirichlet-client"},
+        {"partition": "dirichlet-client", "dirichlet_groups": 4},
+        {"partition": "classes", "class_assignment": "random"},
+    ],
+)
+def test_dis_pfls_20_clients_hold_500_images_each(monkeypatch, scheme):
+    labels = np.random.default_rng(0).permutation(np.arange(50_000) % 10)  # CIFAR-10's, of single pixels
+    images, few = np.zeros((50_000, 1, 1, 1), dtype=np.uint8), slice(1000)
+    classes = tuple("abcdefghij")
+    like_cifar = Dataset("cifar10", images, labels, images[few], labels[few], classes, (0.0,), (1.0,))
+    monkeypatch.setattr(splits, "load_dataset", lambda *_: like_cifar)
+    chosen = config(dataset="cifar10", samples_per_client=500, **scheme)
+    parts = partition_indices(chosen, 20)
+    assert [len(part) for part in parts] == [500] * 20
+    counts = np.array([np.bincount(labels[part], minlength=10) for part in parts])
+    if scheme["partition"] == "classes":
+        assert ((counts > 0).sum(axis=1) == 2).all()
+    neighbours_apart = np.abs(np.diff(counts, axis=0)).sum(axis=1) > 300
+    assert neighbours_apart.sum() <= 3 if "dirichlet_groups" in scheme else neighbours_apart.sum() >= 8
+
+
+def test_samples_that_are_dealt_are_drawn_anew_with_every_seed():
+    parts = [partition_indices(config(partition="iid", samples_per_client=50, seed=s), CLIENTS) for s in (1, 2)]
+    assert set(np.concatenate(parts[0])) != set(np.concatenate(parts[1]))
+
+
+def test_as_many_samples_as_there_are_is_all_of_them():
+    settings = {"partition": "dirichlet-client", "seed": 3}
+    everything, counted = (config(**settings, samples_per_client=count) for count in (0, 1438))
+    assert np.array_equal(partition_indices(everything, 1)[0], partition_indices(counted, 1)[0])
+
+
+def test_more_samples_than_there_are_is_an_error():
+    message = "samples-per-client is 144, allowed: at most 143 for 10 clients and 1438 samples"
+    with pytest.raises(ValueError, match=message):
+        partition_indices(config(partition="iid", samples_per_client=144), CLIENTS)
+    assert len(partition_indices(config(partition="iid", samples_per_client=143), CLIENTS)[0]) == 143
 
 
 def test_parts_of_a_client_never_share_a_sample():
@@ -200,6 +259,12 @@ def test_shares_cannot_be_written_to():
         ({"validation_fraction": 1.0}, "validation-fraction is 1, allowed: 0 to below 1"),
         ({"validation_fraction": -0.1}, "validation-fraction is -0.1, allowed"),
         ({"validation_fraction": float("nan")}, "validation-fraction is nan, allowed"),
+        ({"samples_per_client": -1}, "samples-per-client is -1, allowed: 0 or more"),
+        ({"dirichlet_groups": -1}, "dirichlet-groups is -1, allowed: 0 or more"),
+        (
+            {"samples_per_client": 500, "shard_size": 250},
+            "samples-per-client is 500, allowed: 0 with shard-size 250, which says it already",
+        ),
         ({"test_fraction": 0.0}, "test-fraction is 0, allowed: above 0 to below 1"),
     ],
 )

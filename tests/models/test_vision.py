@@ -3,7 +3,10 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
+from fedprune_app.core.flops import forward_flops, training_flops
+from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.models import (
     MODELS,
     build_model,
@@ -13,6 +16,7 @@ from fedprune_app.models import (
     prunable_names,
     state_tensors,
 )
+from fedprune_app.models.vision import architecture
 
 SHAPES = {
     "lenet5": (3, 32, 32),
@@ -20,7 +24,11 @@ SHAPES = {
     "cnn5": (1, 28, 28),
     "cnn5-bn": (1, 28, 28),
     "cnn-small": (1, 8, 8),
+    "cnn-gn": (3, 32, 32),
+    "resnet18-gn": (3, 16, 16),  # small, for the time it takes
+    "vgg11-gn": (3, 32, 32),
 }
+SMALLEST = {"cnn-small": 4, "cnn-gn": 7, "resnet18-gn": 1, "vgg11-gn": 32}  # else 16
 
 
 def generator(seed=0):
@@ -33,7 +41,7 @@ def num_parameters(model):
 
 @pytest.mark.parametrize(
     ("name", "image_shape", "num_classes", "expected"),
-    [  # the counts Sub-FedAvg's communication tables are computed from
+    [  # the counts that the communication tables of Sub-FedAvg and Dis-PFL are computed from
         ("lenet5", (3, 32, 32), 10, 62_006),
         ("lenet5", (3, 32, 32), 100, 69_656),
         ("cnn5", (1, 28, 28), 10, 21_840),
@@ -43,6 +51,12 @@ def num_parameters(model):
         # by hand: (9 + 1) 16 + (144 + 1) 32 + (128 + 1) 10; for LeNet on 28 x 28, feature maps 4 x 4
         ("cnn-small", (1, 8, 8), 10, 6_090),
         ("lenet5", (1, 28, 28), 10, 156 + 2_416 + 257 * 120 + 121 * 84 + 850),
+        ("resnet18-gn", (3, 32, 32), 10, 11_173_962),
+        ("resnet18-gn", (3, 32, 32), 100, 11_220_132),
+        ("resnet18-gn", (3, 64, 64), 200, 11_271_432),
+        ("vgg11-gn", (3, 32, 32), 10, 9_231_114),
+        ("vgg11-gn", (3, 64, 64), 10, 9_231_114),
+        ("cnn-gn", (3, 32, 32), 10, 34_058),
     ],
 )
 def test_parameter_counts_are_those_of_the_papers(name, image_shape, num_classes, expected):
@@ -53,6 +67,16 @@ def test_parameter_counts_are_those_of_the_papers(name, image_shape, num_classes
 def test_every_model_maps_images_to_one_logit_per_class(name):
     model = build_model(name, SHAPES[name], 7, rng=generator())
     assert model(torch.zeros(3, *SHAPES[name])).shape == (3, 7)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_an_architecture_has_the_shapes_of_its_model_and_neither_values_nor_randomness(name):
+    before = torch.get_rng_state()
+    planned = architecture(name, SHAPES[name], 10)
+    assert torch.equal(torch.get_rng_state(), before)
+    built = build_model(name, SHAPES[name], 10, rng=generator())
+    assert [(n, p.shape) for n, p in planned.named_parameters()] == [(n, p.shape) for n, p in built.named_parameters()]
+    assert all(tensor.is_meta for tensor in (*planned.parameters(), *planned.buffers()))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -102,8 +126,87 @@ def test_subfedavg_initialises_models_with_batch_norm_as_its_hybrid_variant():
 
 
 def test_a_layer_no_rule_covers_is_refused():
-    with pytest.raises(ValueError, match="layer '1' of type GroupNorm has no initialisation rule"):
-        initialise(nn.Sequential(nn.Linear(2, 2), nn.GroupNorm(1, 2)), "default", generator())
+    with pytest.raises(ValueError, match="layer '1' of type LayerNorm has no initialisation rule"):
+        initialise(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), "default", generator())
+
+
+def test_group_norms_start_as_the_identity_after_normalising():
+    model = build_model("cnn-gn", (3, 32, 32), 10, rng=generator(), init="subfedavg")
+    norms = [module for module in model.modules() if isinstance(module, nn.GroupNorm)]
+    assert norms
+    for norm in norms:
+        assert torch.equal(norm.weight, torch.ones_like(norm.weight))
+        assert torch.equal(norm.bias, torch.zeros_like(norm.bias))
+
+
+@pytest.mark.parametrize("name", ["resnet18-gn", "vgg11-gn"])
+@pytest.mark.parametrize("side", [32, 64])
+def test_a_deep_network_takes_small_images_of_every_size(name, side):
+    model = architecture(name, (3, 32, 32), 10)
+    assert model(torch.empty(2, 3, side, side, device="meta")).shape == (2, 10)
+
+
+def test_resnet18_is_dis_pfls():
+    """Written out from the paper's appendix and its released code: stages, strides, shortcuts, norms."""
+
+    def block(images, name, stride):
+        def conv_norm(images, conv, norm, stride=1, padding=1):
+            out = F.conv2d(images, state[f"{name}.{conv}.weight"], stride=stride, padding=padding)
+            return F.group_norm(out, 32, state[f"{name}.{norm}.weight"], state[f"{name}.{norm}.bias"])
+
+        inner = conv_norm(images, "conv1", "bn1", stride).relu()
+        inner = conv_norm(inner, "conv2", "bn2")
+        if f"{name}.downsample.0.weight" in state:
+            images = conv_norm(images, "downsample.0", "downsample.1", stride, padding=0)
+        return (inner + images).relu()
+
+    model = build_model("resnet18-gn", (3, 32, 32), 10, rng=generator())
+    state = dict(model.named_parameters())
+    images = torch.randn(2, 3, 32, 32, generator=generator(1))
+    with torch.no_grad():
+        hidden = F.group_norm(F.conv2d(images, state["conv1.weight"], padding=1), 32).relu()
+        for stage, stride in enumerate((1, 2, 2, 2), start=1):
+            hidden = block(block(hidden, f"layer{stage}.0", stride), f"layer{stage}.1", 1)
+        assert hidden.shape == (2, 512, 4, 4)
+        logits = hidden.mean(dim=(2, 3)) @ state["fc.weight"].T + state["fc.bias"]
+        torch.testing.assert_close(model(images), logits, atol=1e-5, rtol=1e-4)
+    assert len(prunable_names(model)) == 21  # stem, 16 in blocks, 3 shortcuts, linear
+
+
+def test_the_small_group_norm_network_pools_before_it_normalises():
+    model = build_model("cnn-gn", (3, 32, 32), 10, rng=generator())
+    state, images = dict(model.named_parameters()), torch.randn(2, 3, 32, 32, generator=generator(1))
+    with torch.no_grad():
+        hidden = F.conv2d(images, state["conv1.weight"], state["conv1.bias"], stride=2, padding=1)
+        hidden = F.group_norm(hidden, 4).relu()
+        for i in (2, 3):
+            hidden = F.conv2d(hidden, state[f"conv{i}.weight"], state[f"conv{i}.bias"], padding=1)
+            hidden = F.group_norm(F.max_pool2d(hidden, 2), 4).relu()
+        logits = hidden.flatten(1) @ state["fc1.weight"].T + state["fc1.bias"]
+        torch.testing.assert_close(model(images), logits)
+
+
+def test_vgg11_is_torchvisions_configuration_a_with_group_norms():
+    prepare_torchvision()
+    from torchvision.models import vgg
+
+    features = vgg.make_layers(vgg.cfgs["A"], batch_norm=True)
+    for i, layer in enumerate(features):
+        if isinstance(layer, nn.BatchNorm2d):
+            features[i] = nn.GroupNorm(32, layer.num_features)
+    reference = nn.Sequential(features, nn.Flatten(), nn.Linear(512, 10))
+    model = build_model("vgg11-gn", (3, 32, 32), 10, rng=generator())
+    for theirs, ours in zip(reference.parameters(), model.parameters(), strict=True):
+        theirs.data = ours.data
+    images = torch.randn(2, 3, 32, 32, generator=generator(1))
+    with torch.no_grad():
+        torch.testing.assert_close(model(images), reference(images))
+
+
+def test_flops_of_training_resnet18_are_those_of_dis_pfls_table():
+    model = architecture("resnet18-gn", (3, 32, 32), 10)
+    five_epochs = training_flops(forward_flops(model, (3, 32, 32)), num_examples=5 * 500)
+    assert five_epochs == pytest.approx(8.33e12, rel=1e-3)
 
 
 def test_prunable_are_the_weights_of_convolutions_and_linear_layers_in_order():
@@ -127,7 +230,7 @@ def test_pooling_before_relu_gives_the_values_and_gradients_of_relu_before_pooli
 
 
 def test_a_network_of_fewer_channels_is_built_the_same_way():
-    small = conv_net((3, 32, 32), 10, channels=(3, 8), hidden=(120, 84), batch_norm=True)
+    small = conv_net((3, 32, 32), 10, channels=(3, 8), hidden=(120, 84), norm="bn")
     assert small(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
     assert small.fc1.in_features == 8 * 25
 
@@ -191,6 +294,13 @@ def test_a_state_that_does_not_fit_changes_nothing():
             "default",
             "image shape 1x3x3 is too small for this model, allowed: sides >= 4",
         ),
+        (
+            "vgg11-gn",
+            (3, 31, 32),
+            10,
+            "default",
+            "image shape 3x31x32 is too small for this model, allowed: sides >= 32",
+        ),
         ("cnn5", (1, 28, 28), 10, "zeros", "init 'zeros' is unknown, allowed: default, subfedavg"),
     ],
 )
@@ -202,6 +312,13 @@ def test_a_bad_choice_is_named_in_one_line(name, image_shape, num_classes, init,
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_smallest_image_named_as_allowed_is_allowed(name):
-    side = 4 if name == "cnn-small" else 16
+    side = SMALLEST.get(name, 16)
     model = build_model(name, (1, side, side), 10, rng=generator())
     assert model(torch.zeros(2, 1, side, side)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "resnet18-gn"])
+def test_an_image_one_pixel_smaller_is_refused(name):
+    side = SMALLEST.get(name, 16) - 1
+    with pytest.raises(ValueError, match=f"allowed: sides >= {side + 1}"):
+        build_model(name, (1, side + 1, side), 10, rng=generator())

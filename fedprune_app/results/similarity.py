@@ -1,0 +1,90 @@
+"""Are clients with alike labels left with alike masks? The two matrices of Dis-PFL's Figure 5 and their correlation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedprune_app.results.reader import Run
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Clients compared pairwise after ``round``, in the order of :func:`chain`.
+
+    ``label_cosine`` (K, K) is the cosine of their training label counts, ``mask_distance`` (K, K) the Hamming
+    distance of their masks, both in [0, 1]. ``pearson`` and ``spearman`` correlate the two over the
+    K (K - 1) / 2 pairs of different clients; None where that is undefined.
+    """
+
+    round: int
+    partitions: tuple[int, ...]
+    label_cosine: Array
+    mask_distance: Array
+    pearson: float | None
+    spearman: float | None
+
+
+def compare(run: Run) -> Comparison | None:
+    """The clients of masks.json with training examples; None if fewer than two are left."""
+    counts = {row["partition"]: row["train"] for row in run.info.get("partition") or () if any(row.get("train") or ())}
+    if run.masks is None:
+        return None
+    kept = [i for i, partition in enumerate(run.masks.partitions) if partition in counts]
+    if len(kept) < 2:
+        return None
+    cosine = label_cosine([counts[run.masks.partitions[i]] for i in kept])
+    distance = run.masks.distance[np.ix_(kept, kept)]
+    pairs = np.triu_indices(len(kept), k=1)
+    labels, masks = cosine[pairs], distance[pairs]
+    order = chain(cosine)
+    return Comparison(
+        run.masks.round,
+        tuple(run.masks.partitions[kept[i]] for i in order),
+        cosine[np.ix_(order, order)],
+        distance[np.ix_(order, order)],
+        correlation(labels, masks),
+        correlation(ranks(labels), ranks(masks)),
+    )
+
+
+def label_cosine(counts: list[list[int]]) -> Array:
+    """Cosine similarity (K, K) of K clients' label counts; a shorter list has none of the later classes."""
+    matrix = np.zeros((len(counts), max(map(len, counts))))
+    for row, own in zip(matrix, counts, strict=True):
+        row[: len(own)] = own
+    unit = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
+    cosine: Array = np.clip(unit @ unit.T, 0, 1)
+    return cosine
+
+
+def chain(similarity: Array) -> list[int]:
+    """The clients in an order that puts alike ones side by side, so that groups show as blocks.
+
+    From the first client on, each is followed by the one most like it among those left, the earliest of equals.
+    """
+    order = [0]
+    left = np.ones(len(similarity), dtype=bool)
+    left[0] = False
+    while left.any():
+        order.append(int(np.where(left, similarity[order[-1]], -1).argmax()))
+        left[order[-1]] = False
+    return order
+
+
+def correlation(x: Array, y: Array) -> float | None:
+    """Pearson's coefficient; None for fewer than three values or where one of the two never varies."""
+    if len(x) < 3 or np.ptp(x) < 1e-9 or np.ptp(y) < 1e-9:
+        return None
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def ranks(values: Array) -> Array:
+    """Ranks from 1; equal values share the mean of theirs, as Spearman's coefficient wants."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    shared: Array = np.cumsum(counts) - (counts - 1) / 2
+    return shared[inverse]
