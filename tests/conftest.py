@@ -74,7 +74,6 @@ def federate(tmp_path: Path) -> Callable[..., Finished]:
     def run(name: str = "run", clients: int = 6, app: ClientApp | None = None, **settings: Any) -> Finished:
         folder = tmp_path / name
         values = {**SMALL, "out-dir": str(folder), **{key.replace("_", "-"): v for key, v in settings.items()}}
-        values = {key.replace("subfedavg-", "subfedavg."): value for key, value in values.items()}
         config = parse_config(values)
         run_in_process(server_app.app, app or client_app.app, clients, config.to_dict())
         return Finished(folder)

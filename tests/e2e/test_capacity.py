@@ -1,0 +1,74 @@
+"""What a node's operator says it can bear decides the density of its model."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedprune_app.config import ConfigError
+from fedprune_app.engine import inprocess
+from fedprune_app.engine.inprocess import InProcessGrid
+
+
+def grid_with(capacities):
+    """A grid whose nodes were started with ``capacity=`` in their node-config; None is without."""
+
+    class Grid(InProcessGrid):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            for context, capacity in zip(self._contexts.values(), capacities, strict=True):
+                context.node_config |= {} if capacity is None else {"capacity": capacity}
+
+    return Grid
+
+
+def test_a_nodes_capacity_is_its_density_and_others_follow_the_list(federate, monkeypatch):
+    monkeypatch.setattr(inprocess, "InProcessGrid", grid_with([0.3, None, 0.9, 1]))
+    run = federate(
+        clients=4, system="dispfl", num_server_rounds=2, evaluate_every=2, **{"dispfl.densities": "0.5 0.7 0.5 0.5"}
+    )
+    densities = {row["partition"]: row["density"] for row in run.clients if row["round"] == 2}
+    assert densities == pytest.approx({0: 0.3, 1: 0.7, 2: 0.9, 3: 1.0}, abs=1e-3)
+
+
+@pytest.mark.parametrize("capacity", [0, 1.5, "much", True])
+def test_a_capacity_that_is_no_density_leaves_the_node_out_and_says_why(federate, monkeypatch, capacity):
+    monkeypatch.setattr(inprocess, "InProcessGrid", grid_with([0.5, capacity]))
+    run = federate(clients=2, system="dispfl", num_server_rounds=1, evaluate_every=0)
+    assert run.info["status"] == "completed"
+    (reason,) = run.info["clients_left_out"]
+    assert f"capacity={capacity!r}, allowed: a number above 0 and at most 1" in reason
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed"),
+    [
+        ({"dispfl.densities": "0.5 1.2"}, "numbers above 0 and at most 1"),
+        ({"dispfl.topology": "file"}, "a path"),
+        ({"dispfl.adjacency-file": "/tmp/ring.txt"}, "nothing"),
+        ({"dpsgd.topology": "file", "dpsgd.adjacency-file": "ring.txt"}, "an absolute path"),
+        ({"dispfl.topology": "star"}, "random, random-in, ring, full, exponential, file"),
+        ({"density": 0.0}, "above 0"),
+        ({"drop-probability": 1.0}, "below 1"),
+        ({"system": "fedfomo", "validation-fraction": 0.0}, "above 0"),
+    ],
+    ids=str,
+)
+def test_settings_that_cannot_be_are_refused_on_one_line(federate, settings, allowed):
+    with pytest.raises(ConfigError) as error:
+        federate(**{"system": "dispfl", **settings})
+    _, _, what = str(error.value).partition("allowed")
+    assert allowed in what
+    assert "\n" not in str(error.value)
+    assert any(key in str(error.value) for key in settings if key != "system")
+
+
+def test_the_topologies_that_can_be_chosen_are_those_that_exist():
+    from dataclasses import fields
+
+    from fedprune_app.config import DisPFLOptions
+    from fedprune_app.core.topology import TOPOLOGIES
+    from fedprune_app.data.augmentation import AUGMENTATIONS
+
+    choices = {item.name: item.metadata["choices"] for item in fields(DisPFLOptions)}
+    assert choices["topology"] == tuple(TOPOLOGIES)
+    assert set(AUGMENTATIONS) == {"none", "crop-flip"}
