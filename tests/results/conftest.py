@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from fedprune_app.results.recorder import Recorder
+from fedprune_app.results.similarity import label_cosine
 
 LAYERS = ("conv1.weight", "conv2.weight", "fc1.weight", "fc2.weight", "fc3.weight")
 
@@ -28,8 +30,12 @@ def made_up_run(
     error: str | None = None,
     config: dict[str, Any] | None = None,
     extra: dict[str, Any] | None = None,
+    peers: bool = False,
 ) -> Path:
-    """A run folder written by the real recorder, with curves that look like training."""
+    """A run folder written by the real recorder, with curves that look like training.
+
+    With ``peers`` the clients exchange models with one another, differ in density and have their masks compared.
+    """
     rng = np.random.default_rng([seed, *system.encode(errors="replace")])
     recorder = Recorder(folder)
     settings = {"system": system, "dataset": "digits", "partition": "shards", "seed": seed, "learning-rate": 0.01}
@@ -60,8 +66,20 @@ def made_up_run(
             "bytes_down": int(size * 1.1),
             "paper_bytes_up": int(size * 0.96),
             "paper_bytes_down": 1_777_040,
+            "busiest_node_bytes": int(size * 1.1),
+            "flops": 4e9 * kept,
             "loss_mean": 2.2 * (1 - progress) + 0.2 + rng.normal(0, 0.02),
         }
+        if peers:
+            row |= {
+                "paper_bytes_up": None,
+                "paper_bytes_down": None,
+                "peer_bytes": int(size),
+                "busiest_node_bytes": int(size / 7),
+                "node_bytes_mean": size / 9,
+                "paper_busiest_bytes": size / 8,
+                "dropped": number % 3,
+            }
         trained = {int(client): {"seconds": 0.4} for client in rng.choice(clients, clients // 2, replace=False)}
         if number % 2 == 0 or number == rounds:
             personal = np.clip(0.1 + (plateau - 0.1) * progress + skill + rng.normal(0, 0.01, clients), 0, 1)
@@ -76,11 +94,22 @@ def made_up_run(
                 "density_by_layer": {name: min(1.0, kept * (1.5 - 0.2 * i)) for i, name in enumerate(LAYERS)},
             }
             for client in range(clients):
-                trained.setdefault(client, {})["accuracy_personal"] = personal[client]
+                own = {"accuracy_personal": personal[client], "density": 0.2 * (1 + client % 5) if peers else kept}
+                trained.setdefault(client, {}).update(own)
         recorder.clients({"round": number, "partition": i} | more for i, more in sorted(trained.items()))
         recorder.round(row)
+    if peers:
+        recorder.masks(range(clients), mask_distances(np.array(counts), rng))
     recorder.finish(status, final_sha256="ab" * 32 if status == "completed" else None, error=error)
     return folder
+
+
+def mask_distances(counts: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.float64]:
+    """Made-up distances, the smaller the more alike two clients' label counts are."""
+    noise = rng.normal(0, 0.01, (len(counts), len(counts)))
+    distance = np.clip(0.45 - 0.2 * label_cosine(counts.tolist()) + noise, 0, 1)
+    distance = np.triu(distance, k=1)
+    return distance + distance.T
 
 
 @pytest.fixture
@@ -100,3 +129,11 @@ def six(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         *seeds,
         made_up_run(place / "broken", "fedltp", rounds=3, status="failed", error="client 3 sent NaN"),
     ]
+
+
+@pytest.fixture(scope="session")
+def peers(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A peer-to-peer run of two seeds and one in a star; to be read only."""
+    place = tmp_path_factory.mktemp("peers")
+    seeds = [made_up_run(place / f"p{seed}", "dispfl", seed, peers=True, rounds=4) for seed in (0, 1)]
+    return [*seeds, made_up_run(place / "star", "fedavg", rounds=4)]

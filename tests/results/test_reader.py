@@ -16,6 +16,7 @@ INFO = {
     "status": "completed",
     "headline": "accuracy_personal_mean",
 }
+MASKS = {"round": 3, "partitions": [2, 5], "distance": [[0, 0.25], [0.25, 0]]}
 
 
 @pytest.fixture
@@ -102,17 +103,56 @@ def test_numbers_that_are_none_read_as_not_measured(folder):
     assert (row["loss_mean"], row["flops"]) == (None, None)
 
 
-@pytest.mark.parametrize(("name", "limit"), [("run.json", "MAX_JSON_BYTES"), ("rounds.jsonl", "MAX_JSONL_BYTES")])
+@pytest.mark.parametrize(
+    ("name", "limit"),
+    [("run.json", "MAX_JSON_BYTES"), ("rounds.jsonl", "MAX_JSONL_BYTES"), ("masks.json", "MAX_MASKS_BYTES")],
+)
 def test_a_file_too_large_is_not_even_read(folder, monkeypatch, name, limit):
+    (folder / "masks.json").write_text(json.dumps(MASKS))
     monkeypatch.setattr(reader, limit, (folder / name).stat().st_size - 1)
     with pytest.raises(ValueError, match=rf"{name}: \d+ bytes, allowed: at most"):
         load_run(folder)
 
 
+def test_masks_read_back_as_they_were_written(folder):
+    assert load_run(folder).masks is None
+    (folder / "masks.json").write_text(json.dumps(MASKS))
+    masks = load_run(folder).masks
+    assert (masks.round, masks.partitions, masks.distance.tolist()) == (3, (2, 5), [[0, 0.25], [0.25, 0]])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"round": None},
+        {"round": -1},
+        {"partitions": 2},
+        {"partitions": [2, True]},
+        {"partitions": [2, 2]},
+        {"distance": None},
+        {"distance": [[0, 0.25]]},
+        {"distance": [[0, 0.25], [0.25]]},
+        {"distance": [0, 0.25]},
+        {"distance": [[0, "0.25"], ["0.25", 0]]},
+        {"distance": [[0, 10**400], [10**400, 0]]},
+        {"distance": [[0, float("nan")], [float("nan"), 0]]},
+        {"distance": [[0, -0.25], [-0.25, 0]]},
+        {"distance": [[0, 0.25], [0.5, 0]]},
+        {"distance": [[0.5, 0.25], [0.25, 0]]},
+    ],
+)
+def test_masks_json_with_what_is_no_distance_is_one_short_line_naming_it(folder, change):
+    (folder / "masks.json").write_text(json.dumps(MASKS | change))
+    with pytest.raises(ValueError, match=rf"masks\.json: '{next(iter(change))}' ") as caught:
+        load_run(folder)
+    assert len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value)
+
+
 def test_a_total_with_a_round_missing_is_not_measured(folder):
     (folder / "rounds.jsonl").write_text('{"round": 1, "bytes_up": 5}\n{"round": 2, "bytes_up": null}\n')
     run = load_run(folder)
-    assert run.total("bytes_up") is None
+    assert run.total("bytes_up") is run.mean("bytes_up") is None
     assert run.total("bytes_down") is None
     assert run.last("bytes_up") == 5
     assert run.series("bytes_up") == [(1, 5)]

@@ -144,6 +144,65 @@ def test_resuming_clears_the_old_error(tmp_path):
     assert (info(tmp_path)["status"], info(tmp_path)["error"]) == ("running", None)
 
 
+PAIR = [[0.0, 0.25], [0.25, 0.0]]
+
+
+def test_masks_belong_to_the_last_recorded_round_and_replace_those_before(tmp_path):
+    recorder = started(tmp_path)
+    for number in (1, 2):
+        recorder.round({"round": number})
+        recorder.masks(np.array([4, 7]), torch.tensor(PAIR) * number)
+    found = json.loads((tmp_path / "masks.json").read_text())
+    assert found == {"round": 2, "partitions": [4, 7], "distance": [[0, 0.5], [0.5, 0]]}
+
+
+@pytest.mark.parametrize(
+    ("partitions", "distance", "what"),
+    [
+        ([0, 0], PAIR, "each client once"),
+        ([0], PAIR, r"shape \(2, 2\), allowed: \(1, 1\)"),
+        ([0, 1], [[0, 1.5], [1.5, 0]], r"has 1.5, allowed: numbers in \[0, 1\]"),
+        ([0, 1], [[0, float("nan")], [0.1, 0]], "has nan"),
+        ([0, 1], [[0, 0.1], [0.2, 0]], "not symmetric"),
+        ([0, 1], [[0, 0.1], [0.1, 0.5]], "zero diagonal"),
+        ([], np.zeros((0, 0)), "masks of 0 clients"),
+        (range(1001), np.zeros((1001, 1001)), "masks of 1001 clients, allowed: 1 to 1000"),
+    ],
+)
+def test_what_is_no_distance_between_clients_is_refused_before_anything_is_written(
+    tmp_path, partitions, distance, what
+):
+    recorder = started(tmp_path)
+    with pytest.raises(ValueError, match=what) as caught:
+        recorder.masks(partitions, distance)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "masks.json").exists()
+
+
+@pytest.mark.parametrize(("completed", "kept"), [(2, True), (1, False)])
+def test_resuming_keeps_masks_of_the_rounds_that_it_keeps(tmp_path, completed, kept):
+    recorder = started(tmp_path)
+    for number in (1, 2):
+        recorder.round({"round": number})
+    recorder.masks([0, 1], PAIR)
+    Recorder(tmp_path).resume(completed)
+    assert (tmp_path / "masks.json").exists() == kept
+
+
+@pytest.mark.parametrize("content", ["{", '{"round": 0}'])
+def test_unreadable_masks_do_not_stop_a_run_from_being_resumed(tmp_path, content):
+    started(tmp_path).round({"round": 1})
+    (tmp_path / "masks.json").write_text(content)
+    Recorder(tmp_path).resume(1)
+    assert not (tmp_path / "masks.json").exists()
+
+
+def test_a_new_run_does_not_inherit_masks(tmp_path):
+    (tmp_path / "masks.json").write_text("{}")
+    started(tmp_path)
+    assert not (tmp_path / "masks.json").exists()
+
+
 def test_a_folder_without_a_run_cannot_be_resumed(tmp_path):
     with pytest.raises(ValueError, match="not a run folder"):
         Recorder(tmp_path).resume(1)

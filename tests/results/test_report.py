@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -178,6 +180,95 @@ def test_measured_and_formula_bytes_stand_side_by_side(six):
     names = ("bytes_up", "paper_bytes_up", "bytes_down", "paper_bytes_down")
     assert trace["x"] == pytest.approx([run.total(name) / 1e6 for name in names])
     assert trace["marker"]["pattern"]["shape"] == ["", "/", "", "/"]
+
+
+def test_what_clients_send_one_another_stands_beside_what_the_server_relays(peers):
+    figure = drawn(peers)["bytes"]
+    run = load_run(peers[0])
+    gossip, star = drawn([peers[0], peers[2]])["bytes"].variants[0].traces
+    assert gossip["x"] == pytest.approx([run.total(name) / 1e6 for name in ("peer_bytes", "bytes_up", "bytes_down")])
+    assert [text.split(" ", 1)[1] for text in gossip["text"]] == ["⇄ peer to peer", "↑ relayed", "↓ relayed"]
+    assert [text.split(" ", 1)[1] for text in star["text"]] == ["↑", "↑ formula", "↓", "↓ formula"]
+    assert "only relays" in figure.caption
+    assert "relays" not in drawn(peers[2:])["bytes"].caption
+
+
+def test_the_card_of_a_peer_to_peer_system_does_not_count_what_is_relayed_twice(peers, tmp_path):
+    text = " ".join(Elements(page_of(peers[:1], tmp_path / "report.html")).text.split())
+    assert f"Traffic, peer to peer{load_run(peers[0]).total('peer_bytes') / 1e6:,.1f} MB" in text
+
+
+def test_outcome_and_cost_are_two_tables_of_the_same_systems(peers, tmp_path):
+    text = Elements(page_of(peers, tmp_path / "report.html")).text
+    outcome, cost = text.split("Final numbers")[1].split("What it cost")
+    assert "Minutes" in outcome
+    assert "MB" not in outcome
+    assert "Busiest node, MB/round" in cost.split("Mean ±")[0]
+    assert "Accuracy" not in cost.split("Mean ±")[0]
+    assert all("dispfl" in part and "fedavg" in part for part in (outcome, cost))
+
+
+def test_a_run_that_measured_no_cost_has_no_cost_table(make_run, tmp_path):
+    text = Elements(page_of([make_run("empty", rounds=0)], tmp_path / "report.html")).text
+    assert "Final numbers" in text
+    assert "What it cost" not in text
+
+
+def test_clients_that_dropped_out_are_told_with_the_lost_replies(peers, tmp_path):
+    text = Elements(page_of(peers[:1], tmp_path / "report.html")).text
+    row = text.split("Dropped out")[1].split("Configuration")[0].strip()
+    assert row.endswith("4")  # 1, 2, 0 and 1 in the four rounds
+
+
+def test_clients_are_grouped_by_their_rounded_density(peers):
+    points, means = drawn(peers[:2])["density-groups"].variants[0].traces
+    assert means["x"] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert means["text"] == ["8 clients"] * 5
+    lowest = [accuracy for density, accuracy in zip(points["x"], points["y"], strict=True) if density == 0.2]
+    assert means["y"][0] == pytest.approx(sum(lowest) / 8)
+    rows = [row for folder in peers[:2] for row in load_run(folder).clients if row["round"] == 4]
+    assert sorted(points["y"]) == sorted(row["accuracy_personal"] for row in rows)
+
+
+def test_clients_of_one_density_are_not_a_figure(peers):
+    assert "density-groups" not in drawn(peers[2:])
+    assert len(drawn(peers)["density-groups"].variants[0].traces) == 2
+
+
+def test_densities_that_round_to_the_same_are_one_group(make_run):
+    run = load_run(make_run("run", rounds=0))
+    rows = [(0.2, 0.5), (0.204, 0.7)]
+    clients = tuple({"round": 1, "partition": i, "density": d, "accuracy_personal": a} for i, (d, a) in enumerate(rows))
+    assert not [f for f in figures(group_runs([replace(run, clients=clients)])) if f.key == "density-groups"]
+    late = ({**clients[0], "round": 2}, {**clients[1], "round": 2, "density": 0.21}, *clients)
+    (figure,) = [f for f in figures(group_runs([replace(run, clients=late)])) if f.key == "density-groups"]
+    assert figure.variants[0].traces[1]["y"] == [0.5, 0.7]
+
+
+def test_each_run_with_masks_is_a_view_of_two_panels_in_one_order(peers):
+    views = drawn(peers)["masks"].variants
+    assert [view.name for view in views] == ["dispfl · seed 0", "dispfl · seed 1"]
+    for view, folder in zip(views, peers, strict=False):
+        labels, masks = view.traces
+        assert len(view.panels) == 2
+        assert labels["x"] == labels["y"] == masks["x"] == masks["y"]
+        assert sorted(map(int, labels["x"])) == list(range(20))
+        run = load_run(folder)
+        a, b = int(labels["y"][2]), int(labels["x"][5])
+        counts = [run.info["partition"][client]["train"] for client in (a, b)]
+        norms = [math.sqrt(sum(n * n for n in each)) for each in counts]
+        dot = sum(n * m for n, m in zip(*counts, strict=True))
+        assert labels["z"][2][5] == pytest.approx(dot / norms[0] / norms[1], abs=1e-4)
+        assert masks["z"][2][5] == pytest.approx(1 - run.masks.distance[a, b], abs=1e-4)
+        assert labels["z"][3][3] is masks["z"][3][3] is None
+        assert "after round 4" in view.note
+
+
+def test_of_very_many_clients_every_nth_is_shown_and_the_view_says_so(make_run):
+    (view,) = drawn([make_run("many", "dispfl", peers=True, rounds=1, clients=201)])["masks"].variants
+    assert len(view.traces[0]["x"]) == len(view.traces[0]["z"]) == len(view.traces[0]["z"][0]) == 101
+    assert "one client in 2" in view.note
+    assert "20,100 pairs" in view.note
 
 
 def test_a_partition_shared_by_systems_is_drawn_once_and_zero_is_empty(six):

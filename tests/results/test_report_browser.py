@@ -24,6 +24,8 @@ addEventListener("load", () => setTimeout(() => {
   const figures = [...document.querySelectorAll(".figure")];
   const overflows = figures.some((figure) => figure.scrollWidth > figure.clientWidth + 1);
   parent.postMessage([
+    document.getElementById("plot-masks")._fullLayout.xaxis2.domain[0] > 0 ? "beside" : "below",
+    document.getElementById("note-masks").textContent.includes("4,950 pairs"),
     innerWidth, document.documentElement.scrollWidth, document.querySelectorAll(".plot").length,
     document.querySelectorAll(".plot svg.main-svg:first-of-type").length, overflows, hidden,
     (window.problems ?? []).join(" "),
@@ -31,7 +33,7 @@ addEventListener("load", () => setTimeout(() => {
 }, 1500));
 </script></head>"""
 FRAME = """<!doctype html><body style="margin: 0">
-<iframe src="page.html" style="border: 0; width: {width}px; height: 7000px"></iframe>
+<iframe src="page.html" style="border: 0; width: {width}px; height: 8000px"></iframe>
 <script>addEventListener("message", (event) => {{ document.body.dataset.found = event.data; }});</script>
 """
 
@@ -47,19 +49,20 @@ def chromium(folder: Path, *arguments: str) -> str:
 @pytest.mark.parametrize("width", [1280, 390])
 def test_every_figure_is_drawn_and_the_page_fits_the_screen(make_run, tmp_path, width, scheme):
     folders = [make_run(f"s{rate}", config={"subfedavg.target-rate": rate}) for rate in (30.0, 50.0)]
-    folders += [make_run(f"d{seed}", "dispfl", seed, clients=100) for seed in (0, 1)]
+    folders += [make_run(f"d{seed}", "dispfl", seed, clients=100, peers=True) for seed in (0, 1)]
     folders += [make_run("f", "fedltp", rounds=3, status="failed", error="a_very_long_word" * 20)]
     text = write_report(folders, tmp_path / "report.html").read_text(encoding="utf-8")
     (tmp_path / "page.html").write_text(text.replace("</head>", PROBE, 1), encoding="utf-8")
     (tmp_path / "frame.html").write_text(FRAME.format(width=width), encoding="utf-8")
     address = (tmp_path / "frame.html").as_uri()
-    look = [f"--window-size={width + 20},7000", *(["--force-dark-mode"] if scheme == "dark" else [])]
+    look = [f"--window-size={width + 20},8000", *(["--force-dark-mode"] if scheme == "dark" else [])]
 
     found = chromium(tmp_path, *look, "--dump-dom", address).split('data-found="')[1].split('"')[0]
-    inner, page_width, plots, drawn, overflows, hidden, problems = found.split("|")
+    panels, note, inner, page_width, plots, drawn, overflows, hidden, problems = found.split("|")
     assert int(inner) == width
     assert int(page_width) <= width
-    assert int(drawn) == int(plots) == 8
+    assert int(drawn) == int(plots) == 10
+    assert (panels, note) == ("beside" if width == 1280 else "below", "true")
     assert (overflows, hidden, problems) == ("false", "1", "")  # the legend's first chip hides its one curve
 
     picture = tmp_path / f"{width}-{scheme}.png"

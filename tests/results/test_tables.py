@@ -137,6 +137,51 @@ def test_megabytes_are_a_million_bytes_over_all_rounds():
     assert "| 2.50 |" in markdown([group])
 
 
+def table_of_rounds(*rows: dict) -> dict[str, str]:
+    numbered = tuple({"round": number, **row} for number, row in enumerate(rows, start=1))
+    header, (cells,) = final_rows(group_runs([Run(Path("x"), run().info, numbered, ())]))
+    return dict(zip(header, cells, strict=True))
+
+
+def test_nodes_are_charged_their_mean_round():
+    row = table_of_rounds(
+        {"busiest_node_bytes": 4e6, "node_bytes_mean": 1e6, "paper_busiest_bytes": 3e6, "peer_bytes": 9e6},
+        {"busiest_node_bytes": 2e6, "node_bytes_mean": 2e6, "paper_busiest_bytes": 3e6, "peer_bytes": 8e6},
+    )
+    assert row["Busiest node, MB/round"] == "3.000"
+    assert row["Busiest node, MB/round, paper's formula"] == "3.000"
+    assert row["Per node, MB/round"] == "1.500"
+    assert row["MB, peer to peer"] == "17.00"
+
+
+def test_a_node_whose_bytes_one_round_lacks_is_not_measured():
+    assert "Busiest node, MB/round" not in table_of_rounds({"busiest_node_bytes": 4e6}, {"busiest_node_bytes": None})
+
+
+def test_flops_are_per_client_that_trained_and_each_round_counts_once():
+    row = table_of_rounds({"flops": 6e9, "replies": 2}, {"flops": 5e9, "replies": 1}, {"flops": 0, "replies": 0})
+    assert row["GFLOPs per client and round"] == "4.00"  # (3 + 5) / 2; over all clients it would be 11 / 3
+
+
+@pytest.mark.parametrize("lacking", [{"flops": 6e9}, {"replies": 2}, {"flops": 0, "replies": 0}])
+def test_flops_without_the_clients_that_spent_them_are_not_measured(lacking):
+    assert "GFLOPs per client and round" not in table_of_rounds(lacking)
+
+
+def test_every_column_is_in_the_tables_for_papers_and_programs(make_run):
+    groups = group_runs([load_run(make_run("run", "dispfl", rounds=2, peers=True))])
+    for title in ("Busiest node, MB/round, paper's formula", "Per node, MB/round", "GFLOPs per client and round"):
+        assert title in markdown(groups)
+        assert title in latex(groups)
+    (row,) = csv.DictReader(io.StringIO(comma_separated(groups)))
+    run = load_run(groups[0].runs[0].folder)
+    assert float(row["busiest_megabytes_mean"]) == pytest.approx(run.mean("busiest_node_bytes") / 1e6)
+    assert float(row["paper_busiest_megabytes_mean"]) == pytest.approx(run.mean("paper_busiest_bytes") / 1e6)
+    assert float(row["node_megabytes_mean"]) == pytest.approx(run.mean("node_bytes_mean") / 1e6)
+    assert float(row["peer_megabytes_mean"]) == pytest.approx(run.total("peer_bytes") / 1e6)
+    assert float(row["gigaflops_mean"]) == pytest.approx(run.mean("flops") / 10 / 1e9)
+
+
 def test_the_latex_table_escapes_what_tex_would_run():
     text = latex(group_runs([run("a&b_%\\input{x}$~^", dataset="d#1")]))
     assert r"a\&b\_\%\textbackslash{}input\{x\}\$\textasciitilde{}\textasciicircum{} & d\#1 & -- & 1" in text
