@@ -70,7 +70,7 @@ class MaskedMean:
                 self._weights[name] = self._weights[name].expand(mask.shape).clone()
             kept, weights = (None, ()) if mask is None else (_blocks(mask), _blocks(self._weights[name]))
             for i, (values, sums) in enumerate(zip(_blocks(tensor), _blocks(self._sums[name]), strict=True)):
-                addend = values.double().mul_(scale).round_().to(torch.int64)
+                addend = values.double().mul(scale).round_().to(torch.int64)  # not mul_: a double is its own double()
                 if kept is not None:
                     addend.mul_(kept[i])
                     weights[i].add_(kept[i], alpha=weight)

@@ -27,8 +27,8 @@ def erk_densities(shapes: Mapping[str, torch.Size | tuple[int, ...]], density: f
 
     A tensor's density is proportional to ``sum(shape) / prod(shape)``; one that would pass 1 becomes dense and the
     others share what is left, until none does. All given tensors take part. A 1-D tensor (bias, norm scale) has
-    the largest ratio, 1, and so is dense unless ``density`` leaves less than one kept coordinate for each unit of
-    ``sum(shape)``; a scalar or empty tensor counts as 1-D. ``density`` in [0, 1], else ``ValueError``.
+    the largest ratio, 1, and so is dense unless ``density`` is tiny (all shapes' sums together then exceed the
+    coordinates to keep); a scalar or empty tensor counts as 1-D. ``density`` in [0, 1], else ``ValueError``.
 
     Source: Evci et al. 2020 (RigL), used by Dis-PFL, section 3.2, for the initial masks.
     """
@@ -135,7 +135,7 @@ def prune_and_grow(
         if fraction == 0 or kept in (0, mask.numel()):
             moved[name] = mask.clone()
             continue
-        count = max(1, math.ceil(fraction * kept - 1e-6))  # 0.1 * 30 is 3, not 4
+        count = max(1, math.ceil(fraction * kept - 1e-6))  # 0.28 * 25 is 7, not 8
         stay = mask & ~_largest(-magnitude, mask, count)
         moved[name] = stay | _largest(growth, ~stay, count)
     return moved

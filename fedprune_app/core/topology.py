@@ -97,7 +97,7 @@ def _senders(topology: str, place: int, size: int, adjacency: NDArray[np.bool_] 
     if adjacency is None or adjacency.shape != (size, size):
         shape = "missing" if adjacency is None else f"of shape {adjacency.shape}"
         raise ValueError(f"adjacency for topology 'file' is {shape}, allowed: ({size}, {size})")
-    return [int(p) for p in np.flatnonzero(adjacency[place])]
+    return list(np.flatnonzero(adjacency[place]))
 
 
 def read_adjacency(text: str, num_clients: int) -> NDArray[np.bool_]:

@@ -84,8 +84,8 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
         Figure(
             "efficiency",
             "Accuracy by traffic",
-            "Against the training traffic through the server so far, up and down, as measured on the serialised "
-            "messages.",
+            "Against the training traffic so far, as measured on the serialised messages: to and from the server, or over all "
+            "links where models go from peer to peer.",
             _accuracy_variants(groups, _by_megabytes, "Measured traffic (MB)"),
         ),
         Figure(
@@ -168,9 +168,12 @@ def _by_megabytes(run: Run, name: str) -> Curve:
     """Against traffic so far; the curve ends where a round's bytes were not measured."""
     points, spent = {}, 0.0
     for row in run.rounds:
-        if row.get("bytes_up") is None or row.get("bytes_down") is None:
+        moved = [
+            row.get(key) for key in (("bytes_up", "bytes_down") if row.get("peer_bytes") is None else ("peer_bytes",))
+        ]
+        if None in moved:
             break
-        spent += (row["bytes_up"] + row["bytes_down"]) / MEGABYTE
+        spent += sum(value for value in moved if value is not None) / MEGABYTE
         if row.get(name) is not None:
             points[row["round"]] = (spent, row[name])
     return points

@@ -151,6 +151,13 @@ def test_accuracy_over_traffic_ends_at_the_bytes_that_were_measured(six):
     assert trace["y"][-1] == run.rounds[-1]["accuracy_personal_mean"]
 
 
+def test_where_models_go_from_peer_to_peer_their_traffic_counts_and_not_the_relays(peers):
+    run = load_run(peers[0])
+    trace = drawn(peers[:1])["efficiency"].variants[0].traces[0]
+    assert trace["x"][-1] == pytest.approx(run.total("peer_bytes") / 1e6)
+    assert run.total("peer_bytes") != run.total("bytes_up") + run.total("bytes_down")
+
+
 def test_seeds_are_drawn_as_their_mean_within_their_range(six):
     runs = [load_run(folder) for folder in six[3:5]]
     low, high, line = drawn(six[3:5])["accuracy"].variants[0].traces
