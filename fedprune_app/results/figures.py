@@ -84,8 +84,8 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
         Figure(
             "efficiency",
             "Accuracy by traffic",
-            "Against the training traffic so far, as measured on the serialised messages: to and from the server, or over all "
-            "links where models go from peer to peer.",
+            "Against the training traffic so far, as measured on the serialised messages: to and from the server, or "
+            "over all links where models go from peer to peer.",
             _accuracy_variants(groups, _by_megabytes, "Measured traffic (MB)"),
         ),
         Figure(

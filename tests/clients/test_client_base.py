@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from clients import base
-from clients.base import data_config, payload_names
+from clients.base import data_config, payload_names, split_letters, with_letters
+from clients.dispfl import DisPFLClient
 from clients.fedavg import FedAvgClient
 from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient
@@ -19,6 +20,7 @@ from fedprune_app.models.vision import state_tensors
 
 QUICK = {"shard-size": 40, "local-epochs": 2, "learning-rate": 0.05, "subfedavg.accuracy-threshold": 0.0}
 CLASSES = {"subfedavg": SubFedAvgClient, "fedavg": FedAvgClient, "standalone": StandaloneClient}
+NOTHING = Payload({})
 
 
 @pytest.fixture
@@ -194,3 +196,54 @@ def test_scores_on_other_data_are_not_remembered(client, tmp_path):
     expected = score(tmp_path / "fresh", **classes)
     assert score(tmp_path / "used") != expected
     assert score(tmp_path / "used", **classes) == expected
+
+
+# --- other clients' payloads, and what a node can bear ----------------------------------------------------------------
+
+
+def some_payload(seed, masked=True):
+    draw = torch.Generator().manual_seed(seed)
+    tensors = {name: torch.randn(4, 3, generator=draw) for name in ("conv1.weight", "layer/1/letter/2/weight", "bias")}
+    masks = {name: torch.rand(4, 3, generator=draw) < 0.5 for name in ("layer/1/letter/2/weight", "conv1.weight")}
+    return Payload.pruned(tensors, masks if masked else {})
+
+
+@pytest.mark.parametrize("own", [NOTHING, some_payload(0), some_payload(1, masked=False)])
+@pytest.mark.parametrize(
+    "letters",
+    [
+        {},
+        {3: some_payload(2)},
+        {0: some_payload(3, masked=False), 3: some_payload(4), 30: some_payload(5), 2**31: some_payload(6)},
+        {7: some_payload(7), 1: some_payload(8, masked=False)},
+    ],
+)
+def test_letters_survive_flowers_one_list_of_arrays(own, letters):
+    everything = with_letters(own, letters)
+    listed = Payload.from_ndarrays(everything.to_ndarrays(), *payload_names(everything).values())
+    own_again, again = split_letters(listed)
+    assert own_again.digest() == own.digest()
+    assert list(again) == list(letters)
+    assert {k: one.digest() for k, one in again.items()} == {k: one.digest() for k, one in letters.items()}
+
+
+def test_letters_share_their_memory_with_what_they_came_in():
+    one = some_payload(0)
+    _, letters = split_letters(with_letters(NOTHING, {4: one}))
+    assert all(letters[4].tensors[name] is tensor for name, tensor in one.tensors.items())
+
+
+@pytest.mark.parametrize(
+    ("capacity", "settings", "density"),
+    [
+        (None, {"density": 0.4}, 0.4),
+        (None, {"density": 0.4, "dispfl.densities": "0.2 0.8"}, 0.8),
+        (0.3, {"density": 0.4}, 0.3),
+        (0.3, {"density": 0.4, "dispfl.densities": "0.2 0.8"}, 0.3),
+    ],
+)
+def test_what_a_node_can_bear_goes_before_what_the_run_asks_for(tmp_path, capacity, settings, density):
+    one = DisPFLClient(parse_config({**QUICK, "system": "dispfl", **settings}), 1, 4, tmp_path, capacity)
+    assert one.target_density() == density
+    masks = one.initial_masks()
+    assert one.density(masks) == pytest.approx(density, abs=0.01)

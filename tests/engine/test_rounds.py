@@ -156,3 +156,140 @@ def test_a_client_writes_nowhere_on_a_key_that_is_none(key):
 def test_a_federation_without_clients_is_refused():
     with pytest.raises(ValueError, match="num-supernodes is 0"):
         InProcessGrid(client_app.app, 0, DEFAULTS)
+
+
+# --- a window of messages ---------------------------------------------------------------------------------------------
+
+
+class Window(ScriptedGrid):
+    """Replies come so long after their message was sent; what is under way is weighed."""
+
+    def __init__(self, script: dict[int, object]) -> None:
+        super().__init__(script)
+        self.sent_at: dict[str, float] = {}
+        self.under_way: dict[str, int] = {}
+        self.before_each: list[int] = []  # bytes under way when a message was sent
+        self.num_made = 0
+        self.asked_for: list[int] = []  # replies, per poll
+
+    def push_messages(self, messages):
+        messages = list(messages)
+        accepted = super().push_messages(messages)
+        for message in messages:
+            message_id = message.metadata.message_id
+            if message_id in accepted:
+                self.before_each.append(sum(self.under_way.values()))
+                self.under_way[message_id] = wire.num_bytes(message.content)
+                self.sent_at[message_id] = time.monotonic()
+        return accepted
+
+    def pull_messages(self, message_ids) -> list[Message]:
+        """A list, as Flower's Grids return."""
+        ids, replies = list(message_ids), []
+        self.asked_for.append(len(ids))
+        for message_id in ids:
+            self.started = self.sent_at[message_id]
+            replies += super().pull_messages([message_id])
+        for reply in replies:
+            self.under_way.pop(reply.metadata.reply_to_message_id, None)
+        return replies
+
+    def messages(self, sizes: dict[int, int] | None = None) -> Iterator[tuple[int, Message]]:
+        """To every node of the script, of about so many bytes."""
+        for node in self.script:
+            arrays = wire.from_bytes({"fp1": bytes((sizes or {}).get(node, 1000))})
+            self.num_made += 1
+            yield node, rounds.message_to(node, wire.pack(arrays, {}), MessageType.TRAIN, 1, 10)
+
+
+SIZES = {node: 1000 + 700 * (node % 3) for node in range(40)}
+
+
+def test_a_message_is_made_only_when_there_is_room_for_it():
+    grid = Window(dict.fromkeys(range(6), 0.0))
+    answers = rounds.exchange(grid, grid.messages(), 5, in_flight_bytes=2000)
+    assert grid.num_made == 0
+    for answered in range(1, 7):
+        next(answers)
+        assert grid.num_made <= answered + 1, "two have room at a time"
+    assert grid.num_made == 6
+
+
+@pytest.mark.parametrize("in_flight_bytes", [1, 3000, 20_000, 10**9])
+def test_a_message_is_sent_only_while_what_is_under_way_weighs_less_than_the_limit(in_flight_bytes):
+    """So one message may exceed it, the last one sent, and one that is larger than the limit travels alone."""
+    grid = Window({node: 0.0 if node % 4 else 0.02 for node in SIZES})
+    answers = list(rounds.exchange(grid, grid.messages(SIZES), 5, in_flight_bytes))
+    assert sorted(answer.partition for answer in answers) == sorted(SIZES)
+    assert all(answer.content is not None for answer in answers)
+    assert max(grid.before_each) < in_flight_bytes
+    if in_flight_bytes >= 20_000:
+        assert max(grid.before_each) > min(in_flight_bytes, sum(SIZES.values())) - 3000, "the room is used"
+
+
+@pytest.mark.parametrize("in_flight_bytes", [1, 5000, 10**9])
+def test_with_and_without_room_each_client_is_answered_for_once(in_flight_bytes):
+    kinds = (0.0, "error", "twice", "refuse", 0.05, "never")
+    grid = Window({node: kinds[node % len(kinds)] for node in range(30)})
+    answers = list(rounds.exchange(grid, grid.messages(SIZES), 0.3, in_flight_bytes))
+    assert sorted(answer.partition for answer in answers) == list(range(30))
+    by_node = {answer.partition: answer for answer in answers}
+    for node, what in grid.script.items():
+        answer = by_node[node]
+        assert answer.late == (what == "never")
+        assert (answer.content is not None) == (what in (0.0, 0.05, "twice"))
+        assert (answer.bytes_down == 0) == (what == "refuse")
+
+
+def test_a_message_that_waited_for_room_has_all_of_its_time():
+    grid = Window(dict.fromkeys(range(4), 0.2))
+    started = time.monotonic()
+    answers = list(rounds.exchange(grid, grid.messages(), 0.5, in_flight_bytes=1))
+    assert time.monotonic() - started > 0.7
+    assert [answer.error for answer in answers] == [""] * 4
+
+
+def test_a_message_that_waited_for_room_has_no_more_than_its_time():
+    grid = Window({0: 0.3, 1: "never"})
+    started = time.monotonic()
+    answers = list(rounds.exchange(grid, grid.messages(), 0.5, in_flight_bytes=1))
+    assert [answer.late for answer in answers] == [False, True]
+    assert 0.8 <= time.monotonic() - started < 1.6
+
+
+def test_a_client_that_hangs_gives_its_room_to_the_others_when_its_time_is_up():
+    grid = Window({0: "never", 1: 0.0, 2: "never", 3: 0.0})
+    answers = list(rounds.exchange(grid, grid.messages(), 0.2, in_flight_bytes=1))
+    assert [(answer.partition, answer.late) for answer in answers] == [(0, True), (1, False), (2, True), (3, False)]
+
+
+def test_a_client_that_hangs_lets_the_others_pass_where_there_is_room_for_two():
+    grid = Window({0: "never", **dict.fromkeys(range(1, 8), 0.0)})
+    answers = list(rounds.exchange(grid, grid.messages(), 1.0, in_flight_bytes=1500))
+    assert [answer.partition for answer in answers] == [*range(1, 8), 0]
+    assert [answer.late for answer in answers] == [False] * 7 + [True]
+
+
+def test_a_node_that_refuses_its_message_takes_no_room():
+    grid = Window({**dict.fromkeys(range(20), "refuse"), 20: 0.0})
+    answers = list(rounds.exchange(grid, grid.messages(), 5, in_flight_bytes=1))
+    assert [answer.partition for answer in answers] == list(range(21))
+    assert max(grid.before_each) == 0
+
+
+def test_replies_to_large_messages_are_asked_for_in_smaller_batches(monkeypatch):
+    monkeypatch.setattr(rounds, "_PULL_BYTES", 5000)
+    grid = Window(dict.fromkeys(range(20), 0.05))
+    list(rounds.exchange(grid, grid.messages(), 5))
+    assert max(grid.asked_for) == 4
+
+
+def test_an_error_in_making_a_message_is_not_swallowed():
+    grid = Window({0: 0.0, 1: 0.0})
+
+    def messages() -> Iterator[tuple[int, Message]]:
+        yield next(grid.messages())
+        raise ValueError("state file 'x' is damaged")
+
+    with pytest.raises(ValueError, match="state file 'x' is damaged"):
+        list(rounds.exchange(grid, messages(), 5, in_flight_bytes=1))

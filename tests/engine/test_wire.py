@@ -103,3 +103,86 @@ def test_a_reply_that_does_not_fit_the_schema_is_refused_by_name(wrong, says):
     schema.check(payload())
     with pytest.raises(ValueError, match=says):
         schema.check(wrong)
+
+
+# --- payloads that several messages share, and other clients' payloads ------------------------------------------------
+
+
+def test_a_shared_payload_weighs_in_every_message_what_the_message_serialises_to():
+    shared, other = wire.to_arrays(payload()), wire.to_arrays(Payload({"w": torch.ones(500)}))
+    messages = [
+        wire.pack(shared, {"round": 3}),
+        wire.pack(shared, {"round": 3}, {3: shared}),
+        wire.pack(None, {"round": 300}, {3: shared, 12: shared, 10**40: shared}),
+        wire.pack(other, {}, {3: other, 12: shared}),
+    ]
+    for record in [*messages, *messages]:  # measured, then remembered
+        assert wire.num_bytes(record) == len(recorddict_to_proto(record).SerializeToString())
+
+
+def test_a_shared_payload_is_serialised_once_under_each_name(monkeypatch):
+    shared = wire.to_arrays(payload())
+    serialised = []
+    real = wire.recorddict_to_proto
+    monkeypatch.setattr(wire, "recorddict_to_proto", lambda record: serialised.extend(record) or real(record))
+    for partition in range(5):
+        wire.num_bytes(wire.pack(shared, {"state-round": partition}, {3: shared}))
+    assert sorted(set(serialised)) == ["fields", "letter/3", "payload"]
+    assert (serialised.count("payload"), serialised.count("letter/3"), serialised.count("fields")) == (1, 1, 5)
+
+
+def test_encoded_arrays_become_bytes_and_the_same_arrays_again():
+    arrays = wire.to_arrays(payload())
+    again = wire.from_bytes(wire.to_bytes(arrays))
+    assert wire.to_bytes(again) == wire.to_bytes(arrays)
+    assert wire.from_arrays(again, 10_000).digest() == payload().digest()
+    with pytest.raises(ValueError, match="array 'fp1' is of type"):
+        wire.to_bytes(ArrayRecord({"fp1": Array("uint8", (3,), "numpy.ndarray", b"abc")}))
+
+
+SCHEMA = Schema.like(payload().tensors, masked=frozenset({"w"}))
+TOO_LARGE = Payload({**payload().tensors, "b": torch.ones(10_000)}, payload().masks)
+
+
+def scaled(factor: float) -> Payload:
+    return Payload({name: factor * tensor for name, tensor in payload().tensors.items()}, payload().masks)
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "says"),
+    [
+        ("letter/2", wire.from_bytes({"fp1": b"\xff\x00garbage"}), "tensor number 0"),
+        ("letter/2", wire.from_bytes({"fp1": b""}), "missing"),
+        ("letter/2", wire.from_bytes({}), "arrays"),
+        ("letter/2", wire.from_bytes({"fp9": b"abc"}), "fp9"),
+        ("letter/2", ArrayRecord({"fp1": Array("uint8", (3,), "numpy.ndarray", b"abc")}), "is of type"),
+        ("letter/2", wire.to_arrays(bad(tensor_b=torch.ones(2))), "tensor 'b' has shape"),
+        ("letter/2", wire.to_arrays(bad(tensor_b=torch.tensor([1.0, math.nan, 1.0]))), "NaN or infinite"),
+        ("letter/2", wire.to_arrays(bad(mask_w=None)), "wrong masks"),
+        ("letter/2", wire.to_arrays(TOO_LARGE), "allowed"),
+        ("letter/2", ConfigRecord({"a": 1}), "holds no arrays"),
+        ("letter/two", wire.to_arrays(payload()), "two"),
+        ("letter/", wire.to_arrays(payload()), "letter/"),
+        ("letter/1.5", wire.to_arrays(payload()), "1.5"),
+    ],
+)
+def test_a_bad_letter_is_left_out_with_its_reason_and_the_good_ones_stay(name, record, says):
+    content = wire.pack(None, {"round": 3}, {11: wire.to_arrays(scaled(2))})
+    content[name] = record
+    content["letter/5"] = wire.to_arrays(scaled(3))
+    letters, refused = wire.letters_of(content, SCHEMA)
+    assert list(letters) == [5, 11]
+    assert (letters[5].digest(), letters[11].digest()) == (scaled(3).digest(), scaled(2).digest())
+    (reason,) = refused
+    assert reason.startswith(f"{name} is left out: ")
+    assert says in reason
+    assert "\n" not in reason
+
+
+def test_letters_come_by_sender_whatever_their_order_and_other_records_are_none():
+    letters = {12: wire.to_arrays(scaled(1)), 0: wire.to_arrays(scaled(2)), 3: wire.to_arrays(scaled(3))}
+    found, refused = wire.letters_of(wire.pack(wire.to_arrays(payload()), {"letter": 1}, letters), SCHEMA)
+    assert list(found) == [0, 3, 12]
+    assert [found[k].digest() for k in (0, 3, 12)] == [scaled(k).digest() for k in (2, 3, 1)]
+    assert refused == []
+    assert wire.letters_of(wire.pack(wire.to_arrays(payload()), {}), SCHEMA) == ({}, [])

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.serde import recorddict_to_proto
 
 from fedprune_app import client_app, server_app
-from fedprune_app.config import Config, parse_config
+from fedprune_app.config import DEFAULTS, Config, parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.inprocess import run_in_process
@@ -43,6 +43,8 @@ class Exchanged:
     up: Payload
     bytes_down: int
     bytes_up: int
+    letters: Mapping[int, Payload]  # from other clients, by their partition
+    letter_bytes: Mapping[int, int]
 
 
 @dataclass
@@ -68,17 +70,24 @@ class Wiretap:
         def handle(message: Message, context: Any) -> Message:
             request = message.content
             bytes_down, down = _size(message), wire.payload_of(request, 10**9)
+            senders = {int(name.removeprefix("letter/")): name for name in request if name.startswith("letter/")}
+            letters = {sender: wire.payload_of(request, 10**9, name) for sender, name in senders.items()}
+            sizes = {sender: _bytes(RecordDict({name: request[name]})) for sender, name in senders.items()}
             reply = real(message, context)
             up = wire.payload_of(reply.content, 10**9)
             round, partition = request["fields"]["round"], context.node_config["partition-id"]
-            self.messages.append(Exchanged(kind, round, partition, down, up, bytes_down, _size(reply)))
+            self.messages.append(Exchanged(kind, round, partition, down, up, bytes_down, _size(reply), letters, sizes))
             return reply
 
         return handle
 
 
 def _size(message: Message) -> int:
-    return len(recorddict_to_proto(message.content).SerializeToString())
+    return _bytes(message.content)
+
+
+def _bytes(content: RecordDict) -> int:
+    return len(recorddict_to_proto(content).SerializeToString())
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,13 @@ class Run(Finished):
 
 
 Federation = Callable[..., Run]
+_TABLES = {key.partition(".")[0] for key in DEFAULTS if "." in key}
+
+
+def config_key(name: str) -> str:
+    """``dispfl_prune_rate`` is the key ``dispfl.prune-rate``."""
+    table, _, rest = name.partition("_")
+    return (f"{table}.{rest}" if table in _TABLES else name).replace("_", "-")
 
 
 @pytest.fixture(scope="session")
@@ -117,7 +133,7 @@ def federation(tmp_path_factory: pytest.TempPathFactory) -> Federation:
     root = tmp_path_factory.mktemp("federations")
 
     def run(clients: int = 4, fresh: bool = False, **settings: Any) -> Run:
-        given = {key.replace("_", "-").replace("subfedavg-", "subfedavg."): v for key, v in settings.items()}
+        given = {config_key(name): value for name, value in settings.items()}
         key = repr((clients, sorted(given.items())))
         if fresh or key not in finished:
             folder = root / f"{len(finished)}{'-fresh' if fresh else ''}"
