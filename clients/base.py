@@ -105,7 +105,7 @@ class FederatedClient(NumPyClient):
     def received_scores(self, received: Payload, state: State) -> dict[str, float | None]:
         """Accuracies of what was received: as this client would start from it, and as it is for all."""
         begin, masks = self.begin(received, state), self.masks(state)
-        scores = {"accuracy-received": self.test_accuracy(begin)}
+        scores = {"accuracy-received": self.test_accuracy(begin, masks)}
         if self.validates == "received":
             scores["accuracy-validation"] = self.accuracy("validation")
         pruned = any(not bool(mask.all()) for mask in masks.values())
@@ -116,6 +116,10 @@ class FederatedClient(NumPyClient):
     def letter_schema(self) -> Schema:
         """What other clients' payloads must hold, in systems where clients see them."""
         return Schema.like({})
+
+    def refuse(self, sender: int, error: ValueError) -> None:
+        """Note that another client's payload, well formed as it is, cannot be used."""
+        self.request["refused"].append(f"letter/{sender} is left out: {error}")
 
     # --- local work ---------------------------------------------------------------------------------------------
 
@@ -166,7 +170,8 @@ class FederatedClient(NumPyClient):
 
     def density(self, masks: Mapping[str, Tensor]) -> float:
         """Kept share of all parameters, unpruned biases and norms included."""
-        return Payload({name: p.detach() for name, p in self.model.named_parameters()}, masks).density()
+        parameters = {name: p.detach() for name, p in self.model.named_parameters()}
+        return Payload(parameters, {name: mask for name, mask in masks.items() if name in parameters}).density()
 
     # --- Flower's NumPyClient -----------------------------------------------------------------------------------
 
@@ -246,8 +251,11 @@ class FederatedClient(NumPyClient):
         notes = [lost, *config.get("refused", [])]
         return {"note": "; ".join(filter(None, notes))} if any(notes) else {}
 
-    def test_accuracy(self, tensors: Mapping[str, Tensor]) -> float | None:
-        """Accuracy in [0, 1] on the client's test data, with these tensors loaded into the model."""
+    def test_accuracy(self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None) -> float | None:
+        """Accuracy in [0, 1] on the client's test data, with these tensors loaded into the model.
+
+        ``masks`` say where the tensors are 0, for systems that then compute with a smaller network.
+        """
         vision.load_state_tensors(self.model, tensors)
         return self.accuracy("test")
 
@@ -262,7 +270,7 @@ class FederatedClient(NumPyClient):
         except (OSError, ValueError, KeyError, TypeError):
             pass  # not tested yet, or the file is damaged: test
         scores = {
-            "accuracy-personal": self.test_accuracy(personal.tensors),
+            "accuracy-personal": self.test_accuracy(personal.tensors, personal.masks),
             "accuracy-validation": self.accuracy("validation"),
         }
         replace_file(cache, json.dumps({"digest": digest, "scores": scores}).encode())

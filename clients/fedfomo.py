@@ -7,6 +7,7 @@ sums over the validation data. If no candidate helps, the client keeps the model
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -44,7 +45,8 @@ class FedFomoClient(FederatedClient):
         for k, candidate in candidates.items():
             distance = _norm(candidate, before, self.shared)
             gain = loss_before - self.validation_loss(candidate)
-            worth[k] = max(gain / distance, 0.0) if distance > 0 else 0.0  # eq. 3, clipped
+            # eq. 3, clipped; a model so large that its losses overflow is worth nothing
+            worth[k] = max(gain / distance, 0.0) if distance > 0 and math.isfinite(gain / distance) else 0.0
         total = sum(worth.values())
         weights = {k: value / total if total else 0.0 for k, value in worth.items()}
         after = before

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clients.base import FederatedClient, split_letters
-from fedprune_app.core.aggregate import gossip_mix
+from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
 from fedprune_app.engine.wire import Schema
@@ -39,8 +39,16 @@ class GossipClient(FederatedClient):
         own = state.group("weights")
         tensors: Mapping[str, Tensor] = mixed.tensors
         if letters:
-            published = [Payload({name: own[name] for name in self.shared}, state.group("masks"))] if own else []
-            tensors = gossip_mix([*letters.values(), *published])
+            if own:
+                letters[self.partition] = Payload({name: own[name] for name in self.shared}, state.group("masks"))
+            mean = MaskedMean(len(letters))
+            for sender, letter in letters.items():
+                try:
+                    mean.add(letter)
+                except ValueError as error:  # finite, but too large to be summed
+                    self.refuse(sender, error)
+            nobody = {name: torch.zeros_like(t) for letter in letters.values() for name, t in letter.tensors.items()}
+            tensors = mean.mean(nobody) if mean.num_added else {}
         start = {**(own or vision.state_tensors(self.model, include_buffers=True)), **tensors}
         masks = self.start_masks(state)
         return {name: torch.where(masks[name], t, 0) if name in masks else t for name, t in start.items()}

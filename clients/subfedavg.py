@@ -7,7 +7,7 @@ is followed, but for the gate: the code decides on test data, here validation da
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -46,22 +46,20 @@ class SubFedAvgClient(FederatedClient):
         def after_epoch(epoch: int) -> None:
             nonlocal mask_first_epoch
             if epoch == 0:
-                mask_first_epoch = prune_percent(self._weights(), mask, options.prune_step)  # m^{fe}, line 5
+                mask_first_epoch = prune_percent(self.weights(mask), mask, options.prune_step)  # m^{fe}, line 5
 
         result = self.train(round, masks=mask, after_epoch=after_epoch)
 
-        mask_last_epoch = prune_percent(self._weights(), mask, options.prune_step)  # m^{le}, line 6
+        mask_last_epoch = prune_percent(self.weights(mask), mask, options.prune_step)  # m^{le}, line 6
         distance = mask_distance(mask_first_epoch, mask_last_epoch)  # Δ, line 13; 0 with one local epoch
         percent_pruned = self._percent_pruned(mask)
         tensors, mask_kept = vision.state_tensors(self.model, include_buffers=True), mask
         # line 14: far enough apart, target not yet reached, and accurate enough with the new mask
         if distance > options.mask_distance and percent_pruned < options.target_rate:
-            new_mask = self._towards_target(mask, mask_last_epoch, percent_pruned)
+            new_mask = self.towards_target(mask, mask_last_epoch, percent_pruned)
             candidate = tensors | pruned(tensors, new_mask)
             vision.load_state_tensors(self.model, candidate)
-            accuracy = self.accuracy(options.gate_split)
-            # strictly above, with room for float noise: 100 * (7 / 100) is more than 7
-            if accuracy is not None and 100 * accuracy - options.accuracy_threshold > 1e-9:
+            if self.accurate_enough():
                 tensors, mask_kept = candidate, new_mask  # line 15: θ ⊙ m^{le}
         payload = Payload({name: tensors[name] for name in self.shared}, mask_kept)
         return Update(payload, State(grouped(weights=tensors, masks=mask_kept)), result, self.training_flops(mask))
@@ -71,11 +69,18 @@ class SubFedAvgClient(FederatedClient):
         total = sum(parameter.numel() for parameter in self.model.parameters())
         return 100 * sum(int((~m).sum()) for m in mask.values()) / total
 
-    def _weights(self) -> dict[str, Tensor]:
+    def weights(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Copies of these tensors of the model as it is."""
         tensors = vision.state_tensors(self.model)
-        return {name: tensors[name] for name in self.prunable}
+        return {name: tensors[name] for name in names}
 
-    def _towards_target(
+    def accurate_enough(self) -> bool:
+        """Whether the model as it is passes the accuracy gate: strictly above the threshold."""
+        accuracy = self.accuracy(self.config.subfedavg.gate_split)
+        # with room for float noise: 100 * (7 / 100) is more than 7
+        return accuracy is not None and 100 * accuracy - self.config.subfedavg.accuracy_threshold > 1e-9
+
+    def towards_target(
         self, mask: dict[str, Tensor], full_step: dict[str, Tensor], percent_pruned: float
     ) -> dict[str, Tensor]:
         """The mask of a full step, or of the smaller last one: at most what is missing, and the released code's cap."""
@@ -84,4 +89,4 @@ class SubFedAvgClient(FederatedClient):
         if missing >= options.prune_step:
             return full_step
         percent = min(missing / (100 - percent_pruned) * 100, options.final_step_cap)
-        return prune_percent(self._weights(), mask, percent)
+        return prune_percent(self.weights(mask), mask, percent)

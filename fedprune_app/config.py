@@ -48,6 +48,16 @@ class SubFedAvgOptions:
     final_step_cap: float = option(5.0, "most percent pruned by the last step before the target", above=0)
     accuracy_threshold: float = option(50.0, "percent accuracy below which a client does not prune", least=0, most=100)
     mask_distance: float = option(1e-4, "least distance of the masks after the first and last epoch", least=0, most=1)
+    fc_mask_distance: float = option(5e-4, "as mask-distance, of the linear layers of subfedavg-hy", least=0, most=1)
+    channel_distance: float = option(0.01, "least distance of the channel masks of subfedavg-hy", least=0, most=1)
+    channel_fraction: float = option(
+        0.45,
+        "position, among a layer's sorted BatchNorm scales, of the largest removed (subfedavg-hy)",
+        least=0,
+        below=1,
+    )
+    channel_floor: float = option(0.5, "share of a layer's channels that always stay (subfedavg-hy)", least=0, below=1)
+    scale_decay: float = option(0.0, "L1 penalty on BatchNorm scales (subfedavg-hy); the code's -sr is 1e-4", least=0)
     gate_split: str = option(
         "validation",
         "data that decides whether to prune; 'test' is what the released code does",
@@ -311,7 +321,9 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     config.dispfl.density_of(0, config.density)
     _check_adjacency("dispfl", config.dispfl)
     _check_adjacency("dpsgd", config.dpsgd)
-    prunes_on_validation = config.system == "subfedavg" and config.subfedavg.gate_split == "validation"
+    prunes_on_validation = (
+        config.system in ("subfedavg", "subfedavg-hy") and config.subfedavg.gate_split == "validation"
+    )
     if prunes_on_validation and config.validation_fraction == 0 and config.subfedavg.target_rate > 0:
         raise ConfigError("validation-fraction is 0.0, allowed with subfedavg.gate-split 'validation': above 0")
     if config.system == "fedfomo" and config.validation_fraction == 0:

@@ -15,6 +15,7 @@ from clients.fedavg_ft import FedAvgFTClient
 from clients.fedfomo import FedFomoClient
 from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient
+from clients.subfedavg_hy import SubFedAvgHyClient
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.data.datasets import DATASETS
 from fedprune_app.data.partitions import PARTITIONS
@@ -29,6 +30,7 @@ from strategies.fedavg_ft import FedAvgFT
 from strategies.fedfomo import FedFomo
 from strategies.standalone import Standalone
 from strategies.subfedavg import SubFedAvg
+from strategies.subfedavg_hy import SubFedAvgHy
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,9 @@ class System:
 
 SYSTEMS: dict[str, System] = {
     "subfedavg": System(SubFedAvg, SubFedAvgClient, "Sub-FedAvg (Un): each client prunes its own sub-network"),
+    "subfedavg-hy": System(
+        SubFedAvgHy, SubFedAvgHyClient, "Sub-FedAvg (Hy): channels are removed, linear layers pruned"
+    ),
     "dispfl": System(DisPFL, DisPFLClient, "Dis-PFL: sparse personal models gossip with neighbours, masks evolve"),
     "fedavg": System(FedAvg, FedAvgClient, "FedAvg: one dense global model, averaged by sample counts"),
     "fedavg-ft": System(FedAvgFT, FedAvgFTClient, "FedAvg-FT: FedAvg's model, fine-tuned by every client"),

@@ -217,7 +217,8 @@ class FederatedStrategy(Strategy):
         started = time.monotonic()
         messages = self._by_partition(self.configure_evaluate(round, arrays, config, grid))
         row: dict[str, Any] = dict(self.aggregate_evaluate(round, rounds.exchange(grid, messages, timeout)) or {})
-        return {**row, "evaluation_seconds": time.monotonic() - started}
+        notes = self.log.notes[:_REASONS_KEPT]
+        return {**row, "notes": notes, "evaluation_seconds": time.monotonic() - started}
 
     def state(self) -> State:
         """All that :meth:`restore` needs to continue bit for bit."""
@@ -324,16 +325,17 @@ class FederatedStrategy(Strategy):
             row["accuracy_received"] = wire.number(fields, "accuracy-received", 0, 1)
         if row["num_examples"] != peer.num_examples:
             raise ValueError(f"field 'num-examples' is {row['num_examples']}, it said {peer.num_examples} before")
-        self._note(answer.partition, fields)
+        if "note" in fields:
+            self.note(answer.partition, str(fields["note"]))
         self.receive(peer, round, answer.content)
         return row
 
-    def _note(self, partition: int, fields: wire.Fields) -> None:
-        if "note" in fields:
-            text = f"client {partition}: {str(fields['note'])[:200]}"
-            if text not in self.log.notes:
-                self.log.notes.append(text)
-                log.warning("%s", text)
+    def note(self, partition: int, text: str) -> None:
+        """Record, once, what a client lost or what was left out because of it."""
+        line = f"client {partition}: {text[:200]}"
+        if line not in self.log.notes:
+            self.log.notes.append(line)
+            log.warning("%s", line)
 
     def aggregate_evaluate(  # type: ignore[override]  # streamed answers instead of a list of messages
         self, server_round: int, replies: Iterable[Answer]
@@ -391,7 +393,8 @@ class FederatedStrategy(Strategy):
         digest = fields.get("digest")
         if not (isinstance(digest, str) and len(digest) == 64):
             raise ValueError(f"field 'digest' is {digest!r}, allowed: 64 hexadecimal digits")
-        self._note(answer.partition, fields)
+        if "note" in fields:
+            self.note(answer.partition, str(fields["note"]))
         layers = {
             name: wire.number(fields, f"density/{name}", 0, 1)
             for name in sorted(self.prunable)

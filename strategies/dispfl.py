@@ -32,20 +32,26 @@ class DisPFL(Gossip):
 
         The share of coordinates that one keeps and the other does not, in tensors that somebody prunes.
         """
-        self.letter_rounds = dict(self.state_rounds)
-        partitions = sorted(self.letter_rounds)[:_COMPARED_UP_TO]
-        if len(partitions) < 2 or not self.reads_letters:
+        self.open_letters()
+        if not self.reads_letters:
             return
-        packed: list[NDArray[np.uint8]] = []  # one bit a coordinate: the masks of all clients are in memory
+        packed: dict[int, NDArray[np.uint8]] = {}  # one bit a coordinate: the masks of all clients are in memory
         pruned: set[str] = set()
-        for partition in partitions:
-            masks = {name: mask.numpy().reshape(-1) for name, mask in self.read_letter(partition).masks.items()}
-            packed.append(np.concatenate([np.packbits(masks[name]) for name in sorted(masks)]))
+        for partition in sorted(self.letter_rounds)[:_COMPARED_UP_TO]:
+            try:
+                letter = self.read_letter(partition)
+            except ValueError as error:
+                self.note(partition, f"its masks are not compared: {error}")
+                continue
+            masks = {name: mask.numpy().reshape(-1) for name, mask in letter.masks.items()}
+            packed[partition] = np.concatenate([np.packbits(masks[name]) for name in sorted(masks)])
             pruned |= {name for name, mask in masks.items() if not mask.all()}
+        if len(packed) < 2:
+            return
         num_coordinates = max(1, sum(self.model[name].numel() for name in pruned))
         distance = np.zeros((len(packed), len(packed)))
-        for i, mine in enumerate(packed):
-            for j in range(i):
-                differing = int(np.bitwise_count(mine ^ packed[j]).sum(dtype=np.int64))
+        for i, mine in enumerate(packed.values()):
+            for j, other in enumerate(list(packed.values())[:i]):
+                differing = int(np.bitwise_count(mine ^ other).sum(dtype=np.int64))
                 distance[i, j] = distance[j, i] = differing / num_coordinates
-        self.recorder.masks(partitions, distance)
+        self.recorder.masks(list(packed), distance)

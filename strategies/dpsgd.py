@@ -28,6 +28,6 @@ class DPSGD(Gossip):
         return Schema.like(self.model, masked=self.prunable if self.options.density < 1 else frozenset())
 
     def evaluation_payload(self) -> Payload:
-        self.letter_rounds = dict(self.state_rounds)
+        self.open_letters()
         self.model = {**self.model, **self.average(sorted(self.letter_rounds)).tensors}
         return Payload(self.model)

@@ -45,7 +45,7 @@ class FedFomo(Relay):
 
     def outgoing(self, round: int, participants: list[int]) -> Iterator[tuple[int, Contents]]:
         for partition in participants:
-            yield partition, Contents(letters={k: self.letter(k) for k in self.candidates(round, partition)})
+            yield partition, Contents(letters=self.letters(self.candidates(round, partition)))
 
     def receive(self, peer: Peer, round: int, content: RecordDict) -> None:
         fields = wire.fields_of(content)

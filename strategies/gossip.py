@@ -72,24 +72,21 @@ class Gossip(Relay):
 
     def open_round(self, round: int, participants: list[int]) -> None:
         super().open_round(round, participants)
-        drawn = self.neighbours(round)
-        self.links = drawn  # those the paper charges for
-        self.delivered = {k: [j for j in senders if j in self.letter_rounds] for k, senders in drawn.items()}
+        self.links = self.neighbours(round)
         self.peer_up = dict.fromkeys(participants, 0)
         self.peer_down = dict.fromkeys(participants, 0)
 
     def outgoing(self, round: int, participants: list[int]) -> Iterator[tuple[int, Contents]]:
         mixed: tuple[frozenset[int], wire.EncodedArrays] | None = None  # neighbours of one group get one average
         for partition in participants:
-            senders = self.delivered[partition]
+            senders = [sender for sender in self.links[partition] if sender in self.letter_rounds]
             for sender in senders:
-                size = self.letter(sender).item_bytes(wire.letter_name(sender))
-                self.peer_down[partition] += size
-                self.peer_up[sender] = self.peer_up.get(sender, 0) + size
+                self.peer_down[partition] += self.letter_bytes[sender]
+                self.peer_up[sender] = self.peer_up.get(sender, 0) + self.letter_bytes[sender]
             if not senders:
                 yield partition, Contents()
             elif self.options.gossip == "client":
-                yield partition, Contents(letters={sender: self.letter(sender) for sender in senders})
+                yield partition, Contents(letters=self.letters(senders))
             else:
                 group = frozenset(senders) | ({partition} & self.letter_rounds.keys())
                 if mixed is None or mixed[0] != group:
@@ -107,7 +104,7 @@ class Gossip(Relay):
             try:
                 mean.add(self.read_letter(partition))
             except ValueError as error:
-                self.log.notes.append(f"client {partition}: its letter is left out of an average: {error}")
+                self.note(partition, f"its letter is left out of an average: {error}")
         held = mean.held()
         tensors = mean.mean({name: torch.zeros_like(tensor) for name, tensor in self.model.items() if name in held})
         return Payload(tensors, {name: mask for name, mask in held.items() if not bool(mask.all())})

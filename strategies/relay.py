@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from flwr.app import RecordDict
@@ -26,13 +27,32 @@ class Relay(FederatedStrategy):
         super().__init__(*arguments, **more)
         self.mailbox = Mailbox(self.recorder.folder / "mailbox")
         self.letter_rounds: dict[int, int] = {}  # whose letter of which round may be passed on in this round
+        self.letter_bytes: dict[int, int] = {}  # what those weigh in a message
+        self._next_letter_bytes: dict[int, int] = {}
 
     def open_round(self, round: int, participants: list[int]) -> None:
-        self.letter_rounds = dict(self.state_rounds)  # replies of this round are for the next
+        self.open_letters()
+
+    def open_letters(self) -> None:
+        """From now on the letters are those received so far; replies of a round are for the next."""
+        self.letter_rounds = dict(self.state_rounds)
+        self.letter_bytes = dict(self._next_letter_bytes)
 
     def letter(self, partition: int) -> wire.EncodedArrays:
         """The last model that this client published before this round."""
         return self.mailbox.get(partition, self.letter_rounds[partition])
+
+    def letters(self, partitions: Iterable[int]) -> dict[int, wire.EncodedArrays]:
+        """The letters of those clients that have one, all in memory; one that is damaged on disk is noted and left out.
+        """
+        found = {}
+        for partition in partitions:
+            if partition in self.letter_rounds:
+                try:
+                    found[partition] = self.letter(partition)
+                except ValueError as error:
+                    self.note(partition, f"its letter is lost: {error}")
+        return found
 
     def receive(self, peer: Peer, round: int, content: RecordDict) -> None:
         schema = self.reply_schema(peer.partition)
@@ -42,6 +62,7 @@ class Relay(FederatedStrategy):
         if self.reads_letters:
             schema.check(wire.from_arrays(letter, schema.max_bytes))
         self.mailbox.put(peer.partition, round, letter, schema.max_bytes)
+        self._next_letter_bytes[peer.partition] = wire.item_bytes(wire.letter_name(peer.partition), letter)
 
     def accept(self, peer: Peer, update: Payload) -> None:
         """Nothing: letters are kept as they came."""
@@ -53,8 +74,10 @@ class Relay(FederatedStrategy):
         return _NOTHING
 
     def state(self) -> State:
-        return State({}, super().state().meta)
+        letter_bytes = {str(k): size for k, size in sorted(self._next_letter_bytes.items())}
+        return State({}, {**super().state().meta, "letter-bytes": letter_bytes})
 
     def restore(self, state: State) -> None:
         super().restore(State(self.model, state.meta))
+        self._next_letter_bytes = {int(k): int(size) for k, size in state.meta["letter-bytes"].items()}
         self.mailbox.drop_after(max([0, *self.state_rounds.values()]))

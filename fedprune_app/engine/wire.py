@@ -29,7 +29,7 @@ class EncodedArrays(ArrayRecord):
         """Its size as the record ``name`` of a message."""
         known: dict[str, int] = self.__dict__.setdefault("_item_bytes", {})
         if name not in known:
-            known[name] = _serialised_bytes(name, self)
+            known[name] = item_bytes(name, self)
         return known[name]
 
 
@@ -77,12 +77,13 @@ def num_bytes(content: RecordDict) -> int:
     """
     # the serialised parts of a RecordDict lie side by side
     return sum(
-        record.item_bytes(name) if isinstance(record, EncodedArrays) else _serialised_bytes(name, record)
+        record.item_bytes(name) if isinstance(record, EncodedArrays) else item_bytes(name, record)
         for name, record in content.items()
     )
 
 
-def _serialised_bytes(name: str, record: Any) -> int:
+def item_bytes(name: str, record: Any) -> int:
+    """The size of one record of a message, under this name, as Flower serialises it."""
     return int(recorddict_to_proto(RecordDict({name: record})).ByteSize())
 
 

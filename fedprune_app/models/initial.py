@@ -10,6 +10,8 @@ from torch import nn
 
 from fedprune_app.core.flops import forward_flops
 from fedprune_app.core.rng import generator
+from fedprune_app.core.structured import ChannelGroup
+from fedprune_app.models.channels import channel_groups
 from fedprune_app.models.vision import architecture, buffer_names, build_model, parameter_names
 
 AUTO = {
@@ -48,6 +50,15 @@ def _chosen(name: str, dataset: str) -> str:
 def layer_flops(name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int) -> Mapping[str, int]:
     """FLOPs of one example's forward pass through that network, by layer."""
     return forward_flops(architecture(_chosen(name, dataset), image_shape, num_classes), image_shape)
+
+
+@lru_cache(maxsize=2)
+def channels_of(
+    name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int
+) -> tuple[ChannelGroup, ...]:
+    """Which channels of that network are removed together. ``ValueError`` if it has no BatchNorm to rank them by."""
+    model = _initial_model(name, dataset, image_shape, num_classes, "default", 0)
+    return channel_groups(copy.deepcopy(model), image_shape)
 
 
 def shared_names(model: nn.Module, batch_norm: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
@@ -24,10 +24,19 @@ MODELS: dict[str, str] = {
     "cnn-small": "conv 16, 32 (3x3, padded), one linear layer; 6,090 parameters on 1x8x8, 10 classes",
     "cnn-gn": "conv 16 (stride 2), 32, 64 (3x3) with group normalisation; 34,058 parameters on 3x32x32, 10 classes",
     "resnet18-gn": "ResNet-18 of Dis-PFL: 3x3 stem, group normalisation; 11,173,962 parameters on 3x32x32, 10 classes",
+    "resnet18-bn": "the same with batch normalisation (Sub-FedAvg hybrid)",
     "vgg11-gn": "VGG-11 of Dis-PFL: group normalisation, one linear layer; 9,231,114 parameters on 3x32x32, 10 classes",
+    "vgg11-bn": "the same with batch normalisation (Sub-FedAvg hybrid)",
 }
 _LENET5: dict[str, Any] = {"channels": (6, 16), "hidden": (120, 84)}
 _CNN5: dict[str, Any] = {"channels": (10, 20), "hidden": (50,)}
+_VGG11: dict[str, Any] = {
+    "channels": (64, 128, 256, 256, 512, 512, 512, 512),
+    "pooled": (True, True, False, True, False, True, False, True),
+    "kernel_size": 3,
+    "padding": 1,
+    "global_pool": True,
+}
 _CONV_NETS: dict[str, dict[str, Any]] = {  # arguments of conv_net
     "lenet5": _LENET5,
     "lenet5-bn": {**_LENET5, "norm": "bn"},
@@ -44,14 +53,8 @@ _CONV_NETS: dict[str, dict[str, Any]] = {  # arguments of conv_net
         "norm": "gn",
         "num_groups": 4,
     },
-    "vgg11-gn": {
-        "channels": (64, 128, 256, 256, 512, 512, 512, 512),
-        "pooled": (True, True, False, True, False, True, False, True),
-        "kernel_size": 3,
-        "padding": 1,
-        "norm": "gn",
-        "global_pool": True,
-    },
+    "vgg11-gn": {**_VGG11, "norm": "gn"},
+    "vgg11-bn": {**_VGG11, "norm": "bn"},
 }
 INITIALISATIONS = ("default", "subfedavg")
 
@@ -124,8 +127,8 @@ def _smallest_side(strides: Sequence[int], pooled: Sequence[bool], kernel_size: 
     return side
 
 
-def _resnet18_gn(image_shape: ImageShape, num_classes: int) -> nn.Module:
-    """torchvision's ResNet-18 with GroupNorm(32), and a stem for small images: 3x3, stride 1, no pooling.
+def _resnet18(image_shape: ImageShape, num_classes: int, norm: Callable[[int], nn.Module]) -> nn.Module:
+    """torchvision's ResNet-18 with the given norm, and a stem for small images: 3x3, stride 1, no pooling.
 
     Its last pooling is adaptive, so images of any size fit. Source: Dis-PFL's released code (its text says
     "PyTorch's implementation", whose 7x7 stem was made for ImageNet).
@@ -133,7 +136,7 @@ def _resnet18_gn(image_shape: ImageShape, num_classes: int) -> nn.Module:
     prepare_torchvision()
     from torchvision.models import resnet18
 
-    model: nn.Module = resnet18(num_classes=num_classes, norm_layer=partial(nn.GroupNorm, 32))
+    model: nn.Module = resnet18(num_classes=num_classes, norm_layer=norm)
     model.conv1 = nn.Conv2d(image_shape[0], 64, kernel_size=3, padding=1, bias=False)
     model.maxpool = nn.Identity()
     return model
@@ -164,7 +167,9 @@ def architecture(name: str, image_shape: ImageShape, num_classes: int) -> nn.Mod
         raise ValueError(f"model '{name}' with {num_classes} classes, allowed: at least 2")
     with torch.device("meta"):
         if name == "resnet18-gn":
-            return _resnet18_gn(image_shape, num_classes)
+            return _resnet18(image_shape, num_classes, partial(nn.GroupNorm, 32))
+        if name == "resnet18-bn":
+            return _resnet18(image_shape, num_classes, nn.BatchNorm2d)
         return conv_net(image_shape, num_classes, **_CONV_NETS[name])
 
 

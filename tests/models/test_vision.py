@@ -27,8 +27,10 @@ SHAPES = {
     "cnn-gn": (3, 32, 32),
     "resnet18-gn": (3, 16, 16),  # small, for the time it takes
     "vgg11-gn": (3, 32, 32),
+    "resnet18-bn": (3, 16, 16),
+    "vgg11-bn": (3, 32, 32),
 }
-SMALLEST = {"cnn-small": 4, "cnn-gn": 7, "resnet18-gn": 1, "vgg11-gn": 32}  # else 16
+SMALLEST = {"cnn-small": 4, "cnn-gn": 7, "resnet18-gn": 1, "vgg11-gn": 32, "resnet18-bn": 1, "vgg11-bn": 32}  # else 16
 
 
 def generator(seed=0):
@@ -56,6 +58,8 @@ def num_parameters(model):
         ("resnet18-gn", (3, 64, 64), 200, 11_271_432),
         ("vgg11-gn", (3, 32, 32), 10, 9_231_114),
         ("vgg11-gn", (3, 64, 64), 10, 9_231_114),
+        ("resnet18-bn", (3, 32, 32), 10, 11_173_962),
+        ("vgg11-bn", (3, 32, 32), 10, 9_231_114),
         ("cnn-gn", (3, 32, 32), 10, 34_058),
     ],
 )
@@ -317,7 +321,7 @@ def test_the_smallest_image_named_as_allowed_is_allowed(name):
     assert model(torch.zeros(2, 1, side, side)).shape == (2, 10)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "resnet18-gn"])
+@pytest.mark.parametrize("name", [name for name in MODELS if not name.startswith("resnet18")])
 def test_an_image_one_pixel_smaller_is_refused(name):
     side = SMALLEST.get(name, 16) - 1
     with pytest.raises(ValueError, match=f"allowed: sides >= {side + 1}"):

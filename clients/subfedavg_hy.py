@@ -1,0 +1,151 @@
+"""Sub-FedAvg (Hy), the client half: remove convolution channels by BatchNorm scale, prune linear layers by weight.
+
+Vahidian, Morafah, Lin, "Personalized Federated Learning by Structured and Unstructured Pruning under Data
+Heterogeneity", ICDCS workshops 2021, Algorithm 2, as the released code resolves it: the two gates are independent of
+each other, linear layers first; channels are ranked within their layer; thresholds are the code's (the text says 0.05).
+
+A removed channel is gone: training and evaluation run on the small network. State and messages are in the full
+network's coordinates, which all clients share.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from clients.base import Update
+from clients.subfedavg import SubFedAvgClient, pruned
+from fedprune_app.core.flops import forward_flops, training_flops
+from fedprune_app.core.masks import full_masks, mask_distance, prune_percent
+from fedprune_app.core.payload import Payload
+from fedprune_app.core.structured import (
+    Kept,
+    channel_distance,
+    choose_channels,
+    coordinate_masks,
+    full_channels,
+    gather,
+    scatter,
+    shrink,
+)
+from fedprune_app.engine.store import State, grouped
+from fedprune_app.models import vision
+from fedprune_app.models.initial import channels_of
+
+
+class SubFedAvgHyClient(SubFedAvgClient):
+    """State: ``weights`` in full coordinates, ``channels`` kept per group, ``fc``, the linear layers' masks."""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        config, dataset = self.config, self.dataset
+        self.groups = channels_of(config.model, config.dataset, dataset.image_shape, dataset.num_classes)
+        self.full = self.model  # self.model is the network that is at work
+        self.shapes = {name: t.shape for name, t in vision.state_tensors(self.full, include_buffers=True).items()}
+        linear = [name for name, layer in self.full.named_modules() if isinstance(layer, nn.Linear)]
+        self.fc_shapes = {f"{name}.weight": self.shapes[f"{name}.weight"] for name in linear}
+
+    # --- masks --------------------------------------------------------------------------------------------------
+
+    def channels(self, state: State) -> Kept:
+        return state.group("channels") or full_channels(self.groups)
+
+    def fc_masks(self, state: State) -> dict[str, Tensor]:
+        return state.group("fc") or full_masks(self.fc_shapes)
+
+    def masks(self, state: State) -> dict[str, Tensor]:
+        return self.coordinates(self.channels(state), self.fc_masks(state))
+
+    def coordinates(self, kept: Kept, fc: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Masks of every full tensor: of those that removed channels cut, and of the linear weights."""
+        cut = full_masks(self.shapes) | coordinate_masks(self.groups, kept, self.shapes)
+        return cut | {name: cut[name] & mask for name, mask in fc.items()}
+
+    def _percent_pruned(self, mask: dict[str, Tensor]) -> float:
+        return 100 * (1 - self.density(mask))
+
+    def density(self, masks: Mapping[str, Tensor]) -> float:
+        parameters = {name: p.detach() for name, p in self.full.named_parameters()}
+        return Payload(parameters, {name: mask for name, mask in masks.items() if name in parameters}).density()
+
+    # --- the small network ----------------------------------------------------------------------------------------
+
+    def work_with(self, tensors: Mapping[str, Tensor], kept: Kept) -> None:
+        """Make ``self.model`` the network of these channels, with these full tensors."""
+        self.model = shrink(copy.deepcopy(self.full), self.groups, kept)
+        vision.load_state_tensors(self.model, gather(tensors, self.groups, kept))
+
+    def test_accuracy(self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None) -> float | None:
+        # a group's scales are masked where its channels are gone
+        kept = {group.name: masks[group.scales[0]] for group in self.groups} if masks else full_channels(self.groups)
+        self.work_with(tensors, kept)
+        return self.accuracy("test")
+
+    # --- a round --------------------------------------------------------------------------------------------------
+
+    def local_update(self, received: Payload, state: State, round: int) -> Update:
+        options = self.config.subfedavg
+        kept, fc = self.channels(state), self.fc_masks(state)
+        self.work_with(self.begin(received, state), kept)
+        small_fc = gather(fc, self.groups, kept)
+
+        def proposals() -> tuple[dict[str, Tensor], Kept]:
+            weights = self.weights(small_fc)
+            scales = scatter(self.weights(self._scale_names()), self.groups, kept, self.shapes)
+            return (
+                prune_percent(weights, small_fc, options.prune_step),
+                choose_channels(self.groups, scales, kept, options.channel_fraction, options.channel_floor),
+            )
+
+        first = small_fc, kept
+
+        def after_epoch(epoch: int) -> None:
+            nonlocal first
+            if epoch == 0:
+                first = proposals()
+
+        result = self.train(round, masks=small_fc, after_epoch=after_epoch, adjust_gradients=self._scale_penalty())
+        flops = training_flops(
+            forward_flops(self.model, self.dataset.image_shape),
+            len(self.data.train_labels) * self.config.local_epochs,
+            small_fc,
+        )
+        last = proposals()
+        tensors = scatter(vision.state_tensors(self.model, include_buffers=True), self.groups, kept, self.shapes)
+
+        percent_pruned = self._percent_pruned(self.coordinates(kept, fc))
+        distance = mask_distance(first[0], last[0])
+        if distance > options.fc_mask_distance and percent_pruned < options.target_rate:
+            fewer = scatter(self.towards_target(small_fc, last[0], percent_pruned), self.groups, kept, self.shapes)
+            candidate = tensors | pruned(tensors, fewer)
+            self.work_with(candidate, kept)
+            if self.accurate_enough():
+                tensors, fc = candidate, fewer
+        if channel_distance(first[1], last[1]) > options.channel_distance:
+            candidate = tensors | pruned(tensors, self.coordinates(last[1], fc))
+            self.work_with(candidate, last[1])
+            if self.accurate_enough():
+                tensors, kept = candidate, last[1]
+
+        masks = self.coordinates(kept, fc)
+        payload = Payload({n: tensors[n] for n in self.shared}, {n: masks[n] for n in self.shared})
+        return Update(payload, State(grouped(weights=tensors, channels=kept, fc=fc)), result, flops)
+
+    def _scale_names(self) -> list[str]:
+        return [name for group in self.groups for name in group.scales]
+
+    def _scale_penalty(self) -> Any:
+        """The subgradient of an L1 penalty on the scales, or None."""
+        strength, names = self.config.subfedavg.scale_decay, self._scale_names()
+        if not strength:
+            return None
+
+        def penalise(values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+            for name in names:
+                gradients[name].add_(torch.sign(values[name]), alpha=strength)
+
+        return penalise

@@ -1,0 +1,175 @@
+"""Channels: which live or die together, which to remove, and the way between a full network and the small one.
+
+A full network's coordinates are the server's: every client that removed other channels shares them. A small network has
+the removed channels physically gone. :func:`gather` takes a full network's tensors to a small one's, :func:`scatter`
+takes them back, and :func:`coordinate_masks` says which full coordinates a small network has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+Kept = dict[str, Tensor]
+"""Channel masks: for each group, by its name, bool (size,), True = kept."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Where a group's channels lie in one tensor: along ``dim``, each as ``repeat`` neighbouring indices.
+
+    A linear layer behind flattened h x w feature maps has ``repeat = h * w``.
+    """
+
+    tensor: str
+    dim: int
+    repeat: int = 1
+
+
+@dataclass(frozen=True)
+class ChannelGroup:
+    """Channels that can only be removed together: ``size`` of them, in all of ``slices``.
+
+    ``scales`` are the BatchNorm scales that rank them; channels joined by a residual connection have several.
+    """
+
+    name: str
+    size: int
+    scales: tuple[str, ...]
+    slices: tuple[Slice, ...]
+
+
+def full_channels(groups: Sequence[ChannelGroup]) -> Kept:
+    """Channel masks that keep everything."""
+    return {group.name: torch.ones(group.size, dtype=torch.bool) for group in groups}
+
+
+def choose_channels(
+    groups: Sequence[ChannelGroup], tensors: Mapping[str, Tensor], kept: Kept, fraction: float, floor: float
+) -> Kept:
+    """Remove the channels of smallest BatchNorm scale, of each group by itself, once.
+
+    Among the n channels that a group still has, the threshold is the scale at position ``int(n * fraction)`` of the
+    sorted |γ|, and channels at or below it go, so 6 become 3 and 16 become 8 at ``fraction`` 0.45. A group at or below
+    its floor, ``int(size * floor)`` and at least 1, stays as it is, and so does one that would fall below it.
+    ``fraction`` and ``floor`` in [0, 1), else ``ValueError``.
+
+    Source: Sub-FedAvg, section 3.5, and its released code, which ranks within each layer where the text reads as if it
+    ranked all scales together.
+    """
+    for key, value in (("fraction", fraction), ("floor", floor)):
+        if not 0 <= value < 1:
+            raise ValueError(f"{key} is {value}, allowed: 0 to below 1")
+    chosen = {}
+    for group in groups:
+        mask = kept[group.name]
+        scale = torch.stack([tensors[name].detach().abs().cpu().double() for name in group.scales]).mean(0)  # (size,)
+        least = max(1, int(group.size * floor + 1e-6))
+        count = int(mask.sum())
+        threshold = scale[mask].sort().values[int(count * fraction + 1e-6)] if count > least else None
+        fewer = mask if threshold is None else mask & (scale > threshold)
+        chosen[group.name] = fewer if int(fewer.sum()) >= least else mask.clone()
+    return chosen
+
+
+def channel_distance(a: Kept, b: Kept) -> float:
+    """Share of all channels, of all groups together, in which two choices differ; 0 without channels."""
+    total = sum(mask.numel() for mask in a.values())
+    return sum(int((a[name] != b[name]).sum()) for name in a) / total if total else 0.0
+
+
+def _indices(groups: Sequence[ChannelGroup], kept: Kept) -> dict[str, dict[int, Tensor]]:
+    """Tensor → dimension → the indices that are kept, ascending; of the tensors and dimensions that groups cut."""
+    indices: dict[str, dict[int, Tensor]] = {}
+    for group in groups:
+        for piece in group.slices:
+            mask = kept[group.name].repeat_interleave(piece.repeat)
+            indices.setdefault(piece.tensor, {})[piece.dim] = mask.nonzero().squeeze(1)
+    return indices
+
+
+def coordinate_masks(
+    groups: Sequence[ChannelGroup], kept: Kept, shapes: Mapping[str, torch.Size | tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """Masks of the full tensors that groups cut: a coordinate is kept if its channels are, in every dimension.
+
+    A convolution's weight (o, i) is kept if both output channel o and input channel i are.
+    """
+    masks = {}
+    for name, by_dim in _indices(groups, kept).items():
+        if name not in shapes:
+            continue
+        mask = torch.ones(tuple(shapes[name]), dtype=torch.bool)
+        for dim, index in by_dim.items():
+            along = torch.zeros(mask.shape[dim], dtype=torch.bool)
+            along[index] = True
+            mask &= along.view(-1, *[1] * (mask.dim() - dim - 1))
+        masks[name] = mask
+    return masks
+
+
+def gather(tensors: Mapping[str, Tensor], groups: Sequence[ChannelGroup], kept: Kept) -> dict[str, Tensor]:
+    """A full network's tensors (or masks) as the small network has them; those that no group cuts stay as they are."""
+    small = dict(tensors)
+    for name, by_dim in _indices(groups, kept).items():
+        if name in small:
+            for dim, index in by_dim.items():
+                small[name] = small[name].index_select(dim, index.to(small[name].device))
+    return small
+
+
+def scatter(
+    small: Mapping[str, Tensor],
+    groups: Sequence[ChannelGroup],
+    kept: Kept,
+    shapes: Mapping[str, torch.Size | tuple[int, ...]],
+) -> dict[str, Tensor]:
+    """The inverse of :func:`gather`: full tensors of ``shapes``, 0 (or False) where channels are gone."""
+    full = dict(small)
+    for name, by_dim in _indices(groups, kept).items():
+        if name not in full:
+            continue
+        for dim, index in by_dim.items():
+            shape = list(full[name].shape)
+            shape[dim] = shapes[name][dim]
+            full[name] = torch.zeros(shape, dtype=full[name].dtype).index_copy(dim, index, full[name].cpu())
+    return full
+
+
+def shrink(model: nn.Module, groups: Sequence[ChannelGroup], kept: Kept) -> nn.Module:
+    """Remove channels from ``model``, in place: its parameters and buffers are new, smaller ones, and its layers know.
+
+    Convolutions (not grouped ones), batch normalisations and linear layers. The result computes what the masked full
+    network does, faster. Raises ``ValueError`` if a group would lose all its channels, or a layer is of another kind.
+    """
+    for group in groups:
+        if not bool(kept[group.name].any()):
+            raise ValueError(f"channels of '{group.name}': none kept, allowed: at least 1 of {group.size}")
+    names = {piece.tensor for group in groups for piece in group.slices}
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    small = gather({name: state[name].detach() for name in names if name in state}, groups, kept)
+    for name, tensor in small.items():
+        path, _, attribute = name.rpartition(".")
+        layer = model.get_submodule(path)
+        if attribute in layer._parameters:
+            requires_grad = bool(state[name].requires_grad)
+            layer._parameters[attribute] = nn.Parameter(tensor.clone(), requires_grad=requires_grad)
+        else:
+            layer._buffers[attribute] = tensor.clone()
+        if attribute == "weight":
+            _resize(path, layer, tensor.shape)
+    return model
+
+
+def _resize(path: str, layer: nn.Module, shape: torch.Size) -> None:
+    if isinstance(layer, nn.Conv2d) and layer.groups == 1:
+        layer.out_channels, layer.in_channels = shape[:2]
+    elif isinstance(layer, nn.BatchNorm2d):
+        layer.num_features = shape[0]
+    elif isinstance(layer, nn.Linear):
+        layer.out_features, layer.in_features = shape
+    else:
+        raise ValueError(f"layer '{path}' is a {type(layer).__name__}, allowed: Conv2d, BatchNorm2d or Linear")

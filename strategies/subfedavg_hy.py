@@ -1,0 +1,18 @@
+"""Sub-FedAvg (Hy), the server half: each coordinate's mean over the clients that still have its channels and weight.
+
+Vahidian, Morafah, Lin, ICDCS workshops 2021, Algorithm 2. The client half is ``clients/subfedavg_hy.py``.
+"""
+
+from __future__ import annotations
+
+from fedprune_app.engine.wire import Schema
+from strategies.subfedavg import SubFedAvg
+
+
+class SubFedAvgHy(SubFedAvg):
+    """As Sub-FedAvg (Un), but every tensor that travels has a mask: a removed channel leaves a hole in a convolution's
+    weight and bias, in its norm's scale, shift and statistics, and in the next layer's weight.
+    """
+
+    def reply_schema(self, partition: int) -> Schema:
+        return Schema.like(self.model, masked=frozenset(self.model))

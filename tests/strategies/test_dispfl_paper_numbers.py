@@ -1,0 +1,191 @@
+"""The costs that Dis-PFL's tables print, from the shapes of its networks and the product's own accounting."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fedprune_app.config import parse_config
+from fedprune_app.core import rng
+from fedprune_app.core.flops import forward_flops, training_flops
+from fedprune_app.core.masks import erk_densities, keep_count, uniform_densities
+from fedprune_app.models.vision import build_model, prunable_names
+from strategies.dispfl import DisPFL
+from strategies.dpsgd import DPSGD
+from strategies.fedavg import FedAvg
+
+CIFAR10, CIFAR100 = ("resnet18-gn", (3, 32, 32), 10), ("resnet18-gn", (3, 32, 32), 100)
+TINY_IMAGENET, VGG11 = ("resnet18-gn", (3, 64, 64), 200), ("vgg11-gn", (3, 32, 32), 10)
+NUM_CLIENTS, EPOCHS, BATCH = 100, 5, 128
+IN_TURN = "0.2 0.4 0.6 0.8 1.0"  # setting (ii): a fifth of the clients each
+
+
+@cache
+def network(setting):
+    return build_model(*setting, rng=rng.generator(0, "model"))
+
+
+def tensors_of(setting):
+    return {name: parameter.detach() for name, parameter in network(setting).named_parameters()}
+
+
+@cache
+def kept_counts(setting, density, allocation=erk_densities):
+    shapes = {name: tensor.shape for name, tensor in tensors_of(setting).items()}
+    densities = allocation(shapes, density)
+    return {name: keep_count(shape.numel(), densities[name]) for name, shape in shapes.items()}
+
+
+# --- communication ------------------------------------------------------------------------------------------------
+
+
+def gossip_megabytes(kind, setting, **options):
+    """(busiest node, mean over nodes) of the paper's formula in a round of 100 clients, as the product reports it."""
+    system = {DisPFL: "dispfl", DPSGD: "dpsgd"}[kind]
+    table = {f"{system}.{key}": value for key, value in options.items() if key != "density"}
+    config = parse_config({"system": system, "fraction-train": 1.0, "density": options.get("density", 1.0), **table})
+    tensors, peers = tensors_of(setting), dict.fromkeys(range(NUM_CLIENTS))
+    recorder = SimpleNamespace(folder=Path("/nonexistent"))
+    strategy = kind(config, tensors, frozenset(), peers, recorder, None, "")
+    total = sum(tensor.numel() for tensor in tensors.values())
+    for k in range(NUM_CLIENTS):
+        density = config.dispfl.density_of(k, config.density)
+        strategy.densities[k] = sum(kept_counts(setting, density).values()) / total
+    strategy.open_round(1, list(range(NUM_CLIENTS)))
+    traffic = strategy.traffic(NUM_CLIENTS)
+    assert traffic["paper_bytes_down"] == pytest.approx(traffic["paper_bytes_up"])
+    return traffic["paper_busiest_bytes"] / 1e6, traffic["paper_bytes_down"] / NUM_CLIENTS / 1e6
+
+
+def as_the_paper_counts(megabytes, setting, links):
+    """The authors count non-zero weights, once before and once after training, and take the mean: norm shifts, which
+    begin at zero, count half. The product counts what is kept, zero or not, and so is above by this much (0.02 %)."""
+    zeros = sum(tensor.numel() for tensor in tensors_of(setting).values() if not tensor.any())
+    assert zeros == {"resnet18-gn": 4800, "vgg11-gn": 2752}[setting[0]]
+    return megabytes - 4 * links * zeros / 2 / 1e6
+
+
+LINKS = {"random": 10, "ring": 2, "full": 99}  # links of a node
+COMMUNICATION = [  # Tables 1, 2, 4, 8 and 9: megabytes in one direction at the busiest node
+    (DPSGD, CIFAR10, 1.0, "random", 446.9),
+    (DPSGD, CIFAR10, 1.0, "ring", 89.4),
+    (DPSGD, CIFAR10, 1.0, "full", 4423.9),
+    (DisPFL, CIFAR10, 0.2, "random", 89.30),
+    (DisPFL, CIFAR10, 0.4, "random", 178.69),
+    (DisPFL, CIFAR10, 0.5, "random", 223.4),
+    (DisPFL, CIFAR10, 0.6, "random", 268.1),
+    (DisPFL, CIFAR10, 0.8, "random", 357.5),
+    (DisPFL, CIFAR10, 0.5, "ring", 44.6),
+    (DisPFL, CIFAR10, 0.5, "full", 2211.4),
+    (DPSGD, CIFAR100, 1.0, "random", 448.7),
+    (DPSGD, CIFAR100, 1.0, "ring", 89.7),
+    (DPSGD, CIFAR100, 1.0, "full", 4442.2),
+    (DisPFL, CIFAR100, 0.5, "random", 224.3),
+    (DisPFL, CIFAR100, 0.5, "ring", 44.8),
+    (DisPFL, CIFAR100, 0.5, "full", 2222.0),
+    (DPSGD, TINY_IMAGENET, 1.0, "random", 450.7),
+    (DPSGD, TINY_IMAGENET, 1.0, "ring", 90.1),
+    (DPSGD, TINY_IMAGENET, 1.0, "full", 4462.5),
+    (DisPFL, TINY_IMAGENET, 0.5, "random", 225.3),
+    (DisPFL, TINY_IMAGENET, 0.5, "ring", 45.0),
+    (DisPFL, TINY_IMAGENET, 0.5, "full", 2229.8),
+]
+OFF_ITS_OWN_RULE = {2222.0: -1.4, 2229.8: 1.0}  # it should be 99/10 of the 224.3 and 225.3 in the lines above
+
+
+@pytest.mark.parametrize(("kind", "setting", "density", "topology", "paper"), COMMUNICATION)
+def test_the_busiest_node_moves_the_papers_megabytes(kind, setting, density, topology, paper):
+    busiest, mean = gossip_megabytes(kind, setting, density=density, topology=topology)
+    assert busiest == pytest.approx(mean)  # in these topologies and at one density all nodes are as busy
+    above = as_the_paper_counts(busiest, setting, LINKS[topology]) - paper - OFF_ITS_OWN_RULE.get(paper, 0)
+    assert -0.05 <= above < 0.1  # some of the numbers are rounded to the digit, others cut off
+    assert busiest == pytest.approx(paper, rel=2.2e-3)  # without that correction
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "options", "paper"),
+    [
+        (DisPFL, CIFAR10, {"density": 0.5}, 223.4),
+        (DisPFL, CIFAR10, {"densities": IN_TURN}, 268.0),
+        (DPSGD, CIFAR10, {"density": 0.2}, 89.4),
+        (DPSGD, CIFAR10, {"density": 0.5}, 223.4),
+        (DisPFL, VGG11, {"density": 0.5}, 184.6),
+        (DisPFL, VGG11, {"densities": IN_TURN}, 221.4),
+        (DPSGD, VGG11, {"density": 0.2}, 73.8),
+        (DPSGD, VGG11, {"density": 0.5}, 184.6),
+    ],
+)
+def test_the_average_node_moves_the_megabytes_of_table_3(kind, setting, options, paper):
+    """To 0.1 %: the table charges D-PSGD's 20 % without the zeros and Dis-PFL's half with them."""
+    _, mean = gossip_megabytes(kind, setting, **options)
+    assert mean == pytest.approx(paper, rel=1.1e-3)
+
+
+@pytest.mark.parametrize(("setting", "paper"), [(CIFAR10, 446.9), (CIFAR100, 448.7), (TINY_IMAGENET, 450.7)])
+def test_a_server_with_ten_clients_a_round_moves_as_much_as_the_busiest_of_ten_links(setting, paper):
+    strategy = FedAvg(parse_config({"system": "fedavg"}), tensors_of(setting), frozenset(), {}, None, None, "")
+    down, up = strategy.paper_bytes(10)
+    assert down == up == pytest.approx(1e6 * gossip_megabytes(DPSGD, setting)[0])
+    assert as_the_paper_counts(down / 1e6, setting, 10) == pytest.approx(paper, abs=0.07)
+
+
+# --- FLOPs --------------------------------------------------------------------------------------------------------
+
+
+@cache
+def layers_of(setting):
+    return forward_flops(network(setting), setting[1])
+
+
+def tera_flops(setting, density=1.0, allocation=erk_densities, search=True):
+    """What a client counts in a round: training under its masks, and one dense gradient for the mask search."""
+    layers = layers_of(setting)
+    kept = kept_counts(setting, density, allocation)
+    masks = {}
+    for weight in prunable_names(network(setting)):
+        size = tensors_of(setting)[weight].numel()
+        masks[weight] = torch.arange(size) < kept[weight]  # how many are kept is what counts
+    num_examples = 1000 if setting is TINY_IMAGENET else 500
+    flops = training_flops(layers, EPOCHS * num_examples, masks)
+    return (flops + training_flops(layers, BATCH) * search) / 1e12
+
+
+FLOPS = [  # Tables 1, 3 and 4, in 1e12, as printed
+    (CIFAR10, {"search": False}, "8.3"),
+    (CIFAR100, {"search": False}, "8.3"),
+    (TINY_IMAGENET, {"search": False}, "66.6"),
+    (CIFAR10, {"density": 0.2}, "4.6"),
+    (CIFAR10, {"density": 0.4}, "6.5"),
+    (CIFAR10, {"density": 0.5}, "7.0"),
+    (CIFAR10, {"density": 0.5}, "7.04"),
+    (CIFAR10, {"density": 0.6}, "7.5"),
+    (CIFAR10, {"density": 0.8}, "8.2"),
+    (CIFAR100, {"density": 0.5}, "7.0"),
+    (TINY_IMAGENET, {"density": 0.5}, "54.5"),
+    (VGG11, {"density": 0.5}, "1.73"),
+    (CIFAR10, {"density": 0.2, "allocation": uniform_densities}, "2.09"),  # of D-PSGD under a fixed mask
+    (CIFAR10, {"density": 0.5, "allocation": uniform_densities}, "4.58"),
+    (VGG11, {"density": 0.2, "allocation": uniform_densities}, "0.57"),
+    (VGG11, {"density": 0.5, "allocation": uniform_densities}, "1.26"),
+]
+
+
+@pytest.mark.parametrize(("setting", "how", "paper"), FLOPS)
+def test_a_client_spends_the_papers_flops(setting, how, paper):
+    """To 0.3 %, or where that is less to the last digit, which the paper cuts off: ours are nearly always above.
+
+    Left over are their averages over trained models, where a few weights are zero by chance. The paper charges D-PSGD
+    under a fixed mask with a search that it does not make; the product does not.
+    """
+    last_digit = 10 ** -len(paper.partition(".")[2])
+    assert tera_flops(setting, **how) == pytest.approx(float(paper), rel=3e-3, abs=last_digit)
+
+
+@pytest.mark.parametrize(("setting", "paper"), [(CIFAR10, 7.13), (VGG11, 1.80)])
+def test_clients_of_all_densities_spend_the_flops_of_table_3_on_average(setting, paper):
+    mean = sum(tera_flops(setting, float(density)) for density in IN_TURN.split()) / 5
+    assert mean == pytest.approx(paper, rel=3e-3)
