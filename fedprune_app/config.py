@@ -167,6 +167,28 @@ class FedFomoOptions:
 
 
 @dataclass(frozen=True)
+class FedProxOptions:
+    """FedProx."""
+
+    mu: float = option(0.01, "strength of the proximal term (μ)", least=0)
+
+
+@dataclass(frozen=True)
+class LGFedAvgOptions:
+    """LG-FedAvg."""
+
+    global_layers: int = option(2, "how many of the last layers are averaged; the others stay local", least=1)
+
+
+@dataclass(frozen=True)
+class MTLOptions:
+    """MTL, a surrogate for MOCHA on networks."""
+
+    strength: float = option(0.001, "strength of the regulariser (λ)", least=0)
+    ridge: float = option(0.1, "added to the task covariance before it is inverted (ε)", above=0)
+
+
+@dataclass(frozen=True)
 class Config:
     """One run, resolved. Field ``learning_rate`` is the key ``learning-rate``; tables of systems are fields."""
 
@@ -231,6 +253,9 @@ class Config:
     finetune: FineTuneOptions = field(default_factory=FineTuneOptions)
     ditto: DittoOptions = field(default_factory=DittoOptions)
     fedfomo: FedFomoOptions = field(default_factory=FedFomoOptions)
+    fedprox: FedProxOptions = field(default_factory=FedProxOptions)
+    lgfedavg: LGFedAvgOptions = field(default_factory=LGFedAvgOptions)
+    mtl: MTLOptions = field(default_factory=MTLOptions)
 
     @property
     def learning_rates(self) -> _LearningRates:

@@ -13,6 +13,9 @@ from clients.dpsgd_ft import DPSGDFTClient
 from clients.fedavg import FedAvgClient
 from clients.fedavg_ft import FedAvgFTClient
 from clients.fedfomo import FedFomoClient
+from clients.fedprox import FedProxClient
+from clients.lg_fedavg import LGFedAvgClient
+from clients.mtl import MTLClient
 from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient
 from clients.subfedavg_hy import SubFedAvgHyClient
@@ -28,6 +31,9 @@ from strategies.dpsgd_ft import DPSGDFT
 from strategies.fedavg import FedAvg
 from strategies.fedavg_ft import FedAvgFT
 from strategies.fedfomo import FedFomo
+from strategies.fedprox import FedProx
+from strategies.lg_fedavg import LGFedAvg
+from strategies.mtl import MTL
 from strategies.standalone import Standalone
 from strategies.subfedavg import SubFedAvg
 from strategies.subfedavg_hy import SubFedAvgHy
@@ -54,6 +60,9 @@ SYSTEMS: dict[str, System] = {
     "dpsgd-ft": System(DPSGDFT, DPSGDFTClient, "D-PSGD-FT: D-PSGD's consensus model, fine-tuned by every client"),
     "ditto": System(Ditto, DittoClient, "Ditto: FedAvg, and a personal model each that is pulled towards it"),
     "fedfomo": System(FedFomo, FedFomoClient, "FedFomo: each client moves towards those models that help it"),
+    "fedprox": System(FedProx, FedProxClient, "FedProx: FedAvg with a proximal term in the local loss"),
+    "lg-fedavg": System(LGFedAvg, LGFedAvgClient, "LG-FedAvg: lower layers stay local, upper ones are averaged"),
+    "mtl": System(MTL, MTLClient, "MTL: own models, and a learnt covariance of clients between them (a surrogate)"),
     "standalone": System(Standalone, StandaloneClient, "Standalone (Local): every client trains alone"),
 }
 

@@ -57,10 +57,11 @@ class RoundLog:
 
 @dataclass(frozen=True)
 class Contents:
-    """What one message carries: a payload, and other clients' payloads by partition, all encoded."""
+    """What one message carries: a payload, other clients' payloads by partition, all encoded, and named values."""
 
     payload: ArrayRecord | None = None
     letters: Mapping[int, ArrayRecord] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _summary(row: Mapping[str, Any]) -> str:
@@ -187,7 +188,9 @@ class FederatedStrategy(Strategy):
             started = time.monotonic()
             self.open_round(current, self.sample(current))
             messages = self._by_partition(self.configure_train(current, arrays, train_config, grid))
-            _, train_metrics = self.aggregate_train(current, rounds.exchange(grid, messages, timeout))
+            reply_bytes = self.reply_schema(next(iter(self.roster))).max_bytes
+            answers = rounds.exchange(grid, messages, timeout, reply_bytes=reply_bytes)
+            _, train_metrics = self.aggregate_train(current, answers)
             self.close_round(current)
             row: dict[str, Any] = {
                 "round": current,
@@ -425,6 +428,7 @@ class FederatedStrategy(Strategy):
     def _messages(self, outgoing: Iterable[tuple[int, Contents]], round: int, kind: str) -> Iterator[Message]:
         for partition, contents in outgoing:
             fields = {
+                **contents.fields,
                 "round": round,
                 "run-key": self.run_key,
                 "state-round": self.state_rounds.get(partition, 0),
@@ -432,11 +436,15 @@ class FederatedStrategy(Strategy):
             }
             content = wire.pack(contents.payload, fields, contents.letters)
             node_id = self.roster[partition].node_id
+            del contents  # what has been sent is not kept while the next is made
             yield rounds.message_to(node_id, content, kind, round, self.config.deadline_seconds)
+            del content
 
     def _by_partition(self, messages: Iterable[Message]) -> Iterator[tuple[int, Message]]:
         partition_of = {peer.node_id: peer.partition for peer in self.roster.values()}
-        return ((partition_of[message.metadata.dst_node_id], message) for message in messages)
+        for message in messages:
+            yield partition_of[message.metadata.dst_node_id], message
+            del message  # as in _messages
 
 
 def _encoded(plan: Mapping[int, Payload]) -> Iterator[tuple[int, Contents]]:

@@ -40,11 +40,12 @@ class Relay(FederatedStrategy):
 
     def letter(self, partition: int) -> wire.EncodedArrays:
         """The last model that this client published before this round."""
-        return self.mailbox.get(partition, self.letter_rounds[partition])
+        letter = self.mailbox.get(partition, self.letter_rounds[partition])
+        letter.know(wire.letter_name(partition), self.letter_bytes[partition])
+        return letter
 
     def letters(self, partitions: Iterable[int]) -> dict[int, wire.EncodedArrays]:
-        """The letters of those clients that have one, all in memory; one that is damaged on disk is noted and left out.
-        """
+        """The letters of those clients that have one, all in memory; what is damaged on disk is noted and left out."""
         found = {}
         for partition in partitions:
             if partition in self.letter_rounds:

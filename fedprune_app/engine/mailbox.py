@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from flwr.app import ArrayRecord
 
+from fedprune_app.core import codec
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import State, VersionedStore
 
@@ -20,7 +21,7 @@ from fedprune_app.engine.store import State, VersionedStore
 class Mailbox:
     """Letters by partition; the most recently read ones stay in memory up to ``cache_bytes``."""
 
-    def __init__(self, folder: Path, cache_bytes: int = 256 * 2**20) -> None:
+    def __init__(self, folder: Path, cache_bytes: int = 64 * 2**20) -> None:
         self.folder = folder
         self.cache_bytes = cache_bytes
         self._cached: OrderedDict[tuple[int, int], wire.EncodedArrays] = OrderedDict()
@@ -32,11 +33,14 @@ class Mailbox:
         ``ValueError`` for arrays that no codec made, or of more than ``max_bytes``.
         """
         encoded = wire.to_bytes(letter)
+        if list(encoded) != [codec.KEY]:  # a file cannot hold all names, and nobody could decode them
+            raise ValueError(f"the payload has the arrays {str(list(encoded))[:80]}, allowed: exactly '{codec.KEY}'")
         total = sum(map(len, encoded.values()))
         if total > max_bytes:
             raise ValueError(f"the payload has {total} bytes, allowed: at most {max_bytes}")
         # a copy, because torch has no read-only tensors
         tensors = {name: torch.from_numpy(np.frombuffer(data, np.uint8).copy()) for name, data in encoded.items()}
+        self._forget((partition, round))
         self._store(partition).save(round, State(tensors))
 
     def get(self, partition: int, round: int) -> wire.EncodedArrays:
@@ -56,8 +60,15 @@ class Mailbox:
 
     def drop_after(self, round: int) -> None:
         """Forget letters of later rounds: a future that was abandoned."""
+        for key in [key for key in self._cached if key[1] > round]:
+            self._forget(key)
         for folder in self.folder.iterdir() if self.folder.is_dir() else ():
             VersionedStore(folder).drop_after(round)
+
+    def _forget(self, key: tuple[int, int]) -> None:
+        letter = self._cached.pop(key, None)
+        if letter is not None:
+            self._bytes_cached -= _size(letter)
 
     def _store(self, partition: int) -> VersionedStore:
         return VersionedStore(self.folder / f"{partition:05d}")

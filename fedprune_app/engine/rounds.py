@@ -80,16 +80,18 @@ def exchange(
     messages: Iterable[tuple[int, Message]],
     deadline_seconds: float,
     in_flight_bytes: int = IN_FLIGHT_BYTES,
+    reply_bytes: int = 0,
 ) -> Iterator[Answer]:
     """Send ``messages`` (partition, message) and yield an :class:`Answer` for each, in order of arrival.
 
     A client that has not replied ``deadline_seconds`` after its message was sent is yielded as late; its reply, should
     it still come, is never fetched. Each reply is handed on before the next is looked at. Messages are made when they
-    are sent: while those on their way weigh more than ``in_flight_bytes``, the next one waits for a reply.
+    are sent: while those on their way weigh more than ``in_flight_bytes``, the next one waits for a reply. Replies of
+    up to ``reply_bytes`` are expected.
     """
     queue = iter(messages)
     waiting: dict[str, _Sent] = {}  # by message id
-    in_flight = largest = 0
+    in_flight, largest = 0, reply_bytes
     all_sent = False
     last_arrival = time.monotonic()
     while waiting or not all_sent:
@@ -105,10 +107,13 @@ def exchange(
                     largest = max(largest, num_bytes)
                 else:
                     yield Answer(partition, 0, error="its node did not accept the message")
+                del message  # it has left
+            batch.clear()
 
         # Flower hands over all replies of a batch at once: few of large models, more of small ones
         batch_size = max(1, min(_PULL_BATCH, _PULL_BYTES // max(1, largest)))
         arrived = False
+        asked_at = time.monotonic()  # what comes while the replies before it are taken in is not late
         ids = list(waiting)
         for start in range(0, len(ids), batch_size):
             for reply in grid.pull_messages(ids[start : start + batch_size]):
@@ -123,7 +128,7 @@ def exchange(
                 else:
                     yield Answer(sent.partition, sent.num_bytes, wire.num_bytes(reply.content), reply.content)
         now = time.monotonic()
-        for message_id in [message_id for message_id, sent in waiting.items() if sent.deadline <= now]:
+        for message_id in [message_id for message_id, sent in waiting.items() if sent.deadline <= asked_at]:
             sent = waiting.pop(message_id)
             in_flight -= sent.num_bytes
             yield Answer(sent.partition, sent.num_bytes, error=f"no reply in {deadline_seconds:g} s", late=True)

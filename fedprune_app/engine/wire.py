@@ -25,6 +25,10 @@ _STYPE = "fedprune.codec"
 class EncodedArrays(ArrayRecord):
     """A payload as it travels. It may go to many clients, so its size is measured once."""
 
+    def know(self, name: str, num_bytes: int) -> None:
+        """It was measured before, as the record ``name`` of a message."""
+        self.__dict__.setdefault("_item_bytes", {})[name] = num_bytes
+
     def item_bytes(self, name: str) -> int:
         """Its size as the record ``name`` of a message."""
         known: dict[str, int] = self.__dict__.setdefault("_item_bytes", {})
@@ -125,9 +129,12 @@ def letters_of(content: RecordDict, schema: Schema) -> tuple[dict[int, Payload],
         if not name.startswith(_LETTER):
             continue
         try:
+            number = name.removeprefix(_LETTER)
+            if not (number.isdecimal() and letter_name(int(number)) == name):
+                raise ValueError("its name is no client's")
             letter = payload_of(content, schema.max_bytes, name)
             schema.check(letter)
-            letters[int(name.removeprefix(_LETTER))] = letter
+            letters[int(number)] = letter
         except ValueError as error:
             refused.append(f"{name} is left out: {error}")
     return dict(sorted(letters.items())), refused

@@ -197,3 +197,21 @@ def test_a_letter_for_many_is_measured_once(box, monkeypatch):
     for _ in range(3):
         assert box.get(0, 1).item_bytes("letter/0") > SIZE
     assert measured == ["letter/0"]
+
+
+@pytest.mark.parametrize("names", [[], ["__metadata__"], ["fp1", "more"], ["fp2"]])
+def test_a_letter_whose_arrays_no_file_could_hold_is_refused_before_it_is_kept(tmp_path, names):
+    with pytest.raises(ValueError, match="allowed: exactly 'fp1'"):
+        Mailbox(tmp_path).put(0, 1, wire.from_bytes(dict.fromkeys(names, b"abc")), ROOM)
+
+
+def test_a_letter_that_was_read_does_not_outlive_its_round_or_its_successor(tmp_path):
+    box = Mailbox(tmp_path)
+    for round in (1, 2):
+        box.put(0, round, letter(round), ROOM)
+        box.get(0, round)
+    box.drop_after(1)
+    with pytest.raises(ValueError, match="round-00002"):
+        box.get(0, 2)
+    box.put(0, 1, letter(9), ROOM)
+    assert wire.to_bytes(box.get(0, 1)) == wire.to_bytes(letter(9))

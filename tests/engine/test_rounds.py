@@ -293,3 +293,18 @@ def test_an_error_in_making_a_message_is_not_swallowed():
 
     with pytest.raises(ValueError, match="state file 'x' is damaged"):
         list(rounds.exchange(grid, messages(), 5, in_flight_bytes=1))
+
+
+def test_a_reply_that_came_while_the_server_was_busy_is_not_late():
+    grid = Window({0: 0.0, 1: 0.2})
+    answers = rounds.exchange(grid, grid.messages(), 0.5)
+    first = next(answers)
+    time.sleep(0.7)  # taking in the first takes longer than the second may
+    assert [first.late, *(answer.late for answer in answers)] == [False, False]
+
+
+def test_large_replies_to_small_messages_are_asked_for_in_smaller_batches(monkeypatch):
+    monkeypatch.setattr(rounds, "_PULL_BYTES", 50_000)
+    grid = Window(dict.fromkeys(range(20), 0.05))
+    list(rounds.exchange(grid, grid.messages(), 5, reply_bytes=10_000))
+    assert max(grid.asked_for) == 5
