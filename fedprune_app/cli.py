@@ -183,6 +183,48 @@ def _run_folders(folder: Path) -> list[Path]:
     return below
 
 
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a completed run.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")],
+    client: Annotated[int | None, typer.Option("--client", help="Whose personal model.")] = None,
+    is_global: Annotated[bool, typer.Option("--global", help="The global model.")] = False,
+    format: Annotated[str, typer.Option("--format", help="safetensors, onnx or torch-export.")] = "safetensors",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
+    state_dir: Annotated[str, typer.Option("--state-dir", help="The run's state-dir, if it is elsewhere now.")] = "",
+    data_dir: Annotated[str, typer.Option("--data-dir", help="The run's data-dir, if it is elsewhere now.")] = "",
+) -> None:
+    """Write the smallest model of a client, or the global one, as one file; and what it saves."""
+    from fedprune_app.export import export_model, machine
+
+    if (client is None) != is_global:
+        raise ConfigError("export needs one of --client K and --global")
+    info, full, small = export_model(
+        folder, client, format, output, force=force, state_dir=state_dir, data_dir=data_dir
+    )
+    whose = "global model" if client is None else f"client {client}"
+    table = Table(
+        title=f"{info.model} of {info.system}, {whose}, after round {info.round}",
+        caption=f"ms of one thread, median, in turns, on {machine()}",
+        box=None,
+    )
+    for column in ("", "dense", format, "share"):
+        table.add_column(column, justify="right" if column else "left")
+    rows = [
+        ("bytes on disk", full.file_bytes, small.file_bytes),
+        ("parameters kept", full.parameters, small.parameters),
+        ("FLOPs per example", full.flops, small.flops),
+    ]
+    for name, before, after in rows:
+        table.add_row(name, f"{before:,.0f}", f"{after:,.0f}", f"{after / before:.1%}")
+    for batch, milliseconds in full.milliseconds.items():
+        after = small.milliseconds[batch]
+        cells = f"{milliseconds:.3g}", f"{after:.3g}", f"{after / milliseconds:.1%}"
+        table.add_row(f"ms per batch of {batch}", *cells)
+    Console().print(table)
+    console.print(f"[green]exported[/]: {output.resolve()}", highlight=False, soft_wrap=True)
+
+
 @app.command(name="list")
 def list_(
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,

@@ -56,7 +56,7 @@ class SubFedAvgOptions:
         least=0,
         below=1,
     )
-    channel_floor: float = option(0.5, "share of a layer's channels that always stay (subfedavg-hy)", least=0, below=1)
+    channel_floor: float = option(0.5, "share of a layer's channels that always stay (subfedavg-hy)", above=0, below=1)
     scale_decay: float = option(0.0, "L1 penalty on BatchNorm scales (subfedavg-hy); the code's -sr is 1e-4", least=0)
     gate_split: str = option(
         "validation",
@@ -351,6 +351,12 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     )
     if prunes_on_validation and config.validation_fraction == 0 and config.subfedavg.target_rate > 0:
         raise ConfigError("validation-fraction is 0.0, allowed with subfedavg.gate-split 'validation': above 0")
+    channel_fraction, channel_floor = config.subfedavg.channel_fraction, config.subfedavg.channel_floor
+    if config.system == "subfedavg-hy" and channel_fraction + channel_floor >= 1:
+        raise ConfigError(
+            f"subfedavg.channel-fraction is {channel_fraction!r}, allowed with subfedavg.channel-floor {channel_floor!r}: "
+            f"below {1 - channel_floor:g}, or a step would remove channels that have to stay"
+        )
     if config.system == "fedfomo" and config.validation_fraction == 0:
         raise ConfigError("validation-fraction is 0.0, allowed with system 'fedfomo', which weighs by it: above 0")
     if config.resume_from and config.out_dir and config.out_dir != config.resume_from:

@@ -50,6 +50,9 @@ def test_a_capacity_that_is_no_density_leaves_the_node_out_and_says_why(federate
         ({"density": 0.0}, "above 0"),
         ({"drop-probability": 1.0}, "below 1"),
         ({"system": "fedfomo", "validation-fraction": 0.0}, "above 0"),
+        ({"system": "subfedavg-hy", "subfedavg.channel-fraction": 0.5}, "below 0.5"),
+        ({"system": "subfedavg-hy", "subfedavg.channel-floor": 0.0}, "above 0"),
+        ({"system": "subfedavg-hy", "validation-fraction": 0.0}, "above 0"),
     ],
     ids=str,
 )
