@@ -354,8 +354,8 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     channel_fraction, channel_floor = config.subfedavg.channel_fraction, config.subfedavg.channel_floor
     if config.system == "subfedavg-hy" and channel_fraction + channel_floor >= 1:
         raise ConfigError(
-            f"subfedavg.channel-fraction is {channel_fraction!r}, allowed with subfedavg.channel-floor {channel_floor!r}: "
-            f"below {1 - channel_floor:g}, or a step would remove channels that have to stay"
+            f"subfedavg.channel-fraction is {channel_fraction!r}, allowed with channel-floor {channel_floor!r}: below "
+            f"{1 - channel_floor:g}, or a step would remove channels that have to stay"
         )
     if config.system == "fedfomo" and config.validation_fraction == 0:
         raise ConfigError("validation-fraction is 0.0, allowed with system 'fedfomo', which weighs by it: above 0")
