@@ -1,0 +1,345 @@
+"""The smallest real model of a finished run, as one file: what ``fedprune export`` does.
+
+Removed channels are gone from the network. Weights pruned one by one are left out of the safetensors file, which holds
+kept values and entropy-coded masks; in ONNX and torch.export files, which know dense tensors only, they are zeros.
+"""
+
+from __future__ import annotations
+
+import io
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from clients.finetune import FineTuned
+from fedprune_app.config import Config, parse_config
+from fedprune_app.core.flops import forward_flops, sparse_flops
+from fedprune_app.core.payload import Payload
+from fedprune_app.core.rng import generator
+from fedprune_app.core.structured import gather
+from fedprune_app.data.datasets import Dataset, load_dataset
+from fedprune_app.engine.store import State, VersionedStore, read_tensors
+from fedprune_app.models.initial import AUTO, channels_of, initial_model
+from fedprune_app.models.vision import load_state_tensors, parameter_names, prunable_names, state_tensors
+from fedprune_app.registry import SYSTEMS, check_names
+from fedprune_app.results.files import replace_file
+from fedprune_app.results.load import ExportInfo, encode_export, full_density, network_of, num_parameters
+from fedprune_app.results.reader import read_info
+from fedprune_app.run_folder import client_state_folder
+
+Runner = Callable[[Tensor], Any]
+"""Images (N, C, H, W) to logits (N, classes)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Exportable:
+    """A model of a run: its tensors, small where channels are gone, the network of them, and the full one."""
+
+    info: ExportInfo
+    payload: Payload
+    network: nn.Module
+    full: nn.Module
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a model costs: parameters that are not pruned; FLOPs of one example if only these are multiplied.
+
+    ``milliseconds``: batch size -> those of one forward pass, in the runtime of the format that is exported.
+    """
+
+    file_bytes: int
+    parameters: int
+    flops: float
+    milliseconds: Mapping[int, float]
+
+
+def export_model(
+    run: Path,
+    client: int | None,
+    format: str,
+    output: Path,
+    *,
+    force: bool = False,
+    state_dir: str = "",
+    data_dir: str = "",
+) -> tuple[ExportInfo, Size, Size]:
+    """Write the personal model of ``client``, or the global one (None), to ``output``; nothing is written on error.
+
+    ``state_dir`` and ``data_dir`` replace the run's own settings of these names, where its files have moved. Returns
+    what was written, and what the full network and the exported one cost. Raises a one-line ``ValueError``.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"--format is {format!r}, allowed: {', '.join(FORMATS)}")
+    if output.is_dir():
+        raise ValueError(f"--output {str(output)!r} is a folder, allowed: a file")
+    if output.exists() and not force:
+        raise ValueError(f"--output {str(output)!r} exists, allowed: a new file, or --force")
+    found = find_model(run, client, state_dir=state_dir, data_dir=data_dir)
+    content, runner, full_runner = convert(found, format)
+    replace_file(output, content)
+
+    shape = found.info.image_shape
+    milliseconds = latencies([full_runner, runner], shape)
+    dense = state_tensors(found.full, include_buffers=True)
+    full = Size(
+        len(safetensors.torch.save(dense)),
+        sum(parameter.numel() for parameter in found.full.parameters()),
+        sum(forward_flops(found.full, shape).values()),
+        {batch: times[0] for batch, times in milliseconds.items()},
+    )
+    small = Size(
+        len(content),
+        num_parameters(found.payload, parameter_names(found.network)),
+        sparse_flops(forward_flops(found.network, shape), found.payload.masks),
+        {batch: times[1] for batch, times in milliseconds.items()},
+    )
+    return found.info, full, small
+
+
+# --- finding the model --------------------------------------------------------------------------------------------
+
+
+def find_model(run: Path, client: int | None, *, state_dir: str = "", data_dir: str = "") -> Exportable:
+    """The personal model that ``client`` answered for at the end of a run, or the run's global model (None).
+
+    The dataset is read for its image shape and its normalisation. Raises a one-line ``ValueError``.
+    """
+    info = read_info(run)
+    if info["status"] != "completed":
+        raise ValueError(f"run {str(run)!r} is {info['status']}, allowed: a completed run")
+    config = check_names(parse_config(info["config"]))
+    if client is None:
+        state, round = _global_state(run, config), int(info["rounds_completed"])
+    else:
+        round, state = _client_state(run, info, config, client, state_dir)
+    return _exportable(config, load_dataset(config.dataset, data_dir or config.data_dir), client, round, state)
+
+
+def _global_state(run: Path, config: Config) -> State:
+    """As weights; those that are exactly 0 count as pruned."""
+    if not SYSTEMS[config.system].strategy.has_global_model:
+        raise ValueError(f"system '{config.system}' has no global model, allowed: --client K")
+    tensors = _read(run / "models" / "global.safetensors").tensors
+    return State({f"weights/{name}": tensor for name, tensor in tensors.items()})
+
+
+def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: int, state_dir: str) -> tuple[int, State]:
+    """The state that the server last took in, and the round it is of; a reply too late to count does not count here."""
+    system = SYSTEMS[config.system]
+    instead = " or --global" if system.strategy.has_global_model else ""
+    if issubclass(system.client, FineTuned):
+        raise ValueError(f"system '{config.system}' does not keep its fine-tuned models, allowed: --global")
+    known = sorted(row["partition"] for row in info.get("partition") or [])
+    if client not in known:
+        raise ValueError(f"--client is {client}, allowed: {_ranges(known)}{instead}")
+    placed = replace(config, state_dir=state_dir or config.state_dir)
+    folder = client_state_folder(placed, 0, str(info.get("run_key"))) if placed.state_dir else run / "clients"
+    store = VersionedStore(folder / f"{client:05d}")
+    checkpoint = VersionedStore(run / "checkpoints").load()
+    if checkpoint is None:  # somebody tidied up
+        newest = store.rounds()[-1:]
+        rounds = {client: newest[0]} if newest else {}
+    else:
+        rounds = {int(p): int(r) for p, r in checkpoint[1].meta["state-rounds"].items()}
+    if checkpoint is not None and client not in rounds:
+        trained = f"{_ranges(sorted(rounds))}{instead}"
+        raise ValueError(f"--client {client} never trained in this run and has no model, allowed: {trained}")
+    if client not in rounds or rounds[client] not in store.rounds():
+        where = f"{str(store.folder)!r} has no state of client {client}"
+        raise ValueError(f"{where}: give the run's state-dir with --state-dir, or export where the client runs")
+    return rounds[client], store.read(rounds[client])
+
+
+def _read(path: Path) -> State:
+    if not path.exists():
+        raise ValueError(f"{str(path)!r} is missing")
+    return read_tensors(path)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """0 to 9, where that is all of them, else the first of them."""
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return ", ".join(map(str, [*numbers[:10], *["..."] * (len(numbers) > 10)])) or "none"
+
+
+def _exportable(config: Config, dataset: Dataset, client: int | None, round: int, state: State) -> Exportable:
+    shape, classes = dataset.image_shape, dataset.num_classes
+    full = initial_model(config.model, config.dataset, shape, classes, init=config.init, seed=config.seed)
+    weights = state.group("weights")
+    names = list(state_tensors(full, include_buffers=True))
+    if missing := [name for name in names if name not in weights]:
+        reason = "is of another model" if client is not None else "is not complete, allowed: --client K"
+        raise ValueError(f"the state {reason}: it has no tensor '{missing[0]}'")
+    load_state_tensors(full, weights)
+    full.eval().requires_grad_(False)
+
+    masks = state.group("masks") or state.group("fc")
+    if client is None:
+        masks = {name: weights[name] != 0 for name in prunable_names(full)}
+    kept = state.group("channels")
+    groups = channels_of(config.model, config.dataset, shape, classes) if kept else ()
+    small = gather(weights, groups, kept)
+    payload = Payload.pruned({name: small[name] for name in names}, gather(masks, groups, kept))
+    info = ExportInfo(
+        system=config.system,
+        client=client,
+        round=round,
+        model=AUTO[config.dataset] if config.model == "auto" else config.model,
+        image_shape=shape,
+        classes=classes,
+        mean=dataset.mean,
+        std=dataset.std,
+        density=full_density(full, payload),
+        channels={name: tuple(mask.nonzero().squeeze(1).tolist()) for name, mask in kept.items()},
+    )
+    return Exportable(info, payload, network_of(info, payload), full)
+
+
+# --- formats ------------------------------------------------------------------------------------------------------
+
+
+def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
+    """ONNX, with the metadata as the model's property ``fedprune``; run by onnxruntime on one thread."""
+    onnxruntime = _extras("onnx", "onnxscript", "onnxruntime")[-1]
+    with _quiet_exporter():
+        program = torch.onnx.export(
+            network,
+            (_examples(info.image_shape, 2),),
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes=({0: "batch"},),
+            dynamo=True,
+            verbose=False,
+        )
+    assert program is not None  # it is for a deprecated way to write files
+    for node in program.model.graph.all_nodes():
+        node.metadata_props.clear()  # stack traces: they name folders of this machine, and are larger than small models
+    program.model.metadata_props["fedprune"] = info.to_json()
+    content = program.model_proto.SerializeToString()
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    return content, lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+def _torch_export(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
+    """A ``torch.export`` program, with the metadata as the extra file ``fedprune.json``."""
+    file = io.BytesIO()
+    with _quiet_exporter():
+        example = _examples(info.image_shape, 2)
+        program = torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        for node in program.graph.nodes:
+            node.meta.pop("stack_trace", None)  # it names folders of this machine
+        program.example_inputs = None
+        torch.export.save(program, file, extra_files={"fedprune.json": info.to_json()})
+        return file.getvalue(), program.module()
+
+
+_RUNTIMES: dict[str, Callable[[nn.Module, ExportInfo], tuple[bytes, Runner]]] = {
+    "onnx": _onnx,
+    "torch-export": _torch_export,
+}
+FORMATS = ("safetensors", *_RUNTIMES)
+
+
+def convert(found: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
+    """The file; what it computes; and, for comparison, the full network as the same runtime computes it.
+
+    A runtime's logits must be PyTorch's: within a ten-thousandth of the largest, for any batch size, else
+    ``ValueError``.
+    """
+    if format == "safetensors":
+        return encode_export(found.info, found.payload), found.network, found.full
+    content, runner = _RUNTIMES[format](found.network, found.info)
+    for batch in (1, 3):
+        images = _examples(found.info.image_shape, batch)
+        expected, got = found.network(images), runner(images)
+        error, allowed = float((got - expected).abs().max()), 1e-4 * float(expected.abs().max())
+        if not error <= allowed:  # NaN is not
+            raise ValueError(f"logits of the {format} model are off by {error:.2g}, allowed: {allowed:.2g}")
+    return content, runner, _RUNTIMES[format](found.full, found.info)[1]
+
+
+def _extras(*names: str) -> list[Any]:
+    try:
+        return [import_module(name) for name in names]
+    except ImportError as error:
+        raise ValueError(f"this format needs the package {error.name}: install the extra fedprune[export]") from None
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Without the warning that torch's exporter gives about its own code."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=r".isinstance\(treespec, LeafSpec\). is deprecated", category=FutureWarning
+        )
+        yield
+
+
+def _examples(image_shape: tuple[int, int, int], batch: int) -> Tensor:
+    """Random images of about the scale of normalised ones; always the same."""
+    return torch.randn(batch, *image_shape, generator=generator(0, "export", batch))
+
+
+# --- what it costs ------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def latencies(
+    runners: Sequence[Runner],
+    image_shape: tuple[int, int, int],
+    batches: Sequence[int] = (128, 1),
+    seconds: float = 1.0,
+) -> dict[int, list[float]]:
+    """Batch size -> each runner's milliseconds per batch, on one thread: processor time of that thread.
+
+    On an idle machine that is the time on the clock; on a busy one the clock would measure who has to wait, even in
+    the median. They take turns; the median is of 3 to 100 turns, as many as fit into ``seconds``, after one to warm up.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return {batch: _medians(runners, _examples(image_shape, batch), seconds) for batch in batches}
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _medians(runners: Sequence[Runner], images: Tensor, seconds: float) -> list[float]:
+    for runner in runners:
+        runner(images)
+    turns: list[list[float]] = []
+    end = time.perf_counter() + seconds
+    while len(turns) < 3 or (len(turns) < 100 and time.perf_counter() < end):
+        turns.append([_milliseconds(runner, images) for runner in runners])
+    return [statistics.median(times) for times in zip(*turns, strict=True)]
+
+
+def _milliseconds(runner: Runner, images: Tensor) -> float:
+    started = time.thread_time()
+    runner(images)
+    return 1000 * (time.thread_time() - started)
+
+
+def machine() -> str:
+    """What the times were taken on: processor and PyTorch version."""
+    processor = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), processor)
+    except OSError:
+        pass  # not Linux
+    return f"{processor}, PyTorch {torch.__version__}"

@@ -1,0 +1,252 @@
+"""An exported model's file: what ``fedprune export --format safetensors`` writes, and the loader.
+
+One safetensors file, so loading runs no code of its author's. It has one tensor, a payload in the bytes of the wire
+codec (kept values and entropy-coded masks), and in its metadata, under ``fedprune``, a JSON object: see
+:class:`ExportInfo`. Where channels were removed, the payload is the small network's.
+
+>>> model = load_model("client-3.safetensors")  # doctest: +SKIP
+>>> logits = model(images)  # (N, C, H, W) in [0, 1], then (x - mean) / std with read_export_info's
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from fedprune_app.core import codec
+from fedprune_app.core.payload import Payload
+from fedprune_app.core.structured import ChannelGroup, Slice, shrink
+from fedprune_app.models.vision import MODELS, architecture, buffer_names, load_state_tensors, parameter_names
+
+FORMAT = 1
+MAX_FILE_BYTES = 1 << 31
+_MAX_SIDE = 1 << 12  # of an image, in pixels or channels
+_MAX_CLASSES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ExportInfo:
+    """What an exported model is: a personal model of ``client`` after ``round``, or the global one (None).
+
+    ``image_shape`` is (channels, height, width). The network expects images scaled to [0, 1], less ``mean``, by
+    ``std``, per channel. ``density`` is the share of the full network's parameters that is left. ``channels`` has, for
+    each group of channels that could be removed, which of the full network's are left, ascending; it is empty for a
+    system that removes none.
+    """
+
+    system: str
+    client: int | None
+    round: int
+    model: str
+    image_shape: tuple[int, int, int]
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    density: float
+    channels: Mapping[str, tuple[int, ...]]
+
+    def to_json(self) -> str:
+        return json.dumps({"format": FORMAT, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> ExportInfo:
+        """Checked; raises ``ValueError`` for what :meth:`to_json` would not write. Unknown keys are ignored."""
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"its metadata is not valid JSON ({type(error).__name__})") from None
+        if not isinstance(found, dict):
+            raise ValueError(f"its metadata is {_short(found)}, allowed: a JSON object")
+        for key, (is_allowed, allowed) in _KEYS.items():
+            if not is_allowed(found.get(key)):
+                raise ValueError(f"'{key}' is {_short(found.get(key))}, allowed: {allowed}")
+        depth = found["image_shape"][0]
+        for key in ("mean", "std"):
+            if len(found[key]) != depth:
+                raise ValueError(f"'{key}' has {len(found[key])} numbers, allowed: {depth}, one per channel")
+        values: dict[str, Any] = {f.name: tuple(v) if isinstance(v := found[f.name], list) else v for f in fields(cls)}
+        channels = {name: tuple(indices) for name, indices in found["channels"].items()}
+        return cls(**{**values, "channels": channels})
+
+
+def encode_export(info: ExportInfo, payload: Payload) -> bytes:
+    """The file. ``payload``: all parameters and running statistics of the network, small where channels are gone."""
+    body = torch.from_numpy(codec.encode(payload)[codec.KEY])
+    return save({codec.KEY: body}, metadata={"fedprune": info.to_json()})
+
+
+def read_export_info(path: str | PathLike[str]) -> ExportInfo:
+    """What the file says it holds; its tensors are not looked at. Raises a one-line ``ValueError`` naming the file."""
+    return _read(Path(path), with_tensors=False)[0]
+
+
+def load_model(path: str | PathLike[str]) -> nn.Module:
+    """The exported network, in evaluation mode, on the CPU: its logits are those of the model that was exported.
+
+    Pruned weights are zeros, removed channels are not there. The file may come from a stranger: everything is checked
+    before memory is taken for it, which is never more than the full network would need. Raises a one-line
+    ``ValueError`` naming the file.
+    """
+    info, payload = _read(Path(path), with_tensors=True)
+    try:
+        return network_of(info, payload)
+    except ValueError as error:
+        raise ValueError(f"exported model {str(path)!r}: {error}") from None
+
+
+def network_of(info: ExportInfo, payload: Payload) -> nn.Module:
+    """The network of a payload: that of the model's name, as small as the payload's tensors; in evaluation mode.
+
+    Raises ``ValueError`` where tensors are missing or too many, do not fit each other, or are not what ``info`` says.
+    """
+    model = architecture(info.model, info.image_shape, info.classes)
+    full = {name: tensor.shape for name, tensor in _tensors(model).items()}
+    for name in full.keys() ^ payload.tensors.keys():
+        raise ValueError(f"tensor {name!r} is {'missing' if name in full else 'not in the model'}")
+    for name, tensor in payload.tensors.items():
+        _check_tensor(name, tensor, full[name], bool(info.channels))
+    _check_channels(info.channels, model, payload.tensors)
+    density = full_density(model, payload)
+    if abs(density - info.density) > 1e-9:
+        raise ValueError(f"'density' is {info.density}, its tensors' is {density}")
+
+    shrink(model, *_cuts(full, payload.tensors))
+    model.eval().requires_grad_(False)
+    try:  # on shapes alone, which takes no memory
+        logits = model(torch.empty(1, *info.image_shape, device="meta"))
+    except RuntimeError as error:
+        raise ValueError(f"its tensors do not fit each other: {str(error).splitlines()[0]}") from None
+    if logits.shape != (1, info.classes):
+        raise ValueError(f"its network gives outputs of shape {tuple(logits.shape)}, allowed: (1, {info.classes})")
+    model.to_empty(device="cpu")
+    for buffer in model.buffers():
+        buffer.zero_()  # the counters, which no file has
+    load_state_tensors(model, payload.tensors)
+    return model
+
+
+def full_density(model: nn.Module, payload: Payload) -> float:
+    """Parameters that a payload keeps, as a share of all parameters of the full network ``model``."""
+    return num_parameters(payload, parameter_names(model)) / sum(each.numel() for each in model.parameters())
+
+
+def num_parameters(payload: Payload, names: list[str]) -> int:
+    """How many of these tensors' values a payload keeps."""
+    return Payload(_of(payload.tensors, names), _of(payload.masks, names)).num_kept()
+
+
+def _read(path: Path, with_tensors: bool) -> tuple[ExportInfo, Payload]:
+    try:
+        if (size := path.stat().st_size) > MAX_FILE_BYTES:
+            raise ValueError(f"{size} bytes, allowed: at most {MAX_FILE_BYTES}")
+        with safe_open(path, framework="pt") as file:
+            text = (file.metadata() or {}).get("fedprune")
+            names = list(file.keys())
+            if text is None or names != [codec.KEY]:
+                raise ValueError("no model that `fedprune export --format safetensors` wrote")
+            info = ExportInfo.from_json(text)
+            if not with_tensors:
+                return info, Payload({})
+            body = file.get_tensor(codec.KEY)
+        if body.dtype != torch.uint8:
+            raise ValueError(f"tensor {codec.KEY!r} has dtype {body.dtype}, allowed: torch.uint8")
+        model = architecture(info.model, info.image_shape, info.classes)
+        # values, and a byte per element of a mask
+        needed = sum(tensor.numel() * (tensor.element_size() + 1) for tensor in _tensors(model).values())
+        return info, codec.decode({codec.KEY: body.numpy()}, max_bytes=min(needed, MAX_FILE_BYTES))
+    except OSError as error:
+        raise ValueError(f"exported model {str(path)!r} cannot be read: {error.strerror or error}") from None
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"exported model {str(path)!r}: {str(error).splitlines()[0]}") from None
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    own: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return _of(own, parameter_names(model) + buffer_names(model))
+
+
+def _of(tensors: Mapping[str, Tensor], names: list[str]) -> dict[str, Tensor]:
+    return {name: tensors[name] for name in names if name in tensors}
+
+
+def _cuts(full: Mapping[str, torch.Size], small: Mapping[str, Tensor]) -> tuple[list[ChannelGroup], dict[str, Tensor]]:
+    """What :func:`shrink` is to remove, which is a number per tensor and dimension: values come from elsewhere."""
+    groups, kept = [], {}
+    for name, shape in full.items():
+        for dim, (size, left) in enumerate(zip(shape, small[name].shape, strict=True)):
+            if left < size:
+                group = ChannelGroup(f"{name} {dim}", size, (), (Slice(name, dim),))
+                groups.append(group)
+                kept[group.name] = torch.arange(size) < left
+    return groups, kept
+
+
+def _check_tensor(name: str, tensor: Tensor, full: torch.Size, may_be_cut: bool) -> None:
+    if tensor.dtype != torch.float32:
+        raise ValueError(f"tensor {name!r} has dtype {tensor.dtype}, allowed: torch.float32")
+    fits = tensor.dim() == len(full) and all(1 <= size <= most for size, most in zip(tensor.shape, full, strict=True))
+    if not fits or (tensor.shape != full and not may_be_cut):
+        allowed = f"at most {tuple(full)}" if may_be_cut else tuple(full)
+        raise ValueError(f"tensor {name!r} has shape {_short(tuple(tensor.shape))}, allowed: {allowed}")
+
+
+def _check_channels(channels: Mapping[str, tuple[int, ...]], model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    norms = {name: m.num_features for name, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
+    for name, indices in channels.items():
+        if name not in norms:
+            allowed = ", ".join(norms) or "none, the model has no batch normalisation"
+            raise ValueError(f"channels of {_short(name)}, allowed: {allowed}")
+        if not indices or indices[-1] >= norms[name] or any(a >= b for a, b in pairwise(indices)):
+            raise ValueError(f"channels of '{name}' are {_short(indices)}, allowed: some of {norms[name]}, ascending")
+        if len(indices) != (left := tensors[f"{name}.weight"].numel()):
+            raise ValueError(f"channels of '{name}' are {len(indices)}, its tensor has {left}")
+
+
+def _is_whole(value: object, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e30 and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _is_list(value: object, is_one: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(is_one, value))
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+_COUNT = 1 << 53
+_KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "format": (lambda v: _is_whole(v, FORMAT, FORMAT), str(FORMAT)),
+    "system": (lambda v: isinstance(v, str), "text"),
+    "client": (lambda v: v is None or _is_whole(v, 0, _COUNT), "a number from 0, or null"),
+    "round": (lambda v: _is_whole(v, 0, _COUNT), "a number from 0"),
+    "model": (lambda v: isinstance(v, str) and v in MODELS, ", ".join(MODELS)),
+    "image_shape": (
+        lambda v: _is_list(v, lambda n: _is_whole(n, 1, _MAX_SIDE)) and len(v) == 3,
+        f"3 numbers from 1 to {_MAX_SIDE}",
+    ),
+    "classes": (lambda v: _is_whole(v, 2, _MAX_CLASSES), f"2 to {_MAX_CLASSES}"),
+    "mean": (lambda v: _is_list(v, _is_number), "numbers"),
+    "std": (lambda v: _is_list(v, lambda n: _is_number(n) and n > 0), "numbers above 0"),
+    "density": (lambda v: _is_number(v) and 0 <= v <= 1, "0 to 1"),
+    "channels": (
+        lambda v: isinstance(v, dict) and all(_is_list(one, lambda n: _is_whole(n, 0, _COUNT)) for one in v.values()),
+        "an object of lists of whole numbers",
+    ),
+}

@@ -1,0 +1,383 @@
+"""Models of finished runs as files: they compute what the client's own code computes, and are as small as they say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from clients.finetune import FineTuned
+from fedprune_app import cli, client_app, export, server_app
+from fedprune_app.config import parse_config
+from fedprune_app.core.payload import Payload
+from fedprune_app.core.rng import numpy_generator
+from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.engine.store import VersionedStore, read_tensors, write_tensors
+from fedprune_app.models import build_model, load_state_tensors
+from fedprune_app.registry import SYSTEMS
+from fedprune_app.results.load import load_model, read_export_info
+from tests.conftest import Finished
+
+CLIENTS = 4
+TINY = {
+    "num-server-rounds": 2,
+    "local-epochs": 2,
+    "fraction-train": 0.5,
+    "evaluate-every": 2,
+    "shard-size": 40,
+    "density": 0.2,
+    "subfedavg.accuracy-threshold": 0.0,
+    "subfedavg.mask-distance": 0.0,
+    "dispfl.neighbours": 2,
+}
+HYBRID = {
+    "system": "subfedavg-hy",
+    "dataset": "image-folder",
+    "model": "cnn5-bn",
+    "shard-size": 8,
+    "local-epochs": 3,
+    "fraction-train": 1.0,
+    "validation-fraction": 0.3,
+    "learning-rate": 0.1,
+    "subfedavg.fc-mask-distance": 0.0,
+    "subfedavg.channel-distance": 0.0,
+}
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """An image folder: 20x20 pictures of three shades, and noise."""
+    folder, rng = tmp_path_factory.mktemp("pictures"), numpy_generator(0, "pictures")
+    for part, count in (("train", 32), ("test", 8)):
+        for label in range(3):
+            (folder / part / str(label)).mkdir(parents=True)
+            for i in range(count):
+                pixels = 70 * label + rng.integers(0, 100, (20, 20))
+                Image.fromarray(pixels.astype(np.uint8)).save(folder / part / str(label) / f"{i}.png")
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, pictures):
+    """``finished(system, **settings)``: a completed run in this process, made once."""
+    runs = {}
+
+    def run(system, **settings):
+        key = repr((system, settings))
+        if key not in runs:
+            folder = tmp_path_factory.mktemp("runs") / "run"
+            own = {**HYBRID, "data-dir": pictures} if system == "subfedavg-hy" else {"system": system}
+            settings = {name.replace("_", "-"): value for name, value in settings.items()}
+            config = parse_config({**TINY, **own, "out-dir": str(folder), **settings})
+            run_in_process(server_app.app, client_app.app, CLIENTS, config.to_dict())
+            runs[key] = Finished(folder)
+        return runs[key]
+
+    return run
+
+
+def state_rounds(run):
+    return VersionedStore(run.folder / "checkpoints").load()[1].meta["state-rounds"]
+
+
+def trained(run):
+    return sorted(map(int, state_rounds(run)))
+
+
+def own_model(run, partition):
+    """The client's network as the client's own code sets it up to be tested, and images."""
+    config = parse_config(run.info["config"])
+    client = SYSTEMS[config.system].client(config, partition, CLIENTS, run.folder / "clients")
+    state = client.store.read(state_rounds(run)[str(partition)])
+    client.test_accuracy(client.personal_model(Payload({}), state), client.masks(state))
+    return client.model.eval(), client.data.test_images
+
+
+def exported(run, client, tmp_path, format="safetensors", **options):
+    path = tmp_path / f"{run.info['system']}-{client}.{format}"
+    return path, export.export_model(run.folder, client, format, path, **options)
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch):
+    """Times are taken, but shortly."""
+    real = export.latencies
+    monkeypatch.setattr(export, "latencies", lambda runners, shape: real(runners, shape, (2, 1), seconds=0.0))
+
+
+# --- what is computed ---------------------------------------------------------------------------------------------
+
+PERSONAL = [name for name, system in SYSTEMS.items() if not issubclass(system.client, FineTuned)]
+
+
+@pytest.mark.parametrize("system", PERSONAL)
+def test_an_exported_model_computes_what_the_clients_own_code_does(system, finished, tmp_path):
+    run = finished(system)
+    for partition in trained(run)[:2]:
+        path, (info, _, small) = exported(run, partition, tmp_path)
+        expected, images = own_model(run, partition)
+        model = load_model(path)
+        assert torch.equal(model(images), expected(images))
+        assert not model.training
+        assert (info.system, info.client, info.round) == (system, partition, state_rounds(run)[str(partition)])
+        assert small.file_bytes == path.stat().st_size
+
+
+@pytest.mark.parametrize("system", ["fedavg", "subfedavg-hy"])
+def test_the_global_model_is_the_servers(system, finished, tmp_path):
+    run = finished(system)
+    path, (info, *_) = exported(run, None, tmp_path)
+    expected = build_model(info.model, info.image_shape, info.classes, rng=torch.Generator()).eval()
+    load_state_tensors(expected, read_tensors(run.folder / "models" / "global.safetensors").tensors)
+    images = torch.randn(5, *info.image_shape, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(load_model(path)(images), expected(images))
+    assert (info.client, info.round, info.density) == (None, 2, 1.0)
+
+
+def test_removed_channels_are_gone_and_the_file_says_which(finished, tmp_path):
+    run = finished("subfedavg-hy")
+    path, (info, full, small) = exported(run, 0, tmp_path)
+    kept = VersionedStore(run.folder / "clients" / "00000").load()[1].group("channels")
+    assert {name: sum(mask.tolist()) for name, mask in kept.items()} == {"bn1": 5, "bn2": 10}  # of 10 and 20
+    assert info.channels == {name: tuple(np.flatnonzero(mask.numpy())) for name, mask in kept.items()}
+    layers = dict(load_model(path).named_modules())
+    assert (layers["conv1"].out_channels, layers["conv2"].in_channels, layers["conv2"].out_channels) == (5, 5, 10)
+    assert layers["fc1"].in_features == 10 * 2 * 2
+    pruned_away = int((layers["fc1"].weight == 0).sum() + (layers["fc2"].weight == 0).sum())
+    in_layers = sum(p.numel() for p in load_model(path).parameters())
+    assert small.parameters == in_layers - pruned_away
+    assert info.density == small.parameters / full.parameters
+    assert read_export_info(path) == info
+    # 2 per multiplication: 16² and 4² outputs of 5x5 patches, then the kept weights of the linear layers
+    linear = int((layers["fc1"].weight != 0).sum() + (layers["fc2"].weight != 0).sum())
+    assert small.flops == 2 * (16**2 * 5 * 25 + 4**2 * 10 * 5 * 25 + linear)
+
+
+def test_the_file_shrinks_with_the_density(finished, tmp_path):
+    run = finished("dispfl")
+    _, (info, full, small) = exported(run, trained(run)[0], tmp_path)
+    assert info.density == pytest.approx(0.2, abs=0.005)
+    entropy = -(0.2 * np.log2(0.2) + 0.8 * np.log2(0.8)) * full.parameters / 8  # bytes that masks need at most
+    assert 4 * small.parameters < small.file_bytes < 4 * small.parameters + entropy + 600  # names, sizes, metadata
+    assert full.file_bytes > 4 * full.parameters
+    assert small.file_bytes < 0.25 * full.file_bytes
+
+
+def test_images_are_to_be_normalised_as_in_training(finished, tmp_path, pictures):
+    _, (info, *_) = exported(finished("subfedavg-hy"), 0, tmp_path)
+    values = np.stack([np.asarray(Image.open(file)) for file in Path(pictures).glob("train/*/*.png")]) / 255
+    assert info.mean == pytest.approx([values.mean()])
+    assert info.std == pytest.approx([values.std()])
+
+
+def test_a_reply_that_came_too_late_to_count_is_not_exported(finished, tmp_path):
+    run = finished("subfedavg")
+    folder = tmp_path / "copy"
+    shutil.copytree(run.folder, folder)
+    partition = trained(run)[0]
+    _, state = VersionedStore(folder / "clients" / f"{partition:05d}").load()
+    late = {name: t + 1 if t.is_floating_point() else t for name, t in state.tensors.items()}
+    write_tensors(folder / "clients" / f"{partition:05d}" / "round-00009.safetensors", late, {})
+    path, (info, *_) = exported(Finished(folder), partition, tmp_path)
+    again, _ = exported(run, partition, tmp_path, force=True)
+    assert info.round <= 2
+    assert path.read_bytes() == again.read_bytes()
+
+
+# --- other formats ------------------------------------------------------------------------------------------------
+
+
+def test_onnx_computes_the_same_for_any_batch(finished, tmp_path):
+    import onnx
+    import onnxruntime
+
+    run = finished("subfedavg-hy")
+    path, (info, _, small) = exported(run, 0, tmp_path, "onnx")
+    session = onnxruntime.InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
+    expected, images = own_model(run, 0)
+    for batch in (images[:1], images[:7]):
+        (logits,) = session.run(["logits"], {"images": batch.numpy()})
+        torch.testing.assert_close(torch.from_numpy(logits), expected(batch).detach(), rtol=1e-4, atol=1e-5)
+    assert session.get_inputs()[0].shape == ["batch", *info.image_shape]
+    assert (
+        json.loads(session.get_modelmeta().custom_metadata_map["fedprune"])["channels"].keys() == info.channels.keys()
+    )
+    assert small.file_bytes == path.stat().st_size
+    assert sys.prefix.encode() not in path.read_bytes()  # no folder of this machine
+    onnx.checker.check_model(onnx.load(path))
+    sizes = [tuple(each.dims) for each in onnx.load(path).graph.initializer]
+    assert (10, 5, 5, 5) in sizes
+    assert (20, 10, 5, 5) not in sizes
+
+
+def test_a_torch_export_file_computes_the_same_for_any_batch(finished, tmp_path):
+    run = finished("subfedavg-hy")
+    path, (info, *_) = exported(run, 0, tmp_path, "torch-export")
+    program = torch.export.load(path)
+    expected, images = own_model(run, 0)
+    for batch in (images[:1], images[:7]):
+        torch.testing.assert_close(program.module()(batch), expected(batch), rtol=1e-4, atol=1e-5)
+    with zipfile.ZipFile(path) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("fedprune.json"))
+        assert json.loads(archive.read(name))["image_shape"] == list(info.image_shape)
+        assert all(sys.prefix.encode() not in archive.read(name) for name in archive.namelist())
+
+
+def test_a_file_whose_logits_are_off_is_not_kept(finished, tmp_path, monkeypatch):
+    run = finished("fedavg")
+    for off in (lambda logits: logits * 1.01, lambda logits: logits * float("nan")):
+        monkeypatch.setitem(export._RUNTIMES, "onnx", lambda net, _, off=off: (b"x", lambda images: off(net(images))))
+        with pytest.raises(ValueError, match="logits of the onnx model are off by"):
+            exported(run, None, tmp_path, "onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_times_are_taken_in_turns_on_one_thread():
+    turns = []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        runners = [lambda images, n=n: turns.append((n, len(images), torch.get_num_threads())) for n in "ab"]
+        times = export.latencies(runners, (1, 2, 2))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert turns == [(name, batch, 1) for batch in (2, 1) for _ in range(4) for name in "ab"]
+    assert [len(each) for each in times.values()] == [2, 2]
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fedprune(monkeypatch, capsys):
+    """The command line in this process: (exit code, stdout, stderr)."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["fedprune", *map(str, arguments)])
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+        return caught.value.code or 0, *capsys.readouterr()
+
+    return call
+
+
+def test_the_command_writes_the_file_and_says_what_it_saves(fedprune, finished, tmp_path):
+    run = finished("dispfl")
+    path = tmp_path / "new" / "model.safetensors"
+    code, out, err = fedprune("export", run.folder, "--client", trained(run)[0], "-o", path)
+    assert code == 0, err
+    assert load_model(path)
+    for row in ("bytes on disk", "parameters kept", "FLOPs per example", "ms per batch of 1 ", "PyTorch"):
+        assert row in out
+    assert f"{path.stat().st_size:,}" in out
+    before = path.read_bytes()
+    code, _, err = fedprune("export", run.folder, "--client", trained(run)[1], "-o", path)
+    assert (code, err.count("\n")) == (2, 1)
+    assert "exists, allowed: a new file, or --force" in err
+    assert path.read_bytes() == before
+    assert fedprune("export", run.folder, "--client", trained(run)[1], "-o", path, "--force")[0] == 0
+    assert path.read_bytes() != before
+
+
+@pytest.mark.parametrize(
+    ("system", "arguments", "says"),
+    [
+        ("subfedavg", [], "one of --client K and --global"),
+        ("subfedavg", ["--client", "0", "--global"], "one of --client K and --global"),
+        ("subfedavg", ["--client", "4"], "--client is 4, allowed: 0 to 3 or --global"),
+        ("subfedavg", ["--client", "-1"], "--client is -1, allowed: 0 to 3 or --global"),
+        ("dispfl", ["--client", "4"], "--client is 4, allowed: 0 to 3\n"),
+        ("dispfl", ["--global"], "system 'dispfl' has no global model, allowed: --client K"),
+        ("fedavg-ft", ["--client", "0"], "system 'fedavg-ft' does not keep its fine-tuned models, allowed: --global"),
+        (
+            "subfedavg",
+            ["--global", "--format", "pickle"],
+            "--format is 'pickle', allowed: safetensors, onnx, torch-exp",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_written(system, arguments, says, fedprune, finished, tmp_path):
+    code, _, err = fedprune("export", finished(system).folder, *arguments, "-o", tmp_path / "model")
+    assert says in err
+    assert (code, err.count("\n")) == (2, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_client_that_never_trained_has_no_model_of_its_own(fedprune, finished, tmp_path):
+    run = finished("dispfl", num_server_rounds=1, fraction_train=0.25)
+    (one,) = trained(run)
+    other = (one + 1) % CLIENTS
+    code, _, err = fedprune("export", run.folder, "--client", other, "-o", tmp_path / "model")
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"--client {other} never trained in this run and has no model, allowed: {one}" in err
+
+
+def refused(folder, client, tmp_path, match, format="safetensors", **options):
+    with pytest.raises(ValueError, match=match) as caught:
+        export.export_model(folder, client, format, tmp_path / "model", **options)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "model").exists()
+
+
+def test_only_completed_runs_are_exported(finished, tmp_path):
+    refused(tmp_path / "none", 0, tmp_path, "is not a run folder")
+    folder = tmp_path / "copy"
+    shutil.copytree(finished("fedavg").folder, folder)
+    (folder / "models" / "global.safetensors").unlink()
+    refused(folder, None, tmp_path, "global.safetensors' is missing")
+    info = json.loads((folder / "run.json").read_text())
+    (folder / "run.json").write_text(json.dumps({**info, "status": "interrupted"}))
+    refused(folder, None, tmp_path, "is interrupted, allowed: a completed run")
+
+
+def test_states_may_be_elsewhere(finished, tmp_path):
+    run = finished("subfedavg")
+    partition = trained(run)[0]
+    path, _ = exported(run, partition, tmp_path)
+    folder = tmp_path / "copy"
+    shutil.copytree(run.folder, folder)
+    shutil.move(folder / "clients", tmp_path / "states" / run.info["run_key"])
+    refused(folder, partition, tmp_path, f"has no state of client {partition}: give the run's state-dir")
+    again = tmp_path / "again"
+    export.export_model(folder, partition, "safetensors", again, state_dir=str(tmp_path / "states"))
+    assert again.read_bytes() == path.read_bytes()
+    (tmp_path / "states" / run.info["run_key"] / f"{partition:05d}" / "round-00002.safetensors").write_bytes(b"x")
+    (folder / "checkpoints").rename(folder / "gone")
+    refused(folder, partition, tmp_path, "round-00002.safetensors' is damaged", state_dir=str(tmp_path / "states"))
+
+
+def test_a_global_model_without_its_norms_is_no_model(finished, tmp_path, pictures):
+    norms = {
+        "dataset": "image-folder",
+        "data-dir": pictures,
+        "model": "cnn5-bn",
+        "batch-norm": "local",
+        "shard-size": 8,
+    }
+    run = finished("fedavg", **norms, fraction_train=1.0)
+    refused(run.folder, None, tmp_path, "is not complete, allowed: --client K: it has no tensor 'bn1.weight'")
+    assert exported(run, 0, tmp_path)
+
+
+def test_the_folder_of_the_pictures_may_be_elsewhere(finished, tmp_path, pictures):
+    run = finished("subfedavg-hy")
+    folder = tmp_path / "copy"
+    shutil.copytree(run.folder, folder)
+    info = json.loads((folder / "run.json").read_text())
+    info["config"]["data-dir"] = str(tmp_path / "none")
+    (folder / "run.json").write_text(json.dumps(info))
+    refused(folder, 0, tmp_path, "none")
+    assert exported(Finished(folder), 0, tmp_path, data_dir=pictures)
+
+
+def test_onnx_needs_its_extra(finished, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    refused(finished("fedavg").folder, None, tmp_path, r"onnxruntime: install the extra fedprune\[export\]", "onnx")
