@@ -20,8 +20,8 @@ from fedprune_app.models import vision
 
 
 def pruned(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The masked ones of these tensors, zero where their mask is False."""
-    return {name: torch.where(mask, tensors[name], 0.0) for name, mask in masks.items() if name in tensors}
+    """The masked tensors, zero where their mask is False."""
+    return {name: torch.where(mask, tensors[name], 0.0) for name, mask in masks.items()}
 
 
 class SubFedAvgClient(FederatedClient):

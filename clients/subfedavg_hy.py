@@ -49,6 +49,11 @@ class SubFedAvgHyClient(SubFedAvgClient):
         linear = [name for name, layer in self.full.named_modules() if isinstance(layer, nn.Linear)]
         self.fc_shapes = {f"{name}.weight": self.shapes[f"{name}.weight"] for name in linear}
 
+    def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
+        """Own norms, where they stay local, are the initial ones at first: nobody sends them."""
+        initial = vision.state_tensors(self.full, include_buffers=True)
+        return pruned({**initial, **state.group("weights"), **received.tensors}, self.masks(state))
+
     # --- masks --------------------------------------------------------------------------------------------------
 
     def channels(self, state: State) -> Kept:
@@ -66,7 +71,8 @@ class SubFedAvgHyClient(SubFedAvgClient):
         return cut | {name: cut[name] & mask for name, mask in fc.items()}
 
     def _percent_pruned(self, mask: dict[str, Tensor]) -> float:
-        return 100 * (1 - self.density(mask))
+        sizes = {name: parameter.numel() for name, parameter in self.full.named_parameters()}
+        return 100 * sum(int((~m).sum()) for name, m in mask.items() if name in sizes) / sum(sizes.values())
 
     def density(self, masks: Mapping[str, Tensor]) -> float:
         parameters = {name: p.detach() for name, p in self.full.named_parameters()}

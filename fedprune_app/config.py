@@ -349,7 +349,8 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     prunes_on_validation = (
         config.system in ("subfedavg", "subfedavg-hy") and config.subfedavg.gate_split == "validation"
     )
-    if prunes_on_validation and config.validation_fraction == 0 and config.subfedavg.target_rate > 0:
+    prunes = config.subfedavg.target_rate > 0 or config.system == "subfedavg-hy"  # channels go whatever the target
+    if prunes_on_validation and config.validation_fraction == 0 and prunes:
         raise ConfigError("validation-fraction is 0.0, allowed with subfedavg.gate-split 'validation': above 0")
     channel_fraction, channel_floor = config.subfedavg.channel_fraction, config.subfedavg.channel_floor
     if config.system == "subfedavg-hy" and channel_fraction + channel_floor >= 1:

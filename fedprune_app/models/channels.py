@@ -19,7 +19,7 @@ def channel_groups(model: nn.Module, image_shape: ImageShape) -> tuple[ChannelGr
     dependencies. Raises ``ValueError`` for a network without BatchNorm, or where torch-pruning is needed and missing.
     """
     if not any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules()):
-        raise ValueError("the model has no BatchNorm to rank channels by, allowed: a model with it, such as lenet5-bn")
+        raise ValueError("the model has no BatchNorm to rank channels by, allowed: one whose name ends in -bn")
     groups = _of_chain(model) if isinstance(model, nn.Sequential) else _traced(model, image_shape)
     return tuple(groups)
 

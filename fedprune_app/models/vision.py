@@ -22,6 +22,7 @@ MODELS: dict[str, str] = {
     "cnn5": "CNN of Sub-FedAvg: conv 10, 20 (5x5), fc 50; 21,840 parameters on 1x28x28, 10 classes",
     "cnn5-bn": "cnn5 with batch normalisation after each convolution",
     "cnn-small": "conv 16, 32 (3x3, padded), one linear layer; 6,090 parameters on 1x8x8, 10 classes",
+    "cnn-small-bn": "cnn-small with batch normalisation after each convolution",
     "cnn-gn": "conv 16 (stride 2), 32, 64 (3x3) with group normalisation; 34,058 parameters on 3x32x32, 10 classes",
     "resnet18-gn": "ResNet-18 of Dis-PFL: 3x3 stem, group normalisation; 11,173,962 parameters on 3x32x32, 10 classes",
     "resnet18-bn": "the same with batch normalisation (Sub-FedAvg hybrid)",
@@ -30,6 +31,7 @@ MODELS: dict[str, str] = {
 }
 _LENET5: dict[str, Any] = {"channels": (6, 16), "hidden": (120, 84)}
 _CNN5: dict[str, Any] = {"channels": (10, 20), "hidden": (50,)}
+_CNN_SMALL: dict[str, Any] = {"channels": (16, 32), "kernel_size": 3, "padding": 1}
 _VGG11: dict[str, Any] = {
     "channels": (64, 128, 256, 256, 512, 512, 512, 512),
     "pooled": (True, True, False, True, False, True, False, True),
@@ -42,7 +44,8 @@ _CONV_NETS: dict[str, dict[str, Any]] = {  # arguments of conv_net
     "lenet5-bn": {**_LENET5, "norm": "bn"},
     "cnn5": _CNN5,
     "cnn5-bn": {**_CNN5, "norm": "bn"},
-    "cnn-small": {"channels": (16, 32), "kernel_size": 3, "padding": 1},
+    "cnn-small": _CNN_SMALL,
+    "cnn-small-bn": {**_CNN_SMALL, "norm": "bn"},
     "cnn-gn": {
         "channels": (16, 32, 64),
         "strides": (2, 1, 1),

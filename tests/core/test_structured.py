@@ -186,7 +186,7 @@ def test_a_linear_layer_behind_feature_maps_loses_a_block_of_columns_per_channel
 @pytest.mark.parametrize("name", ["lenet5", "cnn-gn"])
 def test_a_network_without_batch_norm_is_refused_on_one_line(name):
     model = build_model(name, (3, 32, 32), 10, rng=generator(0, "init"))
-    with pytest.raises(ValueError, match="no BatchNorm to rank channels by, allowed: a model with it"):
+    with pytest.raises(ValueError, match="no BatchNorm to rank channels by, allowed: one whose name ends in -bn"):
         channel_groups(model, (3, 32, 32))
 
 

@@ -24,13 +24,22 @@ SHAPES = {
     "cnn5": (1, 28, 28),
     "cnn5-bn": (1, 28, 28),
     "cnn-small": (1, 8, 8),
+    "cnn-small-bn": (1, 8, 8),
     "cnn-gn": (3, 32, 32),
     "resnet18-gn": (3, 16, 16),  # small, for the time it takes
     "vgg11-gn": (3, 32, 32),
     "resnet18-bn": (3, 16, 16),
     "vgg11-bn": (3, 32, 32),
 }
-SMALLEST = {"cnn-small": 4, "cnn-gn": 7, "resnet18-gn": 1, "vgg11-gn": 32, "resnet18-bn": 1, "vgg11-bn": 32}  # else 16
+SMALLEST = {
+    "cnn-small": 4,
+    "cnn-small-bn": 4,
+    "cnn-gn": 7,
+    "resnet18-gn": 1,
+    "vgg11-gn": 32,
+    "resnet18-bn": 1,
+    "vgg11-bn": 32,
+}  # else 16
 
 
 def generator(seed=0):
