@@ -23,6 +23,7 @@ _PUSH_BATCH = 16
 _PUSH_BYTES = 64 * 2**20
 _PULL_BATCH = 32
 _PULL_BYTES = 64 * 2**20
+_TTL_MARGIN_SECONDS = 10.0
 _POLL_SECONDS = (0.01, 0.25)  # the shortest pause between polls, and the longest
 _POLL_SHARE = 0.05  # a reply is seen late by at most this share of the time it was waited for
 
@@ -154,8 +155,12 @@ def _next_batch(queue: Iterator[tuple[int, Message]], room: int) -> list[tuple[i
     return batch
 
 
-def message_to(peer_node: int, content: RecordDict, kind: str, round: int, ttl: float) -> Message:
-    """The one place where a message to a client is made; ``ttl`` keeps work nobody waits for from starting."""
+def message_to(peer_node: int, content: RecordDict, kind: str, round: int, deadline_seconds: float) -> Message:
+    """The one place where a message to a client is made; its time to live keeps work nobody waits for from starting.
+
+    It outlives the deadline a little: who is late is ours to say, not the SuperLink's.
+    """
+    ttl = deadline_seconds + _TTL_MARGIN_SECONDS
     return Message(content, dst_node_id=peer_node, message_type=kind, group_id=str(round), ttl=ttl)
 
 

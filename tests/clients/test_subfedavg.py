@@ -42,7 +42,7 @@ def update(one, state=None, round=1):
 
 def full_masks_less(one, count, name="conv2.weight"):
     """Masks that keep all but the first ``count`` coordinates of one tensor."""
-    masks = {name: torch.ones(tensor.shape, dtype=torch.bool) for name, tensor in one._weights().items()}
+    masks = {name: torch.ones(tensor.shape, dtype=torch.bool) for name, tensor in one.weights(one.prunable).items()}
     masks[name].view(-1)[:count] = False
     return masks
 
@@ -80,7 +80,7 @@ def test_the_gate_opens_above_the_threshold(client, accuracy, is_open):
 def test_the_gate_judges_the_pruned_model(client):
     one = client()
     seen = []
-    one.accuracy = lambda split: seen.append(one._weights()) or 1.0
+    one.accuracy = lambda split: seen.append(one.weights(one.prunable)) or 1.0
     masks = update(one).payload.masks
     assert all(not seen[0][name][~mask].any() for name, mask in masks.items())
 
