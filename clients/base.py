@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ class FederatedClient(NumPyClient):
         self.device = torch.device("cuda" if cuda else "cpu")
         shape, num_classes = self.dataset.image_shape, self.dataset.num_classes
         self.model = initial_model(config.model, config.dataset, shape, num_classes, init=config.init, seed=config.seed)
+        self.sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
         self.shared = shared_names(self.model, config.batch_norm)
         self.prunable = vision.prunable_names(self.model)
 
@@ -116,6 +117,15 @@ class FederatedClient(NumPyClient):
     def letter_schema(self) -> Schema:
         """What other clients' payloads must hold, in systems where clients see them."""
         return Schema.like({})
+
+    def shared_schema(self, masked: Iterable[str] = ()) -> Schema:
+        """A payload of the shared tensors, with masks for these."""
+        tensors = vision.named_tensors(self.model)
+        return Schema.like({name: tensors[name] for name in self.shared}, frozenset(masked))
+
+    def own_model(self, state: State) -> dict[str, Tensor]:
+        """The client's own model as it was left, at first the common initial one (the network still holds it)."""
+        return state.group("weights") or vision.state_tensors(self.model, include_buffers=True)
 
     def refuse(self, sender: int, error: ValueError) -> None:
         """Note that another client's payload, well formed as it is, cannot be used."""
@@ -170,8 +180,8 @@ class FederatedClient(NumPyClient):
 
     def density(self, masks: Mapping[str, Tensor]) -> float:
         """Kept share of all parameters, unpruned biases and norms included."""
-        parameters = {name: p.detach() for name, p in self.model.named_parameters()}
-        return Payload(parameters, {name: mask for name, mask in masks.items() if name in parameters}).density()
+        kept = sum(int(masks[name].sum()) if name in masks else size for name, size in self.sizes.items())
+        return kept / sum(self.sizes.values())
 
     # --- Flower's NumPyClient -----------------------------------------------------------------------------------
 

@@ -34,6 +34,8 @@ _ALLOCATIONS = {"erk": erk_densities, "uniform": uniform_densities}
 class DisPFLClient(GossipClient):
     """Keeps a mask for each convolution and linear weight, of a density that never changes."""
 
+    prunes = True
+
     def target_density(self) -> float:
         """What this client can bear: its node's ``capacity``, its place in ``dispfl.densities``, or ``density``."""
         return self.capacity or self.config.dispfl.density_of(self.partition, self.config.density)

@@ -24,7 +24,7 @@ class DittoClient(FederatedClient):
         return {**state.group("local"), **received.tensors}
 
     def personal_model(self, received: Payload, state: State) -> dict[str, Tensor]:
-        return state.group("weights") or vision.state_tensors(self.model, include_buffers=True)
+        return self.own_model(state)
 
     def local_update(self, received: Payload, state: State, round: int) -> Update:
         options = self.config.ditto

@@ -22,9 +22,13 @@ class DPSGDClient(GossipClient):
 
     validates = "received"
 
+    @property
+    def prunes(self) -> bool:
+        return self.config.dpsgd.density < 1
+
     def masks(self, state: State) -> dict[str, Tensor]:
         options = self.config.dpsgd
-        if options.density == 1:
+        if not self.prunes:
             return {}
         parameters = dict(self.model.named_parameters())
         shapes = {name: parameters[name].shape for name in self.prunable}

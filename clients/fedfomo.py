@@ -26,11 +26,10 @@ class FedFomoClient(FederatedClient):
     """Decides on validation data, of which there must be some."""
 
     def letter_schema(self) -> Schema:
-        tensors = vision.state_tensors(self.model, include_buffers=True)
-        return Schema.like({name: tensors[name] for name in self.shared})
+        return self.shared_schema()
 
     def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
-        return state.group("weights") or vision.state_tensors(self.model, include_buffers=True)
+        return self.own_model(state)
 
     def local_update(self, received: Payload, state: State, round: int) -> Update:
         _, letters = split_letters(received)

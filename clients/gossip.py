@@ -22,9 +22,12 @@ class GossipClient(FederatedClient):
 
     def letter_schema(self) -> Schema:
         """What a neighbour publishes: the shared tensors, the prunable ones masked where the system prunes."""
-        tensors = vision.state_tensors(self.model, include_buffers=True)
-        masked = frozenset(self.prunable) if self.masks(State()) else frozenset()
-        return Schema.like({name: tensors[name] for name in self.shared}, masked)
+        return self.shared_schema(self.prunable if self.prunes else ())
+
+    @property
+    @abstractmethod
+    def prunes(self) -> bool:
+        """Whether the prunable tensors are masked."""
 
     @abstractmethod
     def start_masks(self, state: State) -> dict[str, Tensor]:
@@ -36,7 +39,7 @@ class GossipClient(FederatedClient):
         Whoever has nothing to average with goes on from its own model, at first the common initial one.
         """
         mixed, letters = split_letters(received)
-        own = state.group("weights")
+        own, start = state.group("weights"), self.own_model(state)
         tensors: Mapping[str, Tensor] = mixed.tensors
         if letters:
             if own:
@@ -47,10 +50,10 @@ class GossipClient(FederatedClient):
                     mean.add(letter)
                 except ValueError as error:  # finite, but too large to be summed
                     self.refuse(sender, error)
-            nobody = {name: torch.zeros_like(t) for letter in letters.values() for name, t in letter.tensors.items()}
+            nobody = {name: torch.zeros_like(start[name]) for name in self.shared}
             tensors = mean.mean(nobody) if mean.num_added else {}
-        start = {**(own or vision.state_tensors(self.model, include_buffers=True)), **tensors}
         masks = self.start_masks(state)
+        start = {**start, **tensors}
         return {name: torch.where(masks[name], t, 0) if name in masks else t for name, t in start.items()}
 
     def personal_model(self, received: Payload, state: State) -> dict[str, Tensor]:

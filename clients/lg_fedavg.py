@@ -14,7 +14,6 @@ from clients.base import FederatedClient
 from fedprune_app.core.layers import last_layers
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
-from fedprune_app.models import vision
 
 
 class LGFedAvgClient(FederatedClient):
@@ -25,8 +24,7 @@ class LGFedAvgClient(FederatedClient):
         self.shared = last_layers(self.shared, self.prunable, self.config.lgfedavg.global_layers)
 
     def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
-        own = state.group("weights") or vision.state_tensors(self.model, include_buffers=True)
-        return {**own, **received.tensors}
+        return {**self.own_model(state), **received.tensors}
 
     def received_scores(self, received: Payload, state: State) -> dict[str, float | None]:
         """No model is global as a whole."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-import torch
 from torch import Tensor
 
 from clients.base import FederatedClient, Update
+from clients.training import proximal
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models import vision
@@ -17,19 +15,13 @@ class MTLClient(FederatedClient):
     """Goes on from its own model; others' reach it through the anchor alone."""
 
     def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
-        return state.group("weights") or vision.state_tensors(self.model, include_buffers=True)
+        return self.own_model(state)
 
     def local_update(self, received: Payload, state: State, round: int) -> Update:
         vision.load_state_tensors(self.model, self.begin(received, state))
         strength = self.config.mtl.strength * float(self.request.get("precision", 0.0))
         anchor = {name: tensor.to(self.device) for name, tensor in received.tensors.items()}
-
-        def pull(values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-            names = [name for name in values if name in anchor]
-            away = torch._foreach_sub([values[name] for name in names], [anchor[name] for name in names])
-            torch._foreach_add_([gradients[name] for name in names], away, alpha=strength)
-
-        result = self.train(round, adjust_gradients=pull if anchor else None)
+        result = self.train(round, adjust_gradients=proximal(anchor, strength) if anchor else None)
         tensors = vision.state_tensors(self.model, include_buffers=True)
         payload = Payload({name: tensors[name] for name in self.shared})
         return Update(payload, State(grouped(weights=tensors)), result, self.training_flops())

@@ -7,14 +7,13 @@ from torch import Tensor
 from clients.base import FederatedClient, Update
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
-from fedprune_app.models import vision
 
 
 class StandaloneClient(FederatedClient):
     """Starts from the common initial model, and never hears of another."""
 
     def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
-        return state.group("weights") or vision.state_tensors(self.model, include_buffers=True)
+        return self.own_model(state)
 
     def local_update(self, received: Payload, state: State, round: int) -> Update:
         update = super().local_update(received, state, round)

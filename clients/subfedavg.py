@@ -66,8 +66,8 @@ class SubFedAvgClient(FederatedClient):
 
     def _percent_pruned(self, mask: dict[str, Tensor]) -> float:
         """Of all parameters, biases included, as the released code counts; whole numbers, so a target can be met."""
-        total = sum(parameter.numel() for parameter in self.model.parameters())
-        return 100 * sum(int((~m).sum()) for m in mask.values()) / total
+        gone = sum(int((~m).sum()) for name, m in mask.items() if name in self.sizes)
+        return 100 * gone / sum(self.sizes.values())
 
     def weights(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Copies of these tensors of the model as it is."""

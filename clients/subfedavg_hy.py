@@ -70,14 +70,6 @@ class SubFedAvgHyClient(SubFedAvgClient):
         cut = full_masks(self.shapes) | coordinate_masks(self.groups, kept, self.shapes)
         return cut | {name: cut[name] & mask for name, mask in fc.items()}
 
-    def _percent_pruned(self, mask: dict[str, Tensor]) -> float:
-        sizes = {name: parameter.numel() for name, parameter in self.full.named_parameters()}
-        return 100 * sum(int((~m).sum()) for name, m in mask.items() if name in sizes) / sum(sizes.values())
-
-    def density(self, masks: Mapping[str, Tensor]) -> float:
-        parameters = {name: p.detach() for name, p in self.full.named_parameters()}
-        return Payload(parameters, {name: mask for name, mask in masks.items() if name in parameters}).density()
-
     # --- the small network ----------------------------------------------------------------------------------------
 
     def work_with(self, tensors: Mapping[str, Tensor], kept: Kept) -> None:

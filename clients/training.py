@@ -275,6 +275,17 @@ def evaluate(
     return Evaluation(int(correct), len(labels), float(loss_sum))
 
 
+def proximal(anchor: Mapping[str, Tensor], strength: float) -> GradientHook:
+    """Adds the gradient of ``strength / 2 ‖w − anchor‖²``, over the tensors that ``anchor`` names."""
+
+    def pull(values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+        names = [name for name in values if name in anchor]
+        away = torch._foreach_sub([values[name] for name in names], [anchor[name] for name in names])
+        torch._foreach_add_([gradients[name] for name in names], away, alpha=strength)
+
+    return pull
+
+
 def dense_gradient(
     model: nn.Module, images: Tensor, labels: Tensor, *, device: torch.device | str | None = None
 ) -> dict[str, Tensor]:

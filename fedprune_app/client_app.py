@@ -13,7 +13,7 @@ from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.ray_actors import replace_dead_actors
-from fedprune_app.models.vision import state_tensors
+from fedprune_app.models.vision import named_tensors
 from fedprune_app.registry import SYSTEMS, check_names
 from fedprune_app.run_folder import client_state_folder
 
@@ -44,7 +44,7 @@ def check_capacity(value: object) -> float | None:
 
 def _unpack(message: Message, client: FederatedClient) -> tuple[list[Any], dict[str, Any]]:
     """Flower's arrays and config: the payload, then the letters under names of their own (see ``clients.base``)."""
-    payload = wire.payload_of(message.content, wire.Schema.like(state_tensors(client.model, True)).max_bytes)
+    payload = wire.payload_of(message.content, wire.Schema.like(named_tensors(client.model)).max_bytes)
     letters, refused = wire.letters_of(message.content, client.letter_schema())
     everything = with_letters(payload, letters)
     fields: dict[str, Any] = {**wire.fields_of(message.content), "refused": refused}

@@ -200,6 +200,7 @@ class FederatedStrategy(Strategy):
 
             if self.evaluates(current):
                 row |= self._evaluate(grid, current, arrays, timeout, evaluate_config)
+            row["notes"] = self.log.notes[:_REASONS_KEPT]
             # the record comes first: killed between the two, the run repeats the round and its record is dropped
             self.recorder.clients(
                 {"round": current, "partition": partition, **row_of}
@@ -220,8 +221,7 @@ class FederatedStrategy(Strategy):
         started = time.monotonic()
         messages = self._by_partition(self.configure_evaluate(round, arrays, config, grid))
         row: dict[str, Any] = dict(self.aggregate_evaluate(round, rounds.exchange(grid, messages, timeout)) or {})
-        notes = self.log.notes[:_REASONS_KEPT]
-        return {**row, "notes": notes, "evaluation_seconds": time.monotonic() - started}
+        return {**row, "evaluation_seconds": time.monotonic() - started}
 
     def state(self) -> State:
         """All that :meth:`restore` needs to continue bit for bit."""
@@ -302,7 +302,6 @@ class FederatedStrategy(Strategy):
                 "failures": len(self.log.failures),
                 "stragglers": self.log.stragglers,
                 "failure_reasons": self.log.failures[:_REASONS_KEPT],
-                "notes": self.log.notes[:_REASONS_KEPT],
                 "bytes_up": self.log.bytes_up,
                 "bytes_down": self.log.bytes_down,
                 "dropped": len(self.dropped(server_round)),

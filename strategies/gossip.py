@@ -6,6 +6,7 @@ peer-to-peer one, from the sizes of the letters that neighbours exchange, and wh
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,9 @@ class Gossip(Relay):
     paper_formula = "32 bits per kept parameter and link, masks not charged; between peers"
 
     @property
+    @abstractmethod
     def options(self) -> GossipOptions:
         """The system's table of the configuration."""
-        raise NotImplementedError
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)

@@ -39,28 +39,24 @@ class MTL(Relay):
         if len(members) < 2 or not known:
             yield from ((partition, Contents()) for partition in participants)
             return
-        precision = self._precision(members)
-        place = {partition: i for i, partition in enumerate(members)}
-        anchors = {k: {n: torch.zeros_like(t, dtype=torch.float64) for n, t in self.model.items()} for k in known}
-        for j in members:
-            model = self._model(j)
-            for k in known:
-                if k != j:
-                    share = -float(precision[place[j], place[k]] / precision[place[k], place[k]])
-                    for name, tensor in model.items():
-                        anchors[k][name].add_(tensor.double(), alpha=share)
+        # (members, parameters), float64
+        columns = torch.stack([torch.cat([t.reshape(-1) for t in self._model(k).values()]) for k in members]).double()
+        precision = self._precision(columns)
         for partition in participants:
-            if partition not in anchors:
+            if partition not in known:
                 yield partition, Contents()
                 continue
-            anchor = {name: tensor.to(self.model[name].dtype) for name, tensor in anchors.pop(partition).items()}
-            strength = float(precision[place[partition], place[partition]])
+            place = members.index(partition)
+            strength = float(precision[place, place])
+            shares = -precision[:, place] / strength
+            shares[place] = 0
+            parts = torch.split(shares @ columns, [tensor.numel() for tensor in self.model.values()])
+            anchor = {n: part.view(t.shape).to(t.dtype) for (n, t), part in zip(self.model.items(), parts, strict=True)}
             yield partition, Contents(wire.to_arrays(Payload(anchor)), fields={"precision": strength})
 
-    def _precision(self, members: list[int]) -> Tensor:
-        """``(Ω + εI)⁻¹`` of these clients' models, float64 (members, members)."""
-        columns = torch.stack([torch.cat([t.reshape(-1) for t in self._model(k).values()]) for k in members])
-        values, vectors = torch.linalg.eigh(columns.double() @ columns.double().T)
+    def _precision(self, columns: Tensor) -> Tensor:
+        """``(Ω + εI)⁻¹`` of these models, float64 (members, members)."""
+        values, vectors = torch.linalg.eigh(columns @ columns.T)
         roots = values.clamp(min=0).sqrt()
         omega = roots / roots.sum().clamp(min=1e-300)
         precision: Tensor = (vectors / (omega + self.config.mtl.ridge)) @ vectors.T

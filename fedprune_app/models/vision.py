@@ -251,6 +251,12 @@ def buffer_names(model: nn.Module) -> list[str]:
     return [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
 
 
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters by name, in order, then the running statistics: the model's own, not copies."""
+    own: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: own[name] for name in parameter_names(model) + buffer_names(model)}
+
+
 def state_tensors(model: nn.Module, include_buffers: bool = False) -> dict[str, Tensor]:
     """Contiguous CPU copies of all parameters by name, in order, then of the running statistics if asked for."""
     tensors = dict(model.named_parameters())

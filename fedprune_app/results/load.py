@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import ChannelGroup, Slice, shrink
-from fedprune_app.models.vision import MODELS, architecture, buffer_names, load_state_tensors, parameter_names
+from fedprune_app.models.vision import MODELS, architecture, load_state_tensors, named_tensors, parameter_names
 
 FORMAT = 1
 MAX_FILE_BYTES = 1 << 31
@@ -111,7 +111,7 @@ def network_of(info: ExportInfo, payload: Payload) -> nn.Module:
     Raises ``ValueError`` where tensors are missing or too many, do not fit each other, or are not what ``info`` says.
     """
     model = architecture(info.model, info.image_shape, info.classes)
-    full = {name: tensor.shape for name, tensor in _tensors(model).items()}
+    full = {name: tensor.shape for name, tensor in named_tensors(model).items()}
     for name in full.keys() ^ payload.tensors.keys():
         raise ValueError(f"tensor {name!r} is {'missing' if name in full else 'not in the model'}")
     for name, tensor in payload.tensors.items():
@@ -163,17 +163,12 @@ def _read(path: Path, with_tensors: bool) -> tuple[ExportInfo, Payload]:
             raise ValueError(f"tensor {codec.KEY!r} has dtype {body.dtype}, allowed: torch.uint8")
         model = architecture(info.model, info.image_shape, info.classes)
         # values, and a byte per element of a mask
-        needed = sum(tensor.numel() * (tensor.element_size() + 1) for tensor in _tensors(model).values())
+        needed = sum(tensor.numel() * (tensor.element_size() + 1) for tensor in named_tensors(model).values())
         return info, codec.decode({codec.KEY: body.numpy()}, max_bytes=min(needed, MAX_FILE_BYTES))
     except OSError as error:
         raise ValueError(f"exported model {str(path)!r} cannot be read: {error.strerror or error}") from None
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"exported model {str(path)!r}: {str(error).splitlines()[0]}") from None
-
-
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    own: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return _of(own, parameter_names(model) + buffer_names(model))
 
 
 def _of(tensors: Mapping[str, Tensor], names: list[str]) -> dict[str, Tensor]:

@@ -40,12 +40,12 @@ def client(pictures, tmp_path):
         common = {"dataset": "image-folder", "data-dir": pictures, "model": "cnn5-bn", "partition": "iid"}
         training = {"local-epochs": 2, "learning-rate": 0.05, "system": "subfedavg-hy"}
         one = SubFedAvgHyClient(parse_config({**common, **training, **values}), 0, 2, tmp_path)
-        one.asked, one.sizes, one.nonzero = [], [], []
+        one.asked, one.network_sizes, one.nonzero = [], [], []
         answers = list(accuracies)
 
         def accuracy(split):
             one.asked.append(split)
-            one.sizes.append(sum(p.numel() for p in one.model.parameters()))
+            one.network_sizes.append(sum(p.numel() for p in one.model.parameters()))
             one.nonzero.append({name: int(one.model.state_dict()[name].count_nonzero()) for name in LINEAR})
             return answers.pop(0) if len(answers) > 1 else answers[0]
 
@@ -144,7 +144,7 @@ def test_each_gate_asks_once_and_on_its_split_only(client, split):
 def test_the_second_gate_judges_the_small_network_with_the_weights_the_first_one_left(client, first, left):
     one = client(first, 1.0)
     update(one)
-    assert one.sizes == [FULL, SMALL]
+    assert one.network_sizes == [FULL, SMALL]
     assert one.nonzero[0] == {"fc1.weight": 3600, "fc2.weight": 180}
     assert one.nonzero[1] | left == one.nonzero[1]
     assert (one.nonzero[1]["fc1.weight"] < 2000) == bool(first)
