@@ -21,7 +21,7 @@ from torch import Tensor
 from clients.training import SGD, TrainingResult, evaluate, train
 from fedprune_app.config import Config
 from fedprune_app.core import rng
-from fedprune_app.core.flops import training_flops
+from fedprune_app.core.flops import sparse_flops, training_flops
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.augmentation import CropFlip, augmentation
 from fedprune_app.data.datasets import load_dataset
@@ -183,6 +183,10 @@ class FederatedClient(NumPyClient):
         kept = sum(int(masks[name].sum()) if name in masks else size for name, size in self.sizes.items())
         return kept / sum(self.sizes.values())
 
+    def channel_density(self, state: State) -> float | None:
+        """Kept share of the convolution channels, in systems that remove channels."""
+        return None
+
     # --- Flower's NumPyClient -----------------------------------------------------------------------------------
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -233,7 +237,8 @@ class FederatedClient(NumPyClient):
         metrics |= self._note(lost, config)
         for name in self.prunable:
             metrics[f"density/{name}"] = float(masks[name].double().mean()) if name in masks else 1.0
-        scores = self._personal_scores(personal)
+        metrics["inference-flops"] = sparse_flops(self.layer_flops(), masks)
+        scores = {"channel-density": self.channel_density(state), **self._personal_scores(personal)}
         if received.tensors:
             scores |= self.received_scores(received, state)
         metrics |= {name: score for name, score in scores.items() if score is not None}

@@ -59,6 +59,10 @@ class SubFedAvgHyClient(SubFedAvgClient):
     def channels(self, state: State) -> Kept:
         return state.group("channels") or full_channels(self.groups)
 
+    def channel_density(self, state: State) -> float:
+        every = torch.cat(list(self.channels(state).values()))
+        return int(every.sum()) / len(every)
+
     def fc_masks(self, state: State) -> dict[str, Tensor]:
         return state.group("fc") or full_masks(self.fc_shapes)
 

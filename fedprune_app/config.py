@@ -41,7 +41,7 @@ def option(
 
 @dataclass(frozen=True)
 class SubFedAvgOptions:
-    """Sub-FedAvg (Un); names and values as in the paper's section 4 and the released code."""
+    """Sub-FedAvg, Un and Hy; names and values as in the paper's section 4 and the released code."""
 
     target_rate: float = option(50.0, "percent of all parameters to prune in the end", least=0, below=100)
     prune_step: float = option(10.0, "percent of the remaining weights pruned at a time (r_us)", above=0, below=100)

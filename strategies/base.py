@@ -381,6 +381,8 @@ class FederatedStrategy(Strategy):
             "accuracy_global": over_clients("accuracy_global").mean,
             "accuracy_validation_mean": over_clients("accuracy_validation").mean,
             "density_mean": over_clients("density").mean,
+            "channel_density_mean": over_clients("channel_density").mean,
+            "inference_flops_mean": over_clients("inference_flops").mean,
             "density_by_layer": {name: sum(values) / len(values) for name, values in layers.items()},
         }
 
@@ -409,6 +411,8 @@ class FederatedStrategy(Strategy):
             "accuracy_global": share("accuracy-global"),
             "accuracy_validation": share("accuracy-validation"),
             "density": wire.number(fields, "density", 0, 1),
+            "channel_density": share("channel-density"),
+            "inference_flops": wire.number(fields, "inference-flops", 0),
             "layers": layers,
             "digest": digest,
         }

@@ -14,5 +14,7 @@ class SubFedAvgHy(SubFedAvg):
     weight and bias, in its norm's scale, shift and statistics, and in the next layer's weight.
     """
 
+    paper_formula = f"Sub-FedAvg (Un)'s: {SubFedAvg.paper_formula}; the paper has none for removed channels"
+
     def reply_schema(self, partition: int) -> Schema:
         return Schema.like(self.model, masked=frozenset(self.model))

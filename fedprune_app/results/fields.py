@@ -27,6 +27,8 @@ ROUND_FIELDS = (
     "accuracy_global",
     "loss_mean",
     "density_mean",
+    "channel_density_mean",  # share of convolution channels left; null where none are removed
+    "inference_flops_mean",  # one example's forward pass through the personal model, each layer times its density
     "density_by_layer",  # name -> mean density
     "flops",  # sum over the clients that trained
     "epsilon_max",
@@ -39,6 +41,8 @@ CLIENT_FIELDS = (
     "accuracy_received",
     "accuracy_validation",
     "density",
+    "channel_density",
+    "inference_flops",
     "bytes_up",
     "bytes_down",
     "epsilon",

@@ -73,6 +73,7 @@ OUTCOME = (
     ),
     Column("global_accuracy", "Global model (%)", lambda run: run.last("accuracy_global"), 100, 2),
     Column("density", "Density", lambda run: run.last("density_mean"), 1, 3),
+    Column("channel_density", "Channels left", lambda run: run.last("channel_density_mean"), 1, 3),
     Column("epsilon", "ε", lambda run: run.last("epsilon_max"), 1, 2),
     Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0),
     Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1),
@@ -92,6 +93,7 @@ COST = (
     ),
     Column("node_megabytes", "Per node, MB/round", lambda run: run.mean("node_bytes_mean"), _TRAFFIC, 3),
     Column("gigaflops", "GFLOPs per client and round", lambda run: flops_per_client(run), 1e-9, 2),
+    Column("inference_megaflops", "MFLOPs per prediction", lambda run: run.last("inference_flops_mean"), 1e-6, 3),
 )
 COLUMNS = (*OUTCOME, *COST)
 

@@ -261,6 +261,11 @@ def test_evaluation_is_of_the_small_network_and_as_accurate_as_the_masked_one(cl
     assert metrics["density"] == one.density(one.masks(state)) < SMALL / FULL
     assert metrics["density/conv1.weight"] == 0.5
     assert metrics["density/conv2.weight"] == 0.25
+    assert metrics["channel-density"] == 0.5
+    # a multiplication and an addition per kept weight and place
+    masks = one.masks(state)
+    linear = 2 * sum(int(masks[name].sum()) for name in LINEAR)
+    assert metrics["inference-flops"] == 2 * (5 * 25 * 16**2 + 10 * 125 * 4**2) + linear
 
 
 def test_density_counts_all_parameters_and_no_statistics(client):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from clients.base import data_config
+from fedprune_app.core.flops import forward_flops
 from fedprune_app.data import splits
 from fedprune_app.data.splits import client_data
 from fedprune_app.models.initial import initial_model
@@ -72,6 +73,20 @@ def test_mean_std_and_worst_decile_are_over_all_clients(many):
         values = [recomputed(many, partition)[column] for partition in range(12)]
         expected = None if None in values else pytest.approx(float(sum(values)) / 12)
         assert last[name] == expected
+
+
+def test_a_prediction_costs_what_the_masks_leave_of_each_layer(many):
+    initial = initial_model("cnn-small", "digits", (1, 8, 8), 10, init="default", seed=0)
+    dense = forward_flops(initial, (1, 8, 8))
+    for partition, row in many.rows(3).items():
+        found = many.client(partition)
+        masks = found[1].group("masks") if found else {}
+        share = {name: float(masks[f"{name}.weight"].double().mean()) if masks else 1.0 for name in dense}
+        assert row["inference_flops"] == pytest.approx(sum(count * share[name] for name, count in dense.items()))
+        assert row["channel_density"] is None
+    costs = [row["inference_flops"] for row in many.rows(3).values()]
+    assert many.rounds[-1]["inference_flops_mean"] == pytest.approx(sum(costs) / 12)
+    assert (min(costs) < max(costs)) == (many.config.system == "subfedavg")
 
 
 def test_rounds_between_evaluations_have_no_accuracies(many):
