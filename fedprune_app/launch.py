@@ -13,11 +13,12 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,46 +85,58 @@ def private_superlink(folder: Path) -> Iterator[Link]:
     """A SuperLink in simulation mode for this process alone, below ``folder``; stopped on the way out."""
     home = folder / "flwr"
     home.mkdir(parents=True, exist_ok=True)
-    port, control_port = _free_ports(2)
+    port, control_port = free_ports(2)
     address = f"127.0.0.1:{port}"
     (home / "config.toml").write_text(
         f'[superlink]\ndefault = "private"\n\n[superlink.private]\naddress = "{address}"\ninsecure = true\n'
     )
-    bin_folder = str(Path(sys.executable).parent)
     environment = {
+        **flower_environment(home),
+        "RAY_worker_niceness": "0",  # Ray's workers run at nice 15 and starve on a busy machine
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        LAUNCHER_VARIABLE: launcher_identity(),
+    }
+    log_file = folder / "superlink.log"
+    command = [tool("flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess"]
+    command += ["--disable-runtime-dependency-installation", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--control-api-address", f"127.0.0.1:{control_port}"]
+    process = spawn(command, environment, log_file)
+    try:
+        wait_until_up(process, f"http://{address}/health", log_file)
+        yield Link("private", environment, log_file)
+    finally:
+        end(process)
+
+
+def flower_environment(home: Path) -> dict[str, str]:
+    """The environment of Flower's programs beside this Python's, with a ``FLWR_HOME`` of their own."""
+    bin_folder = str(Path(sys.executable).parent)
+    return {
         **os.environ,
         "PATH": f"{bin_folder}{os.pathsep}{os.environ.get('PATH', '')}",
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-        "RAY_worker_niceness": "0",  # Ray's workers run at nice 15 and starve on a busy machine
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DEDUP_LOGS": "0",
         "PYTHONWARNINGS": "ignore",
-        LAUNCHER_VARIABLE: launcher_identity(),
         GIT_VARIABLE: git_hash() or "",
     }
-    log_file = folder / "superlink.log"
-    command = [_tool("flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess"]
-    command += ["--disable-runtime-dependency-installation", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--control-api-address", f"127.0.0.1:{control_port}"]
-    with log_file.open("wb") as log:
-        process = subprocess.Popen(
+
+
+def spawn(command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> subprocess.Popen[bytes]:
+    """Start a program that ends with this process, in the folder of its log file, to which it appends."""
+    with log_file.open("ab") as log:
+        return subprocess.Popen(
             command,
             env=environment,
-            cwd=folder,
+            cwd=log_file.parent,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=_die_with_parent,
         )
-    try:
-        _wait_until_up(process, address, log_file)
-        yield Link("private", environment, log_file)
-    finally:
-        _stop(process)
 
 
 def _die_with_parent() -> None:
@@ -132,7 +145,7 @@ def _die_with_parent() -> None:
         _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; for what it started see engine/lifeline.py
 
 
-def _tool(name: str) -> str:
+def tool(name: str) -> str:
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
@@ -140,7 +153,7 @@ def _tool(name: str) -> str:
     return found
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
@@ -151,27 +164,29 @@ def _free_ports(count: int) -> list[int]:
             each.close()
 
 
-def _wait_until_up(process: subprocess.Popen[bytes], address: str, log_file: Path) -> None:
+def wait_until_up(process: subprocess.Popen[bytes], url: str, log_file: Path, ca: Path | None = None) -> None:
+    """Until ``url`` answers; ``ca`` is the certificate to check it with. :class:`LaunchError` if it never does."""
+    verify = ssl.create_default_context(cafile=ca) if ca else True
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise LaunchError(f"the SuperLink stopped at once: {_last_line(log_file)}")
+            raise LaunchError(f"the SuperLink stopped at once: {last_line(log_file)}")
         try:
-            if httpx.get(f"http://{address}/health", timeout=1, trust_env=False).is_success:
+            if httpx.get(url, timeout=1, trust_env=False, verify=verify).is_success:
                 return
         except httpx.HTTPError:
             pass
         time.sleep(0.1)
-    raise LaunchError(f"the SuperLink did not come up within {_START_SECONDS} s: {_last_line(log_file)}")
+    raise LaunchError(f"the SuperLink did not come up within {_START_SECONDS} s: {last_line(log_file)}")
 
 
-def _last_line(path: Path) -> str:
+def last_line(path: Path) -> str:
     lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1].strip() if lines else "no output"
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the SuperLink and all it started: executors, the simulation and Ray live in sessions of their own.
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a SuperLink, or another program, and all it started: executors, simulation and Ray have sessions of their own.
 
     At once and for good: everything worth keeping is written in one step, and a simulation asked politely may go on.
     """
@@ -185,9 +200,9 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait(timeout=10)
 
 
-def _flwr(link: Link, *arguments: str) -> dict[str, object]:
+def flwr(link: Link, *arguments: str) -> dict[str, object]:
     """Call the Flower command line and read its JSON answer; raises :class:`LaunchError` with what it says."""
-    command = [_tool("flwr"), *arguments, "--format", "json"]
+    command = [tool("flwr"), *arguments, "--format", "json"]
     done = subprocess.run(
         command,
         env=dict(link.environment),
@@ -216,13 +231,13 @@ def submit(link: Link, app: Path, config: Mapping[str, Scalar], simulation: Mapp
         if simulation is not None:
             options = " ".join(f"{key}={str(value).lower()}" for key, value in simulation.items())
             arguments += ["--federation-config", options]
-        return str(_flwr(link, *arguments)["run-id"])
+        return str(flwr(link, *arguments)["run-id"])
     finally:
         Path(file.name).unlink()
 
 
 def _run_row(link: Link, run_id: str) -> dict[str, object]:
-    runs = _flwr(link, "ls", link.name, "--run-id", run_id).get("runs")
+    runs = flwr(link, "ls", link.name, "--run-id", run_id).get("runs")
     if not (isinstance(runs, list) and runs and isinstance(runs[0], dict)):
         raise LaunchError(f"flwr ls: run {run_id} is unknown")
     return runs[0]
@@ -272,13 +287,13 @@ def failure(link: Link, run_id: str) -> str:
     details = str(_run_row(link, run_id).get("status-details") or "").strip().splitlines()
     if details:
         return details[-1]
-    return _last_line(link.log_file) if link.log_file else "the run failed; see `flwr log`"
+    return last_line(link.log_file) if link.log_file else "the run failed; see `flwr log`"
 
 
 def stop_run(link: Link, run_id: str) -> None:
     """Ask a SuperLink that is not ours to stop a run."""
     with suppress(LaunchError, subprocess.TimeoutExpired):  # it has ended by itself
-        _flwr(link, "stop", run_id, link.name)
+        flwr(link, "stop", run_id, link.name)
 
 
 def simulation_config(num_clients: int, num_workers: int, gpus: float) -> dict[str, Scalar]:

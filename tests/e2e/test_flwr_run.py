@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fedprune_app.launch import _free_ports
+from fedprune_app.launch import free_ports
 
 ROOT = Path(__file__).parents[2]
 FLWR = str(Path(sys.executable).parent / "flwr")
@@ -22,7 +22,7 @@ FLWR = str(Path(sys.executable).parent / "flwr")
 @pytest.fixture
 def flower(tmp_path):
     """An environment with a local SuperLink of its own, which ``flwr run`` starts and leaves behind."""
-    port, control = _free_ports(2)
+    port, control = free_ports(2)
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",

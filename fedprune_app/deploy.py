@@ -1,0 +1,270 @@
+"""A deployment: certificates, node keys, and a whole topology as processes on this machine, the rehearsal of a real one.
+
+What runs is what runs on many machines: a SuperLink with TLS and a database, which lets only registered keys in; a
+SuperExec beside it that runs ServerApps, so that a run survives a restart of the SuperLink; a SuperNode per client with
+its own key, its own home and its own state folder.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import secrets
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from fedprune_app import launch
+from fedprune_app.config import Config, ConfigError, Scalar
+from fedprune_app.launch import LaunchError, Link
+
+_VALID_DAYS = 365
+_NODE_SECONDS = 60.0
+_SUPERLINK = "superlink"
+_EXECUTOR = "superexec"
+
+
+# --- certificates and keys ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """PEM files: the authority that clients trust, and the SuperLink's certificate and private key."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+
+
+def make_certificates(folder: Path, hosts: Sequence[str], days: int = _VALID_DAYS) -> Certificates:
+    """A certificate authority and a SuperLink certificate for these host names and IP addresses, in ``folder``.
+
+    Nodes and users need ``ca.crt`` alone. The authority's private key is never written: for another host make all anew.
+    Raises :class:`ConfigError` for no hosts or files that exist.
+    """
+    files = Certificates(folder / "ca.crt", folder / "superlink.crt", folder / "superlink.key")
+    if not hosts or not all(hosts):
+        raise ConfigError("--host is empty, allowed: a name or address by which the SuperLink is reached")
+    for path in (files.ca, files.certificate, files.key):
+        if path.exists():
+            raise ConfigError(f"{str(path)!r} exists, allowed: a folder without certificates")
+    folder.mkdir(parents=True, exist_ok=True)
+    authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
+    issuer = _name("fedprune certificate authority")
+    usage = {
+        "content_commitment": False,
+        "key_encipherment": False,
+        "data_encipherment": False,
+        "key_agreement": False,
+        "encipher_only": False,
+        "decipher_only": False,
+    }
+    ca = (
+        _certificate(issuer, issuer, authority.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.KeyUsage(False, key_cert_sign=True, crl_sign=True, **usage), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(authority.public_key()), critical=False)
+        .sign(authority, hashes.SHA384())
+    )
+    certificate = (
+        _certificate(_name(hosts[0]), issuer, server.public_key(), days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.KeyUsage(True, key_cert_sign=False, crl_sign=False, **usage), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([_alternative_name(host) for host in hosts]), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
+        .sign(authority, hashes.SHA384())
+    )
+    files.ca.write_bytes(ca.public_bytes(serialization.Encoding.PEM))
+    files.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    _write_secret(files.key, _private_bytes(server, serialization.PrivateFormat.PKCS8))
+    return files
+
+
+def _name(common: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common[:64])])
+
+
+def _certificate(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _alternative_name(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def make_node_key(path: Path) -> Path:
+    """A key pair that identifies a SuperNode (OpenSSH, P-384): the private key in ``path``, the public one beside it.
+
+    Returns the path of the public key, which `flwr supernode register` takes. :class:`ConfigError` if one exists.
+    """
+    public = path.with_name(path.name + ".pub")
+    for each in (path, public):
+        if each.exists():
+            raise ConfigError(f"{str(each)!r} exists, allowed: a new file")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    key = ec.generate_private_key(ec.SECP384R1())
+    _write_secret(path, _private_bytes(key, serialization.PrivateFormat.OpenSSH))
+    encoding, format = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    public.write_bytes(key.public_key().public_bytes(encoding, format) + b"\n")
+    return public
+
+
+def _private_bytes(key: ec.EllipticCurvePrivateKey, format: serialization.PrivateFormat) -> bytes:
+    return key.private_bytes(serialization.Encoding.PEM, format, serialization.NoEncryption())
+
+
+def _write_secret(path: Path, content: bytes) -> None:
+    """A file that nobody else can read, at no time."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+
+
+# --- the topology on this machine -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Deployment:
+    """Processes of one deployment below ``folder``, by name: ``superlink``, ``superexec``, ``node-0``, ``node-1``, ..."""
+
+    folder: Path
+    certificates: Certificates
+    port: int  # of the Runtime and Control API
+    fleet_port: int
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def link(self) -> Link:
+        """How users reach it: a connection ``local`` that checks the SuperLink's certificate."""
+        home = self.folder / "user"
+        home.mkdir(exist_ok=True)
+        (home / "config.toml").write_text(
+            '[superlink]\ndefault = "local"\n\n[superlink.local]\n'
+            f'address = "127.0.0.1:{self.port}"\nroot-certificates = "{self.certificates.ca}"\n'
+        )
+        return Link("local", launch.flower_environment(home), self.log_file(_SUPERLINK))
+
+    def log_file(self, name: str) -> Path:
+        return self.folder / name / "log.txt"
+
+    def _spawn(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        home = self.folder / name
+        home.mkdir(exist_ok=True)
+        self.processes[name] = launch.spawn(command, launch.flower_environment(home), self.log_file(name))
+        return self.processes[name]
+
+    def start_superlink(self) -> None:
+        """Start it, or start it again: the database keeps its runs, nodes and messages."""
+        secret = self.folder / "superexec.secret"
+        if not secret.exists():
+            _write_secret(secret, secrets.token_bytes(32))
+        command = [launch.tool("flower-superlink"), "--isolation", "process"]
+        command += ["--ssl-ca-certfile", str(self.certificates.ca), "--ssl-certfile", str(self.certificates.certificate)]
+        command += ["--ssl-keyfile", str(self.certificates.key), "--enable-supernode-auth"]
+        command += ["--superexec-auth-secret-file", str(secret), "--database", str(self.folder / "superlink.db")]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--fleet-api-address", f"127.0.0.1:{self.fleet_port}", "--disable-runtime-dependency-installation"]
+        process = self._spawn(_SUPERLINK, command)
+        url = f"https://127.0.0.1:{self.port}/health"
+        launch.wait_until_up(process, url, self.log_file(_SUPERLINK), self.certificates.ca)
+
+    def start_executor(self) -> None:
+        """What runs the ServerApps."""
+        command = [launch.tool("flower-superexec"), "--runtime-api-address", f"127.0.0.1:{self.port}"]
+        command += ["--root-certificates", str(self.certificates.ca)]
+        command += ["--superexec-auth-secret-file", str(self.folder / "superexec.secret")]
+        self._spawn(_EXECUTOR, command)
+
+    def register(self, name: str) -> None:
+        """Make a node's key and let the SuperLink know it."""
+        public = make_node_key(self.folder / name / "node.key")
+        launch.flwr(self.link, "supernode", "register", str(public), "local", "--name", name)
+
+    def start_node(self, name: str, node_config: Mapping[str, Scalar]) -> None:
+        """Start a SuperNode, or start it again, as itself: its key makes it who it is."""
+        (port,) = launch.free_ports(1)
+        command = [launch.tool("flower-supernode"), "--superlink", f"127.0.0.1:{self.fleet_port}"]
+        command += ["--root-certificates", str(self.certificates.ca), "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--auth-supernode-private-key", str(self.folder / name / "node.key")]
+        command += ["--node-config", node_config_text(node_config)]
+        self._spawn(name, command)
+
+    def wait_for_nodes(self, count: int) -> None:
+        """Until that many nodes are online. :class:`LaunchError` when one stops or none comes for a minute."""
+        deadline = time.monotonic() + _NODE_SECONDS
+        while True:
+            listed = launch.flwr(self.link, "supernode", "list", "local").get("nodes")
+            online = [node for node in listed if node.get("status") == "online"] if isinstance(listed, list) else []
+            if len(online) >= count:
+                return
+            for name, process in self.processes.items():
+                if process.poll() is not None:
+                    raise LaunchError(f"{name} stopped: {launch.last_line(self.log_file(name))}")
+            if time.monotonic() > deadline:
+                raise LaunchError(f"{len(online)} of {count} nodes came online within {_NODE_SECONDS:g} s")
+            time.sleep(0.5)
+
+    def kill(self, name: str) -> None:
+        """End a program and all it started, at once."""
+        launch.end(self.processes.pop(name))
+
+    def stop(self) -> None:
+        """End everything, the nodes first."""
+        for name in list(reversed(self.processes)):
+            self.kill(name)
+
+
+def node_config_text(values: Mapping[str, Scalar]) -> str:
+    """``--node-config``'s value, as Flower reads it: TOML values, separated by spaces."""
+    return " ".join(f"{key}={_toml(value)}" for key, value in values.items())
+
+
+def _toml(value: Scalar) -> str:
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return str(value).lower()
+
+
+@contextmanager
+def local_deployment(folder: Path, nodes: Sequence[Mapping[str, Scalar]]) -> Iterator[Deployment]:
+    """The whole topology on this machine, with one SuperNode per entry of ``nodes``, its node-config; ended on the way out.
+
+    Node k's state is below ``folder/node-k/state`` unless its node-config says otherwise.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    certificates = make_certificates(folder / "certificates", ["127.0.0.1", "localhost"])
+    deployment = Deployment(folder, certificates, *launch.free_ports(2))
+    try:
+        deployment.start_superlink()
+        deployment.start_executor()
+        for k, node_config in enumerate(nodes):
+            deployment.register(f"node-{k}")
+            deployment.start_node(f"node-{k}", {"state-dir": str(folder / f"node-{k}" / "state"), **node_config})
+        deployment.wait_for_nodes(len(nodes))
+        yield deployment
+    finally:
+        deployment.stop()
