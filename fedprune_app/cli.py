@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import typer
@@ -27,6 +27,9 @@ from fedprune_app.config import (
     read_toml,
 )
 from fedprune_app.launch import LaunchError
+
+if TYPE_CHECKING:
+    from fedprune_app.experiment import Placement
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -103,13 +106,20 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
 ) -> None:
     """Run one federation and leave a run folder."""
-    from fedprune_app.experiment import Placement, Session
+    from fedprune_app.experiment import Placement
 
     before = _recorded(out.expanduser().resolve()) if resume else None
     settings = _placed(_values(config, overrides), out, before)
     if clients is None:
         clients = len((before or {}).get("partition") or range(20))
-    with Session(Placement(engine, clients, workers, superlink), console) as session:
+    _run_once(Placement(engine, clients, workers, superlink), settings, out)
+
+
+def _run_once(placement: Placement, settings: Config, out: Path) -> None:
+    """Run one federation, and say how it ended."""
+    from fedprune_app.experiment import Session
+
+    with Session(placement, console) as session:
         info = session.run(settings, Path(settings.out_dir))
     console.print(f"[green]completed[/] {info['rounds_completed']} rounds in {info.get('seconds', 0):.0f} s")
     if "final_sha256" in info:
@@ -284,6 +294,65 @@ def demo(
     page = out.resolve() / "report.html"
     write_report(folders, page)
     console.print(f"[green]done[/]: open {page}", highlight=False, soft_wrap=True)
+
+
+deploy_app = typer.Typer(no_args_is_help=True, help="Real nodes over gRPC with TLS and keys; see docs/deploy.md.")
+app.add_typer(deploy_app, name="deploy")
+
+
+@deploy_app.command()
+def local(
+    overrides: Overrides = None,
+    config: Annotated[Path | None, typer.Option("-c", "--config", help="A run-config file.")] = None,
+    nodes: Annotated[int, typer.Option("--nodes", help="How many SuperNodes.")] = 3,
+    capacities: Annotated[str, typer.Option("--capacities", help="The density each node can bear: '0.3 0.6 1'.")] = "",
+    out: Out = Path("runs/deployed"),
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with the same nodes.")] = False,
+) -> None:
+    """Rehearse a deployment: SuperLink, executor and SuperNodes as processes here, with TLS and registered keys."""
+    from fedprune_app.experiment import Placement
+
+    before = _recorded(out.expanduser().resolve()) if resume else None
+    settings = _placed(_values(config, overrides), out, before)
+    if nodes < 1:
+        raise ConfigError(f"--nodes is {nodes}, allowed: at least 1")
+    try:
+        given = [float(word) for word in capacities.split()]
+    except ValueError:
+        raise ConfigError(f"--capacities is {capacities!r}, allowed: numbers separated by spaces") from None
+    if given and len(given) != nodes:
+        raise ConfigError(f"--capacities has {len(given)} numbers, allowed: one per node, {nodes}")
+    places: list[dict[str, Scalar]] = [{"partition-id": k, "num-partitions": nodes} for k in range(nodes)]
+    for place, capacity in zip(places, given, strict=False):
+        place["capacity"] = capacity
+    folder = Path(settings.out_dir) / "deployment"
+    _run_once(Placement(num_clients=nodes, nodes=tuple(places), deployment=folder), settings, out)
+
+
+@deploy_app.command()
+def certificates(
+    hosts: Annotated[list[str], typer.Option("--host", help="A name or address of the SuperLink; may be repeated.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the three files.")] = Path("certificates"),
+    days: Annotated[int, typer.Option("--days", help="How long they are valid.", min=1)] = 365,
+) -> None:
+    """Make a certificate authority and the SuperLink's certificate. Nodes and users get ca.crt, nobody the key."""
+    from fedprune_app.deploy import make_certificates
+
+    made = make_certificates(out.expanduser(), hosts, days)
+    for path in (made.ca, made.certificate, made.key):
+        console.print(f"[green]made[/]: {path}", highlight=False, soft_wrap=True)
+
+
+@deploy_app.command(name="node-key")
+def node_key(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="The private key; the public one gets .pub.")],
+) -> None:
+    """Make a SuperNode's key pair. Its operator keeps the private key; the SuperLink's registers the public one."""
+    from fedprune_app.deploy import make_node_key
+
+    public = make_node_key(path.expanduser())
+    console.print(f"[green]made[/]: {path} and {public}", highlight=False, soft_wrap=True)
+    console.print(f"register it: flwr supernode register {public} NAME", highlight=False, soft_wrap=True)
 
 
 def main() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +11,7 @@ from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
 from clients.base import FederatedClient, payload_names, with_letters
-from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.config import Config, ConfigError, parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.ray_actors import replace_dead_actors
@@ -21,8 +23,26 @@ replace_dead_actors()  # Flower loads this module before it makes the actors
 app = ClientApp()
 
 
+NODE_KEYS = ("partition-id", "num-partitions", "capacity", "data-dir", "state-dir")
+
+
+def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Config:
+    """The run's configuration as this node has it: a node's operator says where its data and state are, not the run.
+
+    Raises :class:`ConfigError` for an unknown key of the node-config, or a path that is not absolute.
+    """
+    for key in node_config:
+        if key not in NODE_KEYS:
+            raise ConfigError(f"node-config has {key}={node_config[key]!r}, allowed: {', '.join(NODE_KEYS)}")
+    own = {key: node_config[key] for key in ("data-dir", "state-dir") if key in node_config}
+    for key, value in own.items():
+        if not (isinstance(value, str) and Path(value).is_absolute()):
+            raise ConfigError(f"node-config has {key}={value!r}, allowed: an absolute path")
+    return check_names(parse_config({**run_config, **own}))
+
+
 def _client(context: Context, message: Message) -> FederatedClient:
-    config = check_names(parse_config(context.run_config))
+    config = node_settings(context.run_config, context.node_config)
     torch.set_num_threads(config.num_threads)
     partition, num_partitions = (context.node_config.get(key) for key in ("partition-id", "num-partitions"))
     if not isinstance(partition, int) or not isinstance(num_partitions, int) or not 0 <= partition < num_partitions:

@@ -1,4 +1,4 @@
-"""A deployment: certificates, node keys, and a whole topology as processes on this machine, the rehearsal of a real one.
+"""A deployment: certificates, node keys, and a whole topology as processes on this machine to rehearse a real one.
 
 What runs is what runs on many machines: a SuperLink with TLS and a database, which lets only registered keys in; a
 SuperExec beside it that runs ServerApps, so that a run survives a restart of the SuperLink; a SuperNode per client with
@@ -18,14 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from fedprune_app import launch
-from fedprune_app.config import Config, ConfigError, Scalar
+from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.launch import LaunchError, Link
 
 _VALID_DAYS = 365
@@ -46,13 +45,18 @@ class Certificates:
     key: Path
 
 
+def certificates_in(folder: Path) -> Certificates:
+    """Where :func:`make_certificates` puts them."""
+    return Certificates(folder / "ca.crt", folder / "superlink.crt", folder / "superlink.key")
+
+
 def make_certificates(folder: Path, hosts: Sequence[str], days: int = _VALID_DAYS) -> Certificates:
     """A certificate authority and a SuperLink certificate for these host names and IP addresses, in ``folder``.
 
     Nodes and users need ``ca.crt`` alone. The authority's private key is never written: for another host make all anew.
     Raises :class:`ConfigError` for no hosts or files that exist.
     """
-    files = Certificates(folder / "ca.crt", folder / "superlink.crt", folder / "superlink.key")
+    files = certificates_in(folder)
     if not hosts or not all(hosts):
         raise ConfigError("--host is empty, allowed: a name or address by which the SuperLink is reached")
     for path in (files.ca, files.certificate, files.key):
@@ -149,7 +153,7 @@ def _write_secret(path: Path, content: bytes) -> None:
 
 @dataclass
 class Deployment:
-    """Processes of one deployment below ``folder``, by name: ``superlink``, ``superexec``, ``node-0``, ``node-1``, ..."""
+    """Processes of one deployment below ``folder``, by name: ``superlink``, ``superexec``, ``node-0``, ``node-1``..."""
 
     folder: Path
     certificates: Certificates
@@ -183,8 +187,8 @@ class Deployment:
         if not secret.exists():
             _write_secret(secret, secrets.token_bytes(32))
         command = [launch.tool("flower-superlink"), "--isolation", "process"]
-        command += ["--ssl-ca-certfile", str(self.certificates.ca), "--ssl-certfile", str(self.certificates.certificate)]
-        command += ["--ssl-keyfile", str(self.certificates.key), "--enable-supernode-auth"]
+        command += ["--ssl-ca-certfile", str(self.certificates.ca), "--ssl-keyfile", str(self.certificates.key)]
+        command += ["--ssl-certfile", str(self.certificates.certificate), "--enable-supernode-auth"]
         command += ["--superexec-auth-secret-file", str(secret), "--database", str(self.folder / "superlink.db")]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--fleet-api-address", f"127.0.0.1:{self.fleet_port}", "--disable-runtime-dependency-installation"]
@@ -239,30 +243,42 @@ class Deployment:
 
 
 def node_config_text(values: Mapping[str, Scalar]) -> str:
-    """``--node-config``'s value, as Flower reads it: TOML values, separated by spaces."""
-    return " ".join(f"{key}={_toml(value)}" for key, value in values.items())
+    """``--node-config``'s value, as Flower reads it: TOML values, separated by spaces.
+
+    Flower ends a quoted value at the next quote of its kind, escaped or not: :class:`ConfigError` if both are in it.
+    """
+    return " ".join(f"{key}={_toml(key, value)}" for key, value in values.items())
 
 
-def _toml(value: Scalar) -> str:
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return str(value).lower()
+def _toml(key: str, value: Scalar) -> str:
+    if not isinstance(value, str):
+        return str(value).lower()
+    if '"' not in value:
+        return '"' + value.replace("\\", "\\\\") + '"'
+    if "'" not in value:
+        return f"'{value}'"
+    raise ConfigError(f"node-config has {key}={value!r}, allowed: one kind of quotes")
 
 
 @contextmanager
 def local_deployment(folder: Path, nodes: Sequence[Mapping[str, Scalar]]) -> Iterator[Deployment]:
-    """The whole topology on this machine, with one SuperNode per entry of ``nodes``, its node-config; ended on the way out.
+    """The whole topology on this machine, one SuperNode per entry of ``nodes``, its node-config; ended on the way out.
 
-    Node k's state is below ``folder/node-k/state`` unless its node-config says otherwise.
+    Node k's state is below ``folder/node-k/state`` unless its node-config says otherwise. A folder that held a
+    deployment before goes on as that one: same keys, same nodes, same states.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    certificates = make_certificates(folder / "certificates", ["127.0.0.1", "localhost"])
-    deployment = Deployment(folder, certificates, *launch.free_ports(2))
+    certificates = certificates_in(folder / "certificates")
+    if not certificates.key.exists():
+        certificates = make_certificates(folder / "certificates", ["127.0.0.1", "localhost"])
+    port, fleet_port = launch.free_ports(2)
+    deployment = Deployment(folder, certificates, port, fleet_port)
     try:
         deployment.start_superlink()
         deployment.start_executor()
         for k, node_config in enumerate(nodes):
-            deployment.register(f"node-{k}")
+            if not (folder / f"node-{k}" / "node.key").exists():
+                deployment.register(f"node-{k}")
             deployment.start_node(f"node-{k}", {"state-dir": str(folder / f"node-{k}" / "state"), **node_config})
         deployment.wait_for_nodes(len(nodes))
         yield deployment

@@ -26,7 +26,8 @@ from rich.progress import (
 )
 
 from fedprune_app import launch
-from fedprune_app.config import Config, ConfigError
+from fedprune_app.config import Config, ConfigError, Scalar
+from fedprune_app.deploy import local_deployment
 from fedprune_app.engine.store import exclusive
 from fedprune_app.launch import LaunchError, Link
 from fedprune_app.results.files import replace_file
@@ -42,6 +43,12 @@ class Placement:
     num_clients: int = 20
     num_workers: int = os.cpu_count() or 1
     superlink: str = ""  # the name of a connection in Flower's own configuration, for real nodes
+    nodes: tuple[Mapping[str, Scalar], ...] = ()  # node-configs of a deployment on this machine, instead of engine
+    deployment: Path | None = None  # the folder of that deployment
+
+    @property
+    def is_simulation(self) -> bool:
+        return not (self.superlink or self.nodes)
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -75,6 +82,9 @@ class Session:
             self._app = launch.stage_app(folder / "app")
             if self.placement.superlink:
                 self._link = Link(self.placement.superlink, os.environ)
+            elif self.placement.nodes:
+                place = self.placement.deployment or folder / "deployment"
+                self._link = self._stack.enter_context(local_deployment(place, self.placement.nodes)).link
             else:
                 self._link = self._stack.enter_context(launch.private_superlink(folder))
         return self._link, self._app
@@ -114,7 +124,7 @@ class Session:
         progress.say("starting Flower")
         link, app = self._connect()
         simulation = None
-        if not self.placement.superlink:
+        if self.placement.is_simulation:
             simulation = launch.simulation_config(
                 self.placement.num_clients, self.placement.num_workers, _num_gpus(config)
             )

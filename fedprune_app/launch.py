@@ -186,7 +186,7 @@ def last_line(path: Path) -> str:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a SuperLink, or another program, and all it started: executors, simulation and Ray have sessions of their own.
+    """End a SuperLink, or another program, and all it started: executors, simulation, Ray have sessions of their own.
 
     At once and for good: everything worth keeping is written in one step, and a simulation asked politely may go on.
     """
