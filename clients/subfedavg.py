@@ -55,7 +55,7 @@ class SubFedAvgClient(FederatedClient):
         percent_pruned = self._percent_pruned(mask)
         tensors, mask_kept = vision.state_tensors(self.model, include_buffers=True), mask
         # line 14: far enough apart, target not yet reached, and accurate enough with the new mask
-        if distance > options.mask_distance and percent_pruned < options.target_rate:
+        if distance > options.mask_distance and percent_pruned < self.target_rate:
             new_mask = self.towards_target(mask, mask_last_epoch, percent_pruned)
             candidate = tensors | pruned(tensors, new_mask)
             vision.load_state_tensors(self.model, candidate)
@@ -63,6 +63,11 @@ class SubFedAvgClient(FederatedClient):
                 tensors, mask_kept = candidate, new_mask  # line 15: θ ⊙ m^{le}
         payload = Payload({name: tensors[name] for name in self.shared}, mask_kept)
         return Update(payload, State(grouped(weights=tensors, masks=mask_kept)), result, self.training_flops(mask))
+
+    @property
+    def target_rate(self) -> float:
+        """Percent of all parameters to prune in the end: what the node cannot bear, if it says what it can."""
+        return self.config.subfedavg.target_rate if self.capacity is None else 100 * (1 - self.capacity)
 
     def _percent_pruned(self, mask: dict[str, Tensor]) -> float:
         """Of all parameters, biases included, as the released code counts; whole numbers, so a target can be met."""
@@ -85,7 +90,7 @@ class SubFedAvgClient(FederatedClient):
     ) -> dict[str, Tensor]:
         """The mask of a full step, or of the smaller last one: at most what is missing, and the released code's cap."""
         options = self.config.subfedavg
-        missing = options.target_rate - percent_pruned
+        missing = self.target_rate - percent_pruned
         if missing >= options.prune_step:
             return full_step
         percent = min(missing / (100 - percent_pruned) * 100, options.final_step_cap)

@@ -121,7 +121,7 @@ class SubFedAvgHyClient(SubFedAvgClient):
 
         percent_pruned = self._percent_pruned(self.coordinates(kept, fc))
         distance = mask_distance(first[0], last[0])
-        if distance > options.fc_mask_distance and percent_pruned < options.target_rate:
+        if distance > options.fc_mask_distance and percent_pruned < self.target_rate:
             fewer = scatter(self.towards_target(small_fc, last[0], percent_pruned), self.groups, kept, self.shapes)
             candidate = tensors | pruned(tensors, fewer)
             self.work_with(candidate, kept)

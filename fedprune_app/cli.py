@@ -355,6 +355,17 @@ def node_key(
     console.print(f"register it: flwr supernode register {public} NAME", highlight=False, soft_wrap=True)
 
 
+@deploy_app.command()
+def healthy(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Its --health-server-address.")],
+) -> None:
+    """Ask a SuperLink, SuperExec or SuperNode whether it serves; exit code 1 if not. For healthchecks."""
+    from fedprune_app.deploy import is_healthy
+
+    if not is_healthy(address):
+        raise LaunchError(f"{address} does not serve")
+
+
 def main() -> None:
     """Entry point: user errors are one line and exit code 2, failed runs one line and exit code 1."""
     logging.getLogger("flwr").setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))  # the bar shows what matters

@@ -18,10 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from fedprune_app import launch
 from fedprune_app.config import ConfigError, Scalar
@@ -146,6 +149,16 @@ def _write_secret(path: Path, content: bytes) -> None:
     """A file that nobody else can read, at no time."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
+
+
+def is_healthy(address: str, timeout_seconds: float = 3.0) -> bool:
+    """Whether a Flower program with ``--health-server-address`` says there that it serves."""
+    with grpc.insecure_channel(address) as channel:
+        try:
+            answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=timeout_seconds)
+        except grpc.RpcError:
+            return False
+    return bool(answer.status == HealthCheckResponse.SERVING)
 
 
 # --- the topology on this machine -----------------------------------------------------------------------------------

@@ -75,3 +75,18 @@ def test_the_topologies_that_can_be_chosen_are_those_that_exist():
     choices = {item.name: item.metadata["choices"] for item in fields(DisPFLOptions)}
     assert choices["topology"] == tuple(TOPOLOGIES)
     assert set(AUGMENTATIONS) == {"none", "crop-flip"}
+
+
+def test_a_nodes_capacity_is_how_far_its_sub_network_is_pruned(federate, monkeypatch):
+    monkeypatch.setattr(inprocess, "InProcessGrid", grid_with([0.6, None, 1]))
+    run = federate(
+        clients=3,
+        system="subfedavg",
+        num_server_rounds=6,
+        fraction_train=1.0,
+        evaluate_every=6,
+        **{"subfedavg.target-rate": 20.0, "subfedavg.accuracy-threshold": 0.0, "subfedavg.prune-step": 15.0},
+        **{"subfedavg.final-step-cap": 100.0},
+    )
+    densities = {row["partition"]: row["density"] for row in run.clients if row["round"] == 6}
+    assert densities == pytest.approx({0: 0.6, 1: 0.8, 2: 1.0}, abs=0.01)

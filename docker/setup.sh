@@ -1,0 +1,23 @@
+#!/bin/sh
+# Before the first start: the SuperLink's certificate, its executor's secret, and each node's key pair. Later starts: nothing.
+#   setup.sh NODES HOST...      hosts: every name and address by which the SuperLink is reached
+set -eu
+nodes=$1
+shift
+if [ ! -e /superlink/ca.crt ]; then
+    for host in "$@"; do set -- "$@" --host "$host"; shift; done
+    fedprune deploy certificates "$@" --out /superlink
+fi
+cp /superlink/ca.crt /certificates/ca.crt
+if [ ! -e /secrets/superexec.secret ]; then
+    umask 077
+    head -c 32 /dev/urandom > /secrets/superexec.secret.new
+    mv /secrets/superexec.secret.new /secrets/superexec.secret
+fi
+k=0
+while [ "$k" -lt "$nodes" ]; do
+    [ -e "/node/$k/node.key" ] || fedprune deploy node-key "/node/$k/node.key"
+    mkdir -p /certificates/nodes
+    cp "/node/$k/node.key.pub" "/certificates/nodes/$k.pub"
+    k=$((k + 1))
+done
