@@ -58,7 +58,7 @@ GOSSIP = ("server", "client")
 NUM_LETTERS = 5  # different ones, so that their masks differ and a union of them is dense
 _NUM_EXAMPLES = 450
 _TRAINED = {"loss": 1.0, "density": 0.5, "seconds": 1.0, "flops": 1e9, "num-examples": _NUM_EXAMPLES}
-_EVALUATED = {"digest": "0" * 64, "density": 0.5, "accuracy-personal": 0.5}
+_EVALUATED = {"digest": "0" * 64, "density": 0.5, "accuracy-personal": 0.5, "inference-flops": 1e9}
 
 
 class FabricatedReplies(Grid):
