@@ -13,6 +13,7 @@ from clients.dpsgd_ft import DPSGDFTClient
 from clients.fedavg import FedAvgClient
 from clients.fedavg_ft import FedAvgFTClient
 from clients.fedfomo import FedFomoClient
+from clients.fedp3 import FedP3Client
 from clients.fedprox import FedProxClient
 from clients.lg_fedavg import LGFedAvgClient
 from clients.mtl import MTLClient
@@ -31,6 +32,7 @@ from strategies.dpsgd_ft import DPSGDFT
 from strategies.fedavg import FedAvg
 from strategies.fedavg_ft import FedAvgFT
 from strategies.fedfomo import FedFomo
+from strategies.fedp3 import FedP3
 from strategies.fedprox import FedProx
 from strategies.lg_fedavg import LGFedAvg
 from strategies.mtl import MTL
@@ -54,6 +56,7 @@ SYSTEMS: dict[str, System] = {
         SubFedAvgHy, SubFedAvgHyClient, "Sub-FedAvg (Hy): channels are removed, linear layers pruned"
     ),
     "dispfl": System(DisPFL, DisPFLClient, "Dis-PFL: sparse personal models gossip with neighbours, masks evolve"),
+    "fedp3": System(FedP3, FedP3Client, "FedP3: clients train some layers, get the others pruned, send only theirs"),
     "fedavg": System(FedAvg, FedAvgClient, "FedAvg: one dense global model, averaged by sample counts"),
     "fedavg-ft": System(FedAvgFT, FedAvgFTClient, "FedAvg-FT: FedAvg's model, fine-tuned by every client"),
     "dpsgd": System(DPSGD, DPSGDClient, "D-PSGD: decentralised FedAvg, judged by the consensus model"),
