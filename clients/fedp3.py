@@ -9,15 +9,19 @@ Yi, Gazagnadou, Richtárik, Lyu, ICLR 2024, Algorithm 1, lines 7 to 13, and Algo
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from clients.base import FederatedClient, Update
+from clients.local_pruning import OrderedDropout, UniformPruning, share_law
 from clients.subfedavg import pruned
+from fedprune_app.core import rng
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.masks import sketch_masks
 from fedprune_app.core.payload import Payload
+from fedprune_app.core.structured import hidden_groups
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models import vision
 
@@ -28,7 +32,7 @@ class FedP3Client(FederatedClient):
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         self.options = self.config.fedp3
-        self.layers = layers_of(self.shared, self.prunable)
+        self.layers = layers_of(list(vision.named_tensors(self.model)), self.prunable)
         self.head = list(self.layers)[-1]
         if self.options.personal_head:
             self.shared = [name for name in self.shared if name not in self.layers[self.head]]
@@ -83,9 +87,29 @@ class FedP3Client(FederatedClient):
         start, masks = self.begin(received, state), self.global_masks(received)
         vision.load_state_tensors(self.model, start)
         kept = masks if self.options.pruned_weights == "stay-zero" else {}
-        result = self.train(round, masks=kept)
+        part = self.local_pruning(own, kept, round)
+        result = self.train(round, masks=kept, part=part)
         tensors = vision.state_tensors(self.model, include_buffers=True)
         sent = [name for layer in own for name in self.layers[layer] if name in self.shared]
         payload = Payload({name: tensors[name] for name in sent})  # line 12
         kept_state = State(grouped(weights=tensors, masks=kept), {"layers": own[:-1]})
-        return Update(payload, kept_state, result, self.training_flops(kept))
+        return Update(payload, kept_state, result, part.flops if part else self.training_flops(kept))
+
+    def local_pruning(
+        self, own: list[str], masks: Mapping[str, Tensor], round: int
+    ) -> UniformPruning | OrderedDropout | None:
+        """Q_i, which prunes each step's network further outside of the client's own layers; nothing when fixed."""
+        options = self.options
+        if options.local == "fixed":
+            return None
+        law = share_law(options.local_law, options.local_density)
+        draw = rng.numpy_generator(self.config.seed, "local pruning", self.partition, round)
+        shapes = {name: tensor.shape for name, tensor in vision.named_tensors(self.model).items()}
+        if options.local == "uniform":
+            mine = {name for layer in own for name in self.layers[layer]}
+            others = {name: shapes[name] for name in self.prunable if name not in mine}
+            return UniformPruning(others, masks, law, draw, self.layer_flops(), self.device)
+        full = {name.rpartition(".")[0] for layer in own for name in self.layers[layer]}  # norms too
+        return OrderedDropout(
+            self.model, hidden_groups(self.layers, shapes), full, masks, law, draw, self.layer_flops()
+        )
