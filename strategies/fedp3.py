@@ -47,6 +47,9 @@ class FedP3(FederatedStrategy):
         self.layers = layers.layers_of(list(self.model), self.prunable)
         self.sizes = {layer: sum(self.model[n].numel() for n in names) for layer, names in self.layers.items()}
         self.table_sizes = {layer: self._in_table(names) for layer, names in self.layers.items()}
+        self.weights = {
+            x: sum(self.model[n].numel() for n in names if n in self.prunable) for x, names in self.layers.items()
+        }
         *self.hidden, self.head = self.layers
         if self.options.personal_head:
             self.model = {n: t for n, t in self.model.items() if n not in self.layers[self.head]}
@@ -84,7 +87,7 @@ class FedP3(FederatedStrategy):
             return tuple(hidden), density
         if options.layer_set == "capacity":
             capacity = self.roster[partition].capacity or options.capacity_of(partition)
-            return layers.within_capacity(self.sizes, self.head, first, density, capacity)
+            return layers.within_capacity(self.sizes, self.weights, self.head, first, density, capacity)
         if patterns := options.patterns():
             turn = position % len(patterns) if balanced else int(draw.integers(len(patterns)))
             return layers.matching(hidden, patterns[turn]), density
@@ -189,11 +192,12 @@ class FedP3(FederatedStrategy):
     def paper_bytes(self, num_participants: int) -> tuple[float, float]:
         """Appendix B.5, whose sizes count no biases of linear layers; without masks."""
         down = up = 0.0
+        sizes = self.table_sizes
         for partition in self.participants:
             chosen, density = self.assigned(partition)
             own = {*chosen, self.head}
-            down += 4 * layers.deployed(self.table_sizes, own, density)
-            up += 4 * layers.deployed(self.table_sizes, own, 0.0)
+            down += 4 * layers.deployed(sizes, sizes, own, density)
+            up += 4 * layers.deployed(sizes, sizes, own, 0.0)
         return down, up
 
     def finish(self) -> None:

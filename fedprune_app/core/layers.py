@@ -85,36 +85,37 @@ def matching(layers: Sequence[str], pattern: str) -> tuple[str, ...]:
 
 
 def within_capacity(
-    sizes: Mapping[str, int], head: str, first: int, density: float, capacity: float
+    sizes: Mapping[str, int], prunable: Mapping[str, int], head: str, first: int, density: float, capacity: float
 ) -> tuple[tuple[str, ...], float]:
     """Which hidden layers a client trains that can hold ``capacity`` of all parameters, and the density of the others.
 
     Layers are taken from position ``first`` on, in turn, while what is deployed (them and the head in full, ``density``
-    of the others) stays within the capacity. Where not even one fits, it is the smallest, and the others get as dense
-    as there is room. ``sizes`` are parameters per layer, the head's included. ``ValueError`` if head and smallest
-    layer alone are too large.
+    of the others' weights) stays within the capacity. Where not even one fits, it is the smallest, and the others get
+    as dense as there is room. ``sizes`` are parameters per layer, ``prunable`` those of them that may be pruned.
+    ``ValueError`` if not even that fits.
     """
     room = capacity * sum(sizes.values()) + 1e-6
     hidden = [layer for layer in sizes if layer != head]
-    turn = hidden[first:] + hidden[:first]
-    chosen: list[str] = []
-    for layer in turn:
-        if deployed(sizes, {*chosen, layer, head}, density) <= room:
-            chosen.append(layer)
+    chosen: set[str] = set()
+    for layer in hidden[first:] + hidden[:first]:
+        if deployed(sizes, prunable, {*chosen, layer, head}, density) <= room:
+            chosen.add(layer)
     if not chosen:
-        chosen = [min(hidden, key=lambda layer: sizes[layer])]
-        full = deployed(sizes, {*chosen, head}, 0.0)
-        rest = sum(sizes.values()) - full
-        density = (room - full) / rest if rest else 1.0
-        if density <= 0:
-            least = full / sum(sizes.values())
-            raise ValueError(f"capacity is {capacity:g}, allowed: above {least:.3g}, the last and the smallest layer")
+        chosen = {min(hidden, key=lambda layer: sizes[layer])}
+        least = deployed(sizes, prunable, {*chosen, head}, 0.0)
+        rest = deployed(sizes, prunable, {*chosen, head}, 1.0) - least
+        if room <= least:
+            share = least / sum(sizes.values())
+            raise ValueError(f"capacity is {capacity:g}, allowed: above {share:.3g}, the last and the smallest layer")
+        density = min(density, (room - least) / rest)
     return tuple(layer for layer in hidden if layer in chosen), density
 
 
-def deployed(sizes: Mapping[str, int], dense: Collection[str], density: float) -> float:
-    """Parameters a client holds: the ``dense`` layers in full, and a share of each other. Source: FedP3, B.5."""
-    return sum(size if layer in dense else density * size for layer, size in sizes.items())
+def deployed(sizes: Mapping[str, int], prunable: Mapping[str, int], dense: Collection[str], density: float) -> float:
+    """Parameters a client holds: the ``dense`` layers in full, and a share of what may be pruned of each other."""
+    return sum(
+        size if layer in dense else size - prunable[layer] + density * prunable[layer] for layer, size in sizes.items()
+    )
 
 
 def _layer(name: str) -> str:
