@@ -281,6 +281,19 @@ class FedP3Options:
 
 
 @dataclass(frozen=True)
+class FjORDOptions:
+    """FjORD; a node's ``capacity`` goes before ``widths``."""
+
+    widths: str = option(
+        "0.2 0.4 0.6 0.8 1.0", "share of each layer's units that the clients, in turn, can bear (p_max)"
+    )
+
+    def width_of(self, partition: int) -> float:
+        """A client's width. Raises :class:`ConfigError`."""
+        return in_turn("fjord.widths", self.widths, partition, 1.0)
+
+
+@dataclass(frozen=True)
 class Config:
     """One run, resolved. Field ``learning_rate`` is the key ``learning-rate``; tables of systems are fields."""
 
@@ -349,6 +362,7 @@ class Config:
     lgfedavg: LGFedAvgOptions = field(default_factory=LGFedAvgOptions)
     mtl: MTLOptions = field(default_factory=MTLOptions)
     fedp3: FedP3Options = field(default_factory=FedP3Options)
+    fjord: FjORDOptions = field(default_factory=FjORDOptions)
 
     @property
     def learning_rates(self) -> _LearningRates:
@@ -437,6 +451,7 @@ def parse_config(values: Mapping[str, Any]) -> Config:
         top[key.replace("-", "_")] = str(Path(path).expanduser()) if path else ""
     config = Config(**top)
     config.dispfl.density_of(0, config.density)
+    config.fjord.width_of(0)
     _check_fedp3(config)
     _check_adjacency("dispfl", config.dispfl)
     _check_adjacency("dpsgd", config.dpsgd)

@@ -15,6 +15,7 @@ from clients.fedavg_ft import FedAvgFTClient
 from clients.fedfomo import FedFomoClient
 from clients.fedp3 import FedP3Client
 from clients.fedprox import FedProxClient
+from clients.fjord import FjORDClient
 from clients.lg_fedavg import LGFedAvgClient
 from clients.mtl import MTLClient
 from clients.standalone import StandaloneClient
@@ -34,6 +35,7 @@ from strategies.fedavg_ft import FedAvgFT
 from strategies.fedfomo import FedFomo
 from strategies.fedp3 import FedP3
 from strategies.fedprox import FedProx
+from strategies.fjord import FjORD
 from strategies.lg_fedavg import LGFedAvg
 from strategies.mtl import MTL
 from strategies.standalone import Standalone
@@ -64,6 +66,7 @@ SYSTEMS: dict[str, System] = {
     "ditto": System(Ditto, DittoClient, "Ditto: FedAvg, and a personal model each that is pulled towards it"),
     "fedfomo": System(FedFomo, FedFomoClient, "FedFomo: each client moves towards those models that help it"),
     "fedprox": System(FedProx, FedProxClient, "FedProx: FedAvg with a proximal term in the local loss"),
+    "fjord": System(FjORD, FjORDClient, "FjORD: ordered dropout, nested sub-networks of leading units"),
     "lg-fedavg": System(LGFedAvg, LGFedAvgClient, "LG-FedAvg: lower layers stay local, upper ones are averaged"),
     "mtl": System(MTL, MTLClient, "MTL: own models, and a learnt covariance of clients between them (a surrogate)"),
     "standalone": System(Standalone, StandaloneClient, "Standalone (Local): every client trains alone"),

@@ -57,7 +57,7 @@ def iterate(
     num_clients: int,
     count: int | None = None,
 ) -> Tensor:
-    """One iteration of Algorithm 4: prune to ``count`` coordinates (None: not at all), step, send own coordinates, mean.
+    """One iteration of Algorithm 4: prune to ``count`` coordinates (None: do not), step, send own coordinates, mean.
 
     ``gradients`` takes the clients' models (n, d) to their gradients (n, d).
     """

@@ -227,6 +227,26 @@ def lead(tensor: Tensor, dims: Mapping[int, int] | None) -> Tensor:
     return tensor
 
 
+def widen(small: Mapping[str, Tensor], shapes: Mapping[str, torch.Size | tuple[int, ...]]) -> dict[str, Tensor]:
+    """The inverse of :func:`lead`: tensors of the full shapes, 0 beyond the leading blocks."""
+    full = {}
+    for name, tensor in small.items():
+        full[name] = tensor
+        if tensor.shape != shapes[name]:
+            full[name] = tensor.new_zeros(tuple(shapes[name]))
+            full[name][tuple(slice(size) for size in tensor.shape)] = tensor
+    return full
+
+
+def lead_masks(reach: Extents, shapes: Mapping[str, torch.Size | tuple[int, ...]]) -> dict[str, Tensor]:
+    """Masks of the full tensors, True in their leading blocks; of those that are cut."""
+    return {
+        name: widen({name: lead(torch.ones(tuple(shapes[name]), dtype=torch.bool), dims)}, shapes)[name]
+        for name, dims in reach.items()
+        if name in shapes
+    }
+
+
 class LeadingCounts:
     """How many coordinates of a mask (of a weight (out, in, ...)) lie in any of its leading blocks, made once."""
 
