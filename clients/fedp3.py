@@ -17,6 +17,7 @@ from torch import Tensor
 from clients.base import FederatedClient, Update
 from clients.local_pruning import OrderedDropout, UniformPruning, share_law
 from clients.subfedavg import pruned
+from fedprune_app.config import FedP3Options
 from fedprune_app.core import rng
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.masks import sketch_masks
@@ -29,10 +30,16 @@ from fedprune_app.models import vision
 class FedP3Client(FederatedClient):
     """State: ``weights``, all of them, and ``masks``, the P_i they were trained under."""
 
+    headless: frozenset[str] = frozenset()  # tensors of no layer, which are received alone
+
+    @property
+    def options(self) -> FedP3Options:
+        return self.config.fedp3
+
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self.options = self.config.fedp3
-        self.layers = layers_of(list(vision.named_tensors(self.model)), self.prunable)
+        names = [name for name in vision.named_tensors(self.model) if name not in self.headless]
+        self.layers = layers_of(names, self.prunable)
         self.head = list(self.layers)[-1]
         if self.options.personal_head:
             self.shared = [name for name in self.shared if name not in self.layers[self.head]]

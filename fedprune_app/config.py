@@ -281,6 +281,27 @@ class FedP3Options:
 
 
 @dataclass(frozen=True)
+class FedCROptions:
+    """FedCR; names as in the released code where it has one."""
+
+    beta: float = option(0.001, "strength of the divergence between prior and encoder (β)", least=0)
+    divergence: str = option(
+        "prior-to-encoder",
+        "KL(prior ‖ encoder), as in the released code, or KL(encoder ‖ prior)",
+        choices=("prior-to-encoder", "encoder-to-prior"),
+    )
+    prior_weight: float = option(
+        1.0, "share of a round's product in the prior (beta2 of the released code, whose default 0 never updates it)",
+        least=0, most=1,
+    )  # fmt: skip
+    train_draws: int = option(15, "draws of a code per image in training", least=1)
+    test_draws: int = option(30, "draws of a code per image in testing", least=1)
+    layer_set: str = option(
+        "all", "layers a client trains in full and sends, as fedp3.layer-set", choices=(*FEDP3_COUNTS, "all")
+    )
+
+
+@dataclass(frozen=True)
 class FjORDOptions:
     """FjORD; a node's ``capacity`` goes before ``widths``."""
 
@@ -362,6 +383,7 @@ class Config:
     lgfedavg: LGFedAvgOptions = field(default_factory=LGFedAvgOptions)
     mtl: MTLOptions = field(default_factory=MTLOptions)
     fedp3: FedP3Options = field(default_factory=FedP3Options)
+    fedcr: FedCROptions = field(default_factory=FedCROptions)
     fjord: FjORDOptions = field(default_factory=FjORDOptions)
 
     @property
@@ -483,6 +505,9 @@ def _check_fedp3(config: Config) -> None:
         raise ConfigError(
             f"fedp3.layers is {options.layers!r}, allowed with fedp3.layer-set {options.layer_set!r}: {allowed}"
         )
+
+    if config.system == "fedcr" and options.local != "fixed":
+        raise ConfigError(f"fedp3.local is {options.local!r}, allowed with system 'fedcr': 'fixed'")
 
 
 def _check_adjacency(table: str, options: GossipOptions) -> None:

@@ -12,6 +12,7 @@ from clients.dpsgd import DPSGDClient
 from clients.dpsgd_ft import DPSGDFTClient
 from clients.fedavg import FedAvgClient
 from clients.fedavg_ft import FedAvgFTClient
+from clients.fedcr import FedCRClient
 from clients.fedfomo import FedFomoClient
 from clients.fedp3 import FedP3Client
 from clients.fedprox import FedProxClient
@@ -32,6 +33,7 @@ from strategies.dpsgd import DPSGD
 from strategies.dpsgd_ft import DPSGDFT
 from strategies.fedavg import FedAvg
 from strategies.fedavg_ft import FedAvgFT
+from strategies.fedcr import FedCR
 from strategies.fedfomo import FedFomo
 from strategies.fedp3 import FedP3
 from strategies.fedprox import FedProx
@@ -66,6 +68,9 @@ SYSTEMS: dict[str, System] = {
     "ditto": System(Ditto, DittoClient, "Ditto: FedAvg, and a personal model each that is pulled towards it"),
     "fedfomo": System(FedFomo, FedFomoClient, "FedFomo: each client moves towards those models that help it"),
     "fedprox": System(FedProx, FedProxClient, "FedProx: FedAvg with a proximal term in the local loss"),
+    "fedcr": System(
+        FedCR, FedCRClient, "FedCR: a variational encoder for all, drawn to a Gaussian per class; own heads"
+    ),
     "fjord": System(FjORD, FjORDClient, "FjORD: ordered dropout, nested sub-networks of leading units"),
     "lg-fedavg": System(LGFedAvg, LGFedAvgClient, "LG-FedAvg: lower layers stay local, upper ones are averaged"),
     "mtl": System(MTL, MTLClient, "MTL: own models, and a learnt covariance of clients between them (a surrogate)"),

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedprune_app.config import FEDP3_COUNTS, ConfigError
+from fedprune_app.config import FEDP3_COUNTS, ConfigError, FedP3Options
 from fedprune_app.core import layers, rng
 from fedprune_app.core.aggregate import MaskedMean, attention_mean
 from fedprune_app.core.masks import sketch_masks
@@ -41,10 +41,15 @@ class FedP3(FederatedStrategy):
 
     paper_formula = "32 bits per parameter: down own layers, last layer, ratio of the others; up own layers, last layer"
 
+    headless: frozenset[str] = frozenset()  # tensors of no layer, which travel down to all
+
+    @property
+    def options(self) -> FedP3Options:
+        return self.config.fedp3
+
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self.options = self.config.fedp3
-        self.layers = layers.layers_of(list(self.model), self.prunable)
+        self.layers = layers.layers_of([n for n in self.model if n not in self.headless], self.prunable)
         self.sizes = {layer: sum(self.model[n].numel() for n in names) for layer, names in self.layers.items()}
         self.table_sizes = {layer: self._in_table(names) for layer, names in self.layers.items()}
         self.weights = {
