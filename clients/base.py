@@ -69,6 +69,7 @@ class FederatedClient(NumPyClient):
         self.num_partitions = num_partitions
         self.capacity = capacity  # the density that this node can bear, where its operator says so
         self.request: Mapping[str, Any] = {}  # the fields of the message being answered
+        self.received = Payload({})  # its payload
         self.data_config = data_config(config)
         self.store = VersionedStore(state_dir / f"{partition:05d}")
         self.dataset = load_dataset(config.dataset, config.data_dir, config.download)
@@ -197,6 +198,7 @@ class FederatedClient(NumPyClient):
             "num-examples": len(self.data.train_labels),
             "image-shape": list(self.dataset.image_shape),
             "num-classes": self.dataset.num_classes,
+            **({} if self.capacity is None else {"capacity": self.capacity}),
             **{f"labels-{part}": [int(n) for n in values] for part, values in counts.items()},
         }
 
@@ -210,7 +212,8 @@ class FederatedClient(NumPyClient):
         self.request = config
         round = int(config["round"])
         state, lost = self._state(config, before=round)
-        update = self.local_update(_received(parameters, config), state, round)
+        self.received = _received(parameters, config)
+        update = self.local_update(self.received, state, round)
         if update.training.diverged:
             raise ValueError(f"training diverged (loss {update.training.loss_mean}); try a lower learning-rate")
         self.store.save(round, update.state, accepted=config.get("state-round"))
@@ -229,7 +232,7 @@ class FederatedClient(NumPyClient):
     def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Accuracies of the personal, received and global model, on this client's own data."""
         self.request = config
-        received = _received(parameters, config)
+        self.received = received = _received(parameters, config)
         state, lost = self._state(config, before=int(config["round"]) + 1)
         masks = self.masks(state)
         personal = Payload(self.personal_model(received, state), masks)

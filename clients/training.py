@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -13,12 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from clients.parts import Network, Part, Work, put_aside, smaller
+
 GradientHook = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 """Changes gradients in place, given all trained (parameters, gradients) by name."""
 StepHook = Callable[[Mapping[str, Tensor]], None]
 """Changes all trained parameters in place, given by name, after an update."""
+Objective = Callable[[Network, Tensor, Tensor], Tensor]
+"""The loss to differentiate, given the network, a batch's images and its labels."""
 Augmenter = Callable[[Tensor, torch.Generator], Tensor]
 """Maps the positions (B,) of a batch's examples to images (B, ...), augmented with draws from a CPU generator."""
+
+
+def cross_entropy(network: Network, images: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross entropy of a batch."""
+    return F.cross_entropy(network(images), labels)
 
 
 @dataclass(frozen=True)
@@ -164,9 +173,11 @@ def train(
     adjust_gradients: GradientHook | None = None,
     after_step: StepHook | None = None,
     after_epoch: Callable[[int], None] | None = None,
+    objective: Objective = cross_entropy,
+    part: Callable[[int], Part] | None = None,
     device: torch.device | str | None = None,
 ) -> TrainingResult:
-    """Train ``model`` in place on images (N, ...) and labels (N,) by mean cross entropy.
+    """Train ``model`` in place on images (N, ...) and labels (N,) by mean cross entropy, or another ``objective``.
 
     Every epoch takes the examples in a fresh permutation from ``rng`` (a CPU generator); the last batch may
     be smaller; with ``augment`` its images are ``augment(positions, rng)`` in place of rows of ``images``. The
@@ -174,6 +185,9 @@ def train(
     ``sgd.max_grad_norm``; times ``masks``; weight decay, momentum and update of the parameters not in ``frozen``;
     ``after_step`` on the new values (a decoupled proximal step, say). Weights where their mask is False are set to
     0 first and stay exactly 0 (``after_step`` must keep them so: it is not masked).
+
+    ``part``, given how many examples a step has, says what of the network that step trains; hooks and clipping then see
+    that part alone.
 
     ``after_epoch(epoch)``, from 0, can read the weights in the model; it copies what it keeps. In all hooks
     4-D tensors may have their channels last in memory: no ``view(-1)`` there. Model and data go to ``device``
@@ -200,14 +214,14 @@ def train(
             for batch in torch.split(order, sgd.batch_size):
                 label_batch = labels.index_select(0, batch)
                 image_batch = images.index_select(0, batch) if augment is None else augment(batch, rng)
-                flat.gradients.zero_()
-                loss = F.cross_entropy(model(image_batch), label_batch)
-                loss.backward()  # type: ignore[no-untyped-call]
-                if adjust_gradients is not None:
-                    adjust_gradients(flat.named_values, flat.named_gradients)
-                _step(flat.values, flat.gradients, velocity, kept, sgd)
-                if after_step is not None:
-                    after_step(flat.named_values)
+                with _work(model, flat, velocity, kept, part and part(len(label_batch))) as work:
+                    loss = objective(work.network, image_batch, label_batch)
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    if adjust_gradients is not None:
+                        adjust_gradients(work.named_values, work.named_gradients)
+                    _step(work, sgd)
+                    if after_step is not None:
+                        after_step(work.named_values)
                 loss_sum.add_(loss.detach(), alpha=len(label_batch))
                 num_steps += 1
             if after_epoch is not None:
@@ -216,18 +230,51 @@ def train(
     return TrainingResult(float(loss_sum) / (sgd.epochs * num_examples), num_steps, num_examples)
 
 
-def _step(values: Tensor, gradients: Tensor, velocity: Tensor | None, kept: Tensor | None, sgd: SGD) -> None:
-    """One step of ``torch.optim.SGD`` on flat tensors, in its order of operations; spoils ``gradients``."""
+@contextmanager
+def _work(
+    model: nn.Module, flat: FlatParameters, velocity: Tensor | None, kept: Tensor | None, part: Part | None
+) -> Iterator[Work]:
+    """What a step works on: the whole network as two flat tensors, or a part of it."""
+    named_velocity = None if part is None or velocity is None else flat.views(velocity)
+    if part is not None and part.extents:
+        named_kept = None if kept is None else flat.views(kept)
+        with smaller(model, part, flat.named_values, named_velocity, named_kept) as work:
+            yield work
+        return
+    flat.gradients.zero_()
+    whole = Work(
+        model,
+        flat.named_values,
+        flat.named_gradients,
+        [flat.values],
+        [flat.gradients],
+        None if velocity is None else [velocity],
+        None if kept is None else [kept],
+    )
+    if part is None:
+        yield whole
+        return
+    with put_aside(part.masks, flat.named_values, named_velocity) as keep:
+        yield replace(whole, keep=keep)
+
+
+def _step(work: Work, sgd: SGD) -> None:
+    """One step of ``torch.optim.SGD``, in its order of operations; spoils the gradients."""
+    for name, keep in work.keep.items():
+        work.named_gradients[name].mul_(keep)
     if sgd.max_grad_norm is not None:
-        norm = torch.linalg.vector_norm(gradients)
-        gradients.mul_((sgd.max_grad_norm / (norm + 1e-6)).clamp_(max=1))  # as torch's clip_grad_norm_
-    if kept is not None:
-        gradients.mul_(kept)
-    if sgd.weight_decay:
-        gradients.add_(values, alpha=sgd.weight_decay)
-    if velocity is not None:
-        gradients = velocity.mul_(sgd.momentum).add_(gradients)
-    values.add_(gradients, alpha=-sgd.learning_rate)
+        norms = [torch.linalg.vector_norm(gradient) for gradient in work.gradients]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        scale = (sgd.max_grad_norm / (norm + 1e-6)).clamp_(max=1)  # as torch's clip_grad_norm_
+        for gradient in work.gradients:
+            gradient.mul_(scale)
+    for i, (values, gradient) in enumerate(zip(work.values, work.gradients, strict=True)):
+        if work.kept is not None:
+            gradient.mul_(work.kept[i])
+        if sgd.weight_decay:
+            gradient.add_(values, alpha=sgd.weight_decay)
+        change = gradient if work.velocity is None else work.velocity[i].mul_(sgd.momentum).add_(gradient)
+        values.add_(change, alpha=-sgd.learning_rate)
 
 
 def _apply_masks(model: nn.Module, flat: FlatParameters, masks: Mapping[str, Tensor]) -> Tensor:

@@ -39,6 +39,23 @@ def option(
     return field(default=default, metadata={"help": help, **limits})
 
 
+def in_turn(key: str, text: str, partition: int, default: float) -> float:
+    """The share of a client from a list for the clients in turn, '0.2 0.4'; ``default`` where it is empty.
+
+    Raises :class:`ConfigError` naming ``key`` unless all are above 0 and at most 1.
+    """
+    texts = text.replace(",", " ").split()
+    if not texts:
+        return default
+    try:
+        values = [float(each) for each in texts]
+    except ValueError:
+        values = [math.nan]
+    if not all(0 < value <= 1 for value in values):
+        raise ConfigError(f"{key} is {text!r}, allowed: numbers above 0 and at most 1")
+    return values[partition % len(values)]
+
+
 @dataclass(frozen=True)
 class SubFedAvgOptions:
     """Sub-FedAvg, Un and Hy; names and values as in the paper's section 4 and the released code."""
@@ -113,16 +130,7 @@ class DisPFLOptions(GossipOptions):
 
     def density_of(self, partition: int, default: float) -> float:
         """The density of a client, from the list or ``default``. Raises :class:`ConfigError`."""
-        texts = self.densities.replace(",", " ").split()
-        if not texts:
-            return default
-        try:
-            values = [float(text) for text in texts]
-        except ValueError:
-            values = [math.nan]
-        if not all(0 < value <= 1 for value in values):
-            raise ConfigError(f"dispfl.densities is {self.densities!r}, allowed: numbers above 0 and at most 1")
-        return values[partition % len(values)]
+        return in_turn("dispfl.densities", self.densities, partition, default)
 
 
 @dataclass(frozen=True)
@@ -186,6 +194,124 @@ class MTLOptions:
 
     strength: float = option(0.001, "strength of the regulariser (λ)", least=0)
     ridge: float = option(0.1, "added to the task covariance before it is inverted (ε)", above=0)
+
+
+FEDP3_COUNTS: dict[str, tuple[int, ...]] = {
+    "lowerb": (1,),
+    "opu2": (2,),
+    "opu3": (3,),
+    "opu1-2-3": (1, 2, 3),
+    "opu2-3": (2, 3),
+}
+"""FedP3's layer sets by how many hidden layers a client trains; of several counts each client draws one."""
+FEDP3_BLOCKS: dict[str, tuple[str, ...]] = {
+    "b2-b3-full": ("-layer2", "-layer3"),
+    "b2-part": ("-layer2.0", "-layer2.1"),
+    "b3-part": ("-layer3.0", "-layer3.1"),
+}
+"""FedP3's Table 1: what the clients, in turn or at random, leave out of ResNet-18."""
+
+
+@dataclass(frozen=True)
+class FedP3Options:
+    """FedP3; the common key ``density`` is that of the layers a client does not train (the paper's global ratio)."""
+
+    layer_set: str = option(
+        "opu3",
+        "hidden layers a client trains in full and uploads; the last layer always is",
+        choices=(*FEDP3_COUNTS, "all", *FEDP3_BLOCKS, "capacity", "by-hand"),
+    )
+    assignment: str = option(
+        "balanced",
+        "layers go to the clients in equal shares as in the released code (mixed numbers of them are drawn), or at "
+        "random, once or every round",
+        choices=("balanced", "random", "per-round"),
+    )
+    layers: str = option(
+        "", "for layer-set 'by-hand': sets for the clients in turn, 'conv1 conv2; fc1; -conv1' (minus: all but)"
+    )
+    capacities: str = option(
+        "", "for layer-set 'capacity': shares of the model's parameters that clients in turn can hold, '0.5 0.8'"
+    )
+    densities: str = option("", "densities of the clients in turn, '0.9 0.7'; empty: density for all")
+    prune_by: str = option(
+        "magnitude",
+        "what the server prunes from the layers a client does not train: the smallest weights of the round, or random "
+        "ones of the client, drawn once or every round",
+        choices=("magnitude", "random", "random-per-round"),
+    )
+    pruned_weights: str = option(
+        "stay-zero",
+        "what the server pruned stays pruned in local training, or as in the released code is trained from zero",
+        choices=("stay-zero", "train"),
+    )
+    local: str = option(
+        "fixed",
+        "local pruning, anew for each step, of the layers a client does not train",
+        choices=("fixed", "uniform", "ordered-dropout"),
+    )
+    local_density: float = option(0.9, "share p of weights or units that local pruning keeps at least", above=0, most=1)
+    local_law: str = option(
+        "uniform",
+        "a step's share: uniform in [p, 1], always p, or one of 0.2, 0.4, ..., 1 from p on",
+        choices=("uniform", "constant", "fjord"),
+    )
+    aggregation: str = option(
+        "simple",
+        "mean of a layer over its clients: plain; weighted by how many hidden layers they train; that, counting the "
+        "last layer; as printed, over all clients, which shrinks layers; or attention (ours)",
+        choices=("simple", "weighted", "weighted-with-head", "weighted-literal", "attention"),
+    )
+    temperature: float = option(1.0, "of attention's softmax over distances from the mean, in their mean", above=0)
+    personal_head: bool = option(False, "the last layer stays with the client, as the released code has it in effect")
+
+    def density_of(self, partition: int, default: float) -> float:
+        """The density of what a client does not train. Raises :class:`ConfigError`."""
+        return in_turn("fedp3.densities", self.densities, partition, default)
+
+    def capacity_of(self, partition: int) -> float:
+        """The share of the model that a client can hold, where its node does not say. Raises :class:`ConfigError`."""
+        return in_turn("fedp3.capacities", self.capacities, partition, 1.0)
+
+    def patterns(self) -> tuple[str, ...]:
+        """What to take, for the clients in turn, where layers are named; else nothing."""
+        if self.layer_set == "by-hand":
+            return tuple(part.strip() for part in self.layers.split(";"))
+        return FEDP3_BLOCKS.get(self.layer_set, ())
+
+
+@dataclass(frozen=True)
+class FedCROptions:
+    """FedCR; names as in the released code where it has one."""
+
+    beta: float = option(0.001, "strength of the divergence between prior and encoder (β)", least=0)
+    divergence: str = option(
+        "prior-to-encoder",
+        "KL(prior ‖ encoder), as in the released code, or KL(encoder ‖ prior)",
+        choices=("prior-to-encoder", "encoder-to-prior"),
+    )
+    prior_weight: float = option(
+        1.0, "share of a round's product in the prior (beta2 of the released code, whose default 0 never updates it)",
+        least=0, most=1,
+    )  # fmt: skip
+    train_draws: int = option(15, "draws of a code per image in training", least=1)
+    test_draws: int = option(30, "draws of a code per image in testing", least=1)
+    layer_set: str = option(
+        "all", "layers a client trains in full and sends, as fedp3.layer-set", choices=(*FEDP3_COUNTS, "all")
+    )
+
+
+@dataclass(frozen=True)
+class FjORDOptions:
+    """FjORD; a node's ``capacity`` goes before ``widths``."""
+
+    widths: str = option(
+        "0.2 0.4 0.6 0.8 1.0", "share of each layer's units that the clients, in turn, can bear (p_max)"
+    )
+
+    def width_of(self, partition: int) -> float:
+        """A client's width. Raises :class:`ConfigError`."""
+        return in_turn("fjord.widths", self.widths, partition, 1.0)
 
 
 @dataclass(frozen=True)
@@ -256,6 +382,9 @@ class Config:
     fedprox: FedProxOptions = field(default_factory=FedProxOptions)
     lgfedavg: LGFedAvgOptions = field(default_factory=LGFedAvgOptions)
     mtl: MTLOptions = field(default_factory=MTLOptions)
+    fedp3: FedP3Options = field(default_factory=FedP3Options)
+    fedcr: FedCROptions = field(default_factory=FedCROptions)
+    fjord: FjORDOptions = field(default_factory=FjORDOptions)
 
     @property
     def learning_rates(self) -> _LearningRates:
@@ -344,6 +473,8 @@ def parse_config(values: Mapping[str, Any]) -> Config:
         top[key.replace("-", "_")] = str(Path(path).expanduser()) if path else ""
     config = Config(**top)
     config.dispfl.density_of(0, config.density)
+    config.fjord.width_of(0)
+    _check_fedp3(config)
     _check_adjacency("dispfl", config.dispfl)
     _check_adjacency("dpsgd", config.dpsgd)
     prunes_on_validation = (
@@ -363,6 +494,20 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     if config.resume_from and config.out_dir and config.out_dir != config.resume_from:
         raise ConfigError(f"out-dir is {config.out_dir!r}, allowed with resume-from: that same folder, or nothing")
     return config
+
+
+def _check_fedp3(config: Config) -> None:
+    options = config.fedp3
+    options.density_of(0, config.density)
+    options.capacity_of(0)
+    if (options.layer_set == "by-hand") != bool(options.layers):
+        allowed = "nothing" if options.layers else "sets of layers"
+        raise ConfigError(
+            f"fedp3.layers is {options.layers!r}, allowed with fedp3.layer-set {options.layer_set!r}: {allowed}"
+        )
+
+    if config.system == "fedcr" and options.local != "fixed":
+        raise ConfigError(f"fedp3.local is {options.local!r}, allowed with system 'fedcr': 'fixed'")
 
 
 def _check_adjacency(table: str, options: GossipOptions) -> None:

@@ -12,8 +12,11 @@ from clients.dpsgd import DPSGDClient
 from clients.dpsgd_ft import DPSGDFTClient
 from clients.fedavg import FedAvgClient
 from clients.fedavg_ft import FedAvgFTClient
+from clients.fedcr import FedCRClient
 from clients.fedfomo import FedFomoClient
+from clients.fedp3 import FedP3Client
 from clients.fedprox import FedProxClient
+from clients.fjord import FjORDClient
 from clients.lg_fedavg import LGFedAvgClient
 from clients.mtl import MTLClient
 from clients.standalone import StandaloneClient
@@ -30,8 +33,11 @@ from strategies.dpsgd import DPSGD
 from strategies.dpsgd_ft import DPSGDFT
 from strategies.fedavg import FedAvg
 from strategies.fedavg_ft import FedAvgFT
+from strategies.fedcr import FedCR
 from strategies.fedfomo import FedFomo
+from strategies.fedp3 import FedP3
 from strategies.fedprox import FedProx
+from strategies.fjord import FjORD
 from strategies.lg_fedavg import LGFedAvg
 from strategies.mtl import MTL
 from strategies.standalone import Standalone
@@ -54,6 +60,7 @@ SYSTEMS: dict[str, System] = {
         SubFedAvgHy, SubFedAvgHyClient, "Sub-FedAvg (Hy): channels are removed, linear layers pruned"
     ),
     "dispfl": System(DisPFL, DisPFLClient, "Dis-PFL: sparse personal models gossip with neighbours, masks evolve"),
+    "fedp3": System(FedP3, FedP3Client, "FedP3: clients train some layers, get the others pruned, send only theirs"),
     "fedavg": System(FedAvg, FedAvgClient, "FedAvg: one dense global model, averaged by sample counts"),
     "fedavg-ft": System(FedAvgFT, FedAvgFTClient, "FedAvg-FT: FedAvg's model, fine-tuned by every client"),
     "dpsgd": System(DPSGD, DPSGDClient, "D-PSGD: decentralised FedAvg, judged by the consensus model"),
@@ -61,6 +68,10 @@ SYSTEMS: dict[str, System] = {
     "ditto": System(Ditto, DittoClient, "Ditto: FedAvg, and a personal model each that is pulled towards it"),
     "fedfomo": System(FedFomo, FedFomoClient, "FedFomo: each client moves towards those models that help it"),
     "fedprox": System(FedProx, FedProxClient, "FedProx: FedAvg with a proximal term in the local loss"),
+    "fedcr": System(
+        FedCR, FedCRClient, "FedCR: a variational encoder for all, drawn to a Gaussian per class; own heads"
+    ),
+    "fjord": System(FjORD, FjORDClient, "FjORD: ordered dropout, nested sub-networks of leading units"),
     "lg-fedavg": System(LGFedAvg, LGFedAvgClient, "LG-FedAvg: lower layers stay local, upper ones are averaged"),
     "mtl": System(MTL, MTLClient, "MTL: own models, and a learnt covariance of clients between them (a surrogate)"),
     "standalone": System(Standalone, StandaloneClient, "Standalone (Local): every client trains alone"),

@@ -121,6 +121,10 @@ class FederatedStrategy(Strategy):
         """What each participant is sent, made one by one as it is sent: by default its payload of :meth:`plan`."""
         return _encoded(self.plan(round, participants))
 
+    def evaluated(self, round: int) -> Iterator[tuple[int, Contents]]:
+        """What each client is sent to evaluate: by default :meth:`evaluation_payload`, the same for all."""
+        return _encoded(dict.fromkeys(self.roster, self.evaluation_payload()))
+
     def open_round(self, round: int, participants: list[int]) -> None:
         """Before the first reply."""
 
@@ -273,8 +277,7 @@ class FederatedStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Messages to all clients, not only to the participants."""
-        plan = dict.fromkeys(self.roster, self.evaluation_payload())
-        return self._messages(_encoded(plan), server_round, MessageType.EVALUATE)
+        return self._messages(self.evaluated(server_round), server_round, MessageType.EVALUATE)
 
     def aggregate_train(  # type: ignore[override]  # streamed answers instead of a list of messages
         self, server_round: int, replies: Iterable[Answer]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOF = ["registry", "run_folder", "server_app", "client_app", "cli", "demo", "experiment", "export", "launch", "sweep"]
+ROOF = ["registry", "run_folder", "server_app", "client_app", "cli", "demo", "deploy", "experiment", "export", "launch"]
+ROOF += ["sweep"]
 ALLOWED = {  # room: rooms it may import
     "fedprune_app.core": set(),
     "fedprune_app.config": set(),

@@ -121,6 +121,25 @@ def masked_mean(
     return accumulator.mean(fallback)
 
 
+def attention_mean(tensors: Sequence[Sequence[Tensor]], temperature: float) -> list[Tensor]:
+    """Mean of one layer over its clients, weighted ``softmax(-d_i / (temperature · mean d))``.
+
+    ``d_i`` is the squared L2 distance of client i's layer (all its tensors together) from the plain mean; where all are
+    equal, so are the weights. Ours: FedP3's Algorithm 3 names "an attention mapping layer" and no signal to learn it
+    from. float64 inside; the order of the clients matters to the last bit, so the caller sorts them.
+    """
+    wide = [[tensor.double() for tensor in layer] for layer in tensors]
+    mean = [torch.stack(parts).mean(0) for parts in zip(*wide, strict=True)]
+    distances = torch.stack(
+        [torch.stack([(t - m).square().sum() for t, m in zip(layer, mean, strict=True)]).sum() for layer in wide]
+    )
+    weights = torch.softmax(-distances / (temperature * distances.mean().clamp(min=1e-300)), dim=0)
+    return [
+        torch.stack([w * part for w, part in zip(weights, parts, strict=True)]).sum(0).to(first.dtype)
+        for parts, first in zip(zip(*wide, strict=True), tensors[0], strict=True)
+    ]
+
+
 def gossip_mix(payloads: Sequence[Payload]) -> dict[str, Tensor]:
     """Modified gossip average: per coordinate ``Σ_j w_j / Σ_j m_j`` over its holders, 0 where there is none.
 

@@ -1,8 +1,10 @@
-"""Layers of a network, by the names of their tensors."""
+"""Layers of a network, by the names of their tensors, and which of them a client trains."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
 
 
 def last_layers(names: Sequence[str], weights: Collection[str], count: int) -> list[str]:
@@ -17,6 +19,103 @@ def last_layers(names: Sequence[str], weights: Collection[str], count: int) -> l
         raise ValueError(f"the last {count} layers of a model with {len(weighted)}, allowed: 1 to {len(weighted)}")
     last = set(layers[layers.index(weighted[-count]) :])
     return [name for name in names if _layer(name) in last]
+
+
+def layers_of(names: Sequence[str], weights: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """The layers of a network in its order: name of each convolution or linear layer → names of its tensors.
+
+    ``names`` are tensors in the model's order, ``weights`` those of convolutions and linear layers. Biases, and norms
+    with their running statistics, belong to the layer before them. So does a projection beside a residual block
+    (torchvision's ``downsample``), which gives ResNet-18 its 18 layers. Every name is in exactly one layer.
+    ``ValueError`` if the first tensor belongs to no layer.
+    """
+    owner: dict[str, str] = {}  # module → layer
+    layers: dict[str, list[str]] = {}
+    weighted = {_layer(weight) for weight in weights}
+    current = ""
+    for name in names:
+        module = _layer(name)
+        if module not in owner:
+            if module in weighted and "downsample" not in module.split("."):
+                current = module
+            if not current:
+                raise ValueError(
+                    f"tensor '{name}' comes before the first layer, allowed: a convolution or linear layer"
+                )
+            owner[module] = current
+        layers.setdefault(owner[module], []).append(name)
+    return {layer: tuple(tensors) for layer, tensors in layers.items()}
+
+
+def consecutive(layers: Sequence[str], first: int, count: int) -> tuple[str, ...]:
+    """``count`` layers from position ``first`` on, the first one following the last; in the model's order."""
+    chosen = {layers[(first + i) % len(layers)] for i in range(_checked(count, layers))}
+    return tuple(layer for layer in layers if layer in chosen)
+
+
+def drawn(layers: Sequence[str], counts: Sequence[int], rng: np.random.Generator) -> tuple[str, ...]:
+    """As many layers as one of ``counts``, drawn uniformly, says, drawn uniformly without replacement."""
+    count = _checked(counts[int(rng.integers(len(counts)))], layers)
+    chosen = {layers[i] for i in rng.permutation(len(layers))[:count]}
+    return tuple(layer for layer in layers if layer in chosen)
+
+
+def _checked(count: int, layers: Sequence[str]) -> int:
+    if not 1 <= count <= len(layers):
+        raise ValueError(f"{count} of {len(layers)} layers, allowed: 1 to {len(layers)}")
+    return count
+
+
+def matching(layers: Sequence[str], pattern: str) -> tuple[str, ...]:
+    """The layers that a text names: ``conv1 layer2`` those, and all below ``layer2``; ``-layer2.0`` all but those.
+
+    A text with a minus first takes away from all layers. ``ValueError`` for a part that names no layer, or nothing.
+    """
+    parts = pattern.replace(",", " ").split()
+    chosen = set(layers) if parts and parts[0].startswith("-") else set()
+    for part in parts:
+        name = part.removeprefix("-")
+        found = {layer for layer in layers if layer == name or layer.startswith(f"{name}.")}
+        if not found:
+            raise ValueError(f"'{name}' names no hidden layer, allowed: {', '.join(layers)}")
+        chosen = chosen - found if part.startswith("-") else chosen | found
+    if not chosen:
+        raise ValueError(f"'{pattern}' names no hidden layer, allowed: at least one of {', '.join(layers)}")
+    return tuple(layer for layer in layers if layer in chosen)
+
+
+def within_capacity(
+    sizes: Mapping[str, int], prunable: Mapping[str, int], head: str, first: int, density: float, capacity: float
+) -> tuple[tuple[str, ...], float]:
+    """Which hidden layers a client trains that can hold ``capacity`` of all parameters, and the density of the others.
+
+    Layers are taken from position ``first`` on, in turn, while what is deployed (them and the head in full, ``density``
+    of the others' weights) stays within the capacity. Where not even one fits, it is the smallest, and the others get
+    as dense as there is room. ``sizes`` are parameters per layer, ``prunable`` those of them that may be pruned.
+    ``ValueError`` if not even that fits.
+    """
+    room = capacity * sum(sizes.values()) + 1e-6
+    hidden = [layer for layer in sizes if layer != head]
+    chosen: set[str] = set()
+    for layer in hidden[first:] + hidden[:first]:
+        if deployed(sizes, prunable, {*chosen, layer, head}, density) <= room:
+            chosen.add(layer)
+    if not chosen:
+        chosen = {min(hidden, key=lambda layer: sizes[layer])}
+        least = deployed(sizes, prunable, {*chosen, head}, 0.0)
+        rest = deployed(sizes, prunable, {*chosen, head}, 1.0) - least
+        if room <= least:
+            share = least / sum(sizes.values())
+            raise ValueError(f"capacity is {capacity:g}, allowed: above {share:.3g}, the last and the smallest layer")
+        density = min(density, (room - least) / rest)
+    return tuple(layer for layer in hidden if layer in chosen), density
+
+
+def deployed(sizes: Mapping[str, int], prunable: Mapping[str, int], dense: Collection[str], density: float) -> float:
+    """Parameters a client holds: the ``dense`` layers in full, and a share of what may be pruned of each other."""
+    return sum(
+        size if layer in dense else size - prunable[layer] + density * prunable[layer] for layer, size in sizes.items()
+    )
 
 
 def _layer(name: str) -> str:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedprune_app.core.rng import generator
+
 Masks = dict[str, Tensor]
 
 
@@ -80,6 +82,37 @@ def random_masks(
         mask.view(-1)[order[: keep_count(mask.numel(), densities[name])]] = True
         masks[name] = mask
     return masks
+
+
+def magnitude_masks(weights: Mapping[str, Tensor], density: float) -> Masks:
+    """Per tensor, keep the ``keep_count(n, density)`` weights of largest magnitude; ties go to the lowest flat index.
+
+    Source: FedP3, section 4.3.1, as its released code has it (``int(p n)`` per weight tensor).
+    """
+    masks = {}
+    for name, weight in weights.items():
+        count = keep_count(weight.numel(), density)
+        everywhere = torch.ones(weight.shape, dtype=torch.bool, device=weight.device)
+        if 0 < count < weight.numel():
+            masks[name] = _largest(weight.detach().abs(), everywhere, count)
+        else:
+            masks[name] = everywhere if count else ~everywhere
+    return masks
+
+
+def sketch_masks(
+    weights: Mapping[str, Tensor], density: float, kind: str, seed: int, partition: int, round: int
+) -> Masks:
+    """FedP3's P_i: per tensor, ``keep_count(n, density)`` weights.
+
+    ``kind`` is "magnitude", or "random" for a client's own draw, once, and "random-per-round" for one every round.
+    Server and client make the same.
+    """
+    if kind == "magnitude":
+        return magnitude_masks(weights, density)
+    draw = generator(seed, "global pruning", partition, round if kind == "random-per-round" else 0)
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    return random_masks(shapes, dict.fromkeys(shapes, density), draw)
 
 
 def prune_percent(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], percent: float) -> Masks:

@@ -7,14 +7,20 @@ takes them back, and :func:`coordinate_masks` says which full coordinates a smal
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 Kept = dict[str, Tensor]
 """Channel masks: for each group, by its name, bool (size,), True = kept."""
+
+
+Extents = Mapping[str, Mapping[int, int]]
+"""How far leading units reach into tensors: name → dimension → how many of its indices."""
 
 
 @dataclass(frozen=True)
@@ -173,3 +179,82 @@ def _resize(path: str, layer: nn.Module, shape: torch.Size) -> None:
         layer.out_features, layer.in_features = shape
     else:
         raise ValueError(f"layer '{path}' is a {type(layer).__name__}, allowed: Conv2d, BatchNorm2d or Linear")
+
+
+# --- leading units ----------------------------------------------------------------------------------------------------
+
+
+def hidden_groups(
+    layers: Mapping[str, Sequence[str]], shapes: Mapping[str, torch.Size | tuple[int, ...]]
+) -> tuple[ChannelGroup, ...]:
+    """The units between consecutive layers of a chain, each group by the name of the layer that puts them out.
+
+    ``layers``: names of a layer's tensors, by layer, in order (:func:`fedprune_app.core.layers.layers_of`); its
+    ``weight`` is (out, in, ...). ``ValueError`` for a network that is no such chain.
+    """
+    groups = []
+    for (name, tensors), (follower, following) in pairwise(layers.items()):
+        size = shapes[f"{name}.weight"][0]
+        inputs = shapes[f"{follower}.weight"][1]
+        others = [t for t in following if len(shapes[t]) > 1 and t != f"{follower}.weight"]
+        if inputs % size or others:
+            raise ValueError(f"layer '{follower}' does not follow '{name}' alone, allowed: a chain of layers")
+        slices = [Slice(tensor, 0) for tensor in tensors if shapes[tensor]]
+        groups.append(ChannelGroup(name, size, (), (*slices, Slice(f"{follower}.weight", 1, inputs // size))))
+    return tuple(groups)
+
+
+def leading_count(size: int, share: float, multiple: int = 1) -> int:
+    """``ceil(share · size)``, at least 1, rounded up to a multiple (of a GroupNorm's channels per group)."""
+    count = max(1, math.ceil(share * size - 1e-9))  # 0.28 * 25 is 7, not 8
+    return min(size, -(-count // multiple) * multiple)
+
+
+def extents(groups: Sequence[ChannelGroup], counts: Mapping[str, int]) -> dict[str, dict[int, int]]:
+    """Where the first ``counts[group]`` units of each group lie; groups and dimensions that are whole are left out."""
+    reach: dict[str, dict[int, int]] = {}
+    for group in groups:
+        if counts[group.name] < group.size:
+            for piece in group.slices:
+                reach.setdefault(piece.tensor, {})[piece.dim] = counts[group.name] * piece.repeat
+    return reach
+
+
+def lead(tensor: Tensor, dims: Mapping[int, int] | None) -> Tensor:
+    """The leading block of a tensor, a view."""
+    for dim, count in (dims or {}).items():
+        tensor = tensor.narrow(dim, 0, count)
+    return tensor
+
+
+def widen(small: Mapping[str, Tensor], shapes: Mapping[str, torch.Size | tuple[int, ...]]) -> dict[str, Tensor]:
+    """The inverse of :func:`lead`: tensors of the full shapes, 0 beyond the leading blocks."""
+    full = {}
+    for name, tensor in small.items():
+        full[name] = tensor
+        if tensor.shape != shapes[name]:
+            full[name] = tensor.new_zeros(tuple(shapes[name]))
+            full[name][tuple(slice(size) for size in tensor.shape)] = tensor
+    return full
+
+
+def lead_masks(reach: Extents, shapes: Mapping[str, torch.Size | tuple[int, ...]]) -> dict[str, Tensor]:
+    """Masks of the full tensors, True in their leading blocks; of those that are cut."""
+    return {
+        name: widen({name: lead(torch.ones(tuple(shapes[name]), dtype=torch.bool), dims)}, shapes)[name]
+        for name, dims in reach.items()
+        if name in shapes
+    }
+
+
+class LeadingCounts:
+    """How many coordinates of a mask (of a weight (out, in, ...)) lie in any of its leading blocks, made once."""
+
+    def __init__(self, mask: Tensor) -> None:
+        counts = mask.flatten(2).sum(2) if mask.dim() > 2 else mask.long()
+        self.table = counts.cumsum(0).cumsum(1)  # (out, in)
+
+    def within(self, dims: Mapping[int, int] | None) -> int:
+        """Kept coordinates of the block that :func:`lead` cuts out."""
+        rows, columns = ((dims or {}).get(dim, size) for dim, size in enumerate(self.table.shape))
+        return int(self.table[rows - 1, columns - 1])

@@ -54,6 +54,7 @@ class Peer:
     image_shape: tuple[int, int, int]
     num_classes: int
     label_counts: Mapping[str, list[int]] = field(default_factory=dict)
+    capacity: float | None = None  # share of the model that its node can bear, where its operator says so
 
 
 Roster = dict[int, Peer]  # by partition id, ascending: Flower's node ids are random and unordered
@@ -225,6 +226,7 @@ def _read_peer(answer: Answer) -> Peer:
         image_shape=(shape[0], shape[1], shape[2]),
         num_classes=int(wire.number(fields, "num-classes", 2, 10**6)),
         label_counts=counts,
+        capacity=float(wire.number(fields, "capacity", 1e-9, 1)) if "capacity" in fields else None,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedprune_app.core.torchvision_shim import prepare_torchvision
+from fedprune_app.models.variational import LATENT, Prior, Variational
 
 ImageShape = tuple[int, int, int]  # (channels, height, width)
 
@@ -24,6 +25,14 @@ MODELS: dict[str, str] = {
     "cnn-small": "conv 16, 32 (3x3, padded), one linear layer; 6,090 parameters on 1x8x8, 10 classes",
     "cnn-small-bn": "cnn-small with batch normalisation after each convolution",
     "cnn-gn": "conv 16 (stride 2), 32, 64 (3x3) with group normalisation; 34,058 parameters on 3x32x32, 10 classes",
+    "cnn-fedp3": "CNN of FedP3: conv 64, 64 (5x5), fc 1024, 1024; 2,806,602 parameters on 3x32x32, 10 classes",
+    "cnn-fedp3-fmnist": "CNN of FedP3's code: conv 4, 12 (5x5), fc 1024, 1024; 1,258,798 parameters on 1x28x28",
+    "mlp3": "MLP of FedP3's code: fc 1024, 1024; 1,863,690 parameters on 1x28x28, 10 classes",
+    "mlp4": "MLP of FedP3: fc 1024, 1024, 1024; 2,913,290 parameters on 1x28x28, 10 classes",
+    "cnn-fedp3-cr": "cnn-fedp3 for FedCR: a Gaussian code of 256 before the last layer; 3,323,722 parameters",
+    "cnn-fedp3-fmnist-cr": "cnn-fedp3-fmnist for FedCR",
+    "mlp4-cr": "mlp4 for FedCR",
+    "cnn-small-cr": "cnn-small for FedCR",
     "resnet18-gn": "ResNet-18 of Dis-PFL: 3x3 stem, group normalisation; 11,173,962 parameters on 3x32x32, 10 classes",
     "resnet18-bn": "the same with batch normalisation (Sub-FedAvg hybrid)",
     "vgg11-gn": "VGG-11 of Dis-PFL: group normalisation, one linear layer; 9,231,114 parameters on 3x32x32, 10 classes",
@@ -56,9 +65,14 @@ _CONV_NETS: dict[str, dict[str, Any]] = {  # arguments of conv_net
         "norm": "gn",
         "num_groups": 4,
     },
+    "cnn-fedp3": {"channels": (64, 64), "hidden": (1024, 1024)},
+    "cnn-fedp3-fmnist": {"channels": (4, 12), "hidden": (1024, 1024)},
+    "mlp3": {"channels": (), "hidden": (1024, 1024)},
+    "mlp4": {"channels": (), "hidden": (1024, 1024, 1024)},
     "vgg11-gn": {**_VGG11, "norm": "gn"},
     "vgg11-bn": {**_VGG11, "norm": "bn"},
 }
+_VARIATIONAL = ("cnn-fedp3", "cnn-fedp3-fmnist", "mlp4", "cnn-small")  # those with a twin named -cr
 INITIALISATIONS = ("default", "subfedavg")
 
 
@@ -173,6 +187,9 @@ def architecture(name: str, image_shape: ImageShape, num_classes: int) -> nn.Mod
             return _resnet18(image_shape, num_classes, partial(nn.GroupNorm, 32))
         if name == "resnet18-bn":
             return _resnet18(image_shape, num_classes, nn.BatchNorm2d)
+        if (plain := name.removesuffix("-cr")) in _VARIATIONAL and plain != name:
+            encoder = conv_net(image_shape, 2 * LATENT, **_CONV_NETS[plain])
+            return Variational(OrderedDict(encoder.named_children()), num_classes, LATENT)
         return conv_net(image_shape, num_classes, **_CONV_NETS[name])
 
 
@@ -195,8 +212,8 @@ def initialise(model: nn.Module, init: str, rng: torch.Generator) -> None:
             module.reset_parameters()  # constants and running statistics, no random numbers
             if hybrid:
                 nn.init.constant_(module.weight, 0.5)
-        elif isinstance(module, nn.GroupNorm):
-            module.reset_parameters()  # scale 1, shift 0
+        elif isinstance(module, nn.GroupNorm | Prior):
+            module.reset_parameters()  # scale 1, shift 0; N(0, 1)
         elif isinstance(module, nn.Conv2d | nn.Linear):
             if init == "default":
                 _default_(module, rng)

@@ -26,6 +26,14 @@ SHAPES = {
     "cnn-small": (1, 8, 8),
     "cnn-small-bn": (1, 8, 8),
     "cnn-gn": (3, 32, 32),
+    "cnn-fedp3": (3, 32, 32),
+    "cnn-fedp3-fmnist": (1, 28, 28),
+    "mlp3": (1, 28, 28),
+    "mlp4": (1, 28, 28),
+    "cnn-fedp3-cr": (3, 32, 32),
+    "cnn-fedp3-fmnist-cr": (1, 28, 28),
+    "mlp4-cr": (1, 28, 28),
+    "cnn-small-cr": (1, 8, 8),
     "resnet18-gn": (3, 16, 16),  # small, for the time it takes
     "vgg11-gn": (3, 32, 32),
     "resnet18-bn": (3, 16, 16),
@@ -35,6 +43,10 @@ SMALLEST = {
     "cnn-small": 4,
     "cnn-small-bn": 4,
     "cnn-gn": 7,
+    "mlp3": 1,
+    "mlp4": 1,
+    "mlp4-cr": 1,
+    "cnn-small-cr": 4,
     "resnet18-gn": 1,
     "vgg11-gn": 32,
     "resnet18-bn": 1,
@@ -70,6 +82,13 @@ def num_parameters(model):
         ("resnet18-bn", (3, 32, 32), 10, 11_173_962),
         ("vgg11-bn", (3, 32, 32), 10, 9_231_114),
         ("cnn-gn", (3, 32, 32), 10, 34_058),
+        ("cnn-fedp3", (3, 32, 32), 10, 2_806_602),  # FedP3
+        ("cnn-fedp3", (3, 32, 32), 100, 2_898_852),
+        ("cnn-fedp3-fmnist", (1, 28, 28), 10, 1_258_798),
+        ("mlp3", (1, 28, 28), 10, 1_863_690),
+        ("mlp4", (1, 28, 28), 10, 2_913_290),
+        # by hand: the encoder's last layer, 1024 to 2 x 256, and the head, 256 to 10, in place of 1024 to 10
+        ("cnn-fedp3-cr", (3, 32, 32), 10, 2_806_602 - 10_250 + 1_025 * 512 + 257 * 10),
     ],
 )
 def test_parameter_counts_are_those_of_the_papers(name, image_shape, num_classes, expected):

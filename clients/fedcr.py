@@ -1,0 +1,86 @@
+"""FedCR, the client half: a variational encoder shared with all, a head of its own.
+
+Zhang, Li, Zhuo, Lin, ICML 2023, as the released code has it: the loss of a batch is the cross entropy, averaged over
+draws of the codes, plus β times the mean divergence between the label's prior and the encoder, KL(prior ‖ encoder) as
+coded (``fedcr.divergence = "encoder-to-prior"`` for the usual direction). In the last epoch the encoders of each
+class's images are multiplied; the products are sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from clients.base import Update
+from clients.fedp3 import FedP3Client
+from clients.parts import Network
+from clients.training import TrainingResult
+from fedprune_app.config import FedP3Options
+from fedprune_app.core import rng
+from fedprune_app.core.gaussians import experts_by_class, kl_divergence
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine.store import State
+from fedprune_app.models.variational import Variational
+
+
+class FedCRClient(FedP3Client):
+    """State as FedP3's, with a personal head."""
+
+    headless = frozenset({"prior.mean", "prior.std"})
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        if not isinstance(self.model, Variational):
+            raise ValueError("the model has no Gaussian code, allowed with system 'fedcr': one whose name ends in -cr")
+        self.network: Variational = self.model
+
+    @property
+    def options(self) -> FedP3Options:
+        return replace(self.config.fedp3, layer_set=self.config.fedcr.layer_set, layers="", personal_head=True)
+
+    def local_update(self, received: Payload, state: State, round: int) -> Update:
+        classes, latent = self.network.prior.mean.shape
+        self.experts = [torch.zeros(classes, latent, dtype=torch.float64) for _ in range(2)]
+        update = super().local_update(received, state, round)
+        precision, weighted = (total.cpu() for total in self.experts)
+        sent = {**update.payload.tensors, "experts.precision": precision, "experts.weighted-mean": weighted}
+        return replace(update, payload=Payload(sent))
+
+    def train(self, round: int, **how: Any) -> TrainingResult:
+        options, network = self.config.fedcr, self.network
+        draw = rng.generator(self.config.seed, "codes", self.partition, round)
+        latent = network.prior.mean.shape[1]
+        epochs_done = 0
+
+        def after_epoch(epoch: int) -> None:
+            nonlocal epochs_done
+            epochs_done = epoch + 1
+
+        def objective(_: Network, images: Tensor, labels: Tensor) -> Tensor:
+            mean, std = network.encode(images)
+            noise = torch.randn(options.train_draws, len(labels), latent, generator=draw).to(mean.device)
+            logits = network.classify(mean + std * noise)  # (draws, batch, classes)
+            target = labels.expand(options.train_draws, -1)
+            prior = network.prior.mean[labels], network.prior.std[labels]
+            encoder = mean, std
+            pair = (*prior, *encoder) if options.divergence == "prior-to-encoder" else (*encoder, *prior)
+            if epochs_done == self.config.local_epochs - 1:
+                products = experts_by_class(mean.detach(), std.detach(), labels, len(network.prior.mean))
+                self.experts = [total + part.cpu() for total, part in zip(self.experts, products, strict=True)]
+            return F.cross_entropy(logits.flatten(0, 1), target.flatten()) + options.beta * kl_divergence(*pair).mean()
+
+        return super().train(round, objective=objective, after_epoch=after_epoch, **how)
+
+    def accuracy(self, split: str) -> float | None:
+        """By the mean prediction over draws of the code; the same draws whenever it is asked."""
+        draw = rng.generator(self.config.seed, "codes to test", self.partition)
+        shape = self.config.fedcr.test_draws, self.network.prior.mean.shape[1]
+        self.network.noise = torch.randn(shape, generator=draw)
+        try:
+            return super().accuracy(split)
+        finally:
+            self.network.noise = None

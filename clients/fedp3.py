@@ -1,0 +1,122 @@
+"""FedP3, the client half: train its own layers and what is left of the others, send its own layers alone.
+
+Yi, Gazagnadou, Richtárik, Lyu, ICLR 2024, Algorithm 1, lines 7 to 13, and Algorithm 2. Where text and code differ:
+
+* What the server pruned stays pruned while the client trains, as in Algorithm 2; the code lets it grow back until the
+  next round overwrites it (``fedp3.pruned-weights = "train"``).
+* All layers are trained, those that are not sent too, as in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from clients.base import FederatedClient, Update
+from clients.local_pruning import OrderedDropout, UniformPruning, share_law
+from clients.subfedavg import pruned
+from fedprune_app.config import FedP3Options
+from fedprune_app.core import rng
+from fedprune_app.core.layers import layers_of
+from fedprune_app.core.masks import sketch_masks
+from fedprune_app.core.payload import Payload
+from fedprune_app.core.structured import hidden_groups
+from fedprune_app.engine.store import State, grouped
+from fedprune_app.models import vision
+
+
+class FedP3Client(FederatedClient):
+    """State: ``weights``, all of them, and ``masks``, the P_i they were trained under."""
+
+    headless: frozenset[str] = frozenset()  # tensors of no layer, which are received alone
+
+    @property
+    def options(self) -> FedP3Options:
+        return self.config.fedp3
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        names = [name for name in vision.named_tensors(self.model) if name not in self.headless]
+        self.layers = layers_of(names, self.prunable)
+        self.head = list(self.layers)[-1]
+        if self.options.personal_head:
+            self.shared = [name for name in self.shared if name not in self.layers[self.head]]
+
+    # --- what is asked for ------------------------------------------------------------------------------------------
+
+    def own_layers(self, state: State) -> list[str]:
+        """L_i, as the server asks, and the last layer. ``ValueError`` where it asks for more than it may."""
+        asked = list(self.request["layers"])
+        if unknown := [layer for layer in asked if layer not in self.layers]:
+            raise ValueError(f"layer '{unknown[0]}' is asked for, allowed: {', '.join(self.layers)}")
+        before = state.meta.get("layers", asked)
+        if before != asked and self.options.assignment != "per-round":
+            allowed = f"{', '.join(before)}, as before: with others in turn the server would see the whole model"
+            raise ValueError(f"layers {', '.join(asked)} are asked for, allowed: {allowed}")
+        return [*asked, self.head]
+
+    def global_masks(self, received: Payload) -> dict[str, Tensor]:
+        """P_i: as received, or of the dense model that is evaluated, by the server's own rule."""
+        if received.masks or not received.tensors or "density" not in self.request:
+            return dict(received.masks)
+        density = float(self.request["density"])
+        dense = {n for layer in (*self.request["layers"], self.head) for n in self.layers[layer]}
+        weights = {n: t for n, t in received.tensors.items() if n in self.prunable and n not in dense}
+        if density == 1 or not weights:
+            return {}
+        return sketch_masks(
+            weights, density, self.options.prune_by, self.config.seed, self.partition, int(self.request["round"])
+        )
+
+    def masks(self, state: State) -> dict[str, Tensor]:
+        return state.group("masks") if state.tensors else self.global_masks(self.received)
+
+    def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
+        """Line 8, and of its own what is never sent: a personal head, local norms."""
+        start = {**self.own_model(state), **received.tensors}
+        return start | pruned(start, self.global_masks(received))
+
+    def received_scores(self, received: Payload, state: State) -> dict[str, float | None]:
+        start = self.begin(received, state)
+        scores = {"accuracy-received": self.test_accuracy(start)}
+        if not self.options.personal_head:  # with which nobody has a whole one
+            dense = {**start, **received.tensors}
+            pruned_any = bool(self.global_masks(received))
+            scores["accuracy-global"] = self.test_accuracy(dense) if pruned_any else scores["accuracy-received"]
+        return scores
+
+    # --- a round ----------------------------------------------------------------------------------------------------
+
+    def local_update(self, received: Payload, state: State, round: int) -> Update:
+        own = self.own_layers(state)
+        start, masks = self.begin(received, state), self.global_masks(received)
+        vision.load_state_tensors(self.model, start)
+        kept = masks if self.options.pruned_weights == "stay-zero" else {}
+        part = self.local_pruning(own, kept, round)
+        result = self.train(round, masks=kept, part=part)
+        tensors = vision.state_tensors(self.model, include_buffers=True)
+        sent = [name for layer in own for name in self.layers[layer] if name in self.shared]
+        payload = Payload({name: tensors[name] for name in sent})  # line 12
+        kept_state = State(grouped(weights=tensors, masks=kept), {"layers": own[:-1]})
+        return Update(payload, kept_state, result, part.flops if part else self.training_flops(kept))
+
+    def local_pruning(
+        self, own: list[str], masks: Mapping[str, Tensor], round: int
+    ) -> UniformPruning | OrderedDropout | None:
+        """Q_i, which prunes each step's network further outside of the client's own layers; nothing when fixed."""
+        options = self.options
+        if options.local == "fixed":
+            return None
+        law = share_law(options.local_law, options.local_density)
+        draw = rng.numpy_generator(self.config.seed, "local pruning", self.partition, round)
+        shapes = {name: tensor.shape for name, tensor in vision.named_tensors(self.model).items()}
+        if options.local == "uniform":
+            mine = {name for layer in own for name in self.layers[layer]}
+            others = {name: shapes[name] for name in self.prunable if name not in mine}
+            return UniformPruning(others, masks, law, draw, self.layer_flops(), self.device)
+        full = {name.rpartition(".")[0] for layer in own for name in self.layers[layer]}  # norms too
+        return OrderedDropout(
+            self.model, hidden_groups(self.layers, shapes), full, masks, law, draw, self.layer_flops()
+        )

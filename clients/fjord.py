@@ -1,0 +1,66 @@
+"""FjORD, the client half: ordered dropout within the widest sub-network that the client can bear.
+
+Horváth et al., NeurIPS 2021, Algorithm 1. Each step draws a width p from {0.2, 0.4, ..., 1} up to the client's own and
+trains that sub-network, really a smaller one. Without the optional self-distillation. The paper keeps BatchNorm
+statistics per width; here all widths share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+
+from clients.base import FederatedClient, Update
+from clients.local_pruning import FJORD_SHARES, OrderedDropout
+from clients.subfedavg import pruned
+from fedprune_app.core import rng
+from fedprune_app.core.layers import layers_of
+from fedprune_app.core.payload import Payload
+from fedprune_app.core.structured import extents, hidden_groups, lead, lead_masks, leading_count, widen
+from fedprune_app.engine.store import State, grouped
+from fedprune_app.models import vision
+
+
+class FjORDClient(FederatedClient):
+    """State: ``weights`` in the full network's coordinates, 0 beyond the client's width; ``masks`` say how far."""
+
+    validates = "received"
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        if any(isinstance(layer, nn.GroupNorm) for layer in self.model.modules()):
+            raise ValueError("the model has GroupNorm, allowed with system 'fjord': a model without, or with BatchNorm")
+        tensors = vision.named_tensors(self.model)
+        self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self.groups = hidden_groups(layers_of(list(tensors), self.prunable), self.shapes)
+
+    def reach(self) -> Mapping[str, Mapping[int, int]]:
+        width = float(self.request["width"])
+        return extents(self.groups, {group.name: leading_count(group.size, width) for group in self.groups})
+
+    def masks(self, state: State) -> dict[str, Tensor]:
+        return state.group("masks") or lead_masks(self.reach(), self.shapes)
+
+    def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
+        """The sub-network in full coordinates; what is not sent (local norms) is the client's own."""
+        start = {**self.own_model(state), **widen(received.tensors, self.shapes)}
+        return start | pruned(start, lead_masks(self.reach(), self.shapes))
+
+    def local_update(self, received: Payload, state: State, round: int) -> Update:
+        width, reach = float(self.request["width"]), self.reach()
+        shares = [*(share for share in FJORD_SHARES if share < width - 1e-9), width]
+
+        def law(draw: np.random.Generator) -> float:
+            return shares[int(draw.integers(len(shares)))]
+
+        vision.load_state_tensors(self.model, self.begin(received, state))
+        draw = rng.numpy_generator(self.config.seed, "ordered dropout", self.partition, round)
+        dropout = OrderedDropout(self.model, self.groups, (), {}, law, draw, self.layer_flops())
+        result = self.train(round, part=dropout)
+        tensors = vision.state_tensors(self.model, include_buffers=True)
+        sent = {name: lead(tensors[name], reach.get(name)).contiguous() for name in self.shared}
+        masks = {n: m for n, m in lead_masks(reach, self.shapes).items() if n in tensors}
+        return Update(Payload(sent), State(grouped(weights=tensors, masks=masks)), result, dropout.flops)

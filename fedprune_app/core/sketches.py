@@ -1,0 +1,86 @@
+"""FedP3's theory: aggregation by permutation, pruning by random coordinates, one iteration with both, and its rate.
+
+Yi, Gazagnadou, Richtárik, Lyu, "FedP3", ICLR 2024, Definitions 1 and 2, Algorithm 4, Theorem 1. Models are vectors
+(d,), those of n clients together (n, d).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def perm_k_owners(dimension: int, num_clients: int, rng: torch.Generator) -> Tensor:
+    """Which client sends each coordinate, int64 (d,): a random permutation, cut into as many blocks as clients.
+
+    Blocks are equal, or differ by one where n does not divide d; each coordinate is each client's with probability 1/n.
+    Source: Definition 2; Szlendak et al., "Permutation compressors", 2021.
+    """
+    if dimension < 1 or num_clients < 1:
+        raise ValueError(f"{dimension} coordinates of {num_clients} clients, allowed: at least 1 of each")
+    clients = torch.randperm(num_clients, generator=rng)  # the first ones have the larger blocks
+    return clients[torch.randperm(dimension, generator=rng) % num_clients]
+
+
+def perm_k(vector: Tensor, owners: Tensor, client: int, num_clients: int) -> Tensor:
+    """``S_i x``: n times the coordinates that are the client's, 0 elsewhere. Unbiased, ``E |S_i x|² = n |x|²``."""
+    return torch.where(owners == client, num_clients * vector, 0)
+
+
+def perm_k_mean(vectors: Tensor, owners: Tensor) -> Tensor:
+    """``(1/n) Σ_i S_i y_i`` for vectors (n, d): every coordinate from exactly one client, its owner."""
+    return vectors.gather(0, owners.unsqueeze(0)).squeeze(0)
+
+
+def rand_k(vector: Tensor, count: int, rng: torch.Generator) -> Tensor:
+    """``P x``: ``count`` coordinates, drawn uniformly, as they are, the others 0.
+
+    Biased, ``E P x = (count/d) x``: what is kept is not scaled up, so that a pruned model is part of the model.
+    Source: Definition 1, with the uniform sampling of appendix C.4.
+    """
+    if not 0 <= count <= vector.numel():
+        raise ValueError(f"count is {count}, allowed: 0 to {vector.numel()}")
+    pruned = torch.zeros_like(vector)
+    kept = torch.randperm(vector.numel(), generator=rng)[:count]
+    pruned[kept] = vector[kept]
+    return pruned
+
+
+def iterate(
+    model: Tensor,
+    gradients: Callable[[Tensor], Tensor],
+    step_size: float,
+    rng: torch.Generator,
+    num_clients: int,
+    count: int | None = None,
+) -> Tensor:
+    """One iteration of Algorithm 4: prune to ``count`` coordinates (None: do not), step, send own coordinates, mean.
+
+    ``gradients`` takes the clients' models (n, d) to their gradients (n, d).
+    """
+    dimension = model.numel()
+    kept = torch.ones(num_clients, dimension, dtype=model.dtype)
+    if count is not None:
+        kept = torch.stack([rand_k(row, count, rng) for row in kept])
+    pruned = kept * model  # P_i w
+    updated = pruned - step_size * kept * gradients(pruned)  # u_i, line 6
+    return perm_k_mean(updated, perm_k_owners(dimension, num_clients, rng))
+
+
+def theorem1_step_size(smoothness: Tensor, num_iterations: int) -> float:
+    """The largest step size that Theorem 1 allows for clients of smoothness L_i (n,): min{1/L_max, 1/√(L̄ L_max K)}."""
+    largest, mean = float(smoothness.max()), float(smoothness.mean())
+    return min(1 / largest, 1 / math.sqrt(mean * largest * num_iterations))
+
+
+def theorem1_bound(gap: float, smoothness: Tensor, step_size: float, num_iterations: int) -> float:
+    """What ``min_k E |∇f(w^k)|²`` is at most after K iterations without pruning, equation (3).
+
+    ``gap`` is ``f(w^0) - (1/n) Σ_i inf f_i``. The text has ``inf f`` there, but Lemma 1, which bounds each client's
+    gradient, needs each client's own infimum; the two agree where one point minimises all.
+    """
+    growth = 1 + float(smoothness.mean()) * float(smoothness.max()) * step_size**2
+    return 2 * growth**num_iterations / (step_size * num_iterations) * gap

@@ -1,0 +1,58 @@
+"""FedCR, the server half: encoders are averaged, heads stay with the clients, each class has a Gaussian for its codes.
+
+Zhang, Li, Zhuo, Lin, "FedCR: Personalized Federated Learning Based on Across-Client Common Representation with
+Conditional Mutual Information Regularization", ICML 2023, as its released code has it. The client half is
+``clients/fedcr.py``. With ``fedcr.layer-set = "opu3"`` clients train, send and get in full only FedP3's layers (its
+Figure 2, right); layer sets follow ``fedp3.assignment``, and so on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fedprune_app.config import FedP3Options
+from fedprune_app.core.gaussians import product_with_standard_normal
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine.rounds import Peer
+from fedprune_app.engine.wire import Schema
+from strategies.fedp3 import FedP3
+
+MEAN, STD = "prior.mean", "prior.std"
+PRECISION, WEIGHTED = "experts.precision", "experts.weighted-mean"
+
+
+class FedCR(FedP3):
+    """FedP3 of all layers, the head personal, and beside the layers each client's experts per class."""
+
+    headless = frozenset({MEAN, STD})
+
+    @property
+    def options(self) -> FedP3Options:
+        return replace(self.config.fedp3, layer_set=self.config.fedcr.layer_set, layers="", personal_head=True)
+
+    def reply_schema(self, partition: int) -> Schema:
+        chosen, _ = self.assigned(partition)
+        experts = {name: self.model[MEAN].double() for name in (PRECISION, WEIGHTED)}
+        return Schema.like({name: self.model[name] for name in self.travelling(chosen)} | experts)
+
+    def open_round(self, round: int, participants: list[int]) -> None:
+        super().open_round(round, participants)
+        self.experts: dict[int, Payload] = {}  # small, and summed in the order of partitions
+
+    def accept(self, peer: Peer, update: Payload) -> None:
+        experts = {name: update.tensors[name] for name in (PRECISION, WEIGHTED)}
+        if bool((experts[PRECISION] < 0).any()):
+            raise ValueError(f"tensor '{PRECISION}' has negative values, allowed: 0 or more")
+        super().accept(peer, Payload({n: t for n, t in update.tensors.items() if n not in experts}))
+        self.experts[peer.partition] = Payload(experts)
+
+    def close_round(self, round: int) -> None:
+        """The product of all clients' experts and N(0, 1); an exponential mean of those of the rounds."""
+        super().close_round(round)
+        in_order = [self.experts[partition].tensors for partition in sorted(self.experts)]
+        summed = [torch.stack([sent[name] for sent in in_order]).sum(0) for name in (PRECISION, WEIGHTED)]
+        weight = self.config.fedcr.prior_weight
+        for name, new in zip((MEAN, STD), product_with_standard_normal(*summed), strict=True):
+            self.model[name] = (weight * new + (1 - weight) * self.model[name].double()).to(self.model[name].dtype)

@@ -1,0 +1,221 @@
+"""FedP3, the server half: each client gets its own layers in full and the others pruned, and returns only its own.
+
+Yi, Gazagnadou, Richtárik, Lyu, "FedP3: Federated Personalized and Privacy-friendly Network Pruning under Model
+Heterogeneity", ICLR 2024, Algorithm 1, lines 2 to 6, and Algorithm 3. The client half is ``clients/fedp3.py``. Where
+text and released code differ:
+
+* Layer sets L_i are dealt out evenly, contiguous clients sharing one, and stay for the run, as in the code; the text
+  assigns them "randomly" (``fedp3.assignment``). Biases, norms and ResNet's projections go with the layer before them.
+* The last layer is trained, sent and averaged by all, as in the text. The code averages it but never loads the average
+  (``fedp3.personal-head``, with which it does not travel at all).
+* P_i is recomputed each round from the server's weights, as in the code. Weights of convolutions and linear layers are
+  pruned; biases and norms stay dense.
+* Weighted averaging is normalised over the clients of each layer; the text's coefficients, over all clients, do not sum
+  to 1 (``fedp3.aggregation = "weighted-literal"``). Clients count alike, whatever their numbers of examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor
+
+from fedprune_app.config import FEDP3_COUNTS, ConfigError, FedP3Options
+from fedprune_app.core import layers, rng
+from fedprune_app.core.aggregate import MaskedMean, attention_mean
+from fedprune_app.core.masks import sketch_masks
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine import wire
+from fedprune_app.engine.rounds import Peer
+from fedprune_app.engine.store import State
+from fedprune_app.engine.wire import Schema
+from strategies.base import Contents, FederatedStrategy
+
+Assigned = tuple[tuple[str, ...], float]  # the hidden layers L_i, and the density that P_i leaves of the others
+
+
+class FedP3(FederatedStrategy):
+    """Layers are averaged one by one, over the clients that train them; a layer that nobody sent stays as it is."""
+
+    paper_formula = "32 bits per parameter: down own layers, last layer, ratio of the others; up own layers, last layer"
+
+    headless: frozenset[str] = frozenset()  # tensors of no layer, which travel down to all
+
+    @property
+    def options(self) -> FedP3Options:
+        return self.config.fedp3
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.layers = layers.layers_of([n for n in self.model if n not in self.headless], self.prunable)
+        self.sizes = {layer: sum(self.model[n].numel() for n in names) for layer, names in self.layers.items()}
+        self.table_sizes = {layer: self._in_table(names) for layer, names in self.layers.items()}
+        self.weights = {
+            x: sum(self.model[n].numel() for n in names if n in self.prunable) for x, names in self.layers.items()
+        }
+        *self.hidden, self.head = self.layers
+        if self.options.personal_head:
+            self.model = {n: t for n, t in self.model.items() if n not in self.layers[self.head]}
+        self.round = 0
+        self.bytes_by_set: dict[str, list[int]] = {}  # layers → [down, up] of a client, as last measured
+        for partition in self.roster:
+            self.assigned(partition)  # what cannot be met is refused before anything is sent
+
+    def _in_table(self, names: tuple[str, ...]) -> int:
+        """Parameters of a layer as the paper's Table 4 counts: with biases for convolutions, without for linear."""
+        is_linear = any(n in self.prunable and self.model[n].dim() == 2 for n in names)
+        return sum(self.model[n].numel() for n in names if not is_linear or n in self.prunable)
+
+    # --- line 2: L_i and P_i ----------------------------------------------------------------------------------------
+
+    def assigned(self, partition: int) -> Assigned:
+        """What a client trains this round, and the density of the rest. ``ConfigError`` where that cannot be."""
+        try:
+            return self._assigned(partition)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(
+                f"fedp3.layer-set is {self.options.layer_set!r} for client {partition}: {error}"
+            ) from None
+
+    def _assigned(self, partition: int) -> Assigned:
+        options, hidden = self.options, self.hidden
+        density = options.density_of(partition, self.config.density)
+        round = self.round if options.assignment == "per-round" else 0
+        draw = rng.numpy_generator(self.config.seed, "layers", partition, round)
+        balanced, position = options.assignment == "balanced", list(self.roster).index(partition)
+        first = position * len(hidden) // len(self.roster) if balanced else int(draw.integers(len(hidden)))
+        if options.layer_set == "all":
+            return tuple(hidden), density
+        if options.layer_set == "capacity":
+            capacity = self.roster[partition].capacity or options.capacity_of(partition)
+            return layers.within_capacity(self.sizes, self.weights, self.head, first, density, capacity)
+        if patterns := options.patterns():
+            turn = position % len(patterns) if balanced else int(draw.integers(len(patterns)))
+            return layers.matching(hidden, patterns[turn]), density
+        counts = FEDP3_COUNTS[options.layer_set]
+        if balanced and len(counts) == 1:
+            return layers.consecutive(hidden, first, counts[0]), density
+        return layers.drawn(hidden, counts, draw), density
+
+    def travelling(self, chosen: tuple[str, ...]) -> list[str]:
+        """Names of the tensors of these hidden layers and of the last one, if it travels."""
+        return [n for layer in (*chosen, self.head) for n in self.layers[layer] if n in self.model]
+
+    # --- lines 4 to 6: what is sent ---------------------------------------------------------------------------------
+
+    def pruned_for(self, partition: int, assigned: Assigned) -> Payload:
+        """``W^l`` for l ∈ L_i and the last layer, ``P_i ⊙ W^l`` for the others."""
+        chosen, density = assigned
+        dense = {*self.travelling(chosen), *self.layers[self.head]}
+        weights = {n: t for n, t in self.model.items() if n in self.prunable and n not in dense}
+        if density == 1 or not weights:
+            return Payload(self.model)
+        masks = sketch_masks(weights, density, self.options.prune_by, self.config.seed, partition, self.round)
+        return Payload(self.model | {n: weights[n].where(mask, 0) for n, mask in masks.items()}, masks)
+
+    def plan(self, round: int, participants: list[int]) -> Mapping[int, Payload]:
+        return {partition: self.pruned_for(partition, self.assigned(partition)) for partition in participants}
+
+    def outgoing(self, round: int, participants: list[int]) -> Iterator[tuple[int, Contents]]:
+        """Clients of equal sets in a row: their payload is made and encoded once, and dropped before the next."""
+
+        def alike(partition: int) -> tuple[Assigned, int]:
+            return self.assigned(partition), 0 if self.options.prune_by == "magnitude" else partition
+
+        for (assigned, _), partitions in groupby(sorted(participants, key=alike), key=alike):
+            first, *others = partitions
+            arrays = wire.to_arrays(self.pruned_for(first, assigned))
+            for partition in (first, *others):
+                yield partition, Contents(arrays, fields=self.fields(assigned))
+
+    def fields(self, assigned: Assigned) -> dict[str, Any]:
+        return {"layers": list(assigned[0]), "density": assigned[1]}
+
+    def evaluated(self, round: int) -> Iterator[tuple[int, Contents]]:
+        """The dense model for all, from which each client makes the one it would start from."""
+        arrays = wire.to_arrays(self.evaluation_payload())
+        for partition in self.roster:
+            yield partition, Contents(arrays, fields=self.fields(self.assigned(partition)))
+
+    # --- line 14, Algorithm 3 ---------------------------------------------------------------------------------------
+
+    def reply_schema(self, partition: int) -> Schema:
+        chosen, _ = self.assigned(partition)
+        return Schema.like({name: self.model[name] for name in self.travelling(chosen)})
+
+    def open_round(self, round: int, participants: list[int]) -> None:
+        self.round, self.participants = round, participants
+        self.mean = MaskedMean(len(participants), max_weight=len(self.layers))
+        self.kept: dict[int, Payload] = {}  # attention needs all replies at once
+        self.contributed = dict.fromkeys(self.layers, 0)  # Σ N_i over the clients of each layer
+
+    def num_layers(self, partition: int) -> int:
+        """N_i, the layers that weighted averaging counts."""
+        return len(self.assigned(partition)[0]) + (self.options.aggregation == "weighted-with-head")
+
+    def accept(self, peer: Peer, update: Payload) -> None:
+        if self.options.aggregation == "attention":
+            self.kept[peer.partition] = update
+            return
+        weight = 1 if self.options.aggregation == "simple" else self.num_layers(peer.partition)
+        self.mean.add(update, weight)
+        for layer in (*self.assigned(peer.partition)[0], self.head):
+            self.contributed[layer] += weight
+
+    def close_round(self, round: int) -> None:
+        if self.options.aggregation == "attention":
+            self.model |= self._attention()
+        else:
+            self.model = self.mean.mean(self.model)
+        if self.options.aggregation == "weighted-literal":
+            everybody = sum(self.num_layers(partition) for partition in self.roster)
+            for layer, weight in self.contributed.items():
+                if weight:
+                    self.model |= {
+                        n: self.model[n] * (weight / everybody) for n in self.layers[layer] if n in self.model
+                    }
+        for partition, row in self.log.clients.items():
+            chosen = " ".join(self.assigned(partition)[0])
+            if row["bytes_up"]:
+                self.bytes_by_set[chosen] = [row["bytes_down"], row["bytes_up"]]
+
+    def _attention(self) -> dict[str, Tensor]:
+        averaged: dict[str, Tensor] = {}
+        for names in self.layers.values():
+            senders = [self.kept[k].tensors for k in sorted(self.kept) if names[0] in self.kept[k].tensors]
+            if senders:
+                means = attention_mean([[sent[n] for n in names] for sent in senders], self.options.temperature)
+                averaged |= dict(zip(names, means, strict=True))
+        return averaged
+
+    # --- what it costs ----------------------------------------------------------------------------------------------
+
+    def paper_bytes(self, num_participants: int) -> tuple[float, float]:
+        """Appendix B.5, whose sizes count no biases of linear layers; without masks."""
+        down = up = 0.0
+        sizes = self.table_sizes
+        for partition in self.participants:
+            chosen, density = self.assigned(partition)
+            own = {*chosen, self.head}
+            down += 4 * layers.deployed(sizes, sizes, own, density)
+            up += 4 * layers.deployed(sizes, sizes, own, 0.0)
+        return down, up
+
+    def finish(self) -> None:
+        """Figure 6, measured: what a client of each layer set receives and sends in a round."""
+        if self.bytes_by_set:
+            up = [sent for _, sent in self.bytes_by_set.values()]
+            sets = {chosen: {"bytes_down": d, "bytes_up": u} for chosen, (d, u) in sorted(self.bytes_by_set.items())}
+            self.recorder.annotate(bytes_by_layer_set=sets, largest_over_smallest_upload=max(up) / min(up))
+
+    def state(self) -> State:
+        state = super().state()
+        return State(state.tensors, {**state.meta, "bytes-by-set": self.bytes_by_set})
+
+    def restore(self, state: State) -> None:
+        super().restore(state)
+        self.bytes_by_set = {chosen: list(sizes) for chosen, sizes in state.meta["bytes-by-set"].items()}
