@@ -17,7 +17,7 @@ from torch import Tensor
 from clients.base import FederatedClient, Update
 from clients.local_pruning import OrderedDropout, UniformPruning, share_law
 from clients.subfedavg import pruned
-from fedprune_app.config import FedP3Options
+from fedprune_app.config import FEDP3_COUNTS, FedP3Options
 from fedprune_app.core import rng
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.masks import sketch_masks
@@ -51,7 +51,12 @@ class FedP3Client(FederatedClient):
         asked = list(self.request["layers"])
         if unknown := [layer for layer in asked if layer not in self.layers]:
             raise ValueError(f"layer '{unknown[0]}' is asked for, allowed: {', '.join(self.layers)}")
-        before = state.meta.get("layers", asked)
+        counts = FEDP3_COUNTS.get(self.options.layer_set, (len(asked),))
+        if len(asked) not in counts:
+            allowed = f"with fedp3.layer-set {self.options.layer_set!r}: {' or '.join(map(str, counts))}"
+            raise ValueError(f"{len(asked)} layers are asked for, allowed {allowed}")
+        newest = None if state.tensors else self.store.load()  # a server may say that nothing was done yet
+        before = (newest[1] if newest else state).meta.get("layers", asked)
         if before != asked and self.options.assignment != "per-round":
             allowed = f"{', '.join(before)}, as before: with others in turn the server would see the whole model"
             raise ValueError(f"layers {', '.join(asked)} are asked for, allowed: {allowed}")

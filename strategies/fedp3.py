@@ -214,8 +214,9 @@ class FedP3(FederatedStrategy):
 
     def state(self) -> State:
         state = super().state()
-        return State(state.tensors, {**state.meta, "bytes-by-set": self.bytes_by_set})
+        return State(state.tensors, {**state.meta, "round": self.round, "bytes-by-set": self.bytes_by_set})
 
     def restore(self, state: State) -> None:
         super().restore(state)
+        self.round = int(state.meta["round"])
         self.bytes_by_set = {chosen: list(sizes) for chosen, sizes in state.meta["bytes-by-set"].items()}

@@ -78,17 +78,26 @@ def inprocess_state(run, partition):
     return VersionedStore(run.folder / "clients" / f"{partition:05d}").load()[1].group("weights")
 
 
-def test_a_client_refuses_to_send_other_layers_than_before(federation, monkeypatch):
-    """A server that asked for one set after another would see the whole model in time."""
+@pytest.mark.parametrize("forgetful", [False, True])
+def test_a_client_refuses_to_send_other_layers_than_before(federation, monkeypatch, forgetful):
+    """A server that asked for one set after another would see the whole model in time; nor may it feign a new run."""
     honest = FedP3.fields
 
     def curious(self, assigned):
         fields = honest(self, assigned)
+        if self.round == 2 and forgetful:
+            self.state_rounds.clear()
         return fields | {"layers": ["conv1", "conv2"]} if self.round == 2 else fields
 
     monkeypatch.setattr(FedP3, "fields", curious)
     with pytest.raises(TooFewReplies, match="layers conv1, conv2 are asked for, allowed: conv3, as before"):
-        federation(**GN, fedp3_layer_set="by-hand", fedp3_layers="conv3", fresh=True)
+        federation(**GN, fedp3_layer_set="by-hand", fedp3_layers="conv3", fraction_train=1.0, fresh=True)
+
+
+def test_a_client_sends_no_more_layers_than_the_run_says(federation, monkeypatch):
+    monkeypatch.setattr(FedP3, "fields", lambda self, assigned: {"layers": ["conv1", "conv2"], "density": 0.5})
+    with pytest.raises(TooFewReplies, match=r"2 layers are asked for, allowed with fedp3\.layer-set 'lowerb': 1"):
+        federation(**GN, fedp3_layer_set="lowerb", fresh=True)
 
 
 def test_a_layer_that_is_not_there_is_not_sent(federation, monkeypatch):
