@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-all lint format benchmarks clean
+.PHONY: demo test test-all lint fuzz format benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/fedprune demo --out runs/demo
@@ -21,6 +21,13 @@ lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+FUZZ := codec_bytes reply state run_config matrix jsonl run_info
+fuzz: $(DEV_STAMP)
+	$(PIP) install --quiet --editable '.[fuzz]'
+	for target in $(FUZZ); do \
+		$(BIN)/python fuzz/fuzz.py $$target -max_total_time=120 -rss_limit_mb=2048 -timeout=10 fuzz/corpus/$$target || exit 1; \
+	done
 
 format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,10 +87,12 @@ def read_matrix(path: Path) -> Matrix:
     datasets = _variants(path, "datasets", "dataset", document.get("datasets") or [{"dataset": "digits"}])
     seeds = document.get("seeds", [0])
     if not (isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)):
-        raise ConfigError(f"matrix {str(path)!r}: seeds is {seeds!r}, allowed: a list of whole numbers")
+        raise ConfigError(f"matrix {str(path)!r}: seeds is {_short(seeds)}, allowed: a list of whole numbers")
     num_clients = document.get("clients")
     if num_clients is not None and (type(num_clients) is not int or num_clients < 1):
-        raise ConfigError(f"matrix {str(path)!r}: clients is {num_clients!r}, allowed: a whole number, at least 1")
+        raise ConfigError(
+            f"matrix {str(path)!r}: clients is {_short(num_clients)}, allowed: a whole number, at least 1"
+        )
     settings = []
     for system, dataset, seed in itertools.product(systems, datasets, seeds):
         values = {**common, **dataset, **system, "seed": seed}
@@ -101,19 +104,26 @@ def read_matrix(path: Path) -> Matrix:
     return Matrix(tuple(settings), num_clients, frozenset(common))
 
 
+_short = reprlib.repr  # a few lines of YAML aliases can stand for billions of entries
+
+
 def _settings(path: Path, section: str, table: Any) -> dict[str, Any]:
     if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
-        raise ConfigError(f"matrix {str(path)!r}: an entry of {section} is {table!r}, allowed: key: value pairs")
-    return flatten(table)
+        raise ConfigError(f"matrix {str(path)!r}: an entry of {section} is {_short(table)}, allowed: key: value pairs")
+    settings = flatten(table)
+    for key, value in settings.items():
+        if not isinstance(value, bool | int | float | str):
+            raise ConfigError(f"matrix {str(path)!r}: {key} in {section} is {_short(value)}, allowed: one value")
+    return settings
 
 
 def _variants(path: Path, section: str, key: str, entries: Any) -> Sequence[dict[str, Any]]:
     if not (isinstance(entries, list) and entries):
-        raise ConfigError(f"matrix {str(path)!r}: {section} is {entries!r}, allowed: a list of settings")
+        raise ConfigError(f"matrix {str(path)!r}: {section} is {_short(entries)}, allowed: a list of settings")
     variants = [{key: e} if isinstance(e, str) else _settings(path, section, e) for e in entries]
     for variant in variants:
         if key not in variant:
-            raise ConfigError(f"matrix {str(path)!r}: an entry of {section} lacks the key {key!r}: {variant!r}")
+            raise ConfigError(f"matrix {str(path)!r}: an entry of {section} lacks the key {key!r}: {_short(variant)}")
     return variants
 
 

@@ -134,12 +134,19 @@ def test_a_report_is_written_for_a_folder_of_runs(tmp_path):
     assert "subfedavg" in (tmp_path / "r.html").read_text()
 
 
+ALIASES = "x"
+for depth in range(12):  # a hundred bytes a level, ten times the entries
+    ALIASES = f"&a{depth} [{ALIASES}" + f",*a{depth - 1}" * 9 * (depth > 0) + "]"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
         ("systems: [fedavg]\nrounds: 3", "unknown entry 'rounds', allowed: clients, common, systems, datasets, seeds"),
         ("seeds: [1]", "systems is None, allowed: a list of settings"),
         ("systems: [{seed: 1}]", "an entry of systems lacks the key 'system'"),
+        (f"systems: [{ALIASES}]", "an entry of systems is [[[["),
+        (f"systems: [{{system: fedavg, seed: {ALIASES}}}]", "seed in systems is [[[["),
         ("systems: [fedavg, fedavg]", "has two runs named 'fedavg-digits-seed0'"),
         ("systems: [fedavg]\nseeds: [a]", "seeds is ['a'], allowed: a list of whole numbers"),
         ("systems: [fedavg]\nclients: 0", "clients is 0, allowed: a whole number, at least 1"),
