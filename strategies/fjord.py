@@ -64,7 +64,8 @@ class FjORD(FederatedStrategy):
             yield partition, Contents(arrays, fields={"width": self.width(partition)})
 
     def reply_schema(self, partition: int) -> Schema:
-        return Schema.like(self.sub_network(partition))
+        reach = self.reach(partition)
+        return Schema.like({name: lead(tensor, reach.get(name)) for name, tensor in self.model.items()})
 
     def open_round(self, round: int, participants: list[int]) -> None:
         self.participants = participants

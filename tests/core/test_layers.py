@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedprune_app.core.layers import last_layers
+from fedprune_app.core.layers import consecutive, last_layers, layers_of, matching
 
 NAMES = ["conv1.weight", "conv1.bias", "bn1.weight", "conv2.weight", "bn2.weight", "fc1.weight", "fc1.bias"]
 BUFFERS = ["bn1.running_mean", "bn2.running_mean"]
@@ -19,3 +19,31 @@ def test_the_last_layers_bring_their_biases_norms_and_buffers():
 def test_more_layers_than_there_are_is_refused(count):
     with pytest.raises(ValueError, match=rf"the last {count} layers of a model with 3, allowed: 1 to 3"):
         last_layers(NAMES, WEIGHTS, count)
+
+
+def test_every_tensor_is_in_one_layer_with_what_precedes_it():
+    layers = layers_of(NAMES + BUFFERS, WEIGHTS)
+    assert layers == {
+        "conv1": ("conv1.weight", "conv1.bias", "bn1.weight", "bn1.running_mean"),
+        "conv2": ("conv2.weight", "bn2.weight", "bn2.running_mean"),
+        "fc1": ("fc1.weight", "fc1.bias"),
+    }
+
+
+def test_a_norm_before_the_first_layer_belongs_to_none_and_is_refused():
+    with pytest.raises(ValueError, match=r"tensor 'bn0\.weight' comes before the first layer"):
+        layers_of(["bn0.weight", *NAMES], WEIGHTS)
+
+
+def test_layers_follow_each_other_in_a_ring_and_are_named_in_order():
+    assert consecutive("abcd", 3, 2) == ("a", "d")
+    assert consecutive("abcd", 1, 3) == ("b", "c", "d")
+    assert consecutive("abcd", 2, 4) == tuple("abcd")
+
+
+def test_texts_name_layers_and_all_below_them_or_take_them_away():
+    layers = ["conv1", "layer1.0.conv1", "layer1.1.conv1", "layer10.0.conv1"]
+    assert matching(layers, "layer1 conv1") == tuple(layers[:3])  # not layer10
+    assert matching(layers, "-layer1.0, -conv1") == ("layer1.1.conv1", "layer10.0.conv1")
+    with pytest.raises(ValueError, match="names no hidden layer"):
+        matching(layers, "-conv1 -layer1 -layer10")

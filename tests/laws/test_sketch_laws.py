@@ -57,6 +57,17 @@ def test_every_coordinate_is_every_clients_equally_often(dimension, num_clients)
     assert (counts / draws - share).abs().max() < 5 * (share * (1 - share) / draws) ** 0.5
 
 
+def test_any_two_coordinates_are_one_clients_equally_often():
+    """As of a random permutation: (s - 1)/(d - 1), wherever they lie."""
+    rng, draws = generator(1), 6000
+    together = torch.zeros(6, 6)
+    for _ in range(draws):
+        owners = perm_k_owners(6, 3, rng)
+        together += owners.unsqueeze(0) == owners.unsqueeze(1)
+    apart = together[~torch.eye(6, dtype=torch.bool)] / draws
+    assert (apart - 1 / 5).abs().max() < 5 * (0.16 / draws) ** 0.5
+
+
 def test_the_aggregation_sketch_is_unbiased_and_its_second_moment_is_n_times_the_norm():
     """Theorem 4, eq. (11), exactly: over all 720 permutations."""
     x = torch.randn(6, generator=generator(), dtype=torch.float64)
