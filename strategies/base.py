@@ -237,9 +237,9 @@ class FederatedStrategy(Strategy):
 
     def state(self) -> State:
         """All that :meth:`restore` needs to continue bit for bit."""
-        kept = {"state-rounds": self.state_rounds}
+        kept: dict[str, Mapping[int, float]] = {"state-rounds": self.state_rounds}
         if self.config.dp.enabled:
-            kept |= {"epsilons": self.epsilons, "paper-epsilons": self.paper_epsilons, "spent": self.spent}  # type: ignore[dict-item]
+            kept |= {"epsilons": self.epsilons, "paper-epsilons": self.paper_epsilons, "spent": self.spent}
         return State(self.model, {key: {str(p): v for p, v in sorted(of.items())} for key, of in kept.items()})
 
     def restore(self, state: State) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from clients.training import SGD, train
+from fedprune_app.config import DPOptions
 from fedprune_app.core.rng import generator
 from fedprune_app.models import build_model, prunable_names
-from fedprune_app.privacy.dpsgd import DPSGD, check_model
+from fedprune_app.privacy.accounting import ACCOUNTANTS
+from fedprune_app.privacy.dpsgd import DPSGD, GRAD_SAMPLES, check_model
 from fedprune_app.privacy.noise import Secure, Seeded, noise_source, noisy_count
 
 METHODS = ("one-pass", "hooks", "functorch", "ghost")
@@ -172,6 +175,12 @@ def test_batch_norm_is_refused_on_one_line(name):
     with pytest.raises(ValueError, match=r"with BatchNorm .*allowed with dp\.enabled") as caught:
         check_model(build_model(name, (3, 32, 32), 10, rng=generator(0, "init")))
     assert "\n" not in str(caught.value)
+
+
+def test_the_configuration_offers_what_there_is():
+    choices = {option.name: option.metadata["choices"] for option in fields(DPOptions)}
+    assert choices["grad_sample"] == GRAD_SAMPLES == ("auto", *METHODS)
+    assert choices["accountant"] == ACCOUNTANTS
 
 
 # --- noise ------------------------------------------------------------------------------------------------------------
