@@ -1,7 +1,7 @@
 """Time of a DP-SGD step, by how gradients per example are made, against a step without privacy.
 
-All kinds run in turn, ``--repeats`` times, and every ratio is the median over the turns, so a machine that slows
-down meanwhile slows all of them. Private steps draw Poisson samples of the expected size ``--batch-size``, clip and
+All kinds run in turn, ``--repeats`` times, and every ratio is the median over the turns. Times are CPU seconds of this
+process, which a busy machine hardly lengthens. Private steps draw Poisson samples of the expected size ``--batch-size``, clip and
 add noise; masks keep half of every weight tensor.
 """
 
@@ -75,14 +75,14 @@ def measure(name: str, batch_size: int, num_steps: int, repeats: int) -> None:
     for _ in range(repeats):
         for key, kind in kinds.items():
             model = new_model()
-            start = time.perf_counter()
+            start = time.process_time()
             kind(model)
-            seconds[key].append(time.perf_counter() - start)
+            seconds[key].append(time.process_time() - start)
     print(f"{name}, batch {batch_size}, {num_steps} steps x {repeats}, {torch.get_num_threads()} thread(s)")
     for key, values in seconds.items():
         ratio = statistics.median(a / b for a, b in zip(values, seconds["not private"], strict=True))
         microseconds = 1e6 * statistics.median(values) / num_steps
-        print(f"  {key:24} {microseconds:8.0f} us/step   {ratio:6.2f} of a step without privacy")
+        print(f"  {key:24} {microseconds:8.0f} us CPU/step   {ratio:6.2f} of a step without privacy")
 
 
 if __name__ == "__main__":

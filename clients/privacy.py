@@ -99,6 +99,8 @@ class ClientPrivacy:
         from fedprune_app.privacy.noise import noise_source, noisy_count
 
         options = self.options
+        if options.count_scale == 0:
+            raise ValueError("dp.count-scale is 0.0, allowed where a released count is asked for: above 0")
         noise = noise_source(options.secure_rng, self.seed, f"count {split}", self.partition, round, public, "")
         self.ledger.charge_laplace(options.count_scale, 1.0, f"correct on {split}, round {round}")
         return noisy_count(correct, most, options.count_scale, noise) / most

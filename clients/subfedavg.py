@@ -32,7 +32,7 @@ class SubFedAvgClient(FederatedClient):
     def why_not_private(cls, config: Config) -> str:
         """Masks are made of private weights; the gate asks held-out data, so it needs noise of its own."""
         gate = config.subfedavg.gate_split
-        if gate == "none" or config.subfedavg.target_rate == 0 or config.dp.count_scale > 0:
+        if gate == "none" or config.dp.count_scale > 0:  # without a target too: a node's capacity sets one
             return ""
         return (
             f"subfedavg.gate-split is {gate!r}, allowed with dp.enabled: 'none', or with dp.count-scale above 0 "
