@@ -1,8 +1,8 @@
 """Time of a DP-SGD step, by how gradients per example are made, against a step without privacy.
 
-All kinds run in turn, ``--repeats`` times, and every ratio is the median over the turns. Times are CPU seconds of this
-process, which a busy machine hardly lengthens. Private steps draw Poisson samples of the expected size ``--batch-size``, clip and
-add noise; masks keep half of every weight tensor.
+All kinds run in turn, ``--repeats`` times, and every ratio is the median over the turns. Times are CPU seconds of
+this process, which a busy machine hardly lengthens. Private steps draw Poisson samples of the expected size
+``--batch-size``, clip and add noise; masks keep half of every weight tensor.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ from fedprune_app.privacy.noise import Noise
 GRAD_SAMPLES = ("auto", "one-pass", "hooks", "functorch", "ghost")
 ClippedSum = Callable[[Tensor, Tensor], dict[str, Tensor]]
 """Sum over a batch (images, labels) of the masked and clipped gradients, by name."""
-Samplers = Mapping[type[nn.Module], Callable[[nn.Module, list[Tensor], Tensor], dict[nn.Parameter, Tensor]]]
+Samplers = Mapping[type[nn.Module], Callable[[nn.Module, list[Tensor], Tensor], dict[Tensor, Tensor]]]
 
 
-def _convolution(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[nn.Parameter, Tensor]:
+def _convolution(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[Tensor, Tensor]:
     """Opacus' rule for convolutions, but right for channels last in memory too.
 
     Opacus 1.6 takes windows of its input by strides that only contiguous tensors have, and so reads wrong numbers from
@@ -43,7 +43,7 @@ def _convolution(layer: nn.Module, activations: list[Tensor], backprops: Tensor)
     inputs, backprops = activations[0].contiguous(), backprops.contiguous()
     if layer.groups != 1 or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
         return dict(GradSampleModule.GRAD_SAMPLERS[nn.Conv2d](layer, [inputs], backprops))
-    gradients: dict[nn.Parameter, Tensor] = {}
+    gradients: dict[Tensor, Tensor] = {}
     outputs = backprops.flatten(2)  # (n, o, q), q positions
     if layer.weight.requires_grad:
         windows = F.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # (n, p, q)
@@ -200,7 +200,7 @@ def _materialised(
             wrapped.zero_grad()
             _no_gradients(trained)
             F.cross_entropy(wrapped(images), labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
-            samples: dict[str, Tensor] = {name: p.grad_sample for name, p in trained.items()}  # type: ignore[misc]
+            samples: dict[str, Tensor] = {name: p.grad_sample for name, p in trained.items()}  # type: ignore[attr-defined]
             for name, mask in masks.items():
                 samples[name].mul_(mask)
             factors = clip_factors(_over_tensors(_squared_norms(each) for each in samples.values()), clip_norm)
@@ -217,7 +217,7 @@ def _ghost(
     model: nn.Module, trained: Mapping[str, nn.Parameter], masks: Mapping[str, Tensor], clip_norm: float
 ) -> Iterator[ClippedSum]:
     """Opacus' ghost clipping, with norms under masks."""
-    mask_of = {trained[name]: mask for name, mask in masks.items()}
+    mask_of: dict[Tensor, Tensor] = {trained[name]: mask for name, mask in masks.items()}
 
     class Masked(GradSampleModuleFastGradientClipping):  # type: ignore[misc]
         NORM_SAMPLERS: ClassVar = {kind: partial(_norms, mask_of) for kind in _RULES}
@@ -230,7 +230,7 @@ def _ghost(
         def clipped_sum(images: Tensor, labels: Tensor) -> dict[str, Tensor]:
             _no_gradients(trained)
             losses = F.cross_entropy(wrapped(images), labels, reduction="none")
-            losses.sum().backward(retain_graph=True)
+            losses.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
             factors = clip_factors(wrapped.get_norm_sample().square(), clip_norm)
             fewer = _without(clipped_sum, factors, images, labels)
             if fewer is not None:
@@ -246,8 +246,8 @@ def _ghost(
 
 
 def _norms(
-    mask_of: Mapping[nn.Parameter, Tensor], layer: nn.Module, activations: list[Tensor], backprops: Tensor
-) -> dict[nn.Parameter, Tensor]:
+    mask_of: Mapping[Tensor, Tensor], layer: nn.Module, activations: list[Tensor], backprops: Tensor
+) -> dict[Tensor, Tensor]:
     """What Opacus asks of a norm sampler: each parameter's norms (n,), under its mask."""
     if isinstance(layer, nn.Linear) and activations[0].dim() == 2:
         found = {layer.weight: _linear_squared_norms(activations[0], backprops, mask_of.get(layer.weight))}
@@ -264,7 +264,7 @@ def _one_pass(
     model: nn.Module, trained: Mapping[str, nn.Parameter], masks: Mapping[str, Tensor], clip_norm: float
 ) -> Iterator[ClippedSum]:
     """Inputs and outputs of every layer are kept; backward stops at the outputs."""
-    name_of = {parameter: name for name, parameter in trained.items()}
+    name_of: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
     layers = [layer for layer in model.modules() if any(p in name_of for p in layer.parameters(recurse=False))]
     seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
@@ -300,11 +300,11 @@ ClippedTensor = Callable[[Tensor], Tensor]  # from clipping factors (n,) to the 
 
 
 def _of_layer(
-    layer: nn.Module, a: Tensor, b: Tensor, name_of: Mapping[nn.Parameter, str], masks: Mapping[str, Tensor]
+    layer: nn.Module, a: Tensor, b: Tensor, name_of: Mapping[Tensor, str], masks: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor, ClippedTensor]]:
     """Each trained parameter of a layer, from its inputs and the gradients of its outputs, both by example."""
     if isinstance(layer, nn.Linear) and a.dim() == 2:
-        gradients = {} if layer.bias is None else {layer.bias: b}
+        gradients: dict[Tensor, Tensor] = {} if layer.bias is None else {layer.bias: b}
         if (name := name_of.get(layer.weight)) is not None:
             mask = masks.get(name)
             yield name, _linear_squared_norms(a, b, mask), partial(_clipped_linear, a, b, mask)
@@ -321,18 +321,16 @@ def _clipped_linear(a: Tensor, b: Tensor, mask: Tensor | None, factors: Tensor) 
 
 
 def _clipped(each: Tensor, factors: Tensor) -> Tensor:
-    return torch.tensordot(factors, each, 1)
+    total: Tensor = torch.tensordot(factors, each, 1)
+    return total
 
 
-def _hooks(*how: Any) -> Any:
-    return _materialised(*how, functorch=False)
-
-
-def _functorch(*how: Any) -> Any:
-    return _materialised(*how, functorch=True)
-
-
-_METHODS: Mapping[str, Any] = {"one-pass": _one_pass, "hooks": _hooks, "functorch": _functorch, "ghost": _ghost}
+_METHODS: Mapping[str, Any] = {
+    "one-pass": _one_pass,
+    "hooks": partial(_materialised, functorch=False),
+    "functorch": partial(_materialised, functorch=True),
+    "ghost": _ghost,
+}
 
 
 def _masked(values: Tensor, mask: Tensor | None) -> Tensor:
