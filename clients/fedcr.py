@@ -79,7 +79,7 @@ class FedCRClient(FedP3Client):
 
         return super().train(round, objective=objective, after_epoch=after_epoch, **how)
 
-    def accuracy(self, split: str) -> float | None:
+    def accuracy(self, split: str, *, decides: bool = False) -> float | None:
         """By the mean prediction over draws of the code; the same draws whenever it is asked."""
         draw = rng.generator(self.config.seed, "codes to test", self.partition)
         shape = self.config.fedcr.test_draws, self.network.prior.mean.shape[1]

@@ -37,7 +37,9 @@ class FedP3Client(FederatedClient):
         """Layers and masks come from the server, which has nothing but what was released."""
         if config.fedp3.local == "fixed":
             return ""
-        return f"fedp3.local is {config.fedp3.local!r}, allowed with dp.enabled: 'fixed' (parts have no private step yet)"
+        return (
+            f"fedp3.local is {config.fedp3.local!r}, allowed with dp.enabled: 'fixed' (parts have no private step yet)"
+        )
 
     @property
     def options(self) -> FedP3Options:

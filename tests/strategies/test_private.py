@@ -105,7 +105,10 @@ def test_masked_coordinates_get_no_noise(federation):
         ({"system": "subfedavg-hy", "model": "cnn-small-bn"}, "allowed with system 'subfedavg-hy': false"),
         ({"system": "fedcr"}, "allowed with system 'fedcr': false; it sends products over the examples"),
         ({"system": "fjord"}, "allowed with system 'fjord': false"),
-        ({"system": "fedp3", "fedp3.local": "uniform"}, r"fedp3\.local is 'uniform', allowed with dp\.enabled: 'fixed'"),
+        (
+            {"system": "fedp3", "fedp3.local": "uniform"},
+            r"fedp3\.local is 'uniform', allowed with dp\.enabled: 'fixed'",
+        ),
         ({"system": "fedavg", "model": "cnn-small-bn"}, "model is 'cnn-small-bn', allowed with dp.enabled: one witho"),
         ({"system": "fedavg", "dp.noise-multiplier": 0.0}, "allowed with dp.enabled: one of them above 0"),
         ({"system": "fedavg", "dp.target-epsilon": 3.0}, "allowed with dp.enabled: one of them above 0"),
