@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import fields
 
@@ -15,7 +16,7 @@ from fedprune_app.config import DPOptions
 from fedprune_app.core.rng import generator
 from fedprune_app.models import build_model, prunable_names
 from fedprune_app.privacy.accounting import ACCOUNTANTS
-from fedprune_app.privacy.dpsgd import DPSGD, GRAD_SAMPLES, check_model
+from fedprune_app.privacy.dpsgd import DPSGD, GRAD_SAMPLES, check_model, clip_factors
 from fedprune_app.privacy.noise import Secure, Seeded, noise_source, noisy_count
 
 METHODS = ("one-pass", "hooks", "functorch", "ghost")
@@ -107,7 +108,9 @@ def test_convolutions_of_every_kind_have_gradients_per_example(padding, groups, 
     model = nn.Sequential(convolution, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 10))
     images, labels = data(4, (4, 9, 9))
     reference = one_by_one(model, 0.7, images, labels)
-    for method in METHODS:
+    for layout, method in itertools.product((torch.contiguous_format, torch.channels_last), METHODS):
+        convolution.weight.data = convolution.weight.data.contiguous(memory_format=layout)
+        images = images.contiguous(memory_format=layout)
         for name, total in gradients_of(model, dp(clip=0.7, grad_sample=method), images, labels).items():
             torch.testing.assert_close(total, sum(each[name] for each in reference), rtol=1e-4, atol=1e-5)
 
@@ -153,6 +156,11 @@ def test_an_example_without_a_finite_gradient_has_no_part(method, poison):
         torch.testing.assert_close(sums[name], good[name])
     nothing = gradients_of(model, dp(grad_sample=method), bad[2:3], labels[2:3])
     assert all(not bool(total.any()) for total in nothing.values())
+
+
+def test_a_norm_that_is_no_number_has_no_factor():
+    factors = clip_factors(torch.tensor([math.inf, math.nan, 16.0, 0.25, 0.0]), 1.0)
+    torch.testing.assert_close(factors, torch.tensor([math.nan, math.nan, 0.25, 1.0, 1.0]), equal_nan=True)
 
 
 @pytest.mark.parametrize("method", METHODS)
