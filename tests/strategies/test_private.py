@@ -23,7 +23,7 @@ ADMISSIBLE = {
     "subfedavg": {"subfedavg_gate_split": "none"},
     "dispfl": {"dispfl_growth": "random", "max_grad_norm": 10.0},
     "dpsgd": {"dpsgd_density": 0.5},
-    "fedp3": {},
+    "fedp3": {"fedp3_layer_set": "lowerb"},
     "ditto": {"ditto_global_epochs": 1, "ditto_personal_epochs": 1},
     "lg-fedavg": {},
     "mtl": {},
