@@ -18,6 +18,7 @@ import torch
 from flwr.client import NumPyClient
 from torch import Tensor
 
+from clients.privacy import ClientPrivacy
 from clients.training import SGD, TrainingResult, evaluate, train
 from fedprune_app.config import Config
 from fedprune_app.core import rng
@@ -81,12 +82,33 @@ class FederatedClient(NumPyClient):
         self.sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
         self.shared = shared_names(self.model, config.batch_norm)
         self.prunable = vision.prunable_names(self.model)
+        self.privacy: ClientPrivacy | None = None  # what dp.enabled adds
+        if config.dp.enabled:
+            plan = self.planned_epochs(), self.round_epochs()
+            self.privacy = ClientPrivacy(config, partition, len(self.data.train_labels), *plan, self.store.folder)
 
     # --- what a system says -------------------------------------------------------------------------------------
 
     def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
         """The tensors local training starts from: what was received, and what is the client's own (local norms)."""
         return {**state.group("weights"), **received.tensors}
+
+    @classmethod
+    def why_not_private(cls, config: Config) -> str:
+        """Why this system cannot run so with ``dp.enabled``, one line for the user; empty if it can.
+
+        It can where everything that leaves a client, or is evaluated, is made of weights that :meth:`train` trained, of
+        what others released, of draws without data, and of ``accuracy(split, decides=True)``. A system says so itself.
+        """
+        return never_private(config, "nobody has examined what it releases")
+
+    def round_epochs(self) -> int:
+        """How many epochs of training the local part of one round has."""
+        return self.config.local_epochs
+
+    def planned_epochs(self) -> int:
+        """How many epochs of training a client is planned to have in the whole run, for ``dp.target-epsilon``."""
+        return (self.config.dp.planned_rounds or self.config.num_server_rounds) * self.round_epochs()
 
     def masks(self, state: State) -> dict[str, Tensor]:
         """The client's masks; none for dense systems."""
@@ -156,7 +178,18 @@ class FederatedClient(NumPyClient):
         draw = rng.generator(config.seed, role, self.partition, round)
         images, labels = self.data.train_images.to(self.device), self.data.train_labels
         augment = self.augmentation(images)
-        return train(self.model, images, labels, sgd, rng=draw, device=self.device, augment=augment, **how)
+        private = None
+        if self.privacy is not None:
+            begin = vision.state_tensors(self.model, include_buffers=True)
+            public = grouped(begin=begin, masks=how.get("masks") or {})
+            settings = f"{sgd} {self.received.digest()} {self.request.get('precision')}"
+            private = self.privacy.dpsgd(sgd.epochs, role, round, public, settings)
+        result = train(
+            self.model, images, labels, sgd, rng=draw, device=self.device, augment=augment, private=private, **how
+        )
+        if self.privacy is not None:
+            self.privacy.charge_steps(result.num_steps, f"{role}, round {round}")
+        return result
 
     def augmentation(self, images: Tensor) -> CropFlip | None:
         """What ``augmentation`` asks for, of these training images."""
@@ -173,11 +206,22 @@ class FederatedClient(NumPyClient):
         config, shape = self.config, self.dataset.image_shape
         return layer_flops(config.model, config.dataset, shape, self.dataset.num_classes)
 
-    def accuracy(self, split: str) -> float | None:
-        """Accuracy in [0, 1] of the model as it is on ``validation`` or ``test``; None for an empty split."""
+    def accuracy(self, split: str, *, decides: bool = False) -> float | None:
+        """Accuracy in [0, 1] of the model as it is on ``validation`` or ``test``; None for an empty split.
+
+        ``decides``: something that is released depends on it. With ``dp.enabled`` it is then always a noised count,
+        and charged; a mere evaluation is what ``dp.accuracies`` says.
+        """
+        if self.privacy is not None and not decides and self.config.dp.accuracies == "none":
+            return None
         images, labels = getattr(self.data, f"{split}_images"), getattr(self.data, f"{split}_labels")
         result = evaluate(self.model, images, labels, device=self.device)
-        return result.accuracy if result.total else None
+        if not result.total:
+            return None
+        if self.privacy is None or (not decides and self.config.dp.accuracies == "open"):
+            return result.accuracy
+        public = vision.state_tensors(self.model, include_buffers=True)
+        return self.privacy.noised_count(result.correct, result.total, split, int(self.request["round"]), public)
 
     def density(self, masks: Mapping[str, Tensor]) -> float:
         """Kept share of all parameters, unpruned biases and norms included."""
@@ -192,7 +236,8 @@ class FederatedClient(NumPyClient):
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
         """Who this client is: its partition, its data's shape and label counts."""
-        counts = label_counts(self.data_config, self.partition, self.num_partitions)
+        private = self.privacy is not None  # how many of which class is nobody's business then
+        counts = {} if private else label_counts(self.data_config, self.partition, self.num_partitions)
         return {
             "partition": self.partition,
             "num-examples": len(self.data.train_labels),
@@ -213,13 +258,20 @@ class FederatedClient(NumPyClient):
         round = int(config["round"])
         state, lost = self._state(config, before=round)
         self.received = _received(parameters, config)
+        if self.privacy is not None:
+            self.privacy.require(self.round_epochs())
         update = self.local_update(self.received, state, round)
         if update.training.diverged:
-            raise ValueError(f"training diverged (loss {update.training.loss_mean}); try a lower learning-rate")
-        self.store.save(round, update.state, accepted=config.get("state-round"))
+            loss = "" if update.training.loss_mean is None else f" (loss {update.training.loss_mean})"
+            raise ValueError(f"training diverged{loss}; try a lower learning-rate")
+        saved, told = update.state, {"loss": update.training.loss_mean}
+        if self.privacy is not None:
+            saved = State(saved.tensors, {**saved.meta, "charges": self.privacy.charges})
+            told = self.privacy.report(round)
+        self.store.save(round, saved, accepted=config.get("state-round"))
         num_examples = len(self.data.train_labels)
         metrics = {
-            "loss": update.training.loss_mean,
+            **told,
             "density": self.density(self.masks(update.state)),
             "flops": update.flops,
             "seconds": time.monotonic() - started,
@@ -245,6 +297,8 @@ class FederatedClient(NumPyClient):
         if received.tensors:
             scores |= self.received_scores(received, state)
         metrics |= {name: score for name, score in scores.items() if score is not None}
+        if self.privacy is not None:
+            metrics |= self.privacy.report(int(config["round"]))
         return 0.0, len(self.data.test_labels), metrics
 
     def _state(self, config: Mapping[str, Any], before: int) -> tuple[State, str]:
@@ -260,6 +314,8 @@ class FederatedClient(NumPyClient):
         if found is None:
             return _NO_STATE, "" if wanted is None else f"the state of round {wanted} is lost, began anew"
         round, state = found
+        if self.privacy is not None:
+            self.privacy.require_memory(int(state.meta.get("charges", 0)))
         if wanted in (None, round):
             return state, ""
         return state, f"the state of round {wanted} is lost, went on from round {round}"
@@ -293,6 +349,11 @@ class FederatedClient(NumPyClient):
         }
         replace_file(cache, json.dumps({"digest": digest, "scores": scores}).encode())
         return scores
+
+
+def never_private(config: Config, why: str) -> str:
+    """One line for the user: ``dp.enabled`` does not go with the system."""
+    return f"dp.enabled is true, allowed with system {config.system!r}: false; {why}"
 
 
 def payload_names(payload: Payload) -> dict[str, list[str]]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from clients.base import Update
 from clients.gossip import GossipClient
 from clients.training import dense_gradient
+from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.flops import training_flops
 from fedprune_app.core.masks import erk_densities, prune_and_grow, random_masks, uniform_densities
@@ -35,6 +36,16 @@ class DisPFLClient(GossipClient):
     """Keeps a mask for each convolution and linear weight, of a density that never changes."""
 
     prunes = True
+
+    @classmethod
+    def why_not_private(cls, config: Config) -> str:
+        """First masks are drawn, later ones are made of private weights and, if by gradient, of raw gradients."""
+        growth = config.dispfl.growth
+        if growth == "random":
+            return ""
+        return (
+            f"dispfl.growth is {growth!r}, allowed with dp.enabled: 'random' (where weights grow tells raw gradients)"
+        )
 
     def target_density(self) -> float:
         """What this client can bear: its node's ``capacity``, its place in ``dispfl.densities``, or ``density``."""

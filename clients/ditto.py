@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from clients.base import FederatedClient, Update
+from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models import vision
@@ -19,6 +20,14 @@ from fedprune_app.models import vision
 
 class DittoClient(FederatedClient):
     """State: ``weights`` are the personal model's; ``local`` what of the global model stays here (local norms)."""
+
+    @classmethod
+    def why_not_private(cls, config: Config) -> str:
+        """Both models are trained privately, and both are charged: the personal one is evaluated."""
+        return ""
+
+    def round_epochs(self) -> int:
+        return self.config.ditto.global_epochs + self.config.ditto.personal_epochs
 
     def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
         return {**state.group("local"), **received.tensors}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from clients.base import Update
 from clients.gossip import GossipClient
+from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.masks import random_masks, uniform_densities
 from fedprune_app.core.payload import Payload
@@ -21,6 +22,11 @@ class DPSGDClient(GossipClient):
     """What is validated is the consensus model."""
 
     validates = "received"
+
+    @classmethod
+    def why_not_private(cls, config: Config) -> str:
+        """A fixed mask is drawn without looking at data."""
+        return ""
 
     @property
     def prunes(self) -> bool:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from clients.base import FederatedClient
+from fedprune_app.config import Config
 
 
 class FedAvgClient(FederatedClient):
     """McMahan et al., AISTATS 2017, Algorithm 1, ClientUpdate."""
 
     validates = "received"
+
+    @classmethod
+    def why_not_private(cls, config: Config) -> str:
+        """All that leaves is the trained model."""
+        return ""

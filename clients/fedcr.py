@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clients.base import Update
+from clients.base import Update, never_private
 from clients.fedp3 import FedP3Client
 from clients.parts import Network
 from clients.training import TrainingResult
-from fedprune_app.config import FedP3Options
+from fedprune_app.config import Config, FedP3Options
 from fedprune_app.core import rng
 from fedprune_app.core.gaussians import experts_by_class, kl_divergence
 from fedprune_app.core.payload import Payload
@@ -31,6 +31,10 @@ class FedCRClient(FedP3Client):
     """State as FedP3's, with a personal head."""
 
     headless = frozenset({"prior.mean", "prior.std"})
+
+    @classmethod
+    def why_not_private(cls, config: Config) -> str:
+        return never_private(config, "it sends products over the examples of each class")
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -75,7 +79,7 @@ class FedCRClient(FedP3Client):
 
         return super().train(round, objective=objective, after_epoch=after_epoch, **how)
 
-    def accuracy(self, split: str) -> float | None:
+    def accuracy(self, split: str, *, decides: bool = False) -> float | None:
         """By the mean prediction over draws of the code; the same draws whenever it is asked."""
         draw = rng.generator(self.config.seed, "codes to test", self.partition)
         shape = self.config.fedcr.test_draws, self.network.prior.mean.shape[1]

@@ -13,8 +13,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from clients.base import FederatedClient, Update, split_letters
+from clients.base import FederatedClient, Update, never_private, split_letters
 from clients.training import evaluate
+from fedprune_app.config import Config
 from fedprune_app.core.flops import sparse_flops
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
@@ -24,6 +25,10 @@ from fedprune_app.models import vision
 
 class FedFomoClient(FederatedClient):
     """Decides on validation data, of which there must be some."""
+
+    @classmethod
+    def why_not_private(cls, config: Config) -> str:
+        return never_private(config, "it weighs models by validation losses, which one example can change at will")
 
     def letter_schema(self) -> Schema:
         return self.shared_schema()

@@ -17,7 +17,7 @@ from torch import Tensor
 from clients.base import FederatedClient, Update
 from clients.local_pruning import OrderedDropout, UniformPruning, share_law
 from clients.subfedavg import pruned
-from fedprune_app.config import FEDP3_COUNTS, FedP3Options
+from fedprune_app.config import FEDP3_COUNTS, Config, FedP3Options
 from fedprune_app.core import rng
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.masks import sketch_masks
@@ -31,6 +31,15 @@ class FedP3Client(FederatedClient):
     """State: ``weights``, all of them, and ``masks``, the P_i they were trained under."""
 
     headless: frozenset[str] = frozenset()  # tensors of no layer, which are received alone
+
+    @classmethod
+    def why_not_private(cls, config: Config) -> str:
+        """Layers and masks come from the server, which has nothing but what was released."""
+        if config.fedp3.local == "fixed":
+            return ""
+        return (
+            f"fedp3.local is {config.fedp3.local!r}, allowed with dp.enabled: 'fixed' (parts have no private step yet)"
+        )
 
     @property
     def options(self) -> FedP3Options:

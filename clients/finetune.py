@@ -20,15 +20,25 @@ class FineTuned(FederatedClient):
 
     validates = "personal"
 
+    def planned_epochs(self) -> int:
+        """Under dp.enabled fine-tuning is private and charged: what comes of it is evaluated."""
+        config = self.config
+        evaluations = -(-config.num_server_rounds // config.evaluate_every) if config.evaluate_every else 1
+        return super().planned_epochs() + evaluations * (config.finetune.epochs or config.local_epochs)
+
     def personal_model(self, received: Payload, state: State) -> dict[str, Tensor]:
         options = self.config.finetune
         round = int(self.request["round"])
+        epochs = options.epochs or self.config.local_epochs
         rate = self.config.learning_rates[round if options.learning_rate == "last" else 0]
-        vision.load_state_tensors(self.model, self.begin(received, state))
+        begin = self.begin(received, state)
+        if self.privacy is not None and not self.privacy.affords(epochs):
+            return begin  # its budget is spent: what is released already has to do
+        vision.load_state_tensors(self.model, begin)
         self.train(
             round,
             role="fine-tune",
-            epochs=options.epochs or self.config.local_epochs,
+            epochs=epochs,
             learning_rate=rate,
             masks=self.masks(state),
         )

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from clients.base import FederatedClient, Update
+from clients.base import FederatedClient, Update, never_private
 from clients.local_pruning import FJORD_SHARES, OrderedDropout
 from clients.subfedavg import pruned
+from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
@@ -28,6 +29,10 @@ class FjORDClient(FederatedClient):
     """State: ``weights`` in the full network's coordinates, 0 beyond the client's width; ``masks`` say how far."""
 
     validates = "received"
+
+    @classmethod
+    def why_not_private(cls, config: Config) -> str:
+        return never_private(config, "its steps train parts of the network, which have no private step yet")
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)

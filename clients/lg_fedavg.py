@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from clients.base import FederatedClient
+from fedprune_app.config import Config
 from fedprune_app.core.layers import last_layers
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
@@ -18,6 +19,11 @@ from fedprune_app.engine.store import State
 
 class LGFedAvgClient(FederatedClient):
     """Its own lower layers under the server's upper ones."""
+
+    @classmethod
+    def why_not_private(cls, config: Config) -> str:
+        """The layers that stay are trained privately too: they are evaluated."""
+        return ""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from clients.base import FederatedClient, Update
 from clients.training import proximal
+from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models import vision
@@ -13,6 +14,11 @@ from fedprune_app.models import vision
 
 class MTLClient(FederatedClient):
     """Goes on from its own model; others' reach it through the anchor alone."""
+
+    @classmethod
+    def why_not_private(cls, config: Config) -> str:
+        """The regulariser is made of what others released."""
+        return ""
 
     def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
         return self.own_model(state)

@@ -5,12 +5,18 @@ from __future__ import annotations
 from torch import Tensor
 
 from clients.base import FederatedClient, Update
+from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
 
 
 class StandaloneClient(FederatedClient):
     """Starts from the common initial model, and never hears of another."""
+
+    @classmethod
+    def why_not_private(cls, config: Config) -> str:
+        """Nothing leaves but evaluations; so training is private all the same."""
+        return ""
 
     def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
         return self.own_model(state)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from clients.base import FederatedClient, Update
+from fedprune_app.config import Config
 from fedprune_app.core.masks import full_masks, mask_distance, prune_percent
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
@@ -26,6 +27,17 @@ def pruned(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[s
 
 class SubFedAvgClient(FederatedClient):
     """Keeps a mask for each convolution and linear weight, all ones at first; biases and norms are never pruned."""
+
+    @classmethod
+    def why_not_private(cls, config: Config) -> str:
+        """Masks are made of private weights; the gate asks held-out data, so it needs noise of its own."""
+        gate = config.subfedavg.gate_split
+        if gate == "none" or config.dp.count_scale > 0:  # without a target too: a node's capacity sets one
+            return ""
+        return (
+            f"subfedavg.gate-split is {gate!r}, allowed with dp.enabled: 'none', or with dp.count-scale above 0 "
+            "(the gate then asks for a noised count of correct predictions, which is charged)"
+        )
 
     def masks(self, state: State) -> dict[str, Tensor]:
         parameters = dict(self.model.named_parameters())
@@ -80,8 +92,10 @@ class SubFedAvgClient(FederatedClient):
         return {name: tensors[name] for name in names}
 
     def accurate_enough(self) -> bool:
-        """Whether the model as it is passes the accuracy gate: strictly above the threshold."""
-        accuracy = self.accuracy(self.config.subfedavg.gate_split)
+        """Whether the model as it is passes the accuracy gate, where there is one: strictly above the threshold."""
+        if self.config.subfedavg.gate_split == "none":
+            return True
+        accuracy = self.accuracy(self.config.subfedavg.gate_split, decides=True)
         # with room for float noise: 100 * (7 / 100) is more than 7
         return accuracy is not None and 100 * accuracy - self.config.subfedavg.accuracy_threshold > 1e-9
 

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clients.base import Update
+from clients.base import Update, never_private
 from clients.subfedavg import SubFedAvgClient, pruned
+from fedprune_app.config import Config
 from fedprune_app.core.flops import forward_flops, training_flops
 from fedprune_app.core.masks import full_masks, mask_distance, prune_percent
 from fedprune_app.core.payload import Payload
@@ -39,6 +40,10 @@ from fedprune_app.models.initial import channels_of
 
 class SubFedAvgHyClient(SubFedAvgClient):
     """State: ``weights`` in full coordinates, ``channels`` kept per group, ``fc``, the linear layers' masks."""
+
+    @classmethod
+    def why_not_private(cls, config: Config) -> str:
+        return never_private(config, "it ranks channels by BatchNorm, which mixes the examples of a batch")
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)

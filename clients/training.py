@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clients.parts import Network, Part, Work, put_aside, smaller
+
+if TYPE_CHECKING:  # Opacus takes seconds to import, and most runs do without
+    from fedprune_app.privacy.dpsgd import DPSGD
 
 GradientHook = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
 """Changes gradients in place, given all trained (parameters, gradients) by name."""
@@ -60,15 +63,19 @@ class SGD:
 @dataclass(frozen=True)
 class TrainingResult:
     """What one call of :func:`train` did. ``loss_mean`` is over all examples of all epochs, each taken just
-    before the step it caused; it is nan or inf if training diverged, and the caller decides what then."""
+    before the step it caused; it is nan or inf if training diverged, and the caller decides what then.
 
-    loss_mean: float
+    Private training has no ``loss_mean``: the loss is not private. Whether it diverged is told by the weights.
+    """
+
+    loss_mean: float | None
     num_steps: int
     num_examples: int
+    finite: bool = True  # the trained weights
 
     @property
     def diverged(self) -> bool:
-        return not math.isfinite(self.loss_mean)
+        return not self.finite or (self.loss_mean is not None and not math.isfinite(self.loss_mean))
 
 
 @dataclass(frozen=True)
@@ -175,6 +182,7 @@ def train(
     after_epoch: Callable[[int], None] | None = None,
     objective: Objective = cross_entropy,
     part: Callable[[int], Part] | None = None,
+    private: DPSGD | None = None,
     device: torch.device | str | None = None,
 ) -> TrainingResult:
     """Train ``model`` in place on images (N, ...) and labels (N,) by mean cross entropy, or another ``objective``.
@@ -194,10 +202,16 @@ def train(
     (default: where the model is) once, and the model stays there. The modules are in train mode during the
     call and in their former mode after it.
 
+    With ``private`` the batches are Poisson samples, and the gradient is the sum of the examples' own, each times
+    ``masks`` and clipped, plus noise where the masks are True, over the expected batch size (see
+    :mod:`fedprune_app.privacy.dpsgd`); hooks see that one. An epoch is ``private.steps_per_epoch`` steps.
+
     Same arguments, same bits, for one torch thread count. Raises ``ValueError`` for no examples, unequal
     counts, or a mask or frozen name that does not fit the model.
     """
     _check_examples(images, labels)
+    if private is not None and (part is not None or objective is not cross_entropy):
+        raise ValueError("private training has neither parts nor another objective than cross entropy")
     num_examples = len(labels)
     device = _move(model, device)
     labels = labels.to(device)
@@ -206,28 +220,49 @@ def train(
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     num_steps = 0
 
-    with _module_mode(model, training=True), _fast_layout(model), FlatParameters(model, frozen) as flat:
+    def examples(batch: Tensor) -> tuple[Tensor, Tensor]:
+        return images.index_select(0, batch) if augment is None else augment(batch, rng), labels.index_select(0, batch)
+
+    with (
+        _module_mode(model, training=True),
+        _fast_layout(model),
+        FlatParameters(model, frozen) as flat,
+        ExitStack() as on,
+    ):
         kept = _apply_masks(model, flat, masks) if masks else None
         velocity = torch.zeros_like(flat.values) if sgd.momentum else None
+        if private is not None:
+            everywhere = flat.views(torch.ones_like(flat.values) if kept is None else kept)
+            gradient = on.enter_context(private.attached(model, flat.named_gradients, everywhere))
         for epoch in range(sgd.epochs):
-            order = torch.randperm(num_examples, generator=rng).to(device)
-            for batch in torch.split(order, sgd.batch_size):
-                label_batch = labels.index_select(0, batch)
-                image_batch = images.index_select(0, batch) if augment is None else augment(batch, rng)
-                with _work(model, flat, velocity, kept, part and part(len(label_batch))) as work:
-                    loss = objective(work.network, image_batch, label_batch)
-                    loss.backward()  # type: ignore[no-untyped-call]
+            if private is not None:
+                batches = private.batches(num_examples)
+            else:
+                batches = iter(torch.split(torch.randperm(num_examples, generator=rng).to(device), sgd.batch_size))
+            for batch in batches:
+                with _work(model, flat, velocity, kept, part and part(len(batch))) as work:
+                    if private is not None:
+                        for some in torch.split(batch.to(device), private.physical_batch):
+                            if len(some):
+                                gradient.add(*examples(some))
+                        gradient.finish(private.sample_rate * num_examples)
+                    else:
+                        image_batch, label_batch = examples(batch)
+                        loss = objective(work.network, image_batch, label_batch)
+                        loss.backward()  # type: ignore[no-untyped-call]
+                        loss_sum.add_(loss.detach(), alpha=len(label_batch))
                     if adjust_gradients is not None:
                         adjust_gradients(work.named_values, work.named_gradients)
                     _step(work, sgd)
                     if after_step is not None:
                         after_step(work.named_values)
-                loss_sum.add_(loss.detach(), alpha=len(label_batch))
                 num_steps += 1
             if after_epoch is not None:
                 after_epoch(epoch)
                 flat.bind_gradients()
-    return TrainingResult(float(loss_sum) / (sgd.epochs * num_examples), num_steps, num_examples)
+        finite = private is None or bool(flat.values.isfinite().all())
+    loss_mean = float(loss_sum) / (sgd.epochs * num_examples) if private is None else None
+    return TrainingResult(loss_mean, num_steps, num_examples, finite)
 
 
 @contextmanager

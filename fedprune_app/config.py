@@ -77,8 +77,8 @@ class SubFedAvgOptions:
     scale_decay: float = option(0.0, "L1 penalty on BatchNorm scales (subfedavg-hy); the code's -sr is 1e-4", least=0)
     gate_split: str = option(
         "validation",
-        "data that decides whether to prune; 'test' is what the released code does",
-        choices=("validation", "test"),
+        "data whose accuracy decides whether to prune; 'test' is what the released code does, 'none' does not ask",
+        choices=("validation", "test", "none"),
     )
 
 
@@ -315,6 +315,49 @@ class FjORDOptions:
 
 
 @dataclass(frozen=True)
+class DPOptions:
+    """Differential privacy of each client's examples against everyone else, the server included (docs/privacy.md)."""
+
+    enabled: bool = option(False, "train with DP-SGD, charge every release to the client's ledger, refuse what leaks")
+    noise_multiplier: float = option(
+        0.0, "standard deviation of the noise over clip-norm (σ); 0: what target-epsilon needs", least=0
+    )
+    target_epsilon: float = option(
+        0.0, "choose the noise for this ε over the planned rounds; also a budget; 0: noise-multiplier says", least=0
+    )
+    planned_rounds: int = option(
+        0, "rounds a client is planned to join, for target-epsilon; 0: all of num-server-rounds", least=0
+    )
+    clip_norm: float = option(1.0, "each example's gradient is clipped to this norm (C)", above=0)
+    delta: float = option(1e-5, "δ of every ε; below 1 / (a client's examples) to mean something", above=0, below=1)
+    epsilon_budget: float = option(0.0, "a client stops before its ε passes this; 0: no limit", least=0)
+    accountant: str = option(
+        "rdp", "how releases compose: Rényi divergences, or privacy loss distributions", choices=("rdp", "pld")
+    )
+    accuracies: str = option(
+        "open",
+        "evaluations, of examples never trained on: as they are (no guarantee for those examples), as noised counts "
+        "that are charged, or not at all",
+        choices=("open", "noised", "none"),
+    )
+    count_scale: float = option(
+        0.0, "scale of the Laplace noise on a count of correct predictions; 0: no noised counts", least=0
+    )
+    grad_sample: str = option(
+        "auto",
+        "how gradients per example are made; the results agree, 'auto' is the fastest",
+        choices=("auto", "one-pass", "hooks", "functorch", "ghost"),
+    )
+    physical_batch: int = option(256, "most examples whose gradients are in memory at a time", least=1)
+    secure_rng: bool = option(
+        False, "noise and samples from the operating system, not reproducible; else from seed, a simulation"
+    )
+    ledger_dir: str = option(
+        "", "folder for one ledger per client over all runs on its data, absolute; empty: with the run's state"
+    )
+
+
+@dataclass(frozen=True)
 class Config:
     """One run, resolved. Field ``learning_rate`` is the key ``learning-rate``; tables of systems are fields."""
 
@@ -385,6 +428,7 @@ class Config:
     fedp3: FedP3Options = field(default_factory=FedP3Options)
     fedcr: FedCROptions = field(default_factory=FedCROptions)
     fjord: FjORDOptions = field(default_factory=FjORDOptions)
+    dp: DPOptions = field(default_factory=DPOptions)
 
     @property
     def learning_rates(self) -> _LearningRates:
@@ -491,6 +535,7 @@ def parse_config(values: Mapping[str, Any]) -> Config:
         )
     if config.system == "fedfomo" and config.validation_fraction == 0:
         raise ConfigError("validation-fraction is 0.0, allowed with system 'fedfomo', which weighs by it: above 0")
+    _check_private(config.dp)
     if config.resume_from and config.out_dir and config.out_dir != config.resume_from:
         raise ConfigError(f"out-dir is {config.out_dir!r}, allowed with resume-from: that same folder, or nothing")
     return config
@@ -508,6 +553,18 @@ def _check_fedp3(config: Config) -> None:
 
     if config.system == "fedcr" and options.local != "fixed":
         raise ConfigError(f"fedp3.local is {options.local!r}, allowed with system 'fedcr': 'fixed'")
+
+
+def _check_private(dp: DPOptions) -> None:
+    if dp.ledger_dir and not Path(dp.ledger_dir).is_absolute():
+        raise ConfigError(f"dp.ledger-dir is {dp.ledger_dir!r}, allowed: an absolute path")
+    if not dp.enabled:
+        return
+    if (dp.noise_multiplier > 0) == (dp.target_epsilon > 0):
+        given = f"dp.noise-multiplier is {dp.noise_multiplier!r} and dp.target-epsilon is {dp.target_epsilon!r}"
+        raise ConfigError(f"{given}, allowed with dp.enabled: one of them above 0")
+    if dp.accuracies == "noised" and dp.count_scale == 0:
+        raise ConfigError("dp.count-scale is 0.0, allowed with dp.accuracies 'noised': above 0")
 
 
 def _check_adjacency(table: str, options: GossipOptions) -> None:

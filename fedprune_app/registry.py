@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import nn
+
 from clients.base import FederatedClient
 from clients.dispfl import DisPFLClient
 from clients.ditto import DittoClient
@@ -25,7 +27,8 @@ from clients.subfedavg_hy import SubFedAvgHyClient
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.data.datasets import DATASETS
 from fedprune_app.data.partitions import PARTITIONS
-from fedprune_app.models.vision import MODELS
+from fedprune_app.models.initial import AUTO
+from fedprune_app.models.vision import MODELS, architecture
 from strategies.base import FederatedStrategy
 from strategies.dispfl import DisPFL
 from strategies.ditto import Ditto
@@ -90,4 +93,17 @@ def check_names(config: Config) -> Config:
         value = getattr(config, key)
         if value not in names:
             raise ConfigError(f"{key} is {value!r}, allowed: {', '.join(names)}")
+    if config.dp.enabled:
+        _check_private(config)
     return config
+
+
+def _check_private(config: Config) -> None:
+    if reason := SYSTEMS[config.system].client.why_not_private(config):
+        raise ConfigError(reason)
+    name = AUTO[config.dataset] if config.model == "auto" else config.model
+    layers = architecture(name, (3, 64, 64), 2).modules()  # the size of the images does not matter here
+    if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in layers):
+        raise ConfigError(
+            f"model is {name!r}, allowed with dp.enabled: one without BatchNorm, which mixes the examples of a batch"
+        )

@@ -66,7 +66,9 @@ class Contents:
 
 def _summary(row: Mapping[str, Any]) -> str:
     """One line on a round, for the log."""
-    parts = [f"{row['replies']} replies", f"{row['failures']} failures", f"loss {row['loss_mean']:.3f}"]
+    parts = [f"{row['replies']} replies", f"{row['failures']} failures"]
+    parts += [] if row["loss_mean"] is None else [f"loss {row['loss_mean']:.3f}"]
+    parts += [f"epsilon {row['epsilon_max']:.3g}"] if row.get("epsilon_max") else []
     parts += [f"{(row['bytes_up'] + row['bytes_down']) / 1e6:.2f} MB", f"{row['seconds']:.1f} s"]
     for name, key in (("personal", "accuracy_personal_mean"), ("global", "accuracy_global")):
         if key in row and math.isfinite(row[key]):
@@ -106,6 +108,9 @@ class FederatedStrategy(Strategy):
         self.log = RoundLog()
         self.state_rounds: dict[int, int] = {}  # partition -> round of the last update taken in from it
         self.digests: dict[int, str] = {}  # of the clients' models, from the latest evaluation
+        self.epsilons: dict[int, float] = {}  # partition -> what the client says it has spent of its privacy
+        self.paper_epsilons: dict[int, float] = {}
+        self.spent: dict[int, int] = {}  # partition -> the round after which its budget bears no other
 
     # --- what a system says -------------------------------------------------------------------------------------
 
@@ -188,6 +193,9 @@ class FederatedStrategy(Strategy):
         self.summary()
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         for current in range(rounds_completed + 1, num_rounds + 1):
+            if not self.willing(current):
+                log.info("every client has spent its privacy budget: %d rounds of %d", current - 1, num_rounds)
+                break
             self.log = RoundLog()
             started = time.monotonic()
             self.open_round(current, self.sample(current))
@@ -202,7 +210,7 @@ class FederatedStrategy(Strategy):
                 **(train_metrics or {}),
             }
 
-            if self.evaluates(current):
+            if self.evaluates(current) or not self.willing(current + 1):
                 row |= self._evaluate(grid, current, arrays, timeout, evaluate_config)
             row["notes"] = self.log.notes[:_REASONS_KEPT]
             # the record comes first: killed between the two, the run repeats the round and its record is dropped
@@ -229,12 +237,18 @@ class FederatedStrategy(Strategy):
 
     def state(self) -> State:
         """All that :meth:`restore` needs to continue bit for bit."""
-        return State(self.model, {"state-rounds": {str(p): r for p, r in sorted(self.state_rounds.items())}})
+        kept: dict[str, Mapping[int, float]] = {"state-rounds": self.state_rounds}
+        if self.config.dp.enabled:
+            kept |= {"epsilons": self.epsilons, "paper-epsilons": self.paper_epsilons, "spent": self.spent}
+        return State(self.model, {key: {str(p): v for p, v in sorted(of.items())} for key, of in kept.items()})
 
     def restore(self, state: State) -> None:
         """Continue from a state that :meth:`state` gave."""
         self.model = {name: state.tensors[name] for name in self.model}
         self.state_rounds = {int(p): int(r) for p, r in state.meta["state-rounds"].items()}
+        self.epsilons = {int(p): float(e) for p, e in state.meta.get("epsilons", {}).items()}
+        self.paper_epsilons = {int(p): float(e) for p, e in state.meta.get("paper-epsilons", {}).items()}
+        self.spent = {int(p): int(r) for p, r in state.meta.get("spent", {}).items()}
 
     def summary(self) -> None:
         """Log what will run (a Flower strategy's duty)."""
@@ -247,9 +261,13 @@ class FederatedStrategy(Strategy):
         every = self.config.evaluate_every
         return round == self.config.num_server_rounds or bool(every and round % every == 0)
 
+    def willing(self, round: int) -> list[int]:
+        """Who can still take part in the round: those whose privacy budget bears it."""
+        return [partition for partition in self.roster if self.spent.get(partition, round) >= round]
+
     def sampled(self, round: int) -> list[int]:
-        """``max(⌊fraction · K⌋, 1)`` distinct partitions, drawn from (seed, round) alone."""
-        partitions = list(self.roster)
+        """``max(⌊fraction · K⌋, 1)`` distinct ones of the K who are willing, drawn from (seed, round) alone."""
+        partitions = self.willing(round)
         count = max(int(self.config.fraction_train * len(partitions) + 1e-9), 1)
         drawn = rng.numpy_generator(self.config.seed, "sample", round=round).permutation(len(partitions))
         return sorted(partitions[i] for i in drawn[:count])
@@ -297,6 +315,7 @@ class FederatedStrategy(Strategy):
             self.log.replies += 1
             self.state_rounds[answer.partition] = server_round
         rounds.require(self.log.replies, self.config.min_replies, f"round {server_round}", self.log.failures)
+        private = self.config.dp.enabled
         trained = [row for _, row in sorted(self.log.clients.items()) if "loss" in row]
         return (
             None,
@@ -309,7 +328,8 @@ class FederatedStrategy(Strategy):
                 "bytes_down": self.log.bytes_down,
                 "dropped": len(self.dropped(server_round)),
                 **self.traffic(asked),
-                "loss_mean": sum(row["loss"] for row in trained) / len(trained),
+                "loss_mean": None if private else sum(row["loss"] for row in trained) / len(trained),
+                **self._privacy_row(),
                 "flops": sum(row["flops"] for row in trained),
             },
         )
@@ -321,7 +341,7 @@ class FederatedStrategy(Strategy):
         fields = wire.fields_of(answer.content)
         row = {
             "num_examples": int(wire.number(fields, "num-examples", 1)),
-            "loss": wire.number(fields, "loss"),
+            "loss": None if self.config.dp.enabled else wire.number(fields, "loss"),
             "density": wire.number(fields, "density", 0, 1),
             "seconds": wire.number(fields, "seconds", 0),
             "flops": wire.number(fields, "flops", 0),
@@ -333,7 +353,30 @@ class FederatedStrategy(Strategy):
         if "note" in fields:
             self.note(answer.partition, str(fields["note"]))
         self.receive(peer, round, answer.content)
-        return row
+        return row | self._privacy_of(answer.partition, fields, round)
+
+    def _privacy_of(self, partition: int, fields: wire.Fields, round: int) -> dict[str, Any]:
+        """What a client says of its privacy, for its row; whoever has none left is not asked again."""
+        if not self.config.dp.enabled:
+            return {}
+        for name, known in (("epsilon", self.epsilons), ("epsilon-paper", self.paper_epsilons)):
+            if name in fields:
+                now = wire.number(fields, name, 0)
+                if now < known.get(partition, 0.0) * (1 - 1e-6):
+                    self.note(partition, f"its {name} was {known[partition]:.4g} and is {now:.4g}: a ledger is lost")
+                known[partition] = now
+        if fields.get("budget-spent") is True:
+            self.spent.setdefault(partition, round)
+        return {"epsilon": self.epsilons.get(partition), "epsilon_paper": self.paper_epsilons.get(partition)}
+
+    def _privacy_row(self) -> dict[str, Any]:
+        if not self.config.dp.enabled:
+            return {}
+        return {
+            "epsilon_max": max(self.epsilons.values(), default=None),
+            "epsilon_paper_max": max(self.paper_epsilons.values(), default=None),
+            "budgets_spent": len(self.spent),
+        }
 
     def note(self, partition: int, text: str) -> None:
         """Record, once, what a client lost or what was left out because of it."""
@@ -353,7 +396,7 @@ class FederatedStrategy(Strategy):
             num_bytes["evaluation_bytes_up"] += answer.bytes_up
             num_bytes["evaluation_bytes_down"] += answer.bytes_down
             try:
-                rows[answer.partition] = self._evaluation_row(answer)
+                rows[answer.partition] = self._evaluation_row(answer, server_round)
             except ValueError as error:
                 failures.append(f"client {answer.partition}: {error}")
                 log.warning("evaluation of round %d: %s", server_round, failures[-1])
@@ -376,6 +419,7 @@ class FederatedStrategy(Strategy):
         personal = over_clients("accuracy_personal")
         return {  # type: ignore[return-value]  # a plain dict, as in aggregate_train
             **num_bytes,
+            **self._privacy_row(),
             "evaluation_failures": len(failures),
             "accuracy_personal_mean": personal.mean,
             "accuracy_personal_std": personal.std,
@@ -389,7 +433,7 @@ class FederatedStrategy(Strategy):
             "density_by_layer": {name: sum(values) / len(values) for name, values in layers.items()},
         }
 
-    def _evaluation_row(self, answer: Answer) -> dict[str, Any]:
+    def _evaluation_row(self, answer: Answer, round: int) -> dict[str, Any]:
         if answer.content is None:
             raise ValueError(answer.error)
         fields = wire.fields_of(answer.content)
@@ -418,6 +462,7 @@ class FederatedStrategy(Strategy):
             "inference_flops": wire.number(fields, "inference-flops", 0),
             "layers": layers,
             "digest": digest,
+            **self._privacy_of(answer.partition, fields, round),
         }
 
     def final_sha256(self) -> str:

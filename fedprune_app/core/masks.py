@@ -139,6 +139,25 @@ def prune_percent(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], pe
     return pruned
 
 
+def relative_threshold_masks(weights: Mapping[str, Tensor], ratio: float) -> Masks:
+    """Keep what is larger than ``ratio`` times the largest magnitude of its tensor: ``|w| > ratio · max |w|``.
+
+    How many that are depends on the weights' distribution; the largest always stays. With ratio 0 exact zeros go, and
+    a tensor of zeros loses everything. ``ratio`` in [0, 1), else ``ValueError``, as for a weight that is NaN.
+
+    Source: Fed-LTP, equation 9, whose "largest value" is read as the largest magnitude.
+    """
+    if not 0.0 <= ratio < 1.0:
+        raise ValueError(f"ratio is {ratio}, allowed: at least 0 and below 1")
+    kept = {}
+    for name, weight in weights.items():
+        magnitude = weight.detach().abs()
+        if magnitude.isnan().any():
+            raise ValueError(f"weight '{name}' holds NaN, allowed: numbers")
+        kept[name] = magnitude > ratio * magnitude.max() if magnitude.numel() else magnitude.bool()
+    return kept
+
+
 def prune_and_grow(
     weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], masks: Mapping[str, Tensor], fraction: float
 ) -> Masks:

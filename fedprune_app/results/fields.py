@@ -31,7 +31,9 @@ ROUND_FIELDS = (
     "inference_flops_mean",  # one example's forward pass through the personal model, each layer times its density
     "density_by_layer",  # name -> mean density
     "flops",  # sum over the clients that trained
-    "epsilon_max",
+    "epsilon_max",  # over all clients, what each has spent of its privacy so far; null without dp.enabled
+    "epsilon_paper_max",  # Fed-LTP's printed formula, which is no guarantee
+    "budgets_spent",  # clients that take part no more, because their privacy budget would not bear it
 )
 CLIENT_FIELDS = (
     "round",
@@ -46,6 +48,7 @@ CLIENT_FIELDS = (
     "bytes_up",
     "bytes_down",
     "epsilon",
+    "epsilon_paper",
     "seconds",
 )
 HEADLINES = ("accuracy_personal_mean", "accuracy_global")

@@ -201,7 +201,7 @@ def holds_run(folder: Path) -> bool:
 def versions() -> dict[str, str | None]:
     """Versions of what numbers depend on; null for a package that runs without being installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("fedprune", "flwr", "torch", "torchvision", "numpy", "ray"):
+    for package in ("fedprune", "flwr", "torch", "torchvision", "numpy", "ray", "opacus", "dp-accounting"):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -29,7 +29,7 @@ def client(tmp_path):
         one = SubFedAvgClient(config, 0, 4, tmp_path)
         one.asked = []
         if accuracy != "real":
-            one.accuracy = lambda split: one.asked.append(split) or accuracy
+            one.accuracy = lambda split, decides: one.asked.append(split) or accuracy
         return one
 
     return make
@@ -80,7 +80,7 @@ def test_the_gate_opens_above_the_threshold(client, accuracy, is_open):
 def test_the_gate_judges_the_pruned_model(client):
     one = client()
     seen = []
-    one.accuracy = lambda split: seen.append(one.weights(one.prunable)) or 1.0
+    one.accuracy = lambda split, decides: seen.append(one.weights(one.prunable)) or 1.0
     masks = update(one).payload.masks
     assert all(not seen[0][name][~mask].any() for name, mask in masks.items())
 
@@ -164,7 +164,7 @@ def test_norms_and_biases_carry_no_mask(tmp_path):
                 Image.new("L", (16, 16), grey + 5 * i).save(tmp_path / part / label / f"{i}.png")
     values = {"dataset": "image-folder", "data-dir": str(tmp_path), "model": "lenet5-bn", "partition": "iid"}
     one = SubFedAvgClient(parse_config({**values, "local-epochs": 2, "learning-rate": 0.05}), 0, 2, tmp_path / "state")
-    one.accuracy = lambda split: 1.0
+    one.accuracy = lambda split, decides: 1.0
     result = update(one)
     assert set(result.payload.masks) == {f"{layer}.weight" for layer in ("conv1", "conv2", "fc1", "fc2", "fc3")}
     assert all(count > 0 for count in removed(result).values())

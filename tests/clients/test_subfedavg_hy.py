@@ -43,7 +43,7 @@ def client(pictures, tmp_path):
         one.asked, one.network_sizes, one.nonzero = [], [], []
         answers = list(accuracies)
 
-        def accuracy(split):
+        def accuracy(split, decides):
             one.asked.append(split)
             one.network_sizes.append(sum(p.numel() for p in one.model.parameters()))
             one.nonzero.append({name: int(one.model.state_dict()[name].count_nonzero()) for name in LINEAR})
@@ -248,7 +248,9 @@ def test_evaluation_is_of_the_small_network_and_as_accurate_as_the_masked_one(cl
     state = one.store.load()[1]
     assert {name: int(kept.sum()) for name, kept in state.group("channels").items()} == HALF
     sizes, real = [], one.accuracy
-    one.accuracy = lambda split: sizes.append((split, sum(p.numel() for p in one.model.parameters()))) or real(split)
+    one.accuracy = lambda split, **how: (
+        sizes.append((split, sum(p.numel() for p in one.model.parameters()))) or real(split, **how)
+    )
     _, _, metrics = one.evaluate(received.to_ndarrays(), {"round": 1, **names})
     # personal, then as received under the masks, then the global model, which is whole
     assert sizes == [("test", SMALL), ("validation", SMALL), ("test", SMALL), ("test", FULL)]

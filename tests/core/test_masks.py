@@ -16,6 +16,7 @@ from fedprune_app.core.masks import (
     prune_and_grow,
     prune_percent,
     random_masks,
+    relative_threshold_masks,
     uniform_densities,
 )
 from fedprune_app.core.rng import generator
@@ -288,3 +289,34 @@ def test_a_mask_moves_on_a_gpu_as_on_a_cpu():
     there = prune_and_grow({"w": weights.cuda()}, {"w": gradients.cuda()}, {"w": mask.cuda()}, 0.3)["w"]
     assert there.is_cuda
     assert torch.equal(there.cpu(), here)
+
+
+def test_a_relative_threshold_keeps_what_is_larger_than_a_share_of_the_largest():
+    weights = {"a": torch.tensor([[0.1, -1.0], [0.5, -0.5]]), "b": torch.tensor([3.0, -4.0, 0.0])}
+    masks = relative_threshold_masks(weights, 0.5)
+    assert masks["a"].tolist() == [[False, True], [False, False]]  # exactly half is not larger
+    assert masks["b"].tolist() == [True, True, False]
+    assert relative_threshold_masks(weights, 0.0)["b"].tolist() == [True, True, False]
+    assert relative_threshold_masks({"z": torch.zeros(3), "e": torch.zeros(0)}, 0.0)["z"].tolist() == [False] * 3
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 10**6), st.floats(0, 0.99), st.floats(0, 0.99))
+def test_relative_thresholds_are_nested_and_scale_free_and_spare_the_largest(seed, one, other):
+    low, high = sorted((one, other))
+    weight = torch.randn(40, generator=generator(seed, "weights"))
+    loose, tight = (relative_threshold_masks({"w": weight}, ratio)["w"] for ratio in (low, high))
+    assert not bool((tight & ~loose).any())
+    assert bool(tight[weight.abs().argmax()])
+    assert torch.equal(relative_threshold_masks({"w": -4 * weight}, low)["w"], loose)
+
+
+@pytest.mark.parametrize("ratio", [-0.1, 1.0, math.nan])
+def test_a_relative_threshold_outside_its_range_is_refused(ratio):
+    with pytest.raises(ValueError, match="ratio is"):
+        relative_threshold_masks({"w": torch.ones(2)}, ratio)
+
+
+def test_a_relative_threshold_of_nan_is_refused():
+    with pytest.raises(ValueError, match="weight 'w' holds NaN"):
+        relative_threshold_masks({"w": torch.tensor([1.0, math.nan])}, 0.5)

@@ -1,0 +1,131 @@
+"""What ``dp.enabled`` adds to a client: the noise, the ledger, and what it can still afford."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from fedprune_app.config import Config
+
+if TYPE_CHECKING:  # Opacus and dp-accounting take seconds to import, and most runs do without
+    from fedprune_app.privacy.accounting import Spent
+    from fedprune_app.privacy.dpsgd import DPSGD
+
+
+class ClientPrivacy:
+    """One client's privacy in one run: ``num_examples`` of training data, neighbours differ by one example.
+
+    ``planned_epochs`` is how many epochs the whole run is planned to have, for ``dp.target-epsilon``, and
+    ``round_epochs`` those of one round. The ledger is in ``folder``, or in ``dp.ledger-dir`` for all runs. Raises
+    ``ValueError`` where the ledger is damaged.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        partition: int,
+        num_examples: int,
+        planned_epochs: int,
+        round_epochs: int,
+        folder: Path,
+    ) -> None:
+        from fedprune_app.privacy.accounting import noise_for
+        from fedprune_app.privacy.ledger import Budget, Ledger
+
+        self.options = options = config.dp
+        self.seed = config.seed
+        self.partition = partition
+        self.round_epochs = round_epochs
+        self.sample_rate = min(1.0, config.batch_size / num_examples)
+        self.steps_per_epoch = math.ceil(num_examples / config.batch_size)
+        self.noise_multiplier = options.noise_multiplier
+        if options.target_epsilon:
+            steps = planned_epochs * self.steps_per_epoch
+            self.noise_multiplier = noise_for(
+                options.target_epsilon, options.delta, self.sample_rate, steps, options.accountant
+            )
+        limit = min((e for e in (options.epsilon_budget, options.target_epsilon) if e), default=None)
+        budget = None if limit is None else Budget(limit, options.delta)
+        path = Path(options.ledger_dir) / f"{partition:05d}.jsonl" if options.ledger_dir else folder / "ledger.jsonl"
+        self.ledger = Ledger(path, accountant=options.accountant, budget=budget)
+
+    # --- training -------------------------------------------------------------------------------------------------
+
+    def steps(self, epochs: int) -> Spent:
+        """What so many epochs release."""
+        from fedprune_app.privacy.accounting import Steps
+
+        return {Steps(self.noise_multiplier, self.sample_rate): epochs * self.steps_per_epoch}
+
+    def affords(self, epochs: int) -> bool:
+        """Whether the budget bears so many more epochs."""
+        return self.ledger.affords(self.steps(epochs))
+
+    def require(self, epochs: int) -> None:
+        """Raise :class:`~fedprune_app.privacy.ledger.Overspent` where it does not: before any work is done."""
+        self.ledger.require(self.steps(epochs))
+
+    def dpsgd(self, epochs: int, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> DPSGD:
+        """How the next training makes its gradients; ``public`` and ``settings``: all it starts from but the data."""
+        from fedprune_app.privacy.dpsgd import DPSGD
+        from fedprune_app.privacy.noise import noise_source
+
+        self.require(epochs)
+        options = self.options
+        settings = f"{settings} {self.noise_multiplier} {options.clip_norm} {self.sample_rate}"
+        noise = noise_source(options.secure_rng, self.seed, role, self.partition, round, public, settings)
+        return DPSGD(
+            self.noise_multiplier,
+            options.clip_norm,
+            self.sample_rate,
+            self.steps_per_epoch,
+            noise,
+            options.grad_sample,
+            options.physical_batch,
+        )
+
+    def charge_steps(self, steps: int, what: str) -> None:
+        """Charge what ran: after it, and before anything of it is stored or sent."""
+        self.ledger.charge_steps(self.noise_multiplier, self.sample_rate, steps, what)
+
+    # --- counts ---------------------------------------------------------------------------------------------------
+
+    def noised_count(self, correct: int, most: int, split: str, round: int, public: Mapping[str, Tensor]) -> float:
+        """A share of correct predictions, of a count that is noised, rounded and charged. One example counts once."""
+        from fedprune_app.privacy.noise import noise_source, noisy_count
+
+        options = self.options
+        if options.count_scale == 0:
+            raise ValueError("dp.count-scale is 0.0, allowed where a released count is asked for: above 0")
+        noise = noise_source(options.secure_rng, self.seed, f"count {split}", self.partition, round, public, "")
+        self.ledger.charge_laplace(options.count_scale, 1.0, f"correct on {split}, round {round}")
+        return noisy_count(correct, most, options.count_scale, noise) / most
+
+    # --- what is told ---------------------------------------------------------------------------------------------
+
+    @property
+    def charges(self) -> int:
+        """How many charges the ledger holds; the client's state remembers it."""
+        return len(self.ledger)
+
+    def require_memory(self, charges: int) -> None:
+        """``ValueError`` where the ledger holds fewer charges than the client's state has seen."""
+        if len(self.ledger) < charges:
+            raise ValueError(
+                f"ledger '{self.ledger.path}' holds {len(self.ledger)} charges, the client's state knows of {charges}: "
+                "what was spent is not known"
+            )
+
+    def report(self, round: int) -> dict[str, Any]:
+        """ε so far, Fed-LTP's printed figure beside it, and whether the budget bears no other round."""
+        from fedprune_app.privacy.paper import paper_epsilon
+
+        options = self.options
+        paper = paper_epsilon(round, self.noise_multiplier, self.sample_rate, options.delta, options.count_scale)
+        figures = {"epsilon": self.ledger.epsilon(options.delta), "epsilon-paper": paper}
+        told: dict[str, Any] = {name: value for name, value in figures.items() if math.isfinite(value)}
+        return told | {"budget-spent": not self.affords(self.round_epochs)}

@@ -1,0 +1,369 @@
+"""DP-SGD on masked models: per-example gradients, masked, then clipped, summed, and noised where the mask is True.
+
+Abadi et al. 2016. Batches are Poisson samples, so they differ in size and can be empty; the sum is divided by the
+expected size, which is public. How the per-example gradients come about is a matter of speed alone (``grad_sample``):
+
+* ``hooks``, ``functorch``: Opacus' GradSampleModule materialises them.
+* ``ghost``: Opacus' GradSampleModuleFastGradientClipping finds the norms in one backward pass and the sum of clipped
+  gradients in a second one. Opacus' own norms know no masks, so the norms here are taken under them.
+* ``one-pass``: one backward pass to the layers' outputs gives both (Bu et al. 2023, "book-keeping"), with Opacus'
+  rules per layer; linear layers never materialise anything. ``auto`` is this one, by benchmarks/dp_step.py.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
+from opacus.validators import ModuleValidator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedprune_app.privacy.noise import Noise
+
+GRAD_SAMPLES = ("auto", "one-pass", "hooks", "functorch", "ghost")
+ClippedSum = Callable[[Tensor, Tensor], dict[str, Tensor]]
+"""Sum over a batch (images, labels) of the masked and clipped gradients, by name."""
+Samplers = Mapping[type[nn.Module], Callable[[nn.Module, list[Tensor], Tensor], dict[Tensor, Tensor]]]
+
+
+def _convolution(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[Tensor, Tensor]:
+    """Opacus' rule for convolutions, but right for channels last in memory too.
+
+    Opacus 1.6 takes windows of its input by strides that only contiguous tensors have, and so reads wrong numbers from
+    others, silently. Without groups this is also faster.
+    """
+    assert isinstance(layer, nn.Conv2d)
+    inputs, backprops = activations[0].contiguous(), backprops.contiguous()
+    if layer.groups != 1 or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
+        return dict(GradSampleModule.GRAD_SAMPLERS[nn.Conv2d](layer, [inputs], backprops))
+    gradients: dict[Tensor, Tensor] = {}
+    outputs = backprops.flatten(2)  # (n, o, q), q positions
+    if layer.weight.requires_grad:
+        windows = F.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # (n, p, q)
+        gradients[layer.weight] = (outputs @ windows.mT).view(-1, *layer.weight.shape)
+    if layer.bias is not None and layer.bias.requires_grad:
+        gradients[layer.bias] = outputs.sum(2)
+    return gradients
+
+
+_RULES: Samplers = {
+    kind: GradSampleModule.GRAD_SAMPLERS[kind] for kind in (nn.Linear, nn.GroupNorm, nn.LayerNorm, nn.Embedding)
+} | {nn.Conv2d: _convolution}
+"""Gradients per example of a layer's parameters, from its inputs and the gradients of its outputs."""
+
+
+@dataclass(frozen=True)
+class DPSGD:
+    """How the gradients of a private training are made. ``physical_batch`` examples at most are in work at a time,
+    which changes memory and not the result (but for the order of float sums). Raises ``ValueError``."""
+
+    noise_multiplier: float
+    clip_norm: float
+    sample_rate: float
+    steps_per_epoch: int
+    noise: Noise
+    grad_sample: str = "auto"
+    physical_batch: int = 256
+
+    def __post_init__(self) -> None:
+        if not self.clip_norm > 0:
+            raise ValueError(f"clip_norm is {self.clip_norm}, allowed: above 0")
+        if not self.noise_multiplier >= 0:
+            raise ValueError(f"noise_multiplier is {self.noise_multiplier}, allowed: at least 0")
+        if not 0 < self.sample_rate <= 1:
+            raise ValueError(f"sample_rate is {self.sample_rate}, allowed: above 0 and at most 1")
+        if self.grad_sample not in GRAD_SAMPLES:
+            raise ValueError(f"grad_sample is {self.grad_sample!r}, allowed: {', '.join(GRAD_SAMPLES)}")
+
+    def batches(self, num_examples: int) -> Iterator[Tensor]:
+        """The positions of each step's examples in one epoch: every example is in with ``sample_rate``, by itself."""
+        for _ in range(self.steps_per_epoch):
+            yield (self.noise.uniform(num_examples) < self.sample_rate).nonzero().squeeze(1)
+
+    @contextmanager
+    def attached(
+        self, model: nn.Module, gradients: Mapping[str, Tensor], kept: Mapping[str, Tensor]
+    ) -> Iterator[_Step]:
+        """For the time of a training: what puts private gradients into ``gradients``, which name what is trained.
+
+        ``kept`` are 1 or 0 by name, in the gradients' shapes. Raises ``ValueError`` for a model that cannot be trained
+        privately.
+        """
+        check_model(model)
+        parameters = dict(model.named_parameters())
+        trained = {name: parameters[name] for name in gradients}
+        masks = {name: mask for name, mask in kept.items() if not bool(mask.all())}
+        method = _METHODS["one-pass" if self.grad_sample == "auto" else self.grad_sample]
+        with warnings.catch_warnings(), method(model, trained, masks, self.clip_norm) as clipped_sum:
+            # inputs need no gradient, so hooks on the first layer see gradients of outputs alone: all that is needed
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")
+            warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet")
+            yield _Step(self, clipped_sum, gradients, kept)
+
+
+@dataclass(frozen=True)
+class _Step:
+    how: DPSGD
+    clipped_sum: ClippedSum
+    gradients: Mapping[str, Tensor]
+    kept: Mapping[str, Tensor]
+
+    def add(self, images: Tensor, labels: Tensor) -> None:
+        """Add the clipped gradients of some examples of the batch."""
+        if len(labels):
+            for name, total in self.clipped_sum(images, labels).items():
+                self.gradients[name].add_(total)
+
+    def finish(self, expected_batch: float) -> None:
+        """After all examples of the batch: noise, and from a sum to a mean."""
+        std = self.how.noise_multiplier * self.how.clip_norm
+        noise = self.how.noise.gaussian(sum(gradient.numel() for gradient in self.gradients.values()))
+        start = 0
+        for name, gradient in self.gradients.items():
+            part = noise[start : start + gradient.numel()].view(gradient.shape).to(gradient.device)
+            start += gradient.numel()
+            gradient.addcmul_(part, self.kept[name], value=std).div_(expected_batch)
+
+
+def check_model(model: nn.Module, name: str = "") -> None:
+    """``ValueError``, one line, for a model that has no gradient per example: BatchNorm mixes the examples."""
+    if norms := [key for key, layer in model.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]:
+        model_is = f"model is {name!r}" if name else "the model"
+        raise ValueError(
+            f"{model_is} with BatchNorm '{norms[0]}', allowed with dp.enabled: networks without, such as those with "
+            "GroupNorm (-gn)"
+        )
+    if errors := ModuleValidator.validate(model, strict=False):
+        raise ValueError(f"the model cannot be trained privately: {errors[0]}")
+    for key, layer in model.named_modules():
+        if any(True for _ in layer.parameters(recurse=False)) and type(layer) not in _RULES:
+            raise ValueError(f"layer '{key}' of type {type(layer).__name__} has no rule for gradients per example")
+
+
+def clip_factors(squared_norms: Tensor, clip_norm: float) -> Tensor:
+    """``min(1, C / ‖g‖)`` per example (n,); NaN where the norm is not a number or not finite."""
+    norms = squared_norms.sqrt()
+    return torch.where(norms.isfinite(), (clip_norm / (norms + 1e-6)).clamp(max=1), torch.nan)
+
+
+def _without(clipped_sum: ClippedSum, factors: Tensor, images: Tensor, labels: Tensor) -> dict[str, Tensor] | None:
+    """The sum anew without the examples whose gradient is not finite: they have no bounded part in it.
+
+    None where all are finite.
+    """
+    good = factors.isfinite()
+    if bool(good.all()):
+        return None
+    return clipped_sum(images[good], labels[good]) if bool(good.any()) else {}
+
+
+# --- by layer ---------------------------------------------------------------------------------------------------------
+
+
+def _squared_norms(gradients: Tensor) -> Tensor:
+    """(n, ...) -> (n,)"""
+    return gradients.flatten(1).square().sum(1)
+
+
+def _linear_squared_norms(inputs: Tensor, backprops: Tensor, mask: Tensor | None) -> Tensor:
+    """``‖(b aᵀ) ⊙ M‖²`` per example of inputs a (n, j) and backprops b (n, o), with nothing of size (n, o, j)."""
+    a, b = inputs.square(), backprops.square()
+    return a.sum(1) * b.sum(1) if mask is None else ((b @ mask) * a).sum(1)  # (n, o) @ (o, j) * (n, j)
+
+
+# --- the methods ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _materialised(
+    model: nn.Module,
+    trained: Mapping[str, nn.Parameter],
+    masks: Mapping[str, Tensor],
+    clip_norm: float,
+    functorch: bool,
+) -> Iterator[ClippedSum]:
+    """Opacus keeps every example's gradient in ``grad_sample``."""
+
+    class PerExample(GradSampleModule):  # type: ignore[misc]  # Opacus has no types
+        GRAD_SAMPLERS: ClassVar = dict(_RULES)
+
+    with _wrapped(model, lambda: PerExample(model, loss_reduction="sum", force_functorch=functorch)) as wrapped:
+
+        def clipped_sum(images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            wrapped.zero_grad()
+            _no_gradients(trained)
+            F.cross_entropy(wrapped(images), labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
+            samples: dict[str, Tensor] = {name: p.grad_sample for name, p in trained.items()}  # type: ignore[attr-defined]
+            for name, mask in masks.items():
+                samples[name].mul_(mask)
+            factors = clip_factors(_over_tensors(_squared_norms(each) for each in samples.values()), clip_norm)
+            fewer = _without(clipped_sum, factors, images, labels)
+            if fewer is not None:
+                return fewer
+            return {name: torch.einsum("n,n...->...", factors, each) for name, each in samples.items()}
+
+        yield clipped_sum
+
+
+@contextmanager
+def _ghost(
+    model: nn.Module, trained: Mapping[str, nn.Parameter], masks: Mapping[str, Tensor], clip_norm: float
+) -> Iterator[ClippedSum]:
+    """Opacus' ghost clipping, with norms under masks."""
+    mask_of: dict[Tensor, Tensor] = {trained[name]: mask for name, mask in masks.items()}
+
+    class Masked(GradSampleModuleFastGradientClipping):  # type: ignore[misc]
+        NORM_SAMPLERS: ClassVar = {kind: partial(_norms, mask_of) for kind in _RULES}
+
+    def wrap() -> Any:
+        return Masked(model, loss_reduction="sum", max_grad_norm=clip_norm, use_ghost_clipping=True)
+
+    with _wrapped(model, wrap) as wrapped:
+
+        def clipped_sum(images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            _no_gradients(trained)
+            losses = F.cross_entropy(wrapped(images), labels, reduction="none")
+            losses.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            factors = clip_factors(wrapped.get_norm_sample().square(), clip_norm)
+            fewer = _without(clipped_sum, factors, images, labels)
+            if fewer is not None:
+                return fewer
+            _no_gradients(trained)
+            wrapped.disable_hooks()
+            (factors * losses).sum().backward()  # type: ignore[no-untyped-call]
+            wrapped.enable_hooks()
+            gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
+            return {name: g * masks[name] if name in masks else g for name, g in gradients.items()}
+
+        yield clipped_sum
+
+
+def _norms(
+    mask_of: Mapping[Tensor, Tensor], layer: nn.Module, activations: list[Tensor], backprops: Tensor
+) -> dict[Tensor, Tensor]:
+    """What Opacus asks of a norm sampler: each parameter's norms (n,), under its mask."""
+    if isinstance(layer, nn.Linear) and activations[0].dim() == 2:
+        found = {layer.weight: _linear_squared_norms(activations[0], backprops, mask_of.get(layer.weight))}
+        if layer.bias is not None:
+            found[layer.bias] = _squared_norms(_masked(backprops, mask_of.get(layer.bias)))
+    else:
+        gradients = _RULES[type(layer)](layer, activations, backprops)
+        found = {p: _squared_norms(_masked(gradient, mask_of.get(p))) for p, gradient in gradients.items()}
+    return {parameter: squared.sqrt() for parameter, squared in found.items()}
+
+
+@contextmanager
+def _one_pass(
+    model: nn.Module, trained: Mapping[str, nn.Parameter], masks: Mapping[str, Tensor], clip_norm: float
+) -> Iterator[ClippedSum]:
+    """Inputs and outputs of every layer are kept; backward stops at the outputs."""
+    name_of: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
+    layers = [layer for layer in model.modules() if any(p in name_of for p in layer.parameters(recurse=False))]
+    seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def keep(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if layer in seen:
+            raise ValueError(f"a layer of type {type(layer).__name__} is used twice, allowed: dp.grad-sample 'hooks'")
+        seen[layer] = inputs[0].detach(), output
+
+    def clipped_sum(images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        handles = [layer.register_forward_hook(keep) for layer in layers]
+        try:
+            loss = F.cross_entropy(model(images), labels, reduction="sum")
+            backprops = torch.autograd.grad(loss, [seen[layer][1] for layer in layers])
+            inputs = [seen[layer][0] for layer in layers]
+        finally:
+            seen.clear()
+            for handle in handles:
+                handle.remove()
+        squared: list[Tensor] = []
+        sums: dict[str, ClippedTensor] = {}
+        for layer, a, b in zip(layers, inputs, backprops, strict=True):
+            for name, squared_norms, total in _of_layer(layer, a, b, name_of, masks):
+                squared.append(squared_norms)
+                sums[name] = total
+        factors = clip_factors(_over_tensors(squared), clip_norm)
+        fewer = _without(clipped_sum, factors, images, labels)
+        return {name: total(factors) for name, total in sums.items()} if fewer is None else fewer
+
+    yield clipped_sum
+
+
+ClippedTensor = Callable[[Tensor], Tensor]  # from clipping factors (n,) to the sum of clipped gradients
+
+
+def _of_layer(
+    layer: nn.Module, a: Tensor, b: Tensor, name_of: Mapping[Tensor, str], masks: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor, ClippedTensor]]:
+    """Each trained parameter of a layer, from its inputs and the gradients of its outputs, both by example."""
+    if isinstance(layer, nn.Linear) and a.dim() == 2:
+        gradients: dict[Tensor, Tensor] = {} if layer.bias is None else {layer.bias: b}
+        if (name := name_of.get(layer.weight)) is not None:
+            mask = masks.get(name)
+            yield name, _linear_squared_norms(a, b, mask), partial(_clipped_linear, a, b, mask)
+    else:
+        gradients = _RULES[type(layer)](layer, [a], b)
+    for parameter, gradient in gradients.items():
+        if (name := name_of.get(parameter)) is not None:
+            each = _masked(gradient, masks.get(name))
+            yield name, _squared_norms(each), partial(_clipped, each)
+
+
+def _clipped_linear(a: Tensor, b: Tensor, mask: Tensor | None, factors: Tensor) -> Tensor:
+    return _masked((b * factors[:, None]).T @ a, mask)
+
+
+def _clipped(each: Tensor, factors: Tensor) -> Tensor:
+    total: Tensor = torch.tensordot(factors, each, 1)
+    return total
+
+
+_METHODS: Mapping[str, Any] = {
+    "one-pass": _one_pass,
+    "hooks": partial(_materialised, functorch=False),
+    "functorch": partial(_materialised, functorch=True),
+    "ghost": _ghost,
+}
+
+
+def _masked(values: Tensor, mask: Tensor | None) -> Tensor:
+    return values if mask is None else values * mask
+
+
+def _over_tensors(squared: Any) -> Tensor:
+    return torch.stack(list(squared)).sum(0)
+
+
+def _no_gradients(trained: Mapping[str, nn.Parameter]) -> None:
+    """What autograd accumulates is not private: it goes nowhere near the optimiser's gradients."""
+    for parameter in trained.values():
+        parameter.grad = None
+
+
+@contextmanager
+def _wrapped(model: nn.Module, wrap: Callable[[], Any]) -> Iterator[Any]:
+    """An Opacus module around the model, and the model as it was afterwards."""
+    wrapped = wrap()
+    try:
+        yield wrapped
+    finally:
+        wrapped.to_standard_module()
+        left = (
+            "grad_sample",
+            "_norm_sample",
+            "_forward_counter",
+            "_current_grad_sample",
+            "activations",
+            "max_batch_len",
+        )
+        for owner in [*model.parameters(), *model.modules()]:
+            for attribute in left:
+                if attribute in vars(owner):
+                    delattr(owner, attribute)

@@ -1,0 +1,192 @@
+"""What a client has released of its data, on its own disk: written before it leaves, and never forgotten.
+
+One line per release, ``<check> {json}``; the check covers the line before it too, so that no line can go missing from
+the middle unnoticed. A line without its end was being written when the power went: what it was about never left, and
+it is dropped. Any other damage is an error, for then nobody knows what was spent.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Self
+
+from fedprune_app.privacy import accounting
+from fedprune_app.privacy.accounting import Laplace, Release, Spent, Steps, total
+
+
+class Overspent(ValueError):
+    """A release would pass the budget; nothing was written, and it must not leave. One line for the user."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """At most ``epsilon`` at ``delta``."""
+
+    epsilon: float
+    delta: float
+
+
+class Ledger:
+    """The releases of one client's data, in the file ``path``, or without one in memory.
+
+    Several processes may hold the same file: each charge is made under a lock, after reading what the others wrote.
+    ``accountant`` is ``rdp`` or ``pld``. With a ``budget`` no charge passes it. Raises ``ValueError`` for a damaged
+    file.
+    """
+
+    def __init__(self, path: Path | None = None, *, accountant: str = "rdp", budget: Budget | None = None) -> None:
+        self.path = path
+        self.accountant = accountant
+        self.budget = budget
+        self._spent: Counter[Release] = Counter()
+        self._lines = 0
+        self._check = ""  # of the last line
+        self._offset = 0  # where the next line begins
+        if path is not None:
+            _make_durable(path)
+            with self._locked(fcntl.LOCK_SH):
+                pass
+
+    def __len__(self) -> int:
+        """How many charges there were."""
+        return self._lines
+
+    @property
+    def spent(self) -> Spent:
+        """How often each kind was released."""
+        return Counter(self._spent)
+
+    def charge_steps(self, noise_multiplier: float, sample_rate: float, steps: int, what: str = "") -> None:
+        """``steps`` steps of DP-SGD, see :class:`accounting.Steps`; ``what`` is for readers of the file.
+
+        On disk when it returns. Raises :class:`Overspent` and writes nothing where a budget would be passed, else
+        ``ValueError`` for numbers that cannot be.
+        """
+        if steps < 0:
+            raise ValueError(f"steps is {steps}, allowed: at least 0")
+        self._charge(Steps(noise_multiplier, sample_rate), steps, what)
+
+    def charge_laplace(self, scale: float, sensitivity: float, what: str = "") -> None:
+        """One number with Laplace noise, see :class:`accounting.Laplace`. Otherwise as :meth:`charge_steps`."""
+        self._charge(Laplace(scale, sensitivity), 1, what)
+
+    def epsilon(self, delta: float) -> float:
+        """What everything so far costs together, at ``delta``."""
+        return accounting.epsilon(self._spent, delta, self.accountant)
+
+    def affords(self, more: Spent) -> bool:
+        """Whether ``more`` would stay within the budget; yes without one."""
+        return self.budget is None or self._cost(more) <= self.budget.epsilon
+
+    def require(self, more: Spent) -> None:
+        """:class:`Overspent` where ``more`` would pass the budget."""
+        if not self.affords(more):
+            assert self.budget is not None
+            raise Overspent(
+                f"the privacy budget is {self.budget.epsilon:g} at delta {self.budget.delta:g}, "
+                f"{self.epsilon(self.budget.delta):.4g} of it are spent, and this would make it {self._cost(more):.4g}"
+            )
+
+    def __copy__(self) -> Self:
+        """A ledger in memory that begins with what this one holds: to try out what something would cost."""
+        other = type(self)(accountant=self.accountant, budget=self.budget)
+        other._spent, other._lines = Counter(self._spent), self._lines
+        return other
+
+    # --- the file -------------------------------------------------------------------------------------------------
+
+    def _charge(self, release: Release, count: int, what: str) -> None:
+        if self.path is None:
+            self.require({release: count})
+            self._spent[release] += count
+            self._lines += 1
+            return
+        with self._locked(fcntl.LOCK_EX) as file:
+            self.require({release: count})
+            line = _line(self._check, release, count, what)
+            file.truncate(self._offset)  # a torn last line
+            file.seek(self._offset)
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
+            self._take_in(line)
+
+    def _cost(self, more: Spent) -> float:
+        assert self.budget is not None
+        return accounting.epsilon(total(self._spent, more), self.budget.delta, self.accountant)
+
+    @contextmanager
+    def _locked(self, kind: int) -> Iterator[BinaryIO]:
+        """The file, locked, and everything read that others have written."""
+        assert self.path is not None
+        with self.path.open("r+b") as file:
+            fcntl.flock(file, kind)
+            size = os.fstat(file.fileno()).st_size
+            if size < self._offset:
+                raise ValueError(f"ledger '{self.path}' has become shorter: what was spent is not known")
+            file.seek(self._offset)
+            for line in file.readlines():
+                if line.endswith(b"\n"):
+                    self._take_in(line)
+            yield file
+
+    def _take_in(self, line: bytes) -> None:
+        try:
+            check, text = line.decode().rstrip("\n").split(" ", 1)
+            if check != _check(self._check, text):
+                raise ValueError("its check is wrong")
+            release, count = _release(json.loads(text))
+        except (ValueError, KeyError, TypeError) as error:
+            where = f"ledger '{self.path}' line {self._lines + 1}"
+            raise ValueError(f"{where} is damaged ({error}): what was spent is not known") from None
+        self._spent[release] += count
+        self._lines += 1
+        self._check = check
+        self._offset += len(line)
+
+
+def _line(previous: str, release: Release, count: int, what: str) -> bytes:
+    kind = "steps" if isinstance(release, Steps) else "laplace"
+    entry = {"kind": kind, **vars(release), "count": count, "what": what}
+    text = json.dumps(entry)
+    return f"{_check(previous, text)} {text}\n".encode()
+
+
+def _release(entry: Mapping[str, float | str]) -> tuple[Release, int]:
+    count = int(entry["count"])
+    if count < 0:
+        raise ValueError("a negative count")
+    if entry["kind"] == "steps":
+        return Steps(float(entry["noise_multiplier"]), float(entry["sample_rate"])), count
+    if entry["kind"] == "laplace":
+        return Laplace(float(entry["scale"]), float(entry["sensitivity"])), count
+    raise ValueError(f"kind {entry['kind']!r}")
+
+
+def _check(previous: str, text: str) -> str:
+    return hashlib.sha256(f"{previous} {text}".encode()).hexdigest()[:16]
+
+
+def _make_durable(path: Path) -> None:
+    """An empty file where there is none, and its folders, so that a power cut does not take their names away."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    for folder in path.parents:
+        try:
+            descriptor = os.open(folder, os.O_RDONLY)
+        except PermissionError:  # above the user's own folders, which were there before
+            break
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

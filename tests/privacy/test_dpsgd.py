@@ -1,0 +1,385 @@
+"""DP-SGD on masked models: what an example can do is bounded, the noise is what and where it should be."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from clients.training import SGD, train
+from fedprune_app.config import DPOptions
+from fedprune_app.core.rng import generator
+from fedprune_app.models import build_model, prunable_names
+from fedprune_app.privacy.accounting import ACCOUNTANTS
+from fedprune_app.privacy.dpsgd import DPSGD, GRAD_SAMPLES, check_model, clip_factors
+from fedprune_app.privacy.noise import Secure, Seeded, noise_source, noisy_count
+
+METHODS = ("one-pass", "hooks", "functorch", "ghost")
+
+
+def network(name: str = "cnn-small", shape=(1, 8, 8)) -> nn.Module:
+    return build_model(name, shape, 10, rng=generator(0, "init"))
+
+
+def data(count: int, shape=(1, 8, 8)) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = generator(1, "data")
+    return torch.randn(count, *shape, generator=draw) * 3, torch.randint(0, 10, (count,), generator=draw)
+
+
+def half_masks(model: nn.Module) -> dict[str, torch.Tensor]:
+    draw, parameters = generator(2, "masks"), dict(model.named_parameters())
+    return {name: torch.rand(parameters[name].shape, generator=draw) < 0.5 for name in prunable_names(model)}
+
+
+def dp(sigma: float = 1.0, clip: float = 1.0, rate: float = 0.1, steps: int = 1, **more) -> DPSGD:
+    return DPSGD(sigma, clip, rate, steps, more.pop("noise", None) or Seeded(generator(3, "noise")), **more)
+
+
+def gradients_of(model: nn.Module, how: DPSGD, images, labels, masks=None, frozen=()) -> dict[str, torch.Tensor]:
+    """What the method adds up for these examples."""
+    trained = {name: p for name, p in model.named_parameters() if name not in frozen}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)
+    sums = {name: torch.zeros_like(p) for name, p in trained.items()}
+    kept = {name: torch.ones_like(p) for name, p in trained.items()} | {n: m.float() for n, m in (masks or {}).items()}
+    with how.attached(model, sums, kept) as step:
+        step.add(images, labels)
+    return sums
+
+
+def one_by_one(model: nn.Module, clip: float, images, labels, masks=None, frozen=()) -> list[dict[str, torch.Tensor]]:
+    """The slow reference: one example at a time, plain autograd, then mask, then clip."""
+    found = []
+    for image, label in zip(images, labels, strict=True):
+        model.zero_grad()
+        F.cross_entropy(model(image[None]), label[None]).backward()
+        each = {n: p.grad.clone() * (masks or {}).get(n, 1) for n, p in model.named_parameters() if n not in frozen}
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in each.values()))
+        found.append({name: g * min(1.0, clip / norm) for name, g in each.items()})
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("name", "shape"), [("cnn-small", (1, 8, 8)), ("cnn-gn", (3, 16, 16)), ("lenet5", (3, 32, 32))]
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_every_method_is_clipping_one_example_at_a_time(method, name, shape, masked):
+    model = network(name, shape)
+    images, labels = data(6, shape)
+    images[:3] *= 0.05  # some gradients below the clipping norm, some above
+    masks = half_masks(model) if masked else None
+    whole = one_by_one(model, math.inf, images, labels, masks)
+    norms = sorted(math.sqrt(sum(float(g.square().sum()) for g in each.values())) for each in whole)
+    clip = (norms[2] + norms[3]) / 2
+    reference = one_by_one(model, clip, images, labels, masks)
+    sums = gradients_of(model, dp(clip=clip, grad_sample=method), images, labels, masks)
+    for key, total in sums.items():
+        torch.testing.assert_close(total, sum(each[key] for each in reference), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_layout_in_memory_does_not_matter(method):
+    """Opacus 1.6 by itself takes wrong windows of channels-last inputs, without a word."""
+    model = network("cnn-gn", (3, 16, 16))
+    images, labels = data(5, (3, 16, 16))
+    plain = gradients_of(model, dp(grad_sample=method), images, labels)
+    for parameter in model.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    last = gradients_of(model, dp(grad_sample=method), images.contiguous(memory_format=torch.channels_last), labels)
+    for name, total in plain.items():
+        torch.testing.assert_close(last[name], total, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("padding", [0, 1, "same"])
+@pytest.mark.parametrize(("groups", "stride", "dilation"), [(1, 1, 1), (1, 2, 1), (2, 1, 2)])
+def test_convolutions_of_every_kind_have_gradients_per_example(padding, groups, stride, dilation):
+    if padding == "same" and stride > 1:
+        return  # torch has none
+    torch.manual_seed(0)
+    convolution = nn.Conv2d(4, 6, 3, stride, padding, dilation, groups)
+    model = nn.Sequential(convolution, nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, 10))
+    images, labels = data(4, (4, 9, 9))
+    reference = one_by_one(model, 0.7, images, labels)
+    for layout, method in itertools.product((torch.contiguous_format, torch.channels_last), METHODS):
+        convolution.weight.data = convolution.weight.data.contiguous(memory_format=layout)
+        images = images.contiguous(memory_format=layout)
+        for name, total in gradients_of(model, dp(clip=0.7, grad_sample=method), images, labels).items():
+            torch.testing.assert_close(total, sum(each[name] for each in reference), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_frozen_parameters_have_no_part_in_the_norm(method):
+    model = network()
+    images, labels = data(4)
+    frozen = ["conv1.weight", "fc1.bias"]
+    sums = gradients_of(model, dp(grad_sample=method), images, labels, frozen=frozen)
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    reference = one_by_one(model, 1.0, images, labels, frozen=frozen)
+    assert sums.keys() == reference[0].keys()
+    for key, total in sums.items():
+        torch.testing.assert_close(total, sum(each[key] for each in reference), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_example_changes_a_sum_by_at_most_the_clipping_norm(method):
+    model = network()
+    images, labels = data(5)
+    images *= torch.tensor([1e-3, 1.0, 10.0, 1e4, 1e8]).view(-1, 1, 1, 1)  # whatever it is
+    masks = half_masks(model)
+    whole = gradients_of(model, dp(clip=0.5, grad_sample=method), images, labels, masks)
+    for left_out in range(5):
+        rest = [i for i in range(5) if i != left_out]
+        without = gradients_of(model, dp(clip=0.5, grad_sample=method), images[rest], labels[rest], masks)
+        change = math.sqrt(sum(float((whole[n] - without[n]).double().square().sum()) for n in whole))
+        assert change <= 0.5 * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("poison", [math.inf, math.nan, 1e30])
+def test_an_example_without_a_finite_gradient_has_no_part(method, poison):
+    model = network()
+    images, labels = data(4)
+    bad = images.clone()
+    bad[2, 0, 0, 0] = poison
+    sums = gradients_of(model, dp(grad_sample=method), bad, labels)
+    good = gradients_of(model, dp(grad_sample=method), images[[0, 1, 3]], labels[[0, 1, 3]])
+    for name in sums:
+        torch.testing.assert_close(sums[name], good[name])
+    nothing = gradients_of(model, dp(grad_sample=method), bad[2:3], labels[2:3])
+    assert all(not bool(total.any()) for total in nothing.values())
+
+
+def test_a_norm_that_is_no_number_has_no_factor():
+    factors = clip_factors(torch.tensor([math.inf, math.nan, 16.0, 0.25, 0.0]), 1.0)
+    torch.testing.assert_close(factors, torch.tensor([math.nan, math.nan, 0.25, 1.0, 1.0]), equal_nan=True)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_model_is_as_it_was_afterwards(method):
+    model = network()
+    before, attributes = {n: p.clone() for n, p in model.named_parameters()}, set(vars(model))
+    gradients_of(model, dp(grad_sample=method), *data(3))
+    assert set(vars(model)) == attributes
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert not {"grad_sample", "_norm_sample", "_forward_counter"} & set(vars(parameter))
+    for module in model.modules():
+        assert not module._forward_hooks
+        assert not module._backward_hooks
+        assert not hasattr(module, "activations")
+
+
+@pytest.mark.parametrize("name", ["cnn-small-bn", "resnet18-bn"])
+def test_batch_norm_is_refused_on_one_line(name):
+    with pytest.raises(ValueError, match=r"with BatchNorm .*allowed with dp\.enabled") as caught:
+        check_model(build_model(name, (3, 32, 32), 10, rng=generator(0, "init")))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_configuration_offers_what_there_is():
+    choices = {option.name: option.metadata["choices"] for option in fields(DPOptions)}
+    assert choices["grad_sample"] == GRAD_SAMPLES == ("auto", *METHODS)
+    assert choices["accountant"] == ACCOUNTANTS
+
+
+# --- noise ------------------------------------------------------------------------------------------------------------
+
+
+def noised(sigma: float, clip: float, rate: float, masks, noise=None) -> dict[str, torch.Tensor]:
+    """The private gradient of an empty batch out of 1000 examples: noise alone."""
+    model = network("cnn-gn", (3, 16, 16))
+    gradients = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    kept = {n: torch.ones_like(g) for n, g in gradients.items()} | {n: m.float() for n, m in masks.items()}
+    with dp(sigma, clip, rate, noise=noise).attached(model, gradients, kept) as step:
+        step.finish(rate * 1000)
+    return gradients
+
+
+@pytest.mark.parametrize("source", [Seeded(generator(8, "test")), Secure()])
+def test_noise_has_its_standard_deviation_and_is_exactly_zero_off_the_mask(source):
+    masks = half_masks(network("cnn-gn", (3, 16, 16)))
+    sigma, clip, rate = 1.7, 3.0, 0.02
+    gradients = noised(sigma, clip, rate, masks, source)
+    values = torch.cat([g[masks[n]] if n in masks else g.flatten() for n, g in gradients.items()]).double()
+    count = len(values)
+    assert count > 10_000
+    expected = sigma * clip / (rate * 1000)
+    assert abs(float(values.mean())) < 5 * expected / math.sqrt(count)
+    assert float(values.std()) == pytest.approx(expected, rel=5 / math.sqrt(2 * count))
+    fourth = float((values / expected).pow(4).mean())
+    assert fourth == pytest.approx(3, abs=5 * math.sqrt(96 / count))  # as Gaussian tails are
+    for name, mask in masks.items():
+        assert not bool(gradients[name][~mask].any())
+
+
+def test_each_step_has_noise_of_its_own():
+    how = dp()
+    model = network()
+    gradients = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    kept = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    with how.attached(model, gradients, kept) as step:
+        step.finish(1.0)
+        first = {name: g.clone() for name, g in gradients.items()}
+        for gradient in gradients.values():
+            gradient.zero_()
+        step.finish(1.0)
+    one, other = (torch.cat([g.flatten() for g in each.values()]) for each in (first, gradients))
+    assert abs(float(torch.corrcoef(torch.stack([one, other]))[0, 1])) < 5 / math.sqrt(len(one))
+
+
+@pytest.mark.parametrize("source", [Seeded(generator(9, "test")), Secure()])
+def test_laplace_noise_has_its_scale(source):
+    draws = torch.tensor([source.laplace(2.5) for _ in range(20_000)], dtype=torch.float64)
+    assert float(draws.abs().mean()) == pytest.approx(2.5, rel=5 / math.sqrt(20_000))  # E|x| = scale, and so its std
+    assert abs(float(draws.mean())) < 5 * 2.5 * math.sqrt(2 / 20_000)
+    beyond = float((draws.abs() > 5.0).double().mean())
+    assert beyond == pytest.approx(math.exp(-2), abs=5 * math.sqrt(math.exp(-2) / 20_000))
+
+
+def test_a_noised_count_is_a_whole_number_that_can_be_a_count():
+    source = Seeded(generator(10, "test"))
+    counts = [noisy_count(7, 10, 4.0, source) for _ in range(500)]
+    assert {type(count) for count in counts} == {int}
+    assert min(counts) == 0
+    assert max(counts) == 10
+
+
+def test_uniform_draws_are_below_one_and_uniform():
+    for source in (Secure(), Seeded(generator(11, "test"))):
+        draws = source.uniform(50_000)
+        assert draws.dtype == torch.float64
+        assert float(draws.min()) >= 0
+        assert float(draws.max()) < 1
+        assert float(draws.mean()) == pytest.approx(0.5, abs=5 / math.sqrt(12 * 50_000))
+        assert float(draws.var()) == pytest.approx(1 / 12, rel=0.03)
+
+
+def test_noise_repeats_for_the_same_start_and_never_for_another():
+    start = {"w": torch.arange(4.0), "b": torch.zeros(2)}
+
+    def draw(inputs=start, settings="s", role="train", partition=1, round=2, seed=3, secure=False):
+        return noise_source(secure, seed, role, partition, round, inputs, settings).gaussian(8).tolist()
+
+    same = draw()
+    assert same == draw() == draw(inputs=dict(reversed(start.items())))
+    nudged = {**start, "w": torch.nextafter(start["w"], torch.ones(4))}
+    others = [draw(inputs=nudged), draw(settings="t"), draw(role="fine-tune"), draw(partition=2), draw(round=3)]
+    others += [draw(seed=4), draw(secure=True), draw(secure=True)]
+    assert len({tuple(values) for values in [same, *others]}) == len(others) + 1
+
+
+# --- the training loop ------------------------------------------------------------------------------------------------
+
+
+def test_batches_are_poisson_samples():
+    how = dp(rate=0.05, steps=4000)
+    sizes, hits = [], torch.zeros(40)
+    together = 0
+    for batch in how.batches(40):
+        sizes.append(len(batch))
+        hits[batch] += 1
+        together += int({0, 1} <= set(batch.tolist()))
+    counts = torch.tensor(sizes, dtype=torch.float64)
+    assert float(counts.mean()) == pytest.approx(2.0, abs=5 * math.sqrt(1.9 / 4000))
+    assert float(counts.var()) == pytest.approx(1.9, rel=0.15)
+    assert 0 in sizes
+    assert float((hits / 4000 - 0.05).abs().max()) < 5 * math.sqrt(0.05 * 0.95 / 4000)
+    assert together / 4000 == pytest.approx(0.05**2, abs=5 * math.sqrt(0.0025 / 4000))  # independent of each other
+
+
+class Scripted:
+    """Which examples are in, and the noise, written down."""
+
+    def __init__(self, batches: list[list[int]], num_examples: int, noise: list[torch.Tensor]) -> None:
+        self.inside = [torch.tensor([0.0 if i in batch else 0.999 for i in range(num_examples)]) for batch in batches]
+        self.noise = list(noise)
+
+    def uniform(self, size: int) -> torch.Tensor:
+        return self.inside.pop(0).double()
+
+    def gaussian(self, size: int) -> torch.Tensor:
+        assert len(self.noise[0]) == size
+        return self.noise.pop(0)
+
+    def laplace(self, scale: float) -> float:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_private_training_is_its_definition_step_by_step(method):
+    """Momentum, weight decay, masks, an empty batch and physical batches, against loops over examples."""
+    model, (images, labels) = network(), data(8)
+    masks = half_masks(model)
+    batches = [[0, 3, 4, 6, 7], [], [1], [2, 5]]
+    size = sum(p.numel() for p in model.parameters())
+    noises = [torch.randn(size, generator=generator(step, "scripted")) for step in range(4)]
+    rate, sigma, clip = 0.25, 0.8, 1.5
+    sgd = SGD(learning_rate=0.1, momentum=0.5, weight_decay=0.01, epochs=2)
+    how = DPSGD(sigma, clip, rate, 2, Scripted(batches, 8, noises), method, physical_batch=2)
+    epochs = []
+    result = train(
+        model, images, labels, sgd, rng=generator(0, "x"), masks=masks, after_epoch=epochs.append, private=how
+    )
+    assert epochs == [0, 1]
+    assert (result.num_steps, result.num_examples, result.loss_mean, result.diverged) == (4, 8, None, False)
+
+    expected = network()
+    with torch.no_grad():
+        for name, mask in masks.items():
+            dict(expected.named_parameters())[name].mul_(mask)
+    velocity = {name: torch.zeros_like(p) for name, p in expected.named_parameters()}
+    for batch, noise in zip(batches, noises, strict=True):
+        each = one_by_one(expected, clip, images[batch], labels[batch], masks)
+        start = 0
+        for name, parameter in expected.named_parameters():
+            kept = masks.get(name, torch.ones_like(parameter, dtype=torch.bool))
+            part = noise[start : start + parameter.numel()].view(parameter.shape)
+            start += parameter.numel()
+            total = sum((g[name] for g in each), torch.zeros_like(parameter)) + sigma * clip * part * kept
+            gradient = total / (rate * 8) + 0.01 * parameter.detach()
+            velocity[name] = 0.5 * velocity[name] + gradient
+            parameter.data -= 0.1 * velocity[name]
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.data, dict(expected.named_parameters())[name].data, rtol=1e-3, atol=1e-5)
+    for name, mask in masks.items():
+        assert not bool(dict(model.named_parameters())[name][~mask].any())
+
+
+def test_hooks_see_the_private_gradient_and_no_other():
+    model, (images, labels) = network(), data(8)
+    seen = []
+    noise = torch.zeros(sum(p.numel() for p in model.parameters()))
+    how = DPSGD(1.0, 1e-3, 0.5, 1, Scripted([[0, 1, 2]], 8, [noise]))
+
+    def look(values, gradients):
+        seen.append(math.sqrt(sum(float(g.square().sum()) for g in gradients.values())))
+
+    train(model, images, labels, SGD(0.1), rng=generator(0, "x"), adjust_gradients=look, private=how)
+    assert len(seen) == 1
+    assert 0 < seen[0] <= 3 * 1e-3 / (0.5 * 8) * (1 + 1e-4)
+
+
+def test_private_training_that_diverges_says_so_by_its_weights():
+    model, (images, labels) = network(), data(8)
+    how = dp(sigma=1.0, clip=1e30, rate=0.5, steps=30)
+    assert train(model, images, labels, SGD(1e30), rng=generator(0, "x"), private=how).diverged
+
+
+def test_without_noise_and_with_everybody_it_is_gradient_descent():
+    model, plain = network(), network()
+    images, labels = data(12)
+    images *= 0.1
+    how = DPSGD(0.0, 1e6, 1.0, 1, Seeded(generator(0, "n")))
+    train(model, images, labels, SGD(0.05, momentum=0.5, epochs=3), rng=generator(0, "x"), private=how)
+    train(plain, images, labels, SGD(0.05, momentum=0.5, epochs=3, batch_size=12), rng=generator(0, "x"))
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)

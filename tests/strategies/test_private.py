@@ -1,0 +1,248 @@
+"""Runs with dp.enabled: what is charged is what ran, nothing raw is told, budgets hold, and no spend is forgotten."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.engine.rounds import TooFewReplies
+from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
+from fedprune_app.privacy.ledger import Ledger
+from fedprune_app.registry import SYSTEMS, check_names
+from tests.strategies.conftest import Run
+
+DELTA, SIGMA, EXAMPLES, BATCH, ROUND_STEPS = 1e-3, 1.3, 72, 10, 2 * 8  # two epochs of ceil(72 / 10) steps
+STEP = Steps(SIGMA, BATCH / EXAMPLES)
+DP = {"dp_enabled": True, "dp_noise_multiplier": SIGMA, "dp_delta": DELTA, "num_server_rounds": 2}
+ADMISSIBLE = {
+    "fedavg": {},
+    "fedprox": {},
+    "fedavg-ft": {},
+    "subfedavg": {"subfedavg_gate_split": "none"},
+    "dispfl": {"dispfl_growth": "random", "max_grad_norm": 10.0},
+    "dpsgd": {"dpsgd_density": 0.5},
+    "fedp3": {"fedp3_layer_set": "lowerb"},
+    "ditto": {"ditto_global_epochs": 1, "ditto_personal_epochs": 1},
+    "lg-fedavg": {},
+    "mtl": {},
+    "standalone": {},
+}
+
+
+def ledger(run: Run, partition: int) -> Ledger:
+    return Ledger(run.folder / "clients" / f"{partition:05d}" / "ledger.jsonl")
+
+
+def trained_in(run: Run, round: int) -> set[int]:
+    return set(run.wiretap.of("train", round))
+
+
+@pytest.mark.parametrize("system", ADMISSIBLE)
+def test_every_client_is_charged_for_the_steps_it_ran(federation, system):
+    run = federation(system=system, **DP, **ADMISSIBLE[system])
+    assert run.info["status"] == "completed"
+    for partition in range(4):
+        rounds = [round for round in (1, 2) if partition in trained_in(run, round)]
+        steps = len(rounds) * ROUND_STEPS + (2 * ROUND_STEPS if system == "fedavg-ft" else 0)  # both evaluations
+        assert ledger(run, partition).spent == ({STEP: steps} if steps else {})
+        row = run.rows(2)[partition]
+        assert row["epsilon"] == pytest.approx(epsilon({STEP: steps}, DELTA))
+    last = run.rounds[-1]
+    assert last["epsilon_max"] == max(row["epsilon"] for row in run.rows(2).values())
+    assert last["epsilon_paper_max"] >= 0
+    assert last["budgets_spent"] == 0
+    if run.config.system != "standalone":
+        assert any(tensor.any() for tensor in run.wiretap.of("train")[min(trained_in(run, 2))].up.tensors.values())
+
+
+@pytest.mark.parametrize("system", ["fedavg", "dispfl"])
+def test_losses_and_labels_do_not_leave(federation, system):
+    run = federation(system=system, **DP, **ADMISSIBLE[system])
+    assert all(row["loss_mean"] is None for row in run.rounds)
+    assert all(row.get("loss") is None for row in run.clients)
+    assert all(row[part] == [] for row in run.info["partition"] for part in ("train", "validation", "test"))
+
+
+@pytest.mark.parametrize("system", ["fedavg", "subfedavg", "dispfl"])
+def test_the_same_seed_gives_the_same_run_and_noise_makes_it_another(federation, system):
+    settings = {"system": system, **DP, **ADMISSIBLE[system]}
+    run = federation(**settings)
+    assert federation(fresh=True, **settings).sha256 == run.sha256
+    assert federation(**settings | {"dp_noise_multiplier": 1.4}).sha256 != run.sha256
+    assert federation(**settings | {"dp_secure_rng": True}).sha256 != run.sha256
+
+
+def test_how_gradients_are_made_changes_a_run_by_rounding_alone(federation):
+    one_round = DP | {"num_server_rounds": 1}  # the next one's noise depends on the model, to the bit
+    runs = [federation(system="fedavg", **one_round, dp_grad_sample=method) for method in ("auto", "ghost")]
+    one, other = (run.server for run in runs)
+    assert runs[0].sha256 != runs[1].sha256
+    for name, tensor in one.items():
+        assert float((tensor - other[name]).abs().max()) < 1e-4
+
+
+def test_masked_coordinates_get_no_noise(federation):
+    run = federation(system="subfedavg", **DP, subfedavg_gate_split="none", subfedavg_mask_distance=0.0)
+    pruned = 0
+    for message in run.wiretap.of("train").values():
+        for name, mask in message.up.masks.items():
+            assert not bool(message.up.tensors[name][~mask].any())
+            pruned += int((~mask).sum())
+    assert pruned > 0
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"system": "subfedavg"}, r"subfedavg\.gate-split is 'validation', allowed with dp\.enabled: 'none', or"),
+        ({"system": "dispfl"}, r"dispfl\.growth is 'gradient', allowed with dp\.enabled: 'random'"),
+        ({"system": "fedfomo"}, "dp.enabled is true, allowed with system 'fedfomo': false; it weighs models by"),
+        ({"system": "subfedavg-hy", "model": "cnn-small-bn"}, "allowed with system 'subfedavg-hy': false"),
+        ({"system": "fedcr"}, "allowed with system 'fedcr': false; it sends products over the examples"),
+        ({"system": "fjord"}, "allowed with system 'fjord': false"),
+        (
+            {"system": "fedp3", "fedp3.local": "uniform"},
+            r"fedp3\.local is 'uniform', allowed with dp\.enabled: 'fixed'",
+        ),
+        ({"system": "fedavg", "model": "cnn-small-bn"}, "model is 'cnn-small-bn', allowed with dp.enabled: one witho"),
+        ({"system": "fedavg", "dp.noise-multiplier": 0.0}, "allowed with dp.enabled: one of them above 0"),
+        ({"system": "fedavg", "dp.target-epsilon": 3.0}, "allowed with dp.enabled: one of them above 0"),
+        ({"system": "fedavg", "dp.accuracies": "noised"}, r"dp\.count-scale is 0\.0, allowed with dp\.accuracies"),
+        ({"system": "fedavg", "dp.ledger-dir": "here"}, "dp.ledger-dir is 'here', allowed: an absolute path"),
+        ({"system": "fedavg", "dp.delta": 0.0}, "dp.delta is 0.0, allowed: above 0"),
+    ],
+)
+def test_what_would_leak_is_refused_on_one_line_that_says_what_is_allowed(settings, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        check_names(parse_config({"dp.enabled": True, "dp.noise-multiplier": 1.0, **settings}))
+    assert "\n" not in str(caught.value)
+
+
+def test_every_system_has_decided_whether_it_can_be_private():
+    undecided = "nobody has examined what it releases"
+    config = parse_config({"dp.enabled": True, "dp.noise-multiplier": 1.0})
+    assert {name for name, of in SYSTEMS.items() if undecided in of.client.why_not_private(config)} == set()
+    assert set(ADMISSIBLE) | {"subfedavg-hy", "fedfomo", "fedcr", "fjord", "dpsgd-ft"} == set(SYSTEMS)
+
+
+# --- counts -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_gate_asks_for_noised_counts_and_each_is_charged(federation):
+    run = federation(system="subfedavg", **DP, dp_count_scale=2.0, subfedavg_mask_distance=0.0)
+    spent = [ledger(run, partition).spent for partition in range(4)]
+    for partition, of in enumerate(spent):
+        asked = sum(partition in trained_in(run, round) for round in (1, 2))
+        assert of.get(Laplace(2.0, 1.0), 0) == asked
+    assert sum(of.get(Laplace(2.0, 1.0), 0) for of in spent) == 4
+
+
+def test_noised_evaluations_are_charged_and_are_counts(federation):
+    run = federation(system="standalone", **DP, dp_accuracies="noised", dp_count_scale=3.0)
+    last = run.rows(2)
+    for partition in range(4):
+        # personal and validation accuracy at each evaluation, from the cache where the model has not changed
+        models = 1 + sum(partition in trained_in(run, round) for round in (1, 2))
+        first = 1 if partition in trained_in(run, 1) else 0
+        assert ledger(run, partition).spent[Laplace(3.0, 1.0)] == 2 * (models - first)
+        assert 0 <= last[partition]["accuracy_personal"] <= 1
+        assert last[partition]["epsilon"] == pytest.approx(ledger(run, partition).epsilon(DELTA))
+
+
+def test_without_accuracies_none_is_told(federation):
+    run = federation(system="dispfl", **DP, **ADMISSIBLE["dispfl"], dp_accuracies="none")
+    assert run.info["status"] == "completed"
+    assert {row[name] for row in run.clients for name in row if name.startswith("accuracy")} == {None}
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_stops_before_its_budget_and_the_run_goes_on_without_it_until_nobody_is_left(federation):
+    budget = epsilon({STEP: ROUND_STEPS}, DELTA) * 1.01  # one round each
+    run = federation(system="fedavg", **DP | {"num_server_rounds": 9}, dp_epsilon_budget=budget)
+    assert run.info["status"] == "completed"
+    assert run.info["rounds_completed"] == 3
+    asked = [trained_in(run, round) for round in (1, 2, 3)]  # each time half of those who have some left
+    assert sorted(len(who) for who in asked) == [1, 1, 2]
+    assert set.union(*asked) == {0, 1, 2, 3}
+    assert [row["budgets_spent"] for row in run.rounds] == [2, 3, 4]
+    assert all(0 < ledger(run, partition).epsilon(DELTA) <= budget for partition in range(4))
+    assert run.rounds[-1]["accuracy_global"] is not None  # the last round is evaluated, early as it came
+
+
+def test_a_budget_that_no_round_fits_in_stops_the_run_and_spends_nothing(federation, tmp_path):
+    with pytest.raises(TooFewReplies, match=r"the privacy budget is 0\.01 at delta 0\.001, 0 of it are spent"):
+        federation(system="fedavg", **DP, dp_epsilon_budget=0.01, out_dir=str(tmp_path))
+    assert not Ledger(tmp_path / "clients" / "00000" / "ledger.jsonl").spent
+
+
+def test_fine_tuning_stops_with_the_budget_too(federation):
+    budget = epsilon({STEP: 2 * ROUND_STEPS}, DELTA) * 1.01
+    run = federation(system="fedavg-ft", **DP, dp_epsilon_budget=budget)
+    assert all(ledger(run, partition).epsilon(DELTA) <= budget for partition in range(4))
+    assert all(row["accuracy_personal"] is not None for row in run.rows(2).values())
+
+
+def test_a_target_is_reached_by_those_who_join_every_round_and_passed_by_nobody(federation):
+    settings = DP | {"dp_noise_multiplier": 0.0, "dp_target_epsilon": 3.0}
+    run = federation(system="fedavg", fraction_train=1.0, clients=2, **settings)
+    assert run.info["rounds_completed"] == 2
+    spent = [row["epsilon"] for row in run.rows(2).values()]
+    assert all(2.98 < value <= 3.0 for value in spent)
+
+
+# --- never forgotten --------------------------------------------------------------------------------------------------
+
+
+def test_a_round_that_is_repeated_is_charged_again_and_gives_the_same_bits(federation):
+    run = federation(system="dispfl", fresh=True, **DP, **ADMISSIBLE["dispfl"])
+    before = [ledger(run, partition).spent for partition in range(4)]
+    for name in ("round-00002.safetensors",):
+        (run.folder / "checkpoints" / name).unlink()
+    again = federation(system="dispfl", fresh=True, resume_from=str(run.folder), **DP, **ADMISSIBLE["dispfl"])
+    assert again.sha256 == run.sha256
+    for partition in range(4):
+        repeated = ROUND_STEPS if partition in trained_in(run, 2) else 0
+        assert ledger(again, partition).spent.get(STEP, 0) == before[partition].get(STEP, 0) + repeated
+    assert again.rounds[-1]["epsilon_max"] > run.rounds[0]["epsilon_max"]
+
+
+def test_a_client_whose_ledger_is_gone_trains_no_more(federation):
+    run = federation(system="standalone", fresh=True, fraction_train=1.0, **DP)
+    (run.folder / "clients" / "00001" / "ledger.jsonl").unlink()
+    settings = DP | {"num_server_rounds": 3}
+    again = federation(system="standalone", fresh=True, fraction_train=1.0, resume_from=str(run.folder), **settings)
+    assert again.rounds[-1]["failures"] == 1
+    assert "holds 0 charges, the client's state knows of 2" in again.rounds[-1]["failure_reasons"][0]
+
+
+def test_one_ledger_can_serve_all_runs_on_the_same_data(federation, tmp_path):
+    for seed in (0, 1):
+        run = federation(system="standalone", fraction_train=1.0, seed=seed, **DP, dp_ledger_dir=str(tmp_path))
+    assert Ledger(tmp_path / "00002.jsonl").spent == {STEP: 2 * 2 * ROUND_STEPS}
+    assert run.rows(2)[2]["epsilon"] == pytest.approx(epsilon({STEP: 4 * ROUND_STEPS}, DELTA))
+
+
+def test_the_ledger_is_written_before_the_state_and_the_reply(federation, monkeypatch):
+    """At the moment a client saves its state, what it is made of has been charged."""
+    from fedprune_app.engine.store import VersionedStore
+
+    seen = []
+    real = VersionedStore.save
+
+    def save(self, round, state, accepted=None):
+        path = self.folder / "ledger.jsonl"
+        if path.exists():
+            seen.append((state.meta["charges"], len(path.read_bytes().splitlines())))
+        real(self, round, state, accepted)
+
+    monkeypatch.setattr(VersionedStore, "save", save)
+    federation(system="ditto", fresh=True, **DP, **ADMISSIBLE["ditto"])
+    assert len(seen) == 4
+    assert all(known == written == 2 * math.ceil(written / 2) for known, written in seen)
