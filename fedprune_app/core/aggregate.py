@@ -197,7 +197,7 @@ class L0Mean:
                 self._pruned[name].add_(pruned)
 
     def mean(self) -> Payload:
-        """Equation (5): entries that somebody kept have the mean over those; the others are 0, and False in the mask."""
+        """Equation (5): of an entry, the mean over those who kept it; where nobody did 0, and False in the mask."""
         zeros = {
             name: torch.zeros((), dtype=dtype, device=self._device(name)).expand(self._mean.shape(name))
             for name, dtype in self._dtypes.items()
@@ -231,7 +231,7 @@ class L0Mean:
             else:
                 target = counts.numel() - keep_count(counts.numel(), density)
                 pruned = _most_pruned(counts, num_clients, tie_break, target)
-            parts = pruned.split([self._pruned[n].numel() for n in names])
+            parts = torch.split(pruned, [self._pruned[n].numel() for n in names])
             for name, part in zip(names, parts, strict=True):
                 masks[name] = mean.masks[name] & ~part.view(self._pruned[name].shape)
         return Payload.pruned(mean.tensors, {name: masks[name] for name in self._pruned})
@@ -244,7 +244,7 @@ def _most_pruned(counts: Tensor, num_clients: Tensor, tie_break: Tensor, target:
     """Mask of what is pruned: everything all clients pruned, then the most often pruned up to ``target`` in all."""
     pruned = counts == num_clients
     missing = target - int(pruned.count_nonzero())
-    for level in counts[~pruned].unique().flip(0).tolist():  # at most one level per client
+    for level in torch.unique(counts[~pruned]).flip(0).tolist():  # at most one level per client
         if missing <= 0:
             break
         candidates = (~pruned & (counts == level)).nonzero().squeeze(1)

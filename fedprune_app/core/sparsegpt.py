@@ -122,6 +122,7 @@ def _inverse_factor(hessian: Tensor, unseen: Tensor, damping: float) -> Tensor:
     diagonal = damped.diagonal()
     diagonal[unseen] = 1
     diagonal.add_(damping * diagonal.mean())
+    factor: Tensor
     factor, failed = torch.linalg.cholesky_ex(damped)
     if not int(failed):
         factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
@@ -139,7 +140,8 @@ def _removed(scores: Tensor, num_kept: int, density: float, count: str) -> Tenso
     position = keep_count(scores.numel(), 1 - density)
     if position == scores.numel():
         raise ValueError(f"density is {density}, allowed with count 'code': one that keeps something of every block")
-    return scores <= scores.reshape(-1).sort().values[position]
+    threshold: Tensor = scores.reshape(-1).sort().values[position]
+    return torch.le(scores, threshold)
 
 
 def _check(
