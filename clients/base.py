@@ -1,4 +1,4 @@
-"""The client half all systems share: state on disk, local training, evaluation of what is personal and received.
+"""The client half all image systems share: local training, evaluation of what is personal and received.
 
 A system overrides what differs: where training starts (:meth:`begin`), what
 happens between epochs and after the last (:meth:`local_update`), what model it answers for (:meth:`personal_model`).
@@ -7,17 +7,15 @@ happens between epochs and after the last (:meth:`local_update`), what model it 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from flwr.client import NumPyClient
 from torch import Tensor
 
+from clients.node import NDArrays, Node, payload_names, received_payload
 from clients.training import SGD, TrainingResult, evaluate, train
 from fedprune_app.config import Config
 from fedprune_app.core import rng
@@ -26,14 +24,13 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.data.augmentation import CropFlip, augmentation
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.splits import DataConfig, client_data, label_counts
-from fedprune_app.engine.store import State, VersionedStore, grouped
+from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
 from fedprune_app.models import vision
 from fedprune_app.models.initial import initial_model, layer_flops, shared_names
 from fedprune_app.results.files import replace_file
 
-NDArrays = list[np.ndarray[Any, Any]]
-_NO_STATE = State()
+__all__ = ["FederatedClient", "Update", "data_config", "payload_names", "split_letters", "with_letters"]
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,8 @@ def data_config(config: Config) -> DataConfig:
     return DataConfig(**{name: getattr(config, name) for name in names})
 
 
-class FederatedClient(NumPyClient):
-    """One client of partition ``partition`` out of ``num_partitions``, with its state below ``state_dir``.
+class FederatedClient(Node):
+    """A client that classifies images.
 
     The initial model is the same on every client and the server: it is drawn from the run's seed alone.
     """
@@ -64,23 +61,22 @@ class FederatedClient(NumPyClient):
     def __init__(
         self, config: Config, partition: int, num_partitions: int, state_dir: Path, capacity: float | None = None
     ) -> None:
-        self.config = config
-        self.partition = partition
-        self.num_partitions = num_partitions
-        self.capacity = capacity  # the density that this node can bear, where its operator says so
-        self.request: Mapping[str, Any] = {}  # the fields of the message being answered
-        self.received = Payload({})  # its payload
+        super().__init__(config, partition, num_partitions, state_dir, capacity)
         self.data_config = data_config(config)
-        self.store = VersionedStore(state_dir / f"{partition:05d}")
         self.dataset = load_dataset(config.dataset, config.data_dir, config.download)
         self.data = client_data(self.data_config, partition, num_partitions)
-        cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-        self.device = torch.device("cuda" if cuda else "cpu")
         shape, num_classes = self.dataset.image_shape, self.dataset.num_classes
         self.model = initial_model(config.model, config.dataset, shape, num_classes, init=config.init, seed=config.seed)
         self.sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
         self.shared = shared_names(self.model, config.batch_norm)
         self.prunable = vision.prunable_names(self.model)
+
+    @property
+    def num_examples(self) -> int:
+        return len(self.data.train_labels)
+
+    def message_schema(self) -> Schema:
+        return Schema.like(vision.named_tensors(self.model))
 
     # --- what a system says -------------------------------------------------------------------------------------
 
@@ -114,10 +110,6 @@ class FederatedClient(NumPyClient):
         dense = {**begin, **received.tensors}
         scores["accuracy-global"] = self.test_accuracy(dense) if pruned else scores["accuracy-received"]
         return scores
-
-    def letter_schema(self) -> Schema:
-        """What other clients' payloads must hold, in systems where clients see them."""
-        return Schema.like({})
 
     def shared_schema(self, masked: Iterable[str] = ()) -> Schema:
         """A payload of the shared tensors, with masks for these."""
@@ -202,37 +194,20 @@ class FederatedClient(NumPyClient):
             **{f"labels-{part}": [int(n) for n in values] for part, values in counts.items()},
         }
 
-    def fit(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[NDArrays, int, dict[str, Any]]:
-        """Load the state, update it, save it, and only then reply.
-
-        A round that is asked for again (a resumed run) starts from the state before it, so it gives the same reply.
-        Raises ``ValueError`` and saves nothing when training diverges.
-        """
-        started = time.monotonic()
-        self.request = config
-        round = int(config["round"])
-        state, lost = self._state(config, before=round)
-        self.received = _received(parameters, config)
-        update = self.local_update(self.received, state, round)
+    def report(self, update: Update) -> dict[str, Any]:
+        """Loss, density and FLOPs. Raises ``ValueError`` when training diverged."""
         if update.training.diverged:
             raise ValueError(f"training diverged (loss {update.training.loss_mean}); try a lower learning-rate")
-        self.store.save(round, update.state, accepted=config.get("state-round"))
-        num_examples = len(self.data.train_labels)
-        metrics = {
+        return {
             "loss": update.training.loss_mean,
             "density": self.density(self.masks(update.state)),
             "flops": update.flops,
-            "seconds": time.monotonic() - started,
-            **update.metrics,
-            **self._note(lost, config),
-            **payload_names(update.payload),
         }
-        return update.payload.to_ndarrays(), num_examples, metrics
 
     def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Accuracies of the personal, received and global model, on this client's own data."""
         self.request = config
-        self.received = received = _received(parameters, config)
+        self.received = received = received_payload(parameters, config)
         state, lost = self._state(config, before=int(config["round"]) + 1)
         masks = self.masks(state)
         personal = Payload(self.personal_model(received, state), masks)
@@ -246,28 +221,6 @@ class FederatedClient(NumPyClient):
             scores |= self.received_scores(received, state)
         metrics |= {name: score for name, score in scores.items() if score is not None}
         return 0.0, len(self.data.test_labels), metrics
-
-    def _state(self, config: Mapping[str, Any], before: int) -> tuple[State, str]:
-        """The state after the round the server last took in from this client (``state-round``, 0 for none).
-
-        Without that, the newest of a round smaller than ``before``. If it is lost, the one before it, and a note to
-        say so.
-        """
-        wanted = config.get("state-round")
-        if wanted == 0:
-            return _NO_STATE, ""
-        found = self.store.load(before=before if wanted is None else wanted + 1)
-        if found is None:
-            return _NO_STATE, "" if wanted is None else f"the state of round {wanted} is lost, began anew"
-        round, state = found
-        if wanted in (None, round):
-            return state, ""
-        return state, f"the state of round {wanted} is lost, went on from round {round}"
-
-    @staticmethod
-    def _note(lost: str, config: Mapping[str, Any]) -> dict[str, str]:
-        notes = [lost, *config.get("refused", [])]
-        return {"note": "; ".join(filter(None, notes))} if any(notes) else {}
 
     def test_accuracy(self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None) -> float | None:
         """Accuracy in [0, 1] on the client's test data, with these tensors loaded into the model.
@@ -295,11 +248,6 @@ class FederatedClient(NumPyClient):
         return scores
 
 
-def payload_names(payload: Payload) -> dict[str, list[str]]:
-    """The names that a list of ndarrays lacks, to travel beside it."""
-    return {"tensor-names": list(payload.tensors), "mask-names": list(payload.masks)}
-
-
 def with_letters(payload: Payload, letters: Mapping[int, Payload]) -> Payload:
     """One payload for Flower's list of arrays: those of client 3 are named ``letter/3/conv1.weight``."""
     tensors, masks = dict(payload.tensors), dict(payload.masks)
@@ -323,7 +271,3 @@ def split_letters(received: Payload) -> tuple[Payload, dict[int, Payload]]:
     payloads = {sender: Payload(each, masks.get(sender, {})) for sender, each in tensors.items()}
     own = payloads.pop(None)
     return own, {sender: letter for sender, letter in payloads.items() if sender is not None}
-
-
-def _received(parameters: NDArrays, config: Mapping[str, Any]) -> Payload:
-    return Payload.from_ndarrays(parameters, config["tensor-names"], config["mask-names"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from clients.base import FederatedClient
 from clients.dispfl import DisPFLClient
 from clients.ditto import DittoClient
 from clients.dpsgd import DPSGDClient
@@ -17,14 +16,17 @@ from clients.fedfomo import FedFomoClient
 from clients.fedp3 import FedP3Client
 from clients.fedprox import FedProxClient
 from clients.fjord import FjORDClient
+from clients.fedspallm import FedSpaLLMClient
 from clients.lg_fedavg import LGFedAvgClient
 from clients.mtl import MTLClient
+from clients.node import Node
 from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient
 from clients.subfedavg_hy import SubFedAvgHyClient
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.data.datasets import DATASETS
 from fedprune_app.data.partitions import PARTITIONS
+from fedprune_app.data.text import TEXTS
 from fedprune_app.models.vision import MODELS
 from strategies.base import FederatedStrategy
 from strategies.dispfl import DisPFL
@@ -38,6 +40,7 @@ from strategies.fedfomo import FedFomo
 from strategies.fedp3 import FedP3
 from strategies.fedprox import FedProx
 from strategies.fjord import FjORD
+from strategies.fedspallm import FedSpaLLM
 from strategies.lg_fedavg import LGFedAvg
 from strategies.mtl import MTL
 from strategies.standalone import Standalone
@@ -50,8 +53,9 @@ class System:
     """A system's two halves and its one line for ``fedprune list``."""
 
     strategy: type[FederatedStrategy]
-    client: type[FederatedClient]
+    client: type[Node]
     summary: str
+    data: str = "images"  # or "text"
 
 
 SYSTEMS: dict[str, System] = {
@@ -61,6 +65,9 @@ SYSTEMS: dict[str, System] = {
     ),
     "dispfl": System(DisPFL, DisPFLClient, "Dis-PFL: sparse personal models gossip with neighbours, masks evolve"),
     "fedp3": System(FedP3, FedP3Client, "FedP3: clients train some layers, get the others pruned, send only theirs"),
+    "fedspallm": System(
+        FedSpaLLM, FedSpaLLMClient, "FedSpaLLM: clients prune a language model's layers with private text", "text"
+    ),
     "fedavg": System(FedAvg, FedAvgClient, "FedAvg: one dense global model, averaged by sample counts"),
     "fedavg-ft": System(FedAvgFT, FedAvgFTClient, "FedAvg-FT: FedAvg's model, fine-tuned by every client"),
     "dpsgd": System(DPSGD, DPSGDClient, "D-PSGD: decentralised FedAvg, judged by the consensus model"),
@@ -86,6 +93,11 @@ def check_names(config: Config) -> Config:
         "partition": PARTITIONS,
         "model": {"auto": "", **MODELS},
     }
+    if config.system in SYSTEMS and SYSTEMS[config.system].data == "text":
+        if config.dataset not in TEXTS:
+            texts = ", ".join(TEXTS)
+            raise ConfigError(f"dataset is {config.dataset!r}, allowed with system {config.system!r}: {texts}")
+        return config  # its model is a folder or a hub name, looked up when it is opened
     for key, names in allowed.items():
         value = getattr(config, key)
         if value not in names:

@@ -64,6 +64,8 @@ class LanguageModel:
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"checkpoint {str(folder)!r} cannot be read: {one_line(error)}") from None
         self._files = TensorFiles(folder)
+        self._tokenizer: Any = None
+        self._digests: dict[int, str] = {}
         auto = transformers.AutoModelForCausalLM
         with torch.device("meta"):
             whole = auto.from_config(self.config)
@@ -87,6 +89,12 @@ class LanguageModel:
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"checkpoint {str(self.folder)!r} has no tokenizer: {one_line(error)}") from None
 
+    def encode(self, text: str) -> Tensor:
+        """A text's token ids (tokens,), with what the tokenizer puts around a text."""
+        if self._tokenizer is None:
+            self._tokenizer = self.tokenizer()
+        return torch.tensor(self._tokenizer(text, verbose=False).input_ids, dtype=torch.int64)
+
     # --- weights ------------------------------------------------------------------------------------------------
 
     def prunable(self, layer: int) -> list[str]:
@@ -100,17 +108,31 @@ class LanguageModel:
         read = self._read(start + name for name in names)
         return {name: read[start + name] for name in names}
 
+    def layer_like(self, layer: int) -> dict[str, Tensor]:
+        """Tensors of the names, shapes and dtypes of :meth:`layer_tensors`, without values."""
+        return {
+            name: torch.empty(
+                tensor.shape, dtype=self.dtype if tensor.is_floating_point() else tensor.dtype, device="meta"
+            )
+            for name, tensor in self._layers[layer].state_dict().items()
+        }
+
     def shell_tensors(self) -> dict[str, Tensor]:
         """The checkpoint's other tensors, by full name: embeddings, last norm, head. Tied ones are there once."""
         return self._read(name for name in self._shell.state_dict() if self._stored(name))
 
     def layer_digest(self, layer: int) -> str:
         """SHA-256 of a dense layer."""
-        return Payload(self.layer_tensors(layer)).digest()
+        return self._digest(layer, lambda: self.layer_tensors(layer))
 
     def shell_digest(self) -> str:
         """SHA-256 of what is not in a decoder layer."""
-        return Payload(self.shell_tensors()).digest()
+        return self._digest(-1, self.shell_tensors)
+
+    def _digest(self, part: int, read: Callable[[], Mapping[str, Tensor]]) -> str:
+        if part not in self._digests:
+            self._digests[part] = Payload(read()).digest()
+        return self._digests[part]
 
     def num_parameters(self) -> tuple[int, int]:
         """(all, those of the prunable matrices)."""

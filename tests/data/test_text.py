@@ -133,10 +133,7 @@ def test_known_corpora_are_joined_as_the_papers_do(tmp_path):
 
 @pytest.mark.parametrize("part", ["calibration", "test"])
 def test_a_folder_without_text_is_named(tmp_path, part):
-    read = {
-        "calibration": lambda d: list(calibration_documents("text", d)),
-        "test": lambda d: perplexity_texts("text", d),
-    }
+    read = {"calibration": calibration_documents, "test": perplexity_texts}
     for folder in ("", str(tmp_path)):
         with pytest.raises(
             ValueError, match=f"data-dir is '{folder}', allowed with dataset 'text': a folder with {part}"
