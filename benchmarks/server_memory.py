@@ -157,7 +157,7 @@ class PeakByRound(VersionedStore):
         forget_peak()
 
 
-def roster_of(num_clients: int) -> dict[int, Peer]:
+def roster_of(num_clients: int) -> dict[int, ImagePeer]:
     return {p: ImagePeer(p, p + 1, _NUM_EXAMPLES, None, (3, 32, 32), 10) for p in range(num_clients)}
 
 

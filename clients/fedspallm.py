@@ -72,8 +72,9 @@ class LayerUpdate:
 
 
 class FedSpaLLMClient(Node):
-    """Its state: ``hidden`` before layer ``next`` of round ``of-round``; by layer, the step that ``pruned`` it last, and
-    how many weights that ``removed``."""
+    """Its state: ``hidden`` before layer ``next`` of round ``of-round``; by layer, the step that ``pruned`` it last and
+    how many weights that ``removed``.
+    """
 
     versions_kept = 1  # hidden states are large, and can be computed again
 
@@ -164,7 +165,8 @@ class FedSpaLLMClient(Node):
 
     def density(self, state: State) -> float:
         """Kept share of all parameters of the client's own model."""
-        return 1 - sum(state.meta.get("removed", {}).values()) / self.model.num_parameters()[0]
+        removed: dict[str, int] = state.meta.get("removed", {})
+        return 1 - sum(removed.values()) / self.model.num_parameters()[0]
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
         """Who this client is: its partition, how much text it has, and which dense model."""

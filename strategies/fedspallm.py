@@ -1,6 +1,6 @@
 """FedSpaLLM, the server half: the mean over those who kept a weight, and masks expanded to the density asked for.
 
-Bai, Li, Li, Zhao, Kim, "FedSpaLLM: Federated Pruning of Large Language Models", 2024: Algorithm 1, equations (5) to (8).
+Bai, Li, Li, Zhao, Kim, "FedSpaLLM: Federated Pruning of Large Language Models", 2024: Algorithm 1, equations (5)-(8).
 Where the text leaves a choice, or does not hold:
 
 * Equation (5) divides by one scalar; each entry's own count is meant (``core.aggregate.L0Mean``).
@@ -312,7 +312,7 @@ class FedSpaLLM(FederatedStrategy):
         return total
 
     def paper_bytes(self, num_participants: int) -> tuple[float, float]:
-        """(down, up): per client and layer, the dense matrices once pruned from others; kept values and a bit each up."""
+        """(down, up): dense matrices down, cached in round 1; kept values and a bit per entry up."""
         size = next(iter(self.dense.layer_like(0).values())).dtype.itemsize
         up = down = 0.0
         for layer, pruners in self._pruners.items():

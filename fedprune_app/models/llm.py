@@ -110,12 +110,8 @@ class LanguageModel:
 
     def layer_like(self, layer: int) -> dict[str, Tensor]:
         """Tensors of the names, shapes and dtypes of :meth:`layer_tensors`, without values."""
-        return {
-            name: torch.empty(
-                tensor.shape, dtype=self.dtype if tensor.is_floating_point() else tensor.dtype, device="meta"
-            )
-            for name, tensor in self._layers[layer].state_dict().items()
-        }
+        like = self._layers[layer].state_dict()
+        return {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in like.items()}
 
     def shell_tensors(self) -> dict[str, Tensor]:
         """The checkpoint's other tensors, by full name: embeddings, last norm, head. Tied ones are there once."""

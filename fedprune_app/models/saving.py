@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -23,8 +24,7 @@ _INDEX = "packed.json"
 def write_checkpoint(model: LanguageModel, layers: PrunedLayers, folder: Path) -> int:
     """A folder that plain transformers load with ``from_pretrained``, one file a layer; the bytes of its weights."""
     shutil.rmtree(folder, ignore_errors=True)
-    model.config.save_pretrained(folder)
-    _copy_tokenizer(model, folder)
+    _write_config(model, folder)
     count = model.num_layers + 1
     weight_map: dict[str, str] = {}
     total = 0
@@ -42,8 +42,7 @@ def write_checkpoint(model: LanguageModel, layers: PrunedLayers, folder: Path) -
 def write_packed(model: LanguageModel, layers: PrunedLayers, folder: Path) -> int:
     """The same model as kept values and entropy-coded masks, for :func:`load_packed`; the bytes of its weights."""
     shutil.rmtree(folder, ignore_errors=True)
-    model.config.save_pretrained(folder)
-    _copy_tokenizer(model, folder)
+    _write_config(model, folder)
     sizes = {}
     for part in range(model.num_layers + 1):
         tensors, masks = _named_part(model, layers, part - 1)
@@ -91,7 +90,11 @@ def _named_part(
     return {start + n: t for n, t in tensors.items()}, {start + n: m for n, m in pruned.masks.items()}
 
 
-def _copy_tokenizer(model: LanguageModel, folder: Path) -> None:
+def _write_config(model: LanguageModel, folder: Path) -> None:
+    """The model's configuration, in the dtype it has here, and its tokenizer."""
+    config = copy.deepcopy(model.config)
+    config.dtype = model.dtype
+    config.save_pretrained(folder)
     for path in sorted(model.folder.iterdir()):
         names = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "generation_config")
         if path.is_file() and path.name.startswith(names):

@@ -12,7 +12,7 @@ from flwr.common.serde import recorddict_to_proto
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import inprocess
-from fedprune_app.engine.rounds import Peer, TooFewReplies
+from fedprune_app.engine.rounds import ImagePeer, TooFewReplies
 from fedprune_app.models.initial import initial_model
 from fedprune_app.models.vision import architecture, named_tensors, prunable_names
 from fedprune_app.registry import SYSTEMS

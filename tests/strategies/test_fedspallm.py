@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from flwr.app import RecordDict
+from flwr.clientapp import ClientApp
 from torch import nn
 from torch.nn import functional as F
 
@@ -67,9 +68,8 @@ def run(federation, settings):
     """``run(clients=3, **settings)``: finished runs are shared between tests."""
 
     def go(clients=CLIENTS, **more):
-        return federation(
-            clients=clients, **{k.replace("-", "_").replace(".", "_"): v for k, v in settings.items()}, **more
-        )
+        named = {key.replace("-", "_").replace(".", "_"): value for key, value in settings.items()}
+        return federation(clients=clients, **{**named, **more})
 
     return go
 
@@ -151,7 +151,7 @@ def test_one_round_is_the_papers_algorithm(run, llm, texts, tmp_path):
             def __init__(self, pair):
                 self.tensors, self.masks = {"w": pair[0]}, {"w": pair[1]}
 
-        mean, union, after = l0_reference([One(pair) for pair in each], config.density)
+        mean, _, after = l0_reference([One(pair) for pair in each], config.density)
         assert mask.flatten().tolist() == after, (layer, name)
         expected = torch.tensor(mean).view(weight.shape) * torch.tensor(after).view(weight.shape)
         torch.testing.assert_close(weight, expected, atol=1e-4, rtol=1e-3)
@@ -297,10 +297,6 @@ def test_a_client_with_another_dense_layer_is_sent_the_servers(run, settings, tm
         sent[key] = wire.payload_of(message.content, 10**7)
         return honest(message, context)
 
-    app = wrapped_app(train)
-    app._registered_funcs = {}
-    from flwr.clientapp import ClientApp
-
     tampered = ClientApp()
     tampered.query()(query)
     tampered.train()(lambda message, context: train(message, context, client_app.train))
@@ -438,5 +434,5 @@ def test_a_packed_model_trusts_nothing(run, tmp_path):
     part.write_bytes(part.read_bytes()[:-1])
     with pytest.raises(ValueError, match="cannot be read"):
         load_packed(folder)
-    with pytest.raises(ValueError, match="too early|declares"):
+    with pytest.raises(ValueError, match=r"too early|declares"):
         unpack(part.read_bytes(), 10**6)
