@@ -7,6 +7,7 @@ and dash and hides it with the legend. All text is escaped, since plotly reads a
 from __future__ import annotations
 
 import html
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -94,6 +95,20 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
             "One point per client in the last evaluation; the diamond is the mean of the worst tenth.",
             _client_variants(groups),
             rows=len(groups),
+        ),
+        Figure(
+            "perplexity",
+            "Perplexity by sparsity",
+            "The global model (diamonds) and the mean of the clients' own (circles), on each test text; lower is "
+            "better. A view's name says how many windows of how many tokens were measured.",
+            _perplexity_variants(groups),
+        ),
+        Figure(
+            "decoder-layers",
+            "Decoder layers",
+            "By layer of a language model, in the last round: how far the clients' masks agree, mean over pairs, and "
+            "the density of their mean before the server expands its masks.",
+            _decoder_layer_variants(groups),
         ),
         Figure(
             "density-groups",
@@ -426,6 +441,72 @@ def _layer_variants(groups: Sequence[Group]) -> list[Variant]:
         "yaxis": {"tickformat": ".0%", "hoverformat": ".1%", "rangemode": "tozero"},
     }
     return [Variant("Layers", traces, layout)] if traces else []
+
+
+def _perplexity_variants(groups: Sequence[Group]) -> list[Variant]:
+    """A view for each test text; runs that measured other windows of it have a view of their own."""
+    views: dict[str, list[Trace]] = {}
+    for index, group in enumerate(groups):
+        found = [next((r["perplexity_by_text"] for r in reversed(run.rounds) if r.get("perplexity_by_text")), {})
+                 for run in group.runs]  # fmt: skip
+        for text in sorted(set.intersection(*(set(each) for each in found))):
+            rows = [each[text] for each in found]
+            title = f"{text}: {rows[0]['windows']} × {rows[0]['window']} tokens"
+            sparsity = 1 - statistics.fmean(run.last("density_global") or math.nan for run in group.runs)
+            for key, what, symbol in (("global", "global", "diamond"), ("personal_mean", "standalone", "circle-open")):
+                if any(row.get(key) is None for row in rows):
+                    continue
+                views.setdefault(title, []).append(
+                    {
+                        "type": "scatter",
+                        "series": index,
+                        "name": _text(f"{group.label}, {what}"),
+                        "x": [sparsity],
+                        "y": [statistics.fmean(row[key] for row in rows)],
+                        "mode": "markers",
+                        "marker": {"symbol": symbol, "size": 11},
+                    }
+                )
+    layout = {
+        "xaxis": {"title": {"text": "Sparsity of the global model's matrices"}, "tickformat": ".0%"},
+        "yaxis": {"type": "log", "title": {"text": "Perplexity"}},
+    }
+    return [Variant(title, traces, layout) for title, traces in views.items()]
+
+
+def _decoder_layer_variants(groups: Sequence[Group]) -> list[Variant]:
+    layout = {"xaxis": {"title": {"text": "Decoder layer"}}, "yaxis": {"tickformat": ".0%", "hoverformat": ".1%"}}
+
+    def agreement(row: Mapping[str, Any]) -> float | None:
+        return None if row.get("mask_distance") is None else 1 - row["mask_distance"]
+
+    def before(row: Mapping[str, Any]) -> float | None:
+        return row["kept_before_expansion"] / row["weights"] if row.get("weights") else None
+
+    variants = []
+    for title, value in (("Agreement of masks", agreement), ("Density before expansion", before)):
+        traces: list[Trace] = []
+        for index, group in enumerate(groups):
+            last = [next((r["layers"] for r in reversed(run.rounds) if r.get("layers")), {}) for run in group.runs]
+            points = {}
+            for layer in sorted(set.intersection(*(set(each) for each in last)), key=int):
+                statistic = Statistic.of(value(each[layer]) for each in last)
+                if statistic:
+                    points[int(layer)] = statistic.mean
+            if points:
+                traces.append(
+                    {
+                        "type": "scatter",
+                        "series": index,
+                        "name": _text(group.label),
+                        "x": list(points),
+                        "y": list(points.values()),
+                        "mode": "lines+markers",
+                    }
+                )
+        if traces:
+            variants.append(Variant(title, traces, layout))
+    return variants
 
 
 def _partition_variants(groups: Sequence[Group]) -> list[Variant]:
