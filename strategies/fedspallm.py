@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -46,6 +47,7 @@ from fedprune_app.results.files import replace_file
 from fedprune_app.results.recorder import Recorder
 from strategies.base import Contents, FederatedStrategy, RoundLog
 
+log = logging.getLogger("flwr.fedprune")
 _COMPARED_UP_TO = 64  # clients whose masks of one layer are compared with each other
 _DENSE = 0  # the version of a layer that nobody has pruned yet
 
@@ -218,7 +220,7 @@ class FedSpaLLM(FederatedStrategy):
         if not update.tensors:
             return
         self._mean.add(update, peer.num_examples if self.options.weights == "segments" else 1)
-        if len(self._masks) < _COMPARED_UP_TO:
+        if peer.partition in list(self.roster)[:_COMPARED_UP_TO]:
             flat = np.concatenate([update.masks[name].numpy().reshape(-1) for name in sorted(update.masks)])
             self._masks[peer.partition] = np.packbits(flat)
 
@@ -228,7 +230,9 @@ class FedSpaLLM(FederatedStrategy):
         self._by_layer[str(layer)] = row
         mean = self._mean.mean()
         if not mean.tensors:
-            self.log.notes.append(f"decoder layer {layer} was pruned by nobody in round {self._of_round}: as before")
+            note = f"decoder layer {layer} was pruned by nobody in round {self._of_round}: it stays as it was"
+            self.log.notes.append(note)
+            log.warning("%s", note)
             return
         pattern = self.options.n_of_m()
         density = self.config.density if pattern is None else pattern[0] / pattern[1]
@@ -273,13 +277,13 @@ class FedSpaLLM(FederatedStrategy):
         return {
             "density": wire.number(fields, "density", 0, 1),
             "seconds": before.get("seconds", 0.0) + wire.number(fields, "seconds", 0),
-            "layers": before.get("layers", 0) + 1,
+            "layers_pruned": before.get("layers_pruned", 0) + 1,
             "error_sum": before.get("error_sum", 0.0) + error,
         }
 
     def _round_metrics(self, round: int) -> dict[str, Any]:
-        rows = [row for _, row in sorted(self.log.clients.items()) if row.get("layers")]
-        num_pruned = sum(row["layers"] for row in rows)
+        rows = [row for _, row in sorted(self.log.clients.items()) if row.get("layers_pruned")]
+        num_pruned = sum(row["layers_pruned"] for row in rows)
         errors = sum(row.pop("error_sum") for row in rows)
         num_weights = self.dense.num_parameters()[1]
         return {

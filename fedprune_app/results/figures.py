@@ -451,7 +451,7 @@ def _perplexity_variants(groups: Sequence[Group]) -> list[Variant]:
                  for run in group.runs]  # fmt: skip
         for text in sorted(set.intersection(*(set(each) for each in found))):
             rows = [each[text] for each in found]
-            title = f"{text}: {rows[0]['windows']} × {rows[0]['window']} tokens"
+            title = f"{text}: {rows[0].get('windows')} × {rows[0].get('window')} tokens"
             sparsity = 1 - statistics.fmean(run.last("density_global") or math.nan for run in group.runs)
             for key, what, symbol in (("global", "global", "diamond"), ("personal_mean", "standalone", "circle-open")):
                 if any(row.get(key) is None for row in rows):
@@ -481,7 +481,8 @@ def _decoder_layer_variants(groups: Sequence[Group]) -> list[Variant]:
         return None if row.get("mask_distance") is None else 1 - row["mask_distance"]
 
     def before(row: Mapping[str, Any]) -> float | None:
-        return row["kept_before_expansion"] / row["weights"] if row.get("weights") else None
+        kept, weights = row.get("kept_before_expansion"), row.get("weights")
+        return kept / weights if kept is not None and weights else None
 
     variants = []
     for title, value in (("Agreement of masks", agreement), ("Density before expansion", before)):

@@ -23,6 +23,7 @@ from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.models.llm import import_transformers
 from fedprune_app.models.saving import load_packed
 from fedprune_app.registry import check_names
+from fedprune_app.results.reader import load_run
 from tests.conftest import Finished, wrapped_app
 from tests.core.test_sparsegpt import reference as sparsegpt_reference
 from tests.laws.test_l0_laws import reference as l0_reference
@@ -171,6 +172,15 @@ def test_one_round_is_the_papers_algorithm(run, llm, texts, tmp_path):
     assert dense == pytest.approx(
         perplexity_by_hand(whole(llm), (texts / "test" / "first.txt").read_text(), 32)[0], rel=1e-4
     )
+
+
+def test_the_records_read_back(run):
+    result = run()
+    read = load_run(result.folder)
+    assert read.last("perplexity_global") == result.rounds[-1]["perplexity_global"]
+    assert [row["layers_pruned"] for row in read.clients] == [2] * CLIENTS
+    assert all(row["accuracy_personal"] is None and row["perplexity_personal"] > 1 for row in read.clients)
+    assert read.masks is not None
 
 
 def test_every_matrix_has_exactly_the_density_asked_for_and_more_before_expansion(run):
