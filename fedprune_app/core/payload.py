@@ -101,7 +101,7 @@ def _to_ndarray(tensor: Tensor) -> np.ndarray:
 
 
 def _from_ndarray(array: np.ndarray) -> Tensor:
-    array = np.ascontiguousarray(array)
+    array = np.asarray(array, order="C")  # unlike ascontiguousarray, leaves a scalar a scalar
     if array.dtype == _BFLOAT16:
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)

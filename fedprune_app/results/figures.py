@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from fedprune_app.core.metrics import worst_decile
-from fedprune_app.results.fields import HEADLINES
 from fedprune_app.results.reader import Run
 from fedprune_app.results.similarity import Comparison, compare
 from fedprune_app.results.tables import MEGABYTE, Group, Statistic
@@ -31,9 +30,9 @@ _PEER_CAPTION = (
     " ⇄ is what the clients send one another; the server only relays it here, so ↑ and ↓ show the same messages again."
 )
 _HEATMAP_UP_TO = 200  # clients a side; more of them would be smaller than a pixel
-_HEADLINE_NAMES = dict(zip(HEADLINES, ("Personal", "Global model"), strict=True))
 _ACCURACIES = {
-    **_HEADLINE_NAMES,
+    "accuracy_personal_mean": "Personal",
+    "accuracy_global": "Global model",
     "accuracy_received_mean": "Received",
     "accuracy_personal_worst_decile": "Worst decile",
     "accuracy_validation_mean": "Validation",
@@ -196,7 +195,7 @@ def _by_megabytes(run: Run, name: str) -> Curve:
 
 def _accuracy_variants(groups: Sequence[Group], curve: Callable[[Run, str], Curve], x_title: str) -> list[Variant]:
     axes = {"x": x_title, "y": {"tickformat": ".0%", "hoverformat": ".2%"}}
-    main = {group.runs[0].headline for group in groups}
+    main = {group.runs[0].headline for group in groups} & _ACCURACIES.keys()
     names = sorted(_ACCURACIES, key=lambda name: name not in main)  # stable: the main number's view is first
     views = [view for name in names for view in _lines(groups, curve, name, _ACCURACIES[name], axes)]
     if len(main) == 1:
@@ -204,6 +203,7 @@ def _accuracy_variants(groups: Sequence[Group], curve: Callable[[Run, str], Curv
     traces = [
         trace
         for index, group in enumerate(groups)
+        if group.runs[0].headline in main
         for trace in _curve_traces(index, group, curve, group.runs[0].headline)
     ]
     mixed = [Variant("Main number", traces, _line_layout(axes))] if traces else []
@@ -447,7 +447,7 @@ def _perplexity_variants(groups: Sequence[Group]) -> list[Variant]:
     """A view for each test text; runs that measured other windows of it have a view of their own."""
     views: dict[str, list[Trace]] = {}
     for index, group in enumerate(groups):
-        found = [next((r["perplexity_by_text"] for r in reversed(run.rounds) if r.get("perplexity_by_text")), {})
+        found: list[Mapping[str, Any]] = [next((r["perplexity_by_text"] for r in reversed(run.rounds) if r.get("perplexity_by_text")), {})
                  for run in group.runs]  # fmt: skip
         for text in sorted(set.intersection(*(set(each) for each in found))):
             rows = [each[text] for each in found]
@@ -488,7 +488,9 @@ def _decoder_layer_variants(groups: Sequence[Group]) -> list[Variant]:
     for title, value in (("Agreement of masks", agreement), ("Density before expansion", before)):
         traces: list[Trace] = []
         for index, group in enumerate(groups):
-            last = [next((r["layers"] for r in reversed(run.rounds) if r.get("layers")), {}) for run in group.runs]
+            last: list[Mapping[str, Any]] = [
+                next((r["layers"] for r in reversed(run.rounds) if r.get("layers")), {}) for run in group.runs
+            ]
             points = {}
             for layer in sorted(set.intersection(*(set(each) for each in last)), key=int):
                 statistic = Statistic.of(value(each[layer]) for each in last)

@@ -63,11 +63,11 @@ def test_the_table_has_perplexities_and_no_accuracy(runs):
 
 def test_the_report_shows_each_text_with_its_windows_and_each_layer(runs, tmp_path):
     drawn = {figure.key: figure for figure in figures(group_runs([load_run(each) for each in runs]))}
-    views = {variant.title: variant for variant in drawn["perplexity"].variants}
+    views = {variant.name: variant for variant in drawn["perplexity"].variants}
     assert views.keys() == {"ptb: 4 × 256 tokens", "stdlib: 9 × 256 tokens"}
     points = [(trace["x"], trace["y"]) for trace in views["stdlib: 9 × 256 tokens"].traces]
     assert points == [([0.5], [8.0]), ([0.5], [9.0]), ([0.8], [100.0]), ([0.8], [101.0])]
-    layers = {variant.title: variant for variant in drawn["decoder-layers"].variants}
+    layers = {variant.name: variant for variant in drawn["decoder-layers"].variants}
     assert [trace["y"] for trace in layers["Agreement of masks"].traces] == [[0.875], [0.875]]
     assert [trace["y"] for trace in layers["Density before expansion"].traces] == [[0.7, 0.7], [0.7, 0.7]]
     page = write_report(runs, tmp_path / "report.html").read_text()
