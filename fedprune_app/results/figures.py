@@ -447,8 +447,7 @@ def _perplexity_variants(groups: Sequence[Group]) -> list[Variant]:
     """A view for each test text; runs that measured other windows of it have a view of their own."""
     views: dict[str, list[Trace]] = {}
     for index, group in enumerate(groups):
-        found: list[Mapping[str, Any]] = [next((r["perplexity_by_text"] for r in reversed(run.rounds) if r.get("perplexity_by_text")), {})
-                 for run in group.runs]  # fmt: skip
+        found = [_last_table(run, "perplexity_by_text") for run in group.runs]
         for text in sorted(set.intersection(*(set(each) for each in found))):
             rows = [each[text] for each in found]
             title = f"{text}: {rows[0].get('windows')} × {rows[0].get('window')} tokens"
@@ -474,6 +473,11 @@ def _perplexity_variants(groups: Sequence[Group]) -> list[Variant]:
     return [Variant(title, traces, layout) for title, traces in views.items()]
 
 
+def _last_table(run: Run, name: str) -> Mapping[str, Any]:
+    """An object of rounds.jsonl as it was last recorded; empty if it never was."""
+    return next((row[name] for row in reversed(run.rounds) if row.get(name)), {})
+
+
 def _decoder_layer_variants(groups: Sequence[Group]) -> list[Variant]:
     layout = {"xaxis": {"title": {"text": "Decoder layer"}}, "yaxis": {"tickformat": ".0%", "hoverformat": ".1%"}}
 
@@ -488,9 +492,7 @@ def _decoder_layer_variants(groups: Sequence[Group]) -> list[Variant]:
     for title, value in (("Agreement of masks", agreement), ("Density before expansion", before)):
         traces: list[Trace] = []
         for index, group in enumerate(groups):
-            last: list[Mapping[str, Any]] = [
-                next((r["layers"] for r in reversed(run.rounds) if r.get("layers")), {}) for run in group.runs
-            ]
+            last = [_last_table(run, "layers") for run in group.runs]
             points = {}
             for layer in sorted(set.intersection(*(set(each) for each in last)), key=int):
                 statistic = Statistic.of(value(each[layer]) for each in last)
