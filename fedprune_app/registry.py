@@ -15,8 +15,8 @@ from clients.fedcr import FedCRClient
 from clients.fedfomo import FedFomoClient
 from clients.fedp3 import FedP3Client
 from clients.fedprox import FedProxClient
-from clients.fjord import FjORDClient
 from clients.fedspallm import FedSpaLLMClient
+from clients.fjord import FjORDClient
 from clients.lg_fedavg import LGFedAvgClient
 from clients.mtl import MTLClient
 from clients.node import Node
@@ -39,8 +39,8 @@ from strategies.fedcr import FedCR
 from strategies.fedfomo import FedFomo
 from strategies.fedp3 import FedP3
 from strategies.fedprox import FedProx
-from strategies.fjord import FjORD
 from strategies.fedspallm import FedSpaLLM
+from strategies.fjord import FjORD
 from strategies.lg_fedavg import LGFedAvg
 from strategies.mtl import MTL
 from strategies.standalone import Standalone
