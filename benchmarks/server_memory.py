@@ -45,7 +45,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.engine import wire
-from fedprune_app.engine.rounds import Peer
+from fedprune_app.engine.rounds import ImagePeer
 from fedprune_app.engine.store import State, VersionedStore
 from fedprune_app.models.vision import build_model, prunable_names, state_tensors
 from fedprune_app.results.recorder import Recorder
@@ -157,8 +157,8 @@ class PeakByRound(VersionedStore):
         forget_peak()
 
 
-def roster_of(num_clients: int) -> dict[int, Peer]:
-    return {p: Peer(p, p + 1, _NUM_EXAMPLES, (3, 32, 32), 10) for p in range(num_clients)}
+def roster_of(num_clients: int) -> dict[int, ImagePeer]:
+    return {p: ImagePeer(p, p + 1, _NUM_EXAMPLES, None, (3, 32, 32), 10) for p in range(num_clients)}
 
 
 def begin() -> None:

@@ -1,4 +1,4 @@
-"""The client half all systems share: state on disk, local training, evaluation of what is personal and received.
+"""The client half all image systems share: local training, evaluation of what is personal and received.
 
 A system overrides what differs: where training starts (:meth:`begin`), what
 happens between epochs and after the last (:meth:`local_update`), what model it answers for (:meth:`personal_model`).
@@ -7,17 +7,15 @@ happens between epochs and after the last (:meth:`local_update`), what model it 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from flwr.client import NumPyClient
 from torch import Tensor
 
+from clients.node import NDArrays, Node, payload_names, received_payload
 from clients.privacy import ClientPrivacy
 from clients.training import SGD, TrainingResult, evaluate, train
 from fedprune_app.config import Config
@@ -27,14 +25,13 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.data.augmentation import CropFlip, augmentation
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.splits import DataConfig, client_data, label_counts
-from fedprune_app.engine.store import State, VersionedStore, grouped
+from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
 from fedprune_app.models import vision
 from fedprune_app.models.initial import initial_model, layer_flops, shared_names
 from fedprune_app.results.files import replace_file
 
-NDArrays = list[np.ndarray[Any, Any]]
-_NO_STATE = State()
+__all__ = ["FederatedClient", "Update", "data_config", "payload_names", "split_letters", "with_letters"]
 
 
 @dataclass(frozen=True)
@@ -54,8 +51,8 @@ def data_config(config: Config) -> DataConfig:
     return DataConfig(**{name: getattr(config, name) for name in names})
 
 
-class FederatedClient(NumPyClient):
-    """One client of partition ``partition`` out of ``num_partitions``, with its state below ``state_dir``.
+class FederatedClient(Node):
+    """A client that classifies images.
 
     The initial model is the same on every client and the server: it is drawn from the run's seed alone.
     """
@@ -65,18 +62,10 @@ class FederatedClient(NumPyClient):
     def __init__(
         self, config: Config, partition: int, num_partitions: int, state_dir: Path, capacity: float | None = None
     ) -> None:
-        self.config = config
-        self.partition = partition
-        self.num_partitions = num_partitions
-        self.capacity = capacity  # the density that this node can bear, where its operator says so
-        self.request: Mapping[str, Any] = {}  # the fields of the message being answered
-        self.received = Payload({})  # its payload
+        super().__init__(config, partition, num_partitions, state_dir, capacity)
         self.data_config = data_config(config)
-        self.store = VersionedStore(state_dir / f"{partition:05d}")
         self.dataset = load_dataset(config.dataset, config.data_dir, config.download)
         self.data = client_data(self.data_config, partition, num_partitions)
-        cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-        self.device = torch.device("cuda" if cuda else "cpu")
         shape, num_classes = self.dataset.image_shape, self.dataset.num_classes
         self.model = initial_model(config.model, config.dataset, shape, num_classes, init=config.init, seed=config.seed)
         self.sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
@@ -87,20 +76,18 @@ class FederatedClient(NumPyClient):
             plan = self.planned_epochs(), self.round_epochs()
             self.privacy = ClientPrivacy(config, partition, len(self.data.train_labels), *plan, self.store.folder)
 
+    @property
+    def num_examples(self) -> int:
+        return len(self.data.train_labels)
+
+    def message_schema(self) -> Schema:
+        return Schema.like(vision.named_tensors(self.model))
+
     # --- what a system says -------------------------------------------------------------------------------------
 
     def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
         """The tensors local training starts from: what was received, and what is the client's own (local norms)."""
         return {**state.group("weights"), **received.tensors}
-
-    @classmethod
-    def why_not_private(cls, config: Config) -> str:
-        """Why this system cannot run so with ``dp.enabled``, one line for the user; empty if it can.
-
-        It can where everything that leaves a client, or is evaluated, is made of weights that :meth:`train` trained, of
-        what others released, of draws without data, and of ``accuracy(split, decides=True)``. A system says so itself.
-        """
-        return never_private(config, "nobody has examined what it releases")
 
     def round_epochs(self) -> int:
         """How many epochs of training the local part of one round has."""
@@ -136,10 +123,6 @@ class FederatedClient(NumPyClient):
         dense = {**begin, **received.tensors}
         scores["accuracy-global"] = self.test_accuracy(dense) if pruned else scores["accuracy-received"]
         return scores
-
-    def letter_schema(self) -> Schema:
-        """What other clients' payloads must hold, in systems where clients see them."""
-        return Schema.like({})
 
     def shared_schema(self, masked: Iterable[str] = ()) -> Schema:
         """A payload of the shared tensors, with masks for these."""
@@ -248,43 +231,29 @@ class FederatedClient(NumPyClient):
         }
 
     def fit(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[NDArrays, int, dict[str, Any]]:
-        """Load the state, update it, save it, and only then reply.
-
-        A round that is asked for again (a resumed run) starts from the state before it, so it gives the same reply.
-        Raises ``ValueError`` and saves nothing when training diverges.
-        """
-        started = time.monotonic()
-        self.request = config
-        round = int(config["round"])
-        state, lost = self._state(config, before=round)
-        self.received = _received(parameters, config)
+        """As every client's; a private one does not begin what its budget does not bear to the end."""
         if self.privacy is not None:
             self.privacy.require(self.round_epochs())
-        update = self.local_update(self.received, state, round)
+        return super().fit(parameters, config)
+
+    def report(self, update: Update) -> dict[str, Any]:
+        """Loss, or what privacy cost, density and FLOPs. Raises ``ValueError`` when training diverged."""
         if update.training.diverged:
             loss = "" if update.training.loss_mean is None else f" (loss {update.training.loss_mean})"
             raise ValueError(f"training diverged{loss}; try a lower learning-rate")
-        saved, told = update.state, {"loss": update.training.loss_mean}
+        told = {"loss": update.training.loss_mean}
         if self.privacy is not None:
-            saved = State(saved.tensors, {**saved.meta, "charges": self.privacy.charges})
-            told = self.privacy.report(round)
-        self.store.save(round, saved, accepted=config.get("state-round"))
-        num_examples = len(self.data.train_labels)
-        metrics = {
+            told = self.privacy.report(int(self.request["round"]))
+        return {
             **told,
             "density": self.density(self.masks(update.state)),
             "flops": update.flops,
-            "seconds": time.monotonic() - started,
-            **update.metrics,
-            **self._note(lost, config),
-            **payload_names(update.payload),
         }
-        return update.payload.to_ndarrays(), num_examples, metrics
 
     def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Accuracies of the personal, received and global model, on this client's own data."""
         self.request = config
-        self.received = received = _received(parameters, config)
+        self.received = received = received_payload(parameters, config)
         state, lost = self._state(config, before=int(config["round"]) + 1)
         masks = self.masks(state)
         personal = Payload(self.personal_model(received, state), masks)
@@ -301,29 +270,17 @@ class FederatedClient(NumPyClient):
             metrics |= self.privacy.report(int(config["round"]))
         return 0.0, len(self.data.test_labels), metrics
 
-    def _state(self, config: Mapping[str, Any], before: int) -> tuple[State, str]:
-        """The state after the round the server last took in from this client (``state-round``, 0 for none).
+    def kept_state(self, update: Update) -> State:
+        """How much was charged so far is remembered apart from the ledger, which must not shrink."""
+        if self.privacy is None:
+            return update.state
+        return State(update.state.tensors, {**update.state.meta, "charges": self.privacy.charges})
 
-        Without that, the newest of a round smaller than ``before``. If it is lost, the one before it, and a note to
-        say so.
-        """
-        wanted = config.get("state-round")
-        if wanted == 0:
-            return _NO_STATE, ""
-        found = self.store.load(before=before if wanted is None else wanted + 1)
-        if found is None:
-            return _NO_STATE, "" if wanted is None else f"the state of round {wanted} is lost, began anew"
-        round, state = found
+    def _state(self, config: Mapping[str, Any], before: int) -> tuple[State, str]:
+        state, lost = super()._state(config, before)
         if self.privacy is not None:
             self.privacy.require_memory(int(state.meta.get("charges", 0)))
-        if wanted in (None, round):
-            return state, ""
-        return state, f"the state of round {wanted} is lost, went on from round {round}"
-
-    @staticmethod
-    def _note(lost: str, config: Mapping[str, Any]) -> dict[str, str]:
-        notes = [lost, *config.get("refused", [])]
-        return {"note": "; ".join(filter(None, notes))} if any(notes) else {}
+        return state, lost
 
     def test_accuracy(self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None) -> float | None:
         """Accuracy in [0, 1] on the client's test data, with these tensors loaded into the model.
@@ -351,16 +308,6 @@ class FederatedClient(NumPyClient):
         return scores
 
 
-def never_private(config: Config, why: str) -> str:
-    """One line for the user: ``dp.enabled`` does not go with the system."""
-    return f"dp.enabled is true, allowed with system {config.system!r}: false; {why}"
-
-
-def payload_names(payload: Payload) -> dict[str, list[str]]:
-    """The names that a list of ndarrays lacks, to travel beside it."""
-    return {"tensor-names": list(payload.tensors), "mask-names": list(payload.masks)}
-
-
 def with_letters(payload: Payload, letters: Mapping[int, Payload]) -> Payload:
     """One payload for Flower's list of arrays: those of client 3 are named ``letter/3/conv1.weight``."""
     tensors, masks = dict(payload.tensors), dict(payload.masks)
@@ -384,7 +331,3 @@ def split_letters(received: Payload) -> tuple[Payload, dict[int, Payload]]:
     payloads = {sender: Payload(each, masks.get(sender, {})) for sender, each in tensors.items()}
     own = payloads.pop(None)
     return own, {sender: letter for sender, letter in payloads.items() if sender is not None}
-
-
-def _received(parameters: NDArrays, config: Mapping[str, Any]) -> Payload:
-    return Payload.from_ndarrays(parameters, config["tensor-names"], config["mask-names"])

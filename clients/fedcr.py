@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clients.base import Update, never_private
+from clients.base import Update
 from clients.fedp3 import FedP3Client
+from clients.node import never_private
 from clients.parts import Network
 from clients.training import TrainingResult
 from fedprune_app.config import Config, FedP3Options

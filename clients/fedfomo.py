@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from clients.base import FederatedClient, Update, never_private, split_letters
+from clients.base import FederatedClient, Update, split_letters
+from clients.node import never_private
 from clients.training import evaluate
 from fedprune_app.config import Config
 from fedprune_app.core.flops import sparse_flops

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from clients.base import FederatedClient, Update, never_private
+from clients.base import FederatedClient, Update
 from clients.local_pruning import FJORD_SHARES, OrderedDropout
+from clients.node import never_private
 from clients.subfedavg import pruned
 from fedprune_app.config import Config
 from fedprune_app.core import rng

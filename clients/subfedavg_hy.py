@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from clients.base import Update, never_private
+from clients.base import Update
+from clients.node import never_private
 from clients.subfedavg import SubFedAvgClient, pruned
 from fedprune_app.config import Config
 from fedprune_app.core.flops import forward_flops, training_flops

@@ -117,8 +117,11 @@ def run(
 
 def _run_once(placement: Placement, settings: Config, out: Path) -> None:
     """Run one federation, and say how it ended."""
+    from fedprune_app.demo import embedded_model, needs_embedded_model
     from fedprune_app.experiment import Session
 
+    if needs_embedded_model(settings) and not placement.superlink:
+        embedded_model(console)
     with Session(placement, console) as session:
         info = session.run(settings, Path(settings.out_dir))
     console.print(f"[green]completed[/] {info['rounds_completed']} rounds in {info.get('seconds', 0):.0f} s")
@@ -139,6 +142,7 @@ def sweep(
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a sweep stopped.")] = False,
 ) -> None:
     """Run a matrix of experiments; finished runs are skipped. One table: markdown, csv, LaTeX."""
+    from fedprune_app.demo import embedded_model, needs_embedded_model
     from fedprune_app.experiment import Placement, Session
     from fedprune_app.results.reader import load_run
     from fedprune_app.results.tables import write_tables
@@ -150,6 +154,8 @@ def sweep(
         raise ConfigError(f"--out {str(out)!r} is not empty, allowed: a new folder, or --resume")
     cells = read.cells(out, _absolute(dict(parse_override(text) for text in overrides or [])), resume)
     placement = Placement(engine, clients or read.num_clients or 20, workers)
+    if any(needs_embedded_model(cell.config) for cell in cells):
+        embedded_model(console)
     failed = []
     with Session(placement, console) as session:
         for number, cell in enumerate(cells, start=1):
@@ -243,12 +249,13 @@ def list_(
     """What there is to choose: systems, datasets, partitions, models."""
     from fedprune_app.data.datasets import DATASETS
     from fedprune_app.data.partitions import PARTITIONS
+    from fedprune_app.data.text import TEXTS
     from fedprune_app.models.vision import MODELS
     from fedprune_app.registry import SYSTEMS
 
     kinds = {
         "systems": {name: system.summary for name, system in SYSTEMS.items()},
-        "datasets": dict(DATASETS),
+        "datasets": {**DATASETS, **TEXTS},
         "partitions": dict(PARTITIONS),
         "models": dict(MODELS),
     }
@@ -275,23 +282,41 @@ def list_(
 def demo(
     out: Out = Path("runs/demo"),
     workers: Workers = _CORES,
+    llm: Annotated[
+        bool, typer.Option("--llm", help="FedSpaLLM on a small language model, trained here first.")
+    ] = False,
 ) -> None:
-    """Standalone, FedAvg, Sub-FedAvg and Dis-PFL on the embedded digits, and the report that compares them."""
+    """Standalone, FedAvg, Sub-FedAvg and Dis-PFL on the embedded digits, and the report that compares them.
+
+    With --llm, FedSpaLLM at two densities instead, on a language model that is trained on Python's own sources.
+    """
     import shutil
 
-    from fedprune_app.demo import DEMO_CLIENTS, DEMO_SYSTEMS, demo_settings
+    from fedprune_app.demo import (
+        DEMO_CLIENTS,
+        DEMO_SYSTEMS,
+        LLM_CLIENTS,
+        LLM_DENSITIES,
+        demo_settings,
+        embedded_model,
+        llm_settings,
+    )
     from fedprune_app.experiment import Placement, Session
     from fedprune_app.results.report import write_report
 
+    cells = {system: demo_settings(system) for system in DEMO_SYSTEMS}
+    if llm:
+        console.print(f"embedded model: {embedded_model(console)}", highlight=False, soft_wrap=True)
+        cells = {f"fedspallm-density{density}": llm_settings(density) for density in LLM_DENSITIES}
     folders = []
-    with Session(Placement("ray", DEMO_CLIENTS, workers), console) as session:
-        for system in DEMO_SYSTEMS:
-            folder = (out / system).resolve()
+    with Session(Placement("ray", LLM_CLIENTS if llm else DEMO_CLIENTS, workers), console) as session:
+        for name, settings in cells.items():
+            folder = (out / name).resolve()
             if (folder / "run.json").exists():
                 shutil.rmtree(folder)  # the demo's own folder, from an earlier demo
-            session.run(_placed(demo_settings(system), folder, before=None), folder)
+            session.run(_placed(settings, folder, before=None), folder)
             folders.append(folder)
-    page = out.resolve() / "report.html"
+    page = out.resolve() / ("report-llm.html" if llm else "report.html")
     write_report(folders, page)
     console.print(f"[green]done[/]: open {page}", highlight=False, soft_wrap=True)
 

@@ -10,12 +10,12 @@ import torch
 from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
-from clients.base import FederatedClient, payload_names, with_letters
+from clients.base import with_letters
+from clients.node import Node, payload_names
 from fedprune_app.config import Config, ConfigError, parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.ray_actors import replace_dead_actors
-from fedprune_app.models.vision import named_tensors
 from fedprune_app.registry import SYSTEMS, check_names
 from fedprune_app.run_folder import client_state_folder
 
@@ -41,7 +41,7 @@ def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any])
     return check_names(parse_config({**run_config, **own}))
 
 
-def _client(context: Context, message: Message) -> FederatedClient:
+def _client(context: Context, message: Message) -> Node:
     config = node_settings(context.run_config, context.node_config)
     torch.set_num_threads(config.num_threads)
     partition, num_partitions = (context.node_config.get(key) for key in ("partition-id", "num-partitions"))
@@ -62,9 +62,9 @@ def check_capacity(value: object) -> float | None:
     return float(value)
 
 
-def _unpack(message: Message, client: FederatedClient) -> tuple[list[Any], dict[str, Any]]:
+def _unpack(message: Message, client: Node) -> tuple[list[Any], dict[str, Any]]:
     """Flower's arrays and config: the payload, then the letters under names of their own (see ``clients.base``)."""
-    payload = wire.payload_of(message.content, wire.Schema.like(named_tensors(client.model)).max_bytes)
+    payload = wire.payload_of(message.content, client.message_schema().max_bytes)
     letters, refused = wire.letters_of(message.content, client.letter_schema())
     everything = with_letters(payload, letters)
     fields: dict[str, Any] = {**wire.fields_of(message.content), "refused": refused}

@@ -358,6 +358,76 @@ class DPOptions:
 
 
 @dataclass(frozen=True)
+class FedSpaLLMOptions:
+    """FedSpaLLM; the common key ``density`` is what is kept of every matrix, ``batch-size`` counts sequences."""
+
+    pruner: str = option("sparsegpt", "how a client prunes", choices=("sparsegpt", "wanda", "magnitude"))
+    pattern: str = option("", "keep n of every m neighbours, as '2:4', in place of density")
+    block_size: int = option(128, "columns that SparseGPT prunes at a time", least=1)
+    damping: float = option(0.01, "SparseGPT's damping, as a share of the mean of the Hessian's diagonal", least=0)
+    count: str = option(
+        "exact",
+        "entries pruned: exactly as many, or one more per block as in SparseGPT's code",
+        choices=("exact", "code"),
+    )
+    segments: int = option(32, "calibration segments of a client", least=1)
+    segment_length: int = option(2048, "tokens of a segment", least=2)
+    deal: str = option(
+        "documents",
+        "a client's text: its share of the documents, or of all segments; or data-dir is its own",
+        choices=("documents", "segments", "own"),
+    )
+    window: int = option(2048, "tokens of a window that perplexity is measured on", least=2)
+    test_windows: int = option(0, "measure perplexity on the first so many windows of a text; 0: all", least=0)
+    dtype: str = option(
+        "auto", "of the model; 'auto' is the checkpoint's", choices=("auto", "float32", "float16", "bfloat16")
+    )
+    layer_shares: str = option(
+        "", "shares of the layers that the clients in turn prune in a round, '1.0 0.5'; empty: all, or capacity"
+    )
+    unsampled: str = option(
+        "cached",
+        "layers a client does not prune: its cached dense ones; or the current ones, sent to it from round 2 on",
+        choices=("cached", "current"),
+    )
+    expansion: str = option(
+        "matrix",
+        "prune the mean to density: of each matrix, or of each decoder layer; or not",
+        choices=("matrix", "layer", "none"),
+    )
+    ties: str = option(
+        "magnitude",
+        "equally often pruned weights go by smallest mean magnitude, or by place",
+        choices=("magnitude", "index"),
+    )
+    weights: str = option(
+        "uniform", "clients count alike in the mean, or by their segments", choices=("uniform", "segments")
+    )
+
+    def n_of_m(self) -> tuple[int, int] | None:
+        """``pattern`` as (n, m), or None. Raises :class:`ConfigError`."""
+        if not self.pattern:
+            return None
+        n, _, m = self.pattern.partition(":")
+        if not (n.isdecimal() and m.isdecimal() and 0 < int(n) <= int(m)):
+            raise ConfigError(f"fedspallm.pattern is {self.pattern!r}, allowed: n:m with n at least 1 and at most m")
+        return int(n), int(m)
+
+    def layer_share(self, partition: int) -> float:
+        """The share of the layers that a client prunes. Raises :class:`ConfigError`."""
+        texts = self.layer_shares.replace(",", " ").split()
+        try:
+            values = [float(text) for text in texts] or [1.0]
+        except ValueError:
+            values = [math.nan]
+        if not all(0 < value <= 1 for value in values):
+            raise ConfigError(
+                f"fedspallm.layer-shares is {self.layer_shares!r}, allowed: numbers above 0 and at most 1"
+            )
+        return values[partition % len(values)]
+
+
+@dataclass(frozen=True)
 class Config:
     """One run, resolved. Field ``learning_rate`` is the key ``learning-rate``; tables of systems are fields."""
 
@@ -429,6 +499,7 @@ class Config:
     fedcr: FedCROptions = field(default_factory=FedCROptions)
     fjord: FjORDOptions = field(default_factory=FjORDOptions)
     dp: DPOptions = field(default_factory=DPOptions)
+    fedspallm: FedSpaLLMOptions = field(default_factory=FedSpaLLMOptions)
 
     @property
     def learning_rates(self) -> _LearningRates:
@@ -519,6 +590,10 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     config.dispfl.density_of(0, config.density)
     config.fjord.width_of(0)
     _check_fedp3(config)
+    config.fedspallm.layer_share(0)
+    if (pattern := config.fedspallm.n_of_m()) and config.fedspallm.block_size % pattern[1]:
+        allowed = f"a multiple of {pattern[1]}"
+        raise ConfigError(f"fedspallm.block-size is {config.fedspallm.block_size}, allowed with a pattern: {allowed}")
     _check_adjacency("dispfl", config.dispfl)
     _check_adjacency("dpsgd", config.dpsgd)
     prunes_on_validation = (

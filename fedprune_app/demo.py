@@ -2,12 +2,63 @@
 
 from __future__ import annotations
 
-from fedprune_app.config import Scalar
+import os
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fedprune_app.config import Config, Scalar
 
 DEMO_CLIENTS = 20
 DEMO_SYSTEMS = ("standalone", "fedavg", "subfedavg", "dispfl")
+LLM_CLIENTS = 4
+LLM_DENSITIES = (0.5, 0.3)
 
 
 def demo_settings(system: str) -> dict[str, Scalar]:
     """Settings of one system's demo run: the embedded digits, two label shards per client."""
     return {"system": system, "num-server-rounds": 20, "fraction-train": 0.5, "evaluate-every": 2}
+
+
+def llm_settings(density: float) -> dict[str, Scalar]:
+    """Settings of one run on the embedded language model, whose clients hold packages of the standard library."""
+    return {
+        "system": "fedspallm",
+        "dataset": "stdlib",
+        "num-server-rounds": 1,
+        "fraction-train": 1.0,
+        "density": density,
+        "fedspallm.segments": 16,
+        "fedspallm.segment-length": 256,
+        "fedspallm.window": 256,
+        "fedspallm.test-windows": 128,
+    }
+
+
+def needs_embedded_model(config: Config) -> bool:
+    """Whether a run is on the language model that is trained here."""
+    return config.system == "fedspallm" and config.model == "auto"
+
+
+def embedded_model(console: Console) -> Path:
+    """The folder of the embedded language model, trained now unless that was done before."""
+    from fedprune_app.data.text import stdlib_training_text
+    from fedprune_app.models.embedded import embedded_folder, train_embedded
+
+    texts = [document.text for document in stdlib_training_text()]
+    folder = embedded_folder(texts)
+    if folder.is_dir():
+        return folder
+    import torch
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
+    said = TextColumn("{task.fields[said]}")
+    with Progress(*columns, said, TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("training the embedded language model, once", total=None, said="")
+
+        def show(step: int, steps: int, loss: float) -> None:
+            bar.update(task, completed=step, total=steps, said=f"loss {loss:.2f}")
+
+        return train_embedded(texts, on_step=show)

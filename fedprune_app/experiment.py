@@ -196,7 +196,9 @@ class _Progress:
     """A live bar over what the run folder says: round, accuracy, bytes, time left."""
 
     def __init__(self, config: Config, folder: Path, console: Console) -> None:
+        self._folder = folder
         self._file = folder / "rounds.jsonl"
+        self._counts_rounds = True
         resumed = bool(config.resume_from) and self._file.exists()
         self._offset = self._file.stat().st_size if resumed else 0
         self._inode = self._file.stat().st_ino if resumed else 0
@@ -225,7 +227,13 @@ class _Progress:
         self._bar.update(self._task, said=text)
 
     def update(self) -> None:
-        """Show the rounds that have been written since."""
+        """Show the rounds that have been written since, and how far the one in work is where the system says so."""
+        now = _read_json(self._folder / "progress.json")
+        with suppress(KeyError):
+            self._bar.update(
+                self._task, completed=now["done"], total=now["total"], said=f"{now['text']}  {self._accuracy}"
+            )
+            self._counts_rounds = False
         try:
             with self._file.open("rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
@@ -244,11 +252,17 @@ class _Progress:
     def _show(self, row: Mapping[str, Any]) -> None:
         self._bytes += (row.get("bytes_up") or 0) + (row.get("bytes_down") or 0)
         fields = (("personal", "accuracy_personal_mean"), ("global", "accuracy_global"))
-        if shown := [f"{name} {100 * row[field]:.1f} %  " for name, field in fields if row.get(field) is not None]:
+        shown = [f"{name} {100 * row[field]:.1f} %  " for name, field in fields if row.get(field) is not None]
+        fields = (("standalone", "perplexity_personal_mean"), ("global", "perplexity_global"))
+        shown += [f"{name} {row[field]:.2f}  " for name, field in fields if row.get(field) is not None]
+        if shown:
             self._accuracy = "".join(shown)
         failed = f"  [yellow]{row['failures']} failed[/]" if row.get("failures") else ""
         said = f"{self._accuracy}{self._bytes / 1e6:.1f} MB{failed}"
-        self._bar.update(self._task, completed=row["round"], said=said)
+        if self._counts_rounds:
+            self._bar.update(self._task, completed=row["round"], said=said)
+        else:
+            self._bar.update(self._task, said=said)
 
     @contextmanager
     def in_background(self) -> Iterator[None]:

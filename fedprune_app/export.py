@@ -120,6 +120,10 @@ def find_model(run: Path, client: int | None, *, state_dir: str = "", data_dir: 
     if info["status"] != "completed":
         raise ValueError(f"run {str(run)!r} is {info['status']}, allowed: a completed run")
     config = check_names(parse_config(info["config"]))
+    if SYSTEMS[config.system].data != "images":
+        raise ValueError(
+            f"run {str(run)!r} is of {config.system}, allowed: of images; its models/ are ready as they are"
+        )
     if client is None:
         state, round = _global_state(run, config), int(info["rounds_completed"])
     else:

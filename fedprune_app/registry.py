@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from clients.base import FederatedClient
 from clients.dispfl import DisPFLClient
 from clients.ditto import DittoClient
 from clients.dpsgd import DPSGDClient
@@ -18,15 +17,18 @@ from clients.fedcr import FedCRClient
 from clients.fedfomo import FedFomoClient
 from clients.fedp3 import FedP3Client
 from clients.fedprox import FedProxClient
+from clients.fedspallm import FedSpaLLMClient
 from clients.fjord import FjORDClient
 from clients.lg_fedavg import LGFedAvgClient
 from clients.mtl import MTLClient
+from clients.node import Node
 from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient
 from clients.subfedavg_hy import SubFedAvgHyClient
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.data.datasets import DATASETS
 from fedprune_app.data.partitions import PARTITIONS
+from fedprune_app.data.text import TEXTS
 from fedprune_app.models.initial import AUTO
 from fedprune_app.models.vision import MODELS, architecture
 from strategies.base import FederatedStrategy
@@ -40,6 +42,7 @@ from strategies.fedcr import FedCR
 from strategies.fedfomo import FedFomo
 from strategies.fedp3 import FedP3
 from strategies.fedprox import FedProx
+from strategies.fedspallm import FedSpaLLM
 from strategies.fjord import FjORD
 from strategies.lg_fedavg import LGFedAvg
 from strategies.mtl import MTL
@@ -53,8 +56,9 @@ class System:
     """A system's two halves and its one line for ``fedprune list``."""
 
     strategy: type[FederatedStrategy]
-    client: type[FederatedClient]
+    client: type[Node]
     summary: str
+    data: str = "images"  # or "text"
 
 
 SYSTEMS: dict[str, System] = {
@@ -64,6 +68,9 @@ SYSTEMS: dict[str, System] = {
     ),
     "dispfl": System(DisPFL, DisPFLClient, "Dis-PFL: sparse personal models gossip with neighbours, masks evolve"),
     "fedp3": System(FedP3, FedP3Client, "FedP3: clients train some layers, get the others pruned, send only theirs"),
+    "fedspallm": System(
+        FedSpaLLM, FedSpaLLMClient, "FedSpaLLM: clients prune a language model's layers with private text", "text"
+    ),
     "fedavg": System(FedAvg, FedAvgClient, "FedAvg: one dense global model, averaged by sample counts"),
     "fedavg-ft": System(FedAvgFT, FedAvgFTClient, "FedAvg-FT: FedAvg's model, fine-tuned by every client"),
     "dpsgd": System(DPSGD, DPSGDClient, "D-PSGD: decentralised FedAvg, judged by the consensus model"),
@@ -89,6 +96,14 @@ def check_names(config: Config) -> Config:
         "partition": PARTITIONS,
         "model": {"auto": "", **MODELS},
     }
+    system = SYSTEMS.get(config.system)
+    if system and config.dp.enabled and (reason := system.client.why_not_private(config)):
+        raise ConfigError(reason)
+    if system and system.data == "text":
+        if config.dataset not in TEXTS:
+            texts = ", ".join(TEXTS)
+            raise ConfigError(f"dataset is {config.dataset!r}, allowed with system {config.system!r}: {texts}")
+        return config  # its model is a folder or a hub name, looked up when it is opened
     for key, names in allowed.items():
         value = getattr(config, key)
         if value not in names:
@@ -99,8 +114,7 @@ def check_names(config: Config) -> Config:
 
 
 def _check_private(config: Config) -> None:
-    if reason := SYSTEMS[config.system].client.why_not_private(config):
-        raise ConfigError(reason)
+    """What does not depend on the system."""
     name = AUTO[config.dataset] if config.model == "auto" else config.model
     layers = architecture(name, (3, 64, 64), 2).modules()  # the size of the images does not matter here
     if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in layers):

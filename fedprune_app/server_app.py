@@ -15,13 +15,12 @@ from fedprune_app.config import Config, ConfigError, check_resumable, parse_conf
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import rounds, wire
 from fedprune_app.engine.lifeline import end_with_launcher
-from fedprune_app.engine.store import State, VersionedStore, exclusive, write_tensors
-from fedprune_app.models.initial import AUTO, initial_model, shared_names
-from fedprune_app.models.vision import prunable_names, state_tensors
+from fedprune_app.engine.store import State, VersionedStore, exclusive
 from fedprune_app.registry import SYSTEMS, check_names
 from fedprune_app.results.reader import read_info
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.run_folder import new_run_key, run_folder
+from fedprune_app.tasks import BUILDS, PEERS
 
 log = logging.getLogger("flwr.fedprune")
 app = ServerApp()
@@ -58,34 +57,20 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
         recorder.start(config.to_dict(), config.seed, {"headline": system.strategy.headline, "run_key": new_run_key()})
     try:
         run_key = str(read_info(folder)["run_key"])
-        roster, left_out = rounds.gather_roster(grid, config.startup_seconds, run_key)
+        roster, left_out = rounds.gather_roster(grid, config.startup_seconds, run_key, PEERS[system.data])
         for reason in left_out:
             log.warning("a client is left out of the run: %s", reason)
-        partition = [{"partition": p, **peer.label_counts} for p, peer in roster.items()]
+        partition = [{"partition": p, **peer.description()} for p, peer in roster.items()]
         if before.get("partition") not in (None, partition):
             clients, now = len(before["partition"]), len(partition)
             raise ConfigError(
                 f"the clients' data is not what it was when the run began ({clients} clients, now {now}), "
                 "allowed when resuming: the same clients and data"
             )
-        first = next(iter(roster.values()))
-        model = initial_model(
-            config.model, config.dataset, first.image_shape, first.num_classes, init=config.init, seed=config.seed
-        )
-        tensors = state_tensors(model, include_buffers=True)
-        shared = {name: tensors[name] for name in shared_names(model, config.batch_norm)}
         recorder.annotate(
-            paper_bytes_formula=system.strategy.paper_formula,
-            partition=partition,
-            clients_left_out=left_out,
-            model={
-                "name": AUTO[config.dataset] if config.model == "auto" else config.model,
-                "parameters": sum(p.numel() for p in model.parameters()),
-                "classes": first.num_classes,
-            },
+            paper_bytes_formula=system.strategy.paper_formula, partition=partition, clients_left_out=left_out
         )
-        prunable = frozenset(prunable_names(model))
-        strategy = system.strategy(config, shared, prunable, roster, recorder, checkpoints, run_key)
+        strategy = BUILDS[system.data](config, roster, recorder, checkpoints, run_key)
         if checkpoint is not None:
             strategy.restore(checkpoint[1])
         strategy.start(
@@ -95,8 +80,7 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
             timeout=config.deadline_seconds,
             rounds_completed=completed,
         )
-        if strategy.has_global_model:
-            write_tensors(folder / "models" / "global.safetensors", strategy.model)
+        strategy.write_model(folder / "models")
         recorder.finish("completed", final_sha256=strategy.final_sha256())
     except (KeyboardInterrupt, SystemExit):
         recorder.finish("interrupted", error="interrupted")

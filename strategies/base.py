@@ -13,6 +13,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -25,7 +26,7 @@ from fedprune_app.core import metrics, rng
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import rounds, wire
 from fedprune_app.engine.rounds import Answer, Peer, Roster
-from fedprune_app.engine.store import State, VersionedStore
+from fedprune_app.engine.store import State, VersionedStore, write_tensors
 from fedprune_app.results.recorder import Recorder
 
 log = logging.getLogger("flwr.fedprune")
@@ -73,6 +74,9 @@ def _summary(row: Mapping[str, Any]) -> str:
     for name, key in (("personal", "accuracy_personal_mean"), ("global", "accuracy_global")):
         if key in row and math.isfinite(row[key]):
             parts.append(f"{name} accuracy {100 * row[key]:.1f} %")
+    for name, key in (("personal", "perplexity_personal_mean"), ("global", "perplexity_global")):
+        if key in row:
+            parts.append(f"{name} perplexity {row[key]:.2f}")
     return ", ".join(parts)
 
 
@@ -171,6 +175,11 @@ class FederatedStrategy(Strategy):
     def finish(self) -> None:
         """After the last round: what else the run leaves in its folder."""
 
+    def write_model(self, folder: Path) -> None:
+        """The server's final model, into the run's folder of models."""
+        if self.has_global_model:
+            write_tensors(folder / "global.safetensors", self.model)
+
     # --- the life of a run --------------------------------------------------------------------------------------
 
     def start(  # type: ignore[override]  # no server-side evaluation: every client evaluates, on its own data
@@ -199,16 +208,9 @@ class FederatedStrategy(Strategy):
             self.log = RoundLog()
             started = time.monotonic()
             self.open_round(current, self.sample(current))
-            messages = self._by_partition(self.configure_train(current, arrays, train_config, grid))
-            reply_bytes = self.reply_schema(next(iter(self.roster))).max_bytes
-            answers = rounds.exchange(grid, messages, timeout, reply_bytes=reply_bytes)
-            _, train_metrics = self.aggregate_train(current, answers)
+            train_metrics = self.train_round(grid, current, arrays, timeout, train_config)
             self.close_round(current)
-            row: dict[str, Any] = {
-                "round": current,
-                "seconds": time.monotonic() - started,
-                **(train_metrics or {}),
-            }
+            row: dict[str, Any] = {"round": current, "seconds": time.monotonic() - started, **train_metrics}
 
             if self.evaluates(current) or not self.willing(current + 1):
                 row |= self._evaluate(grid, current, arrays, timeout, evaluate_config)
@@ -226,6 +228,15 @@ class FederatedStrategy(Strategy):
         self.finish()
         result.arrays = wire.to_arrays(Payload(self.model))
         return result
+
+    def train_round(
+        self, grid: Grid, round: int, arrays: ArrayRecord, timeout: float, config: ConfigRecord
+    ) -> dict[str, Any]:
+        """The exchanges of a round with its participants, by default one; what is recorded of them."""
+        messages = self._by_partition(self.configure_train(round, arrays, config, grid))
+        reply_bytes = self.reply_schema(next(iter(self.roster))).max_bytes
+        _, found = self.aggregate_train(round, rounds.exchange(grid, messages, timeout, reply_bytes=reply_bytes))
+        return dict(found or {})
 
     def _evaluate(
         self, grid: Grid, round: int, arrays: ArrayRecord, timeout: float, config: ConfigRecord
@@ -301,46 +312,67 @@ class FederatedStrategy(Strategy):
         self, server_round: int, replies: Iterable[Answer]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Take in each reply as it arrives."""
-        asked = 0
-        for answer in replies:
-            asked += 1
-            self.log.count(answer)
-            row: dict[str, Any] = {"bytes_up": answer.bytes_up, "bytes_down": answer.bytes_down}
-            self.log.clients[answer.partition] = row
-            try:
-                row |= self._accept(server_round, answer)
-            except ValueError as error:
-                self.log.fail(f"round {server_round}", answer, str(error))
-                continue
-            self.log.replies += 1
-            self.state_rounds[answer.partition] = server_round
+        asked = self.take_in(server_round, replies)
         rounds.require(self.log.replies, self.config.min_replies, f"round {server_round}", self.log.failures)
         private = self.config.dp.enabled
         trained = [row for _, row in sorted(self.log.clients.items()) if "loss" in row]
         return (
             None,
             {  # type: ignore[return-value]  # a plain dict: MetricRecord holds no counts beside means
-                "replies": self.log.replies,
-                "failures": len(self.log.failures),
-                "stragglers": self.log.stragglers,
-                "failure_reasons": self.log.failures[:_REASONS_KEPT],
-                "bytes_up": self.log.bytes_up,
-                "bytes_down": self.log.bytes_down,
-                "dropped": len(self.dropped(server_round)),
-                **self.traffic(asked),
+                **self.exchanged(server_round, asked),
                 "loss_mean": None if private else sum(row["loss"] for row in trained) / len(trained),
                 **self._privacy_row(),
                 "flops": sum(row["flops"] for row in trained),
             },
         )
 
+    def take_in(self, round: int, replies: Iterable[Answer]) -> int:
+        """Count, check and accept each reply as it arrives; how many were asked for."""
+        asked = 0
+        for answer in replies:
+            asked += 1
+            self.log.count(answer)
+            row = self.log.clients.setdefault(answer.partition, {"bytes_up": 0, "bytes_down": 0})
+            row["bytes_up"] += answer.bytes_up
+            row["bytes_down"] += answer.bytes_down
+            try:
+                row |= self._accept(round, answer)
+            except ValueError as error:
+                self.log.fail(f"round {round}", answer, str(error))
+                continue
+            self.log.replies += 1
+            self.state_rounds[answer.partition] = round
+        return asked
+
+    def exchanged(self, round: int, asked: int) -> dict[str, Any]:
+        """What is recorded of a round's exchange, whatever was exchanged."""
+        return {
+            "replies": self.log.replies,
+            "failures": len(self.log.failures),
+            "stragglers": self.log.stragglers,
+            "failure_reasons": self.log.failures[:_REASONS_KEPT],
+            "bytes_up": self.log.bytes_up,
+            "bytes_down": self.log.bytes_down,
+            "dropped": len(self.dropped(round)),
+            **self.traffic(asked),
+        }
+
     def _accept(self, round: int, answer: Answer) -> dict[str, Any]:
         if answer.content is None:
             raise ValueError(answer.error)
         peer = self.roster[answer.partition]
         fields = wire.fields_of(answer.content)
+        row = {"num_examples": int(wire.number(fields, "num-examples", 1)), **self.training_row(peer, fields)}
+        if row["num_examples"] != peer.num_examples:
+            raise ValueError(f"field 'num-examples' is {row['num_examples']}, it said {peer.num_examples} before")
+        if "note" in fields:
+            self.note(answer.partition, str(fields["note"]))
+        self.receive(peer, round, answer.content)
+        return row | self._privacy_of(answer.partition, fields, round)
+
+    def training_row(self, peer: Peer, fields: wire.Fields) -> dict[str, Any]:
+        """What a client says of its training, checked."""
         row = {
-            "num_examples": int(wire.number(fields, "num-examples", 1)),
             "loss": None if self.config.dp.enabled else wire.number(fields, "loss"),
             "density": wire.number(fields, "density", 0, 1),
             "seconds": wire.number(fields, "seconds", 0),
@@ -348,12 +380,7 @@ class FederatedStrategy(Strategy):
         }
         if "accuracy-received" in fields:  # where it is tested before training, not by an evaluation message
             row["accuracy_received"] = wire.number(fields, "accuracy-received", 0, 1)
-        if row["num_examples"] != peer.num_examples:
-            raise ValueError(f"field 'num-examples' is {row['num_examples']}, it said {peer.num_examples} before")
-        if "note" in fields:
-            self.note(answer.partition, str(fields["note"]))
-        self.receive(peer, round, answer.content)
-        return row | self._privacy_of(answer.partition, fields, round)
+        return row
 
     def _privacy_of(self, partition: int, fields: wire.Fields, round: int) -> dict[str, Any]:
         """What a client says of its privacy, for its row; whoever has none left is not asked again."""
@@ -396,31 +423,38 @@ class FederatedStrategy(Strategy):
             num_bytes["evaluation_bytes_up"] += answer.bytes_up
             num_bytes["evaluation_bytes_down"] += answer.bytes_down
             try:
-                rows[answer.partition] = self._evaluation_row(answer, server_round)
+                if answer.content is None:
+                    raise ValueError(answer.error)
+                fields = wire.fields_of(answer.content)
+                row = self.evaluation_row(answer.partition, fields)
+                rows[answer.partition] = row | self._privacy_of(answer.partition, fields, server_round)
             except ValueError as error:
                 failures.append(f"client {answer.partition}: {error}")
                 log.warning("evaluation of round %d: %s", server_round, failures[-1])
         rounds.require(len(rows), self.config.min_replies, f"the evaluation of round {server_round}", failures)
         rows = dict(sorted(rows.items()))
         self.digests = {partition: row.pop("digest") for partition, row in rows.items()}
+        found = {**num_bytes, **self._privacy_row(), "evaluation_failures": len(failures)}
+        found |= self.evaluation_metrics(server_round, rows)
+        for partition, row in rows.items():
+            self.log.clients.setdefault(partition, {}).update(row)
+        return found  # type: ignore[return-value]  # a plain dict, as in aggregate_train
+
+    def evaluation_metrics(self, round: int, rows: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+        """What is recorded of an evaluation, from the clients' rows of :meth:`evaluation_row`, which may change."""
         layers: dict[str, list[float]] = {}
         for row in rows.values():
             for name, density in row.pop("layers").items():
                 layers.setdefault(name, []).append(density)
         for partition, row in rows.items():
-            trained = self.log.clients.setdefault(partition, {})
             if row["accuracy_received"] is None:
-                row["accuracy_received"] = trained.get("accuracy_received")
-            trained.update(row)
+                row["accuracy_received"] = self.log.clients.get(partition, {}).get("accuracy_received")
 
         def over_clients(name: str) -> metrics.Summary:
             return metrics.summary([row[name] for row in rows.values() if row[name] is not None])
 
         personal = over_clients("accuracy_personal")
-        return {  # type: ignore[return-value]  # a plain dict, as in aggregate_train
-            **num_bytes,
-            **self._privacy_row(),
-            "evaluation_failures": len(failures),
+        return {
             "accuracy_personal_mean": personal.mean,
             "accuracy_personal_std": personal.std,
             "accuracy_personal_worst_decile": personal.worst_decile,
@@ -433,26 +467,19 @@ class FederatedStrategy(Strategy):
             "density_by_layer": {name: sum(values) / len(values) for name, values in layers.items()},
         }
 
-    def _evaluation_row(self, answer: Answer, round: int) -> dict[str, Any]:
-        if answer.content is None:
-            raise ValueError(answer.error)
-        fields = wire.fields_of(answer.content)
+    def evaluation_row(self, partition: int, fields: wire.Fields) -> dict[str, Any]:
+        """What a client says of its evaluation, checked."""
 
         def share(name: str) -> float | None:
             return wire.number(fields, name, 0, 1) if name in fields else None
 
-        digest = fields.get("digest")
-        if not (isinstance(digest, str) and len(digest) == 64):
-            raise ValueError(f"field 'digest' is {digest!r}, allowed: 64 hexadecimal digits")
-        if "note" in fields:
-            self.note(answer.partition, str(fields["note"]))
         layers = {
             name: wire.number(fields, f"density/{name}", 0, 1)
             for name in sorted(self.prunable)
             if f"density/{name}" in fields
         }
         return {
-            "num_examples": self.roster[answer.partition].num_examples,
+            **self.evaluation_facts(partition, fields),
             "accuracy_personal": share("accuracy-personal"),
             "accuracy_received": share("accuracy-received"),
             "accuracy_global": share("accuracy-global"),
@@ -461,15 +488,26 @@ class FederatedStrategy(Strategy):
             "channel_density": share("channel-density"),
             "inference_flops": wire.number(fields, "inference-flops", 0),
             "layers": layers,
-            "digest": digest,
-            **self._privacy_of(answer.partition, fields, round),
         }
+
+    def evaluation_facts(self, partition: int, fields: wire.Fields) -> dict[str, Any]:
+        """What every evaluation says, whatever was evaluated; its notes are kept."""
+        digest = fields.get("digest")
+        if not (isinstance(digest, str) and len(digest) == 64):
+            raise ValueError(f"field 'digest' is {digest!r}, allowed: 64 hexadecimal digits")
+        if "note" in fields:
+            self.note(partition, str(fields["note"]))
+        return {"num_examples": self.roster[partition].num_examples, "digest": digest}
+
+    def model_digest(self) -> str:
+        """SHA-256 of the server's model."""
+        return Payload(self.model).digest()
 
     def final_sha256(self) -> str:
         """One hash over all final models: the server's, then the clients' in partition order."""
         total = hashlib.sha256()
         if self.has_global_model:
-            total.update(Payload(self.model).digest().encode())
+            total.update(self.model_digest().encode())
         for partition in self.roster:
             total.update(self.digests.get(partition, "missing").encode())
         return total.hexdigest()

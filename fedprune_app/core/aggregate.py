@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from fedprune_app.core.masks import keep_count
 from fedprune_app.core.payload import Payload
+from fedprune_app.core.scores import NOfM, check_n_of_m, smallest
 
 FRACTION_BITS = 40
 _GRID = 2.0**FRACTION_BITS
@@ -92,6 +94,14 @@ class MaskedMean:
                 out.copy_(torch.where(held > 0, mean, stays.double()))
         return result
 
+    def shape(self, name: str) -> torch.Size:
+        """The shape of a tensor that was added."""
+        return self._sums[name].shape
+
+    def device(self, name: str) -> torch.device:
+        """Where a tensor that was added is summed."""
+        return self._sums[name].device
+
     def held(self) -> dict[str, Tensor]:
         """Of every tensor added, as bool, the coordinates that at least one addend kept."""
         return {
@@ -153,3 +163,140 @@ def gossip_mix(payloads: Sequence[Payload]) -> dict[str, Tensor]:
         raise ValueError("0 payloads to mix, allowed: at least 1, the client's own")
     zeros = {name: tensor.new_zeros(()).expand(tensor.shape) for p in payloads for name, tensor in p.tensors.items()}
     return masked_mean(payloads, fallback=zeros)
+
+
+TIES = ("magnitude", "index")
+SCOPES = ("matrix", "payload")
+
+
+class L0Mean:
+    """FedSpaLLM's server: the mean over those who kept an entry, and how many pruned it, without keeping payloads.
+
+    Equation (5) divides by ``‖Σ M‖_0``, literally one scalar; what is meant, and done, is each entry's own count. With
+    layer sampling only the payloads that have a matrix count for it; dense copies of those that did not prune it, as
+    equation (9) would add, dilute the mean and the counts. Bits do not depend on the order of arrival.
+    """
+
+    def __init__(self, max_addends: int, max_weight: int = 1) -> None:
+        self._mean = MaskedMean(max_addends, max_weight)
+        self._count_dtype = torch.int16 if max_addends < 2**15 else torch.int32
+        self._dtypes: dict[str, torch.dtype] = {}
+        self._addends: dict[str, int] = {}  # N, by tensor
+        self._pruned: dict[str, Tensor] = {}  # C, by masked tensor
+
+    def add(self, payload: Payload, weight: int = 1) -> None:
+        """Add one client's payload; its integer ``weight`` (the paper's α) counts in the mean, not among the pruned."""
+        self._mean.add(payload, weight)
+        for name, tensor in payload.tensors.items():
+            self._dtypes.setdefault(name, tensor.dtype)
+            self._addends[name] = self._addends.get(name, 0) + 1
+            if name in payload.masks:
+                pruned = ~payload.masks[name]
+                if name not in self._pruned:
+                    self._pruned[name] = torch.zeros(tensor.shape, dtype=self._count_dtype, device=tensor.device)
+                self._pruned[name].add_(pruned)
+
+    def mean(self) -> Payload:
+        """Equation (5): of an entry, the mean over those who kept it; where nobody did 0, and False in the mask."""
+        zeros = {
+            name: torch.zeros((), dtype=dtype, device=self._device(name)).expand(self._mean.shape(name))
+            for name, dtype in self._dtypes.items()
+        }
+        held = self._mean.held()
+        return Payload(self._mean.mean(zeros), {name: held[name] for name in self._pruned})
+
+    def expanded(
+        self, density: float, *, n_of_m: NOfM | None = None, ties: str = "magnitude", scope: str = "matrix"
+    ) -> Payload:
+        """Equations (6) and (7): :meth:`mean`, pruned further to exactly ``keep_count(d, density)`` kept entries.
+
+        Those go first that most clients pruned, ``C`` largest; ``ties`` among them by smallest mean magnitude, then
+        lowest flat index, or by index alone. Where all clients together pruned more than that, nothing comes back
+        (``k`` would be negative). ``d`` is a matrix, or with ``scope="payload"`` all masked tensors together, in the
+        payload's order. With ``n_of_m`` every m neighbours of a row keep at most n, and ``density`` plays no part. What
+        is removed here is not compensated by other weights.
+        """
+        if ties not in TIES or scope not in SCOPES:
+            raise ValueError(f"ties {ties!r} and scope {scope!r}, allowed: {TIES} and {SCOPES}")
+        mean = self.mean()
+        masks = {}
+        groups = [[name] for name in self._pruned] if scope == "matrix" else [list(self._pruned)]
+        for names in filter(None, groups):
+            num_clients = torch.cat([torch.full_like(self._pruned[n].view(-1), self._addends[n]) for n in names])
+            counts = torch.cat([self._pruned[n].view(-1) for n in names])
+            magnitude = torch.cat([mean.tensors[n].reshape(-1).abs() for n in names])
+            tie_break = magnitude if ties == "magnitude" else torch.zeros_like(magnitude)
+            if n_of_m is not None:
+                pruned = _most_pruned_of_m(counts, tie_break, n_of_m, [self._pruned[n].shape[-1] for n in names])
+            else:
+                target = counts.numel() - keep_count(counts.numel(), density)
+                pruned = _most_pruned(counts, num_clients, tie_break, target)
+            parts = torch.split(pruned, [self._pruned[n].numel() for n in names])
+            for name, part in zip(names, parts, strict=True):
+                masks[name] = mean.masks[name] & ~part.view(self._pruned[name].shape)
+        return Payload.pruned(mean.tensors, {name: masks[name] for name in self._pruned})
+
+    def _device(self, name: str) -> torch.device:
+        return self._pruned[name].device if name in self._pruned else self._mean.device(name)
+
+
+def _most_pruned(counts: Tensor, num_clients: Tensor, tie_break: Tensor, target: int) -> Tensor:
+    """Mask of what is pruned: everything all clients pruned, then the most often pruned up to ``target`` in all."""
+    pruned = counts == num_clients
+    missing = target - int(pruned.count_nonzero())
+    for level in torch.unique(counts[~pruned]).flip(0).tolist():  # at most one level per client
+        if missing <= 0:
+            break
+        candidates = (~pruned & (counts == level)).nonzero().squeeze(1)
+        chosen = candidates[smallest(tie_break[candidates], min(missing, len(candidates)))]
+        pruned[chosen] = True
+        missing -= len(chosen)
+    return pruned
+
+
+def _most_pruned_of_m(counts: Tensor, tie_break: Tensor, n_of_m: NOfM, row_lengths: Sequence[int]) -> Tensor:
+    """As :func:`_most_pruned`, but m - n of every m neighbours, which no group of all clients' prunings exceeds."""
+    for length in row_lengths:
+        check_n_of_m(n_of_m, length)
+    n, m = n_of_m
+    by_tie = tie_break.view(-1, m).sort(dim=1, stable=True).indices
+    by_count = counts.view(-1, m).gather(1, by_tie).sort(dim=1, descending=True, stable=True).indices
+    order = by_tie.gather(1, by_count)  # most often pruned first, then the smallest, then the first
+    return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, : m - n], True).view(-1)
+
+
+def l0_mean(payloads: Iterable[Payload]) -> Payload:
+    """All at once what :meth:`L0Mean.mean` does one by one. ``ValueError`` for no payload."""
+    return _l0(payloads).mean()
+
+
+def expand_masks(
+    payloads: Iterable[Payload],
+    mean: Payload,
+    density: float,
+    *,
+    n_of_m: NOfM | None = None,
+    ties: str = "magnitude",
+    scope: str = "matrix",
+) -> Payload:
+    """``mean``, which is their :func:`l0_mean`, pruned further to ``density`` as in :meth:`L0Mean.expanded`.
+
+    ``ValueError`` for no payload, or a ``mean`` of other tensors or masks than theirs.
+    """
+    accumulator = _l0(payloads)
+    own = accumulator.mean()
+    same = own.masks.keys() == mean.masks.keys() and all(torch.equal(own.masks[n], mean.masks[n]) for n in own.masks)
+    if own.tensors.keys() != mean.tensors.keys() or not same:
+        raise ValueError("mean is not the l0 mean of these payloads: it has other tensors or masks")
+    masks = accumulator.expanded(density, n_of_m=n_of_m, ties=ties, scope=scope).masks
+    return Payload.pruned(mean.tensors, masks)
+
+
+def _l0(payloads: Iterable[Payload]) -> L0Mean:
+    payloads = list(payloads)
+    if not payloads:
+        raise ValueError("0 payloads to average, allowed: at least 1")
+    accumulator = L0Mean(max_addends=len(payloads))
+    for payload in payloads:
+        accumulator.add(payload)
+    return accumulator

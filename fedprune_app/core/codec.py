@@ -224,6 +224,16 @@ def decode(
     )
 
 
+def pack(payload: Payload) -> bytes:
+    """What :func:`encode` writes, as the content of a file."""
+    return encode(payload)[KEY].tobytes()
+
+
+def unpack(data: bytes, max_bytes: int) -> Payload:
+    """The inverse of :func:`pack`, as careful as :func:`decode`."""
+    return decode({KEY: np.frombuffer(data, dtype=np.uint8)}, max_bytes=max_bytes)
+
+
 # Header
 
 

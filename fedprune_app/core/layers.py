@@ -118,5 +118,21 @@ def deployed(sizes: Mapping[str, int], prunable: Mapping[str, int], dense: Colle
     )
 
 
+def assign_layers(num_layers: int, counts: Mapping[int, int], rng: np.random.Generator) -> dict[int, list[int]]:
+    """Layers for each client, ``counts[client]`` distinct ones, by a shuffled round-robin over shuffled clients.
+
+    Every layer goes to somebody if the counts add up to ``num_layers``, and to nobody more often than needed: two
+    layers' numbers of clients differ by at most one. ``ValueError`` for a count outside 1 to ``num_layers``.
+    """
+    if wrong := [count for count in counts.values() if not 1 <= count <= num_layers]:
+        raise ValueError(f"a client of {wrong[0]} layers, allowed: 1 to {num_layers}")
+    order = rng.permutation(num_layers).tolist()
+    assigned, start = {}, 0
+    for client in rng.permutation(sorted(counts)).tolist():
+        assigned[client] = sorted(order[(start + i) % num_layers] for i in range(counts[client]))
+        start += counts[client]
+    return dict(sorted(assigned.items()))
+
+
 def _layer(name: str) -> str:
     return name.rpartition(".")[0]

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_BFLOAT16 = np.dtype([("bfloat16", "<u2")])  # numpy has none of its own: two bytes that say what they are
+
 
 @dataclass(frozen=True, eq=False)
 class Payload:
@@ -73,9 +75,7 @@ class Payload:
 
     def to_ndarrays(self) -> list[np.ndarray]:
         """Values in the payload's order, then masks in theirs: the list a Flower ``NumPyClient`` passes."""
-        return [np.asarray(tensor.detach().cpu()) for tensor in self.tensors.values()] + [
-            np.asarray(mask.cpu()) for mask in self.masks.values()
-        ]
+        return [_to_ndarray(tensor) for tensor in (*self.tensors.values(), *self.masks.values())]
 
     @classmethod
     def from_ndarrays(
@@ -86,8 +86,22 @@ class Payload:
         if len(arrays) != len(names) + len(mask_names):
             expected = f"{len(names)} tensors and {len(mask_names)} masks"
             raise ValueError(f"{len(arrays)} arrays do not make {expected}")
-        tensors = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
+        tensors = [_from_ndarray(array) for array in arrays]
         return cls(
             dict(zip(names, tensors[: len(names)], strict=True)),
             dict(zip(mask_names, tensors[len(names) :], strict=True)),
         )
+
+
+def _to_ndarray(tensor: Tensor) -> np.ndarray:
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:
+        return np.asarray(tensor.contiguous().view(torch.uint16)).view(_BFLOAT16)
+    return np.asarray(tensor)
+
+
+def _from_ndarray(array: np.ndarray) -> Tensor:
+    array = np.asarray(array, order="C")  # unlike ascontiguousarray, leaves a scalar a scalar
+    if array.dtype == _BFLOAT16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any, Self
 
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
@@ -51,10 +52,94 @@ class Peer:
     partition: int
     node_id: int
     num_examples: int
+    capacity: float | None  # share of the model that its node can bear, where its operator says so
+
+    @classmethod
+    def read(cls, node_id: int, fields: wire.Fields) -> Self:
+        """From the fields of the answer. ``ValueError`` for one that cannot be."""
+        return cls(
+            partition=int(wire.number(fields, "partition", 0, 2**31)),
+            node_id=node_id,
+            num_examples=int(wire.number(fields, "num-examples", 1, 2**31)),
+            capacity=float(wire.number(fields, "capacity", 1e-9, 1)) if "capacity" in fields else None,
+            **cls.facts(fields),
+        )
+
+    @classmethod
+    def facts(cls, fields: wire.Fields) -> dict[str, Any]:
+        """What else a kind of peer says of itself."""
+        return {}
+
+    def description(self) -> dict[str, Any]:
+        """What the client holds, for run.json."""
+        return {}
+
+    def unlike(self, first: Peer) -> str:
+        """Why this client cannot take part in a run with the ``first`` one; empty if it can."""
+        return ""
+
+
+@dataclass(frozen=True)
+class ImagePeer(Peer):
+    """A client that classifies images."""
+
     image_shape: tuple[int, int, int]
     num_classes: int
     label_counts: Mapping[str, list[int]] = field(default_factory=dict)
-    capacity: float | None = None  # share of the model that its node can bear, where its operator says so
+
+    @classmethod
+    def facts(cls, fields: wire.Fields) -> dict[str, Any]:
+        shape = fields.get("image-shape")
+        sizes = shape if isinstance(shape, list) else []
+        if not (len(sizes) == 3 and all(isinstance(n, int) and 0 < n <= 4096 for n in sizes)):
+            raise ValueError(f"field 'image-shape' is {shape!r}, allowed: three sizes")
+        counts = {}
+        for part in ("train", "validation", "test"):
+            values = fields.get(f"labels-{part}", [])
+            if not (isinstance(values, list) and all(isinstance(n, int) and 0 <= n < 2**53 for n in values)):
+                raise ValueError(f"field 'labels-{part}' is {values!r}, allowed: counts per class")
+            counts[part] = list(values)
+        num_classes = int(wire.number(fields, "num-classes", 2, 10**6))
+        return {"image_shape": (sizes[0], sizes[1], sizes[2]), "num_classes": num_classes, "label_counts": counts}
+
+    def description(self) -> dict[str, Any]:
+        return dict(self.label_counts)
+
+    def unlike(self, first: Peer) -> str:
+        assert isinstance(first, ImagePeer)
+        if (self.image_shape, self.num_classes) == (first.image_shape, first.num_classes):
+            return ""
+        return f"has images {self.image_shape} of {self.num_classes} classes, the first others"
+
+
+@dataclass(frozen=True)
+class TextPeer(Peer):
+    """A client that holds text and a language model; ``num_examples`` counts its calibration segments."""
+
+    shell_digest: str
+    layer_digests: tuple[str, ...]
+    documents: tuple[str, ...] = ()
+
+    @classmethod
+    def facts(cls, fields: wire.Fields) -> dict[str, Any]:
+        digests, documents = fields.get("layer-digests"), fields.get("documents", [])
+        for name, values in (("layer-digests", digests), ("documents", documents)):
+            if not (isinstance(values, list) and all(isinstance(v, str) and len(v) <= 256 for v in values)):
+                raise ValueError(f"field '{name}' is {values!r:.80}, allowed: a list of texts")
+        return {
+            "shell_digest": str(fields.get("shell-digest")),
+            "layer_digests": tuple(digests or ()),
+            "documents": tuple(documents),
+        }
+
+    def description(self) -> dict[str, Any]:
+        return {"segments": self.num_examples, "documents": list(self.documents)}
+
+    def unlike(self, first: Peer) -> str:
+        assert isinstance(first, TextPeer)
+        if len(self.layer_digests) != len(first.layer_digests):
+            return f"has a model of {len(self.layer_digests)} layers, the first one of {len(first.layer_digests)}"
+        return "" if self.shell_digest == first.shell_digest else "has other embeddings or norms than the first"
 
 
 Roster = dict[int, Peer]  # by partition id, ascending: Flower's node ids are random and unordered
@@ -165,11 +250,13 @@ def message_to(peer_node: int, content: RecordDict, kind: str, round: int, deadl
     return Message(content, dst_node_id=peer_node, message_type=kind, group_id=str(round), ttl=ttl)
 
 
-def gather_roster(grid: Grid, startup_seconds: float, run_key: str) -> tuple[Roster, list[str]]:
+def gather_roster(
+    grid: Grid, startup_seconds: float, run_key: str, kind: type[Peer] = ImagePeer
+) -> tuple[Roster, list[str]]:
     """Ask every node who it is. Also the warm-up that keeps engine start-up out of the rounds' deadlines.
 
     Raises :class:`TooFewReplies` when nobody answers, with the first reason given, and ``ValueError`` when two nodes
-    claim one partition. Nodes that fail, or whose data has another shape than the first's, are left out of the run; the
+    claim one partition. Nodes that fail, or are unlike the first (:meth:`Peer.unlike`), are left out of the run; the
     reasons are returned beside the roster.
     """
     started = time.monotonic()
@@ -186,7 +273,7 @@ def gather_roster(grid: Grid, startup_seconds: float, run_key: str) -> tuple[Ros
     errors: list[str] = []
     for answer in exchange(grid, messages, startup_seconds):
         try:
-            peer = _read_peer(answer)
+            peer = _read_peer(answer, kind)
         except ValueError as error:
             errors.append(str(error))
             log.warning("a client is left out of the run: %s", error)
@@ -198,36 +285,16 @@ def gather_roster(grid: Grid, startup_seconds: float, run_key: str) -> tuple[Ros
         raise TooFewReplies(f"no client could start: {errors[0]}")
     first = peers[min(peers)]
     for partition, peer in sorted(peers.items()):
-        if (peer.image_shape, peer.num_classes) != (first.image_shape, first.num_classes):
-            errors.append(
-                f"client {partition} has images {peer.image_shape} of {peer.num_classes} classes, the first others"
-            )
+        if reason := peer.unlike(first):
+            errors.append(f"client {partition} {reason}")
             del peers[partition]
     return dict(sorted(peers.items())), errors
 
 
-def _read_peer(answer: Answer) -> Peer:
+def _read_peer(answer: Answer, kind: type[Peer]) -> Peer:
     if answer.content is None:
         raise ValueError(answer.error)
-    fields = wire.fields_of(answer.content)
-    shape = fields.get("image-shape")
-    if not (isinstance(shape, list) and len(shape) == 3 and all(isinstance(n, int) and 0 < n <= 4096 for n in shape)):
-        raise ValueError(f"field 'image-shape' is {shape!r}, allowed: three sizes")
-    counts = {}
-    for part in ("train", "validation", "test"):
-        values = fields.get(f"labels-{part}", [])
-        if not (isinstance(values, list) and all(isinstance(n, int) and 0 <= n < 2**53 for n in values)):
-            raise ValueError(f"field 'labels-{part}' is {values!r}, allowed: counts per class")
-        counts[part] = list(values)
-    return Peer(
-        partition=int(wire.number(fields, "partition", 0, 2**31)),
-        node_id=answer.partition,
-        num_examples=int(wire.number(fields, "num-examples", 1, 2**31)),
-        image_shape=(shape[0], shape[1], shape[2]),
-        num_classes=int(wire.number(fields, "num-classes", 2, 10**6)),
-        label_counts=counts,
-        capacity=float(wire.number(fields, "capacity", 1e-9, 1)) if "capacity" in fields else None,
-    )
+    return kind.read(answer.partition, wire.fields_of(answer.content))
 
 
 def require(good: int, least: int, what: str, failures: Iterable[str]) -> None:

@@ -25,10 +25,15 @@ ROUND_FIELDS = (
     "accuracy_received_mean",
     "accuracy_validation_mean",
     "accuracy_global",
+    "perplexity_personal_mean",  # language models: on the run's first test text, see perplexity_by_text
+    "perplexity_personal_std",
+    "perplexity_global",
     "loss_mean",
     "density_mean",
     "channel_density_mean",  # share of convolution channels left; null where none are removed
     "inference_flops_mean",  # one example's forward pass through the personal model, each layer times its density
+    "density_global",  # of the global model's prunable weights, where it is pruned
+    "density_before_expansion",  # the same before the server expanded its masks
     "density_by_layer",  # name -> mean density
     "flops",  # sum over the clients that trained
     "epsilon_max",  # over all clients, what each has spent of its privacy so far; null without dp.enabled
@@ -42,6 +47,7 @@ CLIENT_FIELDS = (
     "accuracy_personal",
     "accuracy_received",
     "accuracy_validation",
+    "perplexity_personal",
     "density",
     "channel_density",
     "inference_flops",
@@ -51,5 +57,5 @@ CLIENT_FIELDS = (
     "epsilon_paper",
     "seconds",
 )
-HEADLINES = ("accuracy_personal_mean", "accuracy_global")
+HEADLINES = ("accuracy_personal_mean", "accuracy_global", "perplexity_global")
 STATUSES = ("running", "completed", "failed", "interrupted")

@@ -7,6 +7,7 @@ and dash and hides it with the legend. All text is escaped, since plotly reads a
 from __future__ import annotations
 
 import html
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from fedprune_app.core.metrics import worst_decile
-from fedprune_app.results.fields import HEADLINES
 from fedprune_app.results.reader import Run
 from fedprune_app.results.similarity import Comparison, compare
 from fedprune_app.results.tables import MEGABYTE, Group, Statistic
@@ -30,9 +30,9 @@ _PEER_CAPTION = (
     " ⇄ is what the clients send one another; the server only relays it here, so ↑ and ↓ show the same messages again."
 )
 _HEATMAP_UP_TO = 200  # clients a side; more of them would be smaller than a pixel
-_HEADLINE_NAMES = dict(zip(HEADLINES, ("Personal", "Global model"), strict=True))
 _ACCURACIES = {
-    **_HEADLINE_NAMES,
+    "accuracy_personal_mean": "Personal",
+    "accuracy_global": "Global model",
     "accuracy_received_mean": "Received",
     "accuracy_personal_worst_decile": "Worst decile",
     "accuracy_validation_mean": "Validation",
@@ -94,6 +94,20 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
             "One point per client in the last evaluation; the diamond is the mean of the worst tenth.",
             _client_variants(groups),
             rows=len(groups),
+        ),
+        Figure(
+            "perplexity",
+            "Perplexity by sparsity",
+            "The global model (diamonds) and the mean of the clients' own (circles), on each test text; lower is "
+            "better. A view's name says how many windows of how many tokens were measured.",
+            _perplexity_variants(groups),
+        ),
+        Figure(
+            "decoder-layers",
+            "Decoder layers",
+            "By layer of a language model, in the last round: how far the clients' masks agree, mean over pairs, and "
+            "the density of their mean before the server expands its masks.",
+            _decoder_layer_variants(groups),
         ),
         Figure(
             "density-groups",
@@ -181,7 +195,7 @@ def _by_megabytes(run: Run, name: str) -> Curve:
 
 def _accuracy_variants(groups: Sequence[Group], curve: Callable[[Run, str], Curve], x_title: str) -> list[Variant]:
     axes = {"x": x_title, "y": {"tickformat": ".0%", "hoverformat": ".2%"}}
-    main = {group.runs[0].headline for group in groups}
+    main = {group.runs[0].headline for group in groups} & _ACCURACIES.keys()
     names = sorted(_ACCURACIES, key=lambda name: name not in main)  # stable: the main number's view is first
     views = [view for name in names for view in _lines(groups, curve, name, _ACCURACIES[name], axes)]
     if len(main) == 1:
@@ -189,6 +203,7 @@ def _accuracy_variants(groups: Sequence[Group], curve: Callable[[Run, str], Curv
     traces = [
         trace
         for index, group in enumerate(groups)
+        if group.runs[0].headline in main
         for trace in _curve_traces(index, group, curve, group.runs[0].headline)
     ]
     mixed = [Variant("Main number", traces, _line_layout(axes))] if traces else []
@@ -426,6 +441,77 @@ def _layer_variants(groups: Sequence[Group]) -> list[Variant]:
         "yaxis": {"tickformat": ".0%", "hoverformat": ".1%", "rangemode": "tozero"},
     }
     return [Variant("Layers", traces, layout)] if traces else []
+
+
+def _perplexity_variants(groups: Sequence[Group]) -> list[Variant]:
+    """A view for each test text; runs that measured other windows of it have a view of their own."""
+    views: dict[str, list[Trace]] = {}
+    for index, group in enumerate(groups):
+        found = [_last_table(run, "perplexity_by_text") for run in group.runs]
+        for text in sorted(set.intersection(*(set(each) for each in found))):
+            rows = [each[text] for each in found]
+            title = f"{text}: {rows[0].get('windows')} × {rows[0].get('window')} tokens"
+            sparsity = 1 - statistics.fmean(run.last("density_global") or math.nan for run in group.runs)
+            for key, what, symbol in (("global", "global", "diamond"), ("personal_mean", "standalone", "circle-open")):
+                if any(row.get(key) is None for row in rows):
+                    continue
+                views.setdefault(title, []).append(
+                    {
+                        "type": "scatter",
+                        "series": index,
+                        "name": _text(f"{group.label}, {what}"),
+                        "x": [sparsity],
+                        "y": [statistics.fmean(row[key] for row in rows)],
+                        "mode": "markers",
+                        "marker": {"symbol": symbol, "size": 11},
+                    }
+                )
+    layout = {
+        "xaxis": {"title": {"text": "Sparsity of the global model's matrices"}, "tickformat": ".0%"},
+        "yaxis": {"type": "log", "title": {"text": "Perplexity"}},
+    }
+    return [Variant(title, traces, layout) for title, traces in views.items()]
+
+
+def _last_table(run: Run, name: str) -> Mapping[str, Any]:
+    """An object of rounds.jsonl as it was last recorded; empty if it never was."""
+    return next((row[name] for row in reversed(run.rounds) if row.get(name)), {})
+
+
+def _decoder_layer_variants(groups: Sequence[Group]) -> list[Variant]:
+    layout = {"xaxis": {"title": {"text": "Decoder layer"}}, "yaxis": {"tickformat": ".0%", "hoverformat": ".1%"}}
+
+    def agreement(row: Mapping[str, Any]) -> float | None:
+        return None if row.get("mask_distance") is None else 1 - row["mask_distance"]
+
+    def before(row: Mapping[str, Any]) -> float | None:
+        kept, weights = row.get("kept_before_expansion"), row.get("weights")
+        return kept / weights if kept is not None and weights else None
+
+    variants = []
+    for title, value in (("Agreement of masks", agreement), ("Density before expansion", before)):
+        traces: list[Trace] = []
+        for index, group in enumerate(groups):
+            last = [_last_table(run, "layers") for run in group.runs]
+            points = {}
+            for layer in sorted(set.intersection(*(set(each) for each in last)), key=int):
+                statistic = Statistic.of(value(each[layer]) for each in last)
+                if statistic:
+                    points[int(layer)] = statistic.mean
+            if points:
+                traces.append(
+                    {
+                        "type": "scatter",
+                        "series": index,
+                        "name": _text(group.label),
+                        "x": list(points),
+                        "y": list(points.values()),
+                        "mode": "lines+markers",
+                    }
+                )
+        if traces:
+            variants.append(Variant(title, traces, layout))
+    return variants
 
 
 def _partition_variants(groups: Sequence[Group]) -> list[Variant]:

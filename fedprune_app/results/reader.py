@@ -33,6 +33,7 @@ _INFO_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "versions": ((dict, type(None)), "an object or null"),
     "model": ((dict, type(None)), "an object or null"),
 }
+_TABLES = ("perplexity_by_text", "layers")  # of rounds.jsonl: objects of numbers, by name
 _NUMERIC = {*ROUND_FIELDS, *CLIENT_FIELDS} - {"density_by_layer"}
 
 
@@ -215,8 +216,15 @@ def _check_row(row: dict[str, Any], where: str) -> None:
     layers = row.get("density_by_layer") or {}
     if not isinstance(layers, dict):
         raise ValueError(f"{where}: 'density_by_layer' is {_short(layers)}, allowed: an object of numbers")
-    numbers = {key: value for key, value in row.items() if key in _NUMERIC} | layers
-    for key, value in numbers.items():
+    numbers = [(key, value) for key, value in row.items() if key in _NUMERIC] + list(layers.items())
+    for key in _TABLES:
+        table = row.get(key) or {}
+        if not (isinstance(table, dict) and all(isinstance(each, dict) for each in table.values())):
+            raise ValueError(f"{where}: '{key}' is {_short(table)}, allowed: an object of objects")
+        numbers += [(f"{key}/{name}", value) for each in table.values() for name, value in each.items()]
+    if not all(name.isdecimal() for name in row.get("layers") or {}):
+        raise ValueError(f"{where}: 'layers' is {_short(row['layers'])}, allowed: an object by layer number")
+    for key, value in numbers:
         # Python reads integers of any length; beyond 1e300 they no longer become a float.
         is_number = type(value) in (int, float) and abs(value) < 1e300
         if not (value is None or is_number):

@@ -110,6 +110,11 @@ class Recorder:
         self._running().update(_plain(extra))
         self._write_info()
 
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """What run.json holds of the run that is open."""
+        return self._running()
+
     def round(self, row: Mapping[str, Any]) -> None:
         """Append one round. Raises ``ValueError`` if its ``round`` does not come after the last one's."""
         info = self._running()
@@ -139,10 +144,18 @@ class Recorder:
         content = {"round": masks.round, "partitions": masks.partitions, "distance": masks.distance.round(6)}
         replace_file(self._masks_path, json.dumps(_plain(content), allow_nan=False).encode())
 
+    def progress(self, done: int, total: int, text: str) -> None:
+        """How far the round in work is, for whoever watches; kept nowhere else, and lost without harm."""
+        path = self.folder / "progress.json"
+        temporary = path.with_name(".progress.json.tmp")
+        temporary.write_text(json.dumps({"done": done, "total": total, "text": text}))
+        os.replace(temporary, path)
+
     def finish(self, status: Status, final_sha256: str | None = None, error: str | None = None) -> None:
         """Close the run; ``final_sha256`` is over all final models in partition order."""
         self._running().update(status=status, final_sha256=final_sha256, error=error)
         self._write_info()
+        (self.folder / "progress.json").unlink(missing_ok=True)
         self._info = {}
         if self._writer is not None:
             self._writer.close()
@@ -201,7 +214,17 @@ def holds_run(folder: Path) -> bool:
 def versions() -> dict[str, str | None]:
     """Versions of what numbers depend on; null for a package that runs without being installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("fedprune", "flwr", "torch", "torchvision", "numpy", "ray", "opacus", "dp-accounting"):
+    for package in (
+        "fedprune",
+        "flwr",
+        "torch",
+        "torchvision",
+        "numpy",
+        "ray",
+        "opacus",
+        "dp-accounting",
+        "transformers",
+    ):
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

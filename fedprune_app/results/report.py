@@ -144,14 +144,15 @@ def _facts(runs: Sequence[Run]) -> list[str]:
 
 def _card(group: Group) -> dict[str, Any]:
     numbers = statistics_of(group)
-    shown = {"accuracy": formatted(numbers["accuracy"], _COLUMN["accuracy"])}
+    judged_by = "perplexity" if group.runs[0].headline.startswith("perplexity") else "accuracy"
+    shown = {"number": formatted(numbers[judged_by], _COLUMN[judged_by]), "judged_by": judged_by}
     for key in ("worst_decile", "density", "rounds"):  # a card is for a glance: the table tells their spread
         statistic = numbers[key]
         shown[key] = formatted(statistic and replace(statistic, std=None), _COLUMN[key])
     peers = numbers["peer_megabytes"]  # up and down would count what the server only relays twice
     traffic = [peers] if peers else [numbers[key] for key in ("megabytes_up", "megabytes_down")]
     total = sum(each.mean for each in traffic if each) / MEGABYTE if all(traffic) else None
-    main = "global model" if group.runs[0].headline == "accuracy_global" else "mean over clients"
+    main = "global model" if group.runs[0].headline.endswith("_global") else "mean over clients"
     title = "Traffic, peer to peer" if peers else "Traffic"
     return shown | {
         "main": main,

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from clients import base
+from clients import node
 from clients.base import data_config, payload_names, split_letters, with_letters
 from clients.dispfl import DisPFLClient
 from clients.fedavg import FedAvgClient
@@ -157,7 +157,7 @@ def test_the_update_is_on_disk_before_the_reply_leaves(client, monkeypatch):
     def full_disk(*_, **__):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(base.VersionedStore, "save", full_disk)
+    monkeypatch.setattr(node.VersionedStore, "save", full_disk)
     with pytest.raises(OSError, match="no space left"):
         fit(client(), received_model(client()), 1)
 

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
-from fedprune_app.core.layers import consecutive, last_layers, layers_of, matching
+from fedprune_app.core.layers import assign_layers, consecutive, last_layers, layers_of, matching
 
 NAMES = ["conv1.weight", "conv1.bias", "bn1.weight", "conv2.weight", "bn2.weight", "fc1.weight", "fc1.bias"]
 BUFFERS = ["bn1.running_mean", "bn2.running_mean"]
@@ -47,3 +48,22 @@ def test_texts_name_layers_and_all_below_them_or_take_them_away():
     assert matching(layers, "-layer1.0, -conv1") == ("layer1.1.conv1", "layer10.0.conv1")
     with pytest.raises(ValueError, match="names no hidden layer"):
         matching(layers, "-conv1 -layer1 -layer10")
+
+
+@pytest.mark.parametrize("counts", [[4, 4], [1, 1, 1, 1], [7, 1, 2], [3, 3, 3, 3, 3], [7]])
+def test_layers_are_dealt_so_that_each_is_pruned_by_somebody_and_none_more_often_than_needed(counts):
+    for seed in range(20):
+        wanted = dict(enumerate(counts))
+        dealt = assign_layers(7, wanted, np.random.default_rng(seed))
+        assert {client: len(set(layers)) for client, layers in dealt.items()} == wanted
+        times = [sum(layer in layers for layers in dealt.values()) for layer in range(7)]
+        assert max(times) - min(times) <= 1
+        assert min(times) >= (1 if sum(counts) >= 7 else 0)
+    other = [assign_layers(7, dict.fromkeys(range(3), 3), np.random.default_rng(seed)) for seed in range(20)]
+    assert len({repr(each) for each in other}) > 10
+
+
+@pytest.mark.parametrize("count", [0, 8])
+def test_a_count_of_layers_that_cannot_be_is_refused(count):
+    with pytest.raises(ValueError, match=f"a client of {count} layers, allowed: 1 to 7"):
+        assign_layers(7, {0: count}, np.random.default_rng(0))

@@ -34,6 +34,14 @@ def test_ndarrays_are_values_then_masks_and_come_back():
     assert back.digest() == payload.digest()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int64])
+def test_every_dtype_comes_back_bit_for_bit(dtype):
+    payload = Payload({"w": (torch.arange(6).reshape(2, 3) / 7).to(dtype), "s": torch.tensor(3).to(dtype)})
+    back = Payload.from_ndarrays(payload.to_ndarrays(), ["w", "s"])
+    assert {t.dtype for t in back.tensors.values()} == {dtype}
+    assert back.digest() == payload.digest()
+
+
 def test_a_wrong_number_of_arrays_is_refused():
     with pytest.raises(ValueError, match="do not make"):
         Payload.from_ndarrays(example().to_ndarrays()[:2], ["w", "b"], ["w"])

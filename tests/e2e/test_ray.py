@@ -16,6 +16,7 @@ from rich.console import Console
 
 from fedprune_app import launch
 from fedprune_app.config import parse_config
+from tests.models.tiny_llm import text_folder, tiny_byte_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 
@@ -64,6 +65,20 @@ def test_ray_with_one_or_two_workers_and_in_process_give_the_same_final_models(t
     }.items():
         command = [*COMMAND, "run", *SETTINGS, *options, "--clients", "6", "--out", str(tmp_path / name)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        hashes[name] = run_info(tmp_path / name)["final_sha256"]
+    assert len(set(hashes.values())) == 1, hashes
+
+
+@pytest.mark.slow
+def test_a_language_model_is_pruned_to_the_same_bits_on_ray_and_in_process(tmp_path):
+    texts, model = text_folder(tmp_path / "texts"), tiny_byte_model(tmp_path / "model", "llama")
+    settings = ["system=fedspallm", "dataset=text", f"data-dir={texts}", f"model={model}", "num-server-rounds=2"]
+    settings += ["fraction-train=1.0", "fedspallm.segments=4", "fedspallm.segment-length=24", "fedspallm.window=32"]
+    hashes = {}
+    for name, options in {"ray": ["--engine", "ray", "--workers", "2"], "here": ["--engine", "inprocess"]}.items():
+        command = [*COMMAND, "run", *settings, *options, "--clients", "3", "--out", str(tmp_path / name)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr
         hashes[name] = run_info(tmp_path / name)["final_sha256"]
     assert len(set(hashes.values())) == 1, hashes

@@ -12,7 +12,7 @@ from flwr.common.serde import recorddict_to_proto
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import inprocess
-from fedprune_app.engine.rounds import Peer, TooFewReplies
+from fedprune_app.engine.rounds import ImagePeer, TooFewReplies
 from fedprune_app.models.initial import initial_model
 from fedprune_app.models.vision import architecture, named_tensors, prunable_names
 from fedprune_app.registry import SYSTEMS
@@ -29,7 +29,7 @@ def strategy_of(sizes_of, num_clients=100, **settings):
     """The server half alone, for a network of which only the shapes matter."""
     config = parse_config({"system": "fedp3", **{k.replace("_", "-"): v for k, v in settings.items()}})
     tensors, prunable = sizes_of
-    peers = {k: Peer(k, k, 10, (1, 8, 8), 10) for k in range(num_clients)}
+    peers = {k: ImagePeer(k, k, 10, None, (1, 8, 8), 10) for k in range(num_clients)}
     return FedP3(config, tensors, frozenset(prunable), peers, None, None, "key")  # type: ignore[arg-type]
 
 

@@ -1,0 +1,196 @@
+"""FedSpaLLM, the client half: prune decoder layers, one after the other, with text that stays here.
+
+Bai, Li, Li, Zhao, Kim, "FedSpaLLM: Federated Pruning of Large Language Models", 2024: Algorithm 1, lines 10 to 16.
+
+A message is about one decoder layer. What the client keeps between messages is on its disk: the hidden states that its
+segments have reached, and its own pruned layers, packed. So a message may be answered by a fresh process, and memory
+holds the model's embeddings, one layer, and that layer's Hessians. Layers that the client does not prune need no
+message: it runs its hidden states through its cached dense ones (equation 9) on the way to the next that it prunes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clients.node import NDArrays, Node
+from fedprune_app.config import Config
+from fedprune_app.core.payload import Payload
+from fedprune_app.data.text import (
+    calibration_documents,
+    calibration_segments,
+    perplexity_texts,
+    stdlib_training_text,
+    windows_of,
+)
+from fedprune_app.engine.layers import LayerFiles
+from fedprune_app.engine.store import State
+from fedprune_app.engine.wire import Schema
+from fedprune_app.models.checkpoints import resolve_checkpoint
+from fedprune_app.models.embedded import embedded_folder
+from fedprune_app.models.layer_pruning import Pruner, prune_layer
+from fedprune_app.models.llm import LanguageModel, LayerTensors, Perplexity, open_model, perplexity
+
+
+def language_model(config: Config, device: torch.device | str = "cpu") -> LanguageModel:
+    """The dense model that a run begins with, opened. ``ValueError`` where it is not on this machine."""
+    if config.model == "auto":
+        folder = embedded_folder([document.text for document in stdlib_training_text()])
+        if not folder.is_dir():
+            raise ValueError(
+                "model 'auto' is not trained yet on this machine: `fedprune demo --llm` does it in minutes"
+            )
+    else:
+        folder = resolve_checkpoint(config.model, config.download)
+    return open_model(folder, config.fedspallm.dtype, str(device))
+
+
+def perplexities(config: Config, model: LanguageModel, own: LayerTensors) -> dict[str, Perplexity]:
+    """Of ``model`` with the matrices that ``own`` gives of each layer in place of its own, by test text."""
+    options = config.fedspallm
+    found = {}
+    for name, (text, most) in perplexity_texts(config.dataset, config.data_dir).items():
+        most = min(most or options.test_windows, options.test_windows or most)
+        windows = windows_of(model.encode(text), options.window, most)
+        found[name] = perplexity(model, lambda i: {**model.layer_tensors(i), **own(i)}, windows, config.batch_size)
+    return found
+
+
+@dataclass(frozen=True)
+class LayerUpdate:
+    """A layer's outcome: its pruned matrices, the state after it, and what else to tell the server."""
+
+    payload: Payload
+    state: State
+    metrics: Mapping[str, Any]
+
+
+class FedSpaLLMClient(Node):
+    """Its state: ``hidden`` before layer ``next`` of round ``of-round``; by layer, the step that ``pruned`` it last and
+    how many weights that ``removed``.
+    """
+
+    versions_kept = 1  # hidden states are large, and can be computed again
+
+    def __init__(
+        self, config: Config, partition: int, num_partitions: int, state_dir: Path, capacity: float | None = None
+    ) -> None:
+        super().__init__(config, partition, num_partitions, state_dir, capacity)
+        self.options = config.fedspallm
+        self.model = language_model(config, self.device)
+        self.layers = LayerFiles(self.store.folder / "layers")
+
+    @property
+    def num_examples(self) -> int:
+        return self.options.segments
+
+    def message_schema(self) -> Schema:
+        schemas = [Schema.like(self.model.layer_like(layer)) for layer in range(self.model.num_layers)]
+        return max(schemas, key=lambda schema: schema.max_bytes)
+
+    def segments(self) -> tuple[Tensor, list[str]]:
+        """The private text: token ids (segments, length), and the names of the documents it is from."""
+        return calibration_segments(
+            list(calibration_documents(self.config.dataset, self.config.data_dir)),
+            self.model.encode,
+            deal=self.options.deal,
+            partition=self.partition,
+            num_partitions=self.num_partitions,
+            count=self.options.segments,
+            length=self.options.segment_length,
+            seed=self.config.seed,
+        )
+
+    # --- pruning ------------------------------------------------------------------------------------------------
+
+    def local_update(self, received: Payload, state: State, round: int) -> LayerUpdate:
+        """Lines 11 to 15 for one layer; ``round`` counts layers over all rounds."""
+        layer, of_round = int(self.request["layer"]), int(self.request["of-round"])
+        hidden = self.reach(layer, state, of_round)
+        module = self.model.layer(layer, {**self.model.layer_tensors(layer), **received.tensors})
+        pruned_at: dict[str, int] = dict(state.meta.get("pruned", {}))
+        removed: dict[str, int] = dict(state.meta.get("removed", {}))
+        payload, error = Payload({}), 0.0
+        if self.request["prunes"]:
+            pruner = Pruner(
+                self.options.pruner,
+                self.config.density,
+                self.options.n_of_m(),
+                self.options.block_size,
+                self.options.damping,
+                self.options.count,
+            )
+            done = prune_layer(self.model, layer, module, hidden, pruner, self.config.batch_size)
+            payload, hidden, error = done.payload, done.hidden, done.relative_error
+            self.layers.save(layer, round, payload)
+            self.layers.drop_before(layer, pruned_at.get(str(layer), round))
+            pruned_at[str(layer)], removed[str(layer)] = round, payload.num_elements() - payload.num_kept()
+        else:
+            hidden = torch.cat(list(self.model.run(module, hidden, self.config.batch_size)))
+        is_last = layer == self.model.num_layers - 1
+        meta = {"of-round": of_round, "next": layer + 1, "pruned": pruned_at, "removed": removed}
+        return LayerUpdate(payload, State({} if is_last else {"hidden": hidden}, meta), {"relative-error": error})
+
+    def reach(self, layer: int, state: State, of_round: int) -> Tensor:
+        """The hidden states that enter a layer, from where they are: of this round on disk, or the text itself."""
+        position, hidden = 0, None
+        if state.meta.get("of-round") == of_round and int(state.meta["next"]) <= layer:
+            position, hidden = int(state.meta["next"]), state.tensors.get("hidden")
+        if hidden is None:
+            position, hidden = 0, self.model.embed(self.segments()[0], self.config.batch_size)
+        for passed in range(position, layer):
+            module = self.model.layer(passed, self.model.layer_tensors(passed))  # line 12
+            hidden = torch.cat(list(self.model.run(module, hidden, self.config.batch_size)))
+        return hidden
+
+    def report(self, update: LayerUpdate) -> dict[str, Any]:
+        if not all(bool(hidden.isfinite().all()) for hidden in update.state.tensors.values()):
+            raise ValueError(f"hidden states after decoder layer {self.request['layer']} are not finite")
+        return {"density": self.density(update.state)}
+
+    # --- evaluation ---------------------------------------------------------------------------------------------
+
+    def own_layer(self, layer: int, state: State) -> Payload:
+        """The client's own version of a layer's matrices; empty where it never pruned them."""
+        version = state.meta.get("pruned", {}).get(str(layer))
+        if version is None:
+            return Payload({})
+        return self.layers.load(layer, int(version), Schema.like(self.model.layer_like(layer)).max_bytes)
+
+    def density(self, state: State) -> float:
+        """Kept share of all parameters of the client's own model."""
+        removed: dict[str, int] = state.meta.get("removed", {})
+        return 1 - sum(removed.values()) / self.model.num_parameters()[0]
+
+    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Who this client is: its partition, how much text it has, and which dense model."""
+        segments, documents = self.segments()
+        capacity = {} if self.capacity is None else {"capacity": self.capacity}
+        return {
+            "partition": self.partition,
+            "num-examples": len(segments),
+            "documents": documents[:32],
+            "shell-digest": self.model.shell_digest(),
+            "layer-digests": [self.model.layer_digest(layer) for layer in range(self.model.num_layers)],
+            **capacity,
+        }
+
+    def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+        """Perplexity of the client's own model on the test texts: the paper's "standalone"."""
+        self.request = config
+        state, lost = self._state(config, before=int(config["state-round"]) + 1)
+        total = hashlib.sha256(self.model.shell_digest().encode())
+        metrics: dict[str, Any] = {}
+        for layer in range(self.model.num_layers):
+            own = self.own_layer(layer, state)
+            total.update((own.digest() if own.tensors else self.model.layer_digest(layer)).encode())
+        metrics |= {"digest": total.hexdigest(), "density": self.density(state)}
+        for name, found in perplexities(self.config, self.model, lambda i: self.own_layer(i, state).tensors).items():
+            metrics[f"perplexity/{name}"] = found.value
+        return 0.0, self.num_examples, {**metrics, **self._note(lost, config)}

@@ -1,0 +1,80 @@
+"""What to prune by, where one matrix and its inputs decide: magnitude, Wanda, and N:M patterns. True = kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedprune_app.core.masks import keep_count
+
+NOfM = tuple[int, int]
+"""(n, m): of every m neighbours in a row, n are kept."""
+
+
+def smallest(scores: Tensor, count: int) -> Tensor:
+    """Mask, True at the ``count`` smallest scores; ties go to the lowest flat index. ``ValueError`` for NaN."""
+    flat = scores.reshape(-1)
+    if bool(flat.isnan().any()):
+        raise ValueError("scores hold NaN, allowed: numbers")
+    chosen = torch.zeros(flat.shape, dtype=torch.bool, device=scores.device)
+    chosen[flat.sort(stable=True).indices[:count]] = True
+    return chosen.view(scores.shape)
+
+
+def n_of_m_mask(scores: Tensor, n_of_m: NOfM) -> Tensor:
+    """Keep the n largest of every m neighbouring scores of a row (rows, columns); of equals, the later ones.
+
+    ``ValueError`` unless 0 < n <= m and m divides the number of columns.
+    """
+    check_n_of_m(n_of_m, scores.shape[1])
+    n, m = n_of_m
+    groups = scores.reshape(scores.shape[0], -1, m)
+    order = groups.sort(dim=2, stable=True).indices
+    mask = torch.ones_like(groups, dtype=torch.bool)
+    return mask.scatter_(2, order[:, :, : m - n], False).view(scores.shape)
+
+
+def check_n_of_m(n_of_m: NOfM, num_columns: int) -> None:
+    """``ValueError`` unless such a pattern fits rows of this length."""
+    n, m = n_of_m
+    if not 0 < n <= m:
+        raise ValueError(f"n_of_m is {n}:{m}, allowed: n at least 1 and at most m")
+    if num_columns % m:
+        raise ValueError(f"n_of_m is {n}:{m}, allowed for rows of {num_columns}: m that divides it")
+
+
+def magnitude_mask(weight: Tensor, density: float | None = None, n_of_m: NOfM | None = None) -> Tensor:
+    """Keep exactly ``keep_count(n, density)`` weights of one tensor, those of largest magnitude; or n of every m.
+
+    Ties go at the lowest flat index. ``ValueError`` unless exactly one of the two is given.
+    """
+    scores = weight.detach().abs().float()
+    if n_of_m is not None and density is None:
+        return n_of_m_mask(scores, n_of_m)
+    return ~smallest(scores, scores.numel() - keep_count(scores.numel(), one_target(density, n_of_m)))
+
+
+def wanda_mask(weight: Tensor, input_norms: Tensor, density: float | None = None, n_of_m: NOfM | None = None) -> Tensor:
+    """Wanda's mask: in every row remove the smallest ``|w| · ‖x_j‖``; weights are not updated.
+
+    ``weight`` (out, in), ``input_norms`` (in,) up to a common factor. Each row keeps ``in - ⌊in · sparsity⌋``; ties go
+    at the lowest column. ``ValueError`` unless exactly one of ``density`` and ``n_of_m`` is given.
+
+    Source: Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", ICLR 2024, section 3.
+    """
+    scores = weight.detach().abs().float() * input_norms.float()  # (out, in) * (in,)
+    if n_of_m is not None and density is None:
+        return n_of_m_mask(scores, n_of_m)
+    num_inputs = scores.shape[1]
+    removed = keep_count(num_inputs, 1 - one_target(density, n_of_m))
+    if bool(scores.isnan().any()):
+        raise ValueError("scores hold NaN, allowed: numbers")
+    mask = torch.ones_like(scores, dtype=torch.bool)
+    return mask.scatter_(1, scores.sort(dim=1, stable=True).indices[:, :removed], False)
+
+
+def one_target(density: float | None, n_of_m: NOfM | None) -> float:
+    """``density``, if it alone is given, else ``ValueError``."""
+    if density is None or n_of_m is not None:
+        raise ValueError(f"density is {density} and n_of_m is {n_of_m}, allowed: exactly one of them")
+    return density

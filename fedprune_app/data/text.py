@@ -1,0 +1,200 @@
+"""Text: documents from files or from Python's standard library, segments that no two clients share, test windows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedprune_app.core import rng
+
+TEXTS = {
+    "stdlib": "the Python standard library's sources; clients hold packages of their own",
+    "text": "files in data-dir: calibration/*.txt (a document each) or *.jsonl (one per line), and test/* likewise",
+}
+DEALS = ("documents", "segments", "own")
+Encoder = Callable[[str], Tensor]
+"""Maps a text to its token ids (tokens,)."""
+
+# What clients hold and what perplexity is measured on is in no model that was trained on the rest.
+_PRIVATE = (
+    "asyncio", "email", "tkinter", "xml", "multiprocessing", "unittest", "importlib", "http", "logging", "urllib",
+    "html", "re", "xmlrpc", "concurrent", "ctypes", "wsgiref", "collections", "json", "zoneinfo",
+)  # fmt: skip
+_HELD_OUT = ("statistics", "textwrap", "fractions", "calendar", "bisect", "heapq")
+_SKIPPED = frozenset(
+    ("site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "encodings")
+)  # tests, demonstrations and tables
+_JOINS = {"wikitext": "\n\n", "ptb": " ", "c4": " "}
+_LIMITS = {"c4": (1100, 256)}  # documents, and windows
+
+
+@dataclass(frozen=True)
+class Document:
+    """A named text."""
+
+    name: str
+    text: str
+
+
+# --- where documents come from ----------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _stdlib() -> Mapping[str, Document]:
+    """Top-level packages and modules of the running Python, each one document."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    parts: dict[str, list[str]] = {}
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(set(folders) - _SKIPPED - {"__pycache__"})
+        for path in (Path(folder, name) for name in sorted(files) if name.endswith(".py")):
+            name = path.relative_to(root).parts[0].removesuffix(".py")
+            if not name.startswith(("_sysconfigdata", "config-")):
+                parts.setdefault(name, []).append(path.read_text(encoding="utf-8", errors="replace"))
+    return {name: Document(name, "\n".join(texts)) for name, texts in sorted(parts.items())}
+
+
+def stdlib_training_text() -> list[Document]:
+    """What neither a client nor a test holds."""
+    return [doc for name, doc in _stdlib().items() if name not in {*_PRIVATE, *_HELD_OUT}]
+
+
+def calibration_documents(dataset: str, data_dir: str) -> Iterator[Document]:
+    """The private text, of all clients unless each has its own folder. ``ValueError`` where there is none."""
+    if dataset == "stdlib":
+        yield from (_stdlib()[name] for name in _PRIVATE if name in _stdlib())
+        return
+    for path in _files(data_dir, "calibration"):
+        yield from _documents(path)
+
+
+def perplexity_texts(dataset: str, data_dir: str) -> dict[str, tuple[str, int]]:
+    """The texts that perplexity is measured on, by name, and how many windows of each at most (0: all).
+
+    ``stdlib`` has one, of modules that no client holds. The files ``wikitext*``, ``ptb*`` and ``c4*`` are joined as in
+    SparseGPT's evaluation: lines by blank lines, lines by spaces, the first 1100 documents by spaces and of these 256
+    windows. Other files are taken as they are. ``ValueError`` where there is none.
+    """
+    if dataset == "stdlib":
+        return {"stdlib": ("\n".join(_stdlib()[name].text for name in _HELD_OUT if name in _stdlib()), 0)}
+    found = {}
+    for path in _files(data_dir, "test"):
+        corpus = next((name for name in _JOINS if path.stem.startswith(name)), None)
+        max_documents, max_windows = _LIMITS.get(corpus or "", (None, 0))
+        if corpus is None:
+            text = "\n".join(document.text for document in _documents(path))
+        elif path.suffix == ".jsonl":
+            text = _JOINS[corpus].join([d.text for d in _documents(path)][:max_documents])
+        else:
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=corpus == "wikitext")
+            text = _JOINS[corpus].join(line if corpus == "wikitext" else line.strip() for line in lines[:max_documents])
+        found[path.stem] = (text, max_windows)
+    return found
+
+
+def _files(data_dir: str, part: str) -> list[Path]:
+    folder = Path(data_dir) / part
+    found = sorted([*folder.glob("*.txt"), *folder.glob("*.jsonl")])
+    if not data_dir or not found:
+        raise ValueError(
+            f"data-dir is {data_dir!r}, allowed with dataset 'text': a folder with {part}/*.txt or *.jsonl"
+        )
+    return found
+
+
+def _documents(path: Path) -> Iterator[Document]:
+    if path.suffix == ".txt":
+        yield Document(path.stem, path.read_text(encoding="utf-8"))
+        return
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                text = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError):
+                text = None
+            if not isinstance(text, str):
+                raise ValueError(f"{str(path)!r}, line {number}, is no object with a text under 'text'")
+            yield Document(f"{path.stem}:{number}", text)
+
+
+# --- what clients hold ------------------------------------------------------------------------------------------------
+
+
+def calibration_segments(
+    documents: Sequence[Document],
+    encode: Encoder,
+    *,
+    deal: str,
+    partition: int,
+    num_partitions: int,
+    count: int,
+    length: int,
+    seed: int,
+) -> tuple[Tensor, list[str]]:
+    """A client's segments (count, length) of token ids, and the names of the documents they are from.
+
+    A document is cut into segments side by side, its tail dropped; one shorter than a segment gives none.
+
+    * ``documents``: document ``i`` belongs to client ``i mod num_partitions``; with fewer documents than clients, those
+      of one document take turns at its segments.
+    * ``segments``: all segments of all documents are dealt out, at random.
+    * ``own``: the documents are this client's alone.
+
+    In the first two no two clients share a segment, whatever the seed. ``ValueError`` where there are too few.
+    """
+    if deal == "own":
+        mine, turn, turns = list(documents), 0, 1
+        draw = rng.generator(seed, "segments", partition)
+    elif deal == "segments":
+        mine, turn, turns = list(documents), partition, num_partitions
+        draw = rng.generator(seed, "segments")
+    else:
+        owners = min(len(documents), num_partitions)
+        owner = partition % owners
+        mine = list(documents[owner::owners])
+        turn, turns = partition // owners, len(range(owner, num_partitions, owners))
+        draw = rng.generator(seed, "segments", owner)
+    wanted = count * (turn + 1) if deal == "segments" else None  # a large pool need not be read to its end
+    pool: list[tuple[str, Tensor]] = []
+    for i in torch.randperm(len(mine), generator=draw).tolist():
+        tokens = encode(mine[i].text)
+        pieces = tokens[: len(tokens) // length * length].view(-1, length)
+        order = torch.randperm(len(pieces), generator=draw)
+        pool += [(mine[i].name, pieces[j]) for j in order.tolist()]
+        if wanted is not None and len(pool) >= wanted:
+            break
+    if deal == "segments":
+        chosen = pool[count * turn : count * (turn + 1)]
+    else:
+        shuffled = [pool[i] for i in torch.randperm(len(pool), generator=draw).tolist()]
+        chosen = shuffled[turn::turns][:count]
+    if len(chosen) < count:
+        raise ValueError(
+            f"client {partition} of {num_partitions} finds {len(chosen)} segments of {length} tokens of {count}; "
+            "allowed: a smaller fedspallm.segments or segment-length, or more text"
+        )
+    return torch.stack([piece for _, piece in chosen]), sorted({name for name, _ in chosen})
+
+
+def windows_of(tokens: Tensor, length: int, most: int = 0) -> Tensor:
+    """Windows (windows, length) side by side, the tail dropped; the first ``most``, unless that is 0.
+
+    ``ValueError`` for a text shorter than one window.
+    """
+    if len(tokens) < length:
+        raise ValueError(f"a test text has {len(tokens)} tokens, allowed: at least one window of {length}")
+    windows = tokens[: len(tokens) // length * length].view(-1, length)
+    return windows[:most] if most else windows
+
+
+def text_digest(text: str) -> str:
+    """SHA-256 of a text."""
+    return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()

@@ -1,0 +1,107 @@
+"""A causal language model on disk, read tensor by tensor: a local folder or a model of the Hugging Face hub.
+
+Only safetensors are read: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
+
+
+def resolve_checkpoint(name: str, download: bool) -> Path:
+    """The folder of a checkpoint: ``name`` is a local folder, or a hub name such as ``facebook/opt-125m``.
+
+    A hub model comes from the local hub cache, and with ``download`` from the hub. ``ValueError`` where there is none.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        snapshot = Path(snapshot_download(name, allow_patterns=list(_FILES), local_files_only=not download))
+    except HFValidationError:
+        raise ValueError(f"model is {name!r}, allowed: 'auto', a folder, or a name on the Hugging Face hub") from None
+    except LocalEntryNotFoundError as error:
+        if download:
+            raise ValueError(f"model {name!r} cannot be downloaded: {one_line(error)}") from None
+        raise ValueError(
+            f"model is {name!r}: no such folder, and not in the hub cache; download=true fetches it"
+        ) from None
+    except Exception as error:  # the hub's many ways to say no
+        raise ValueError(f"model {name!r} cannot be downloaded: {one_line(error)}") from None
+    return snapshot if any(snapshot.glob("*.safetensors")) else _converted(name, snapshot, download)
+
+
+def one_line(error: BaseException) -> str:
+    """An error's words without its line breaks."""
+    return " ".join(str(error).split())
+
+
+def _converted(name: str, snapshot: Path, download: bool) -> Path:
+    """A hub model whose main branch has no safetensors: the hub's own conversion of it, kept beside the snapshot."""
+    folder = snapshot / "fedprune-safetensors"
+    if not folder.is_dir():
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                name, use_safetensors=True, dtype="auto", local_files_only=not download
+            )
+            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not download)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"model {name!r} has no safetensors: {one_line(error)}") from None
+        partial = folder.with_name(f"{folder.name}.partial")
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        partial.rename(folder)
+    return folder
+
+
+class TensorFiles:
+    """The tensors of a folder's safetensors files, by name; each is read when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file_of: dict[str, Path] = {}
+        index = folder / "model.safetensors.index.json"
+        try:
+            if index.exists():
+                weight_map = json.loads(index.read_text())["weight_map"]
+                self._file_of = {str(name): folder / str(file) for name, file in weight_map.items()}
+            else:
+                for path in sorted(folder.glob("*.safetensors")):
+                    with safe_open(path, framework="pt") as file:
+                        self._file_of |= dict.fromkeys(file.keys(), path)
+        except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"checkpoint {str(folder)!r} cannot be read: {error}") from None
+        if not self._file_of:
+            raise ValueError(f"checkpoint {str(folder)!r} holds no safetensors, allowed: at least one file")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Copies of these tensors, aligned as torch's own are. ``ValueError`` for one that is not there."""
+        by_file: dict[Path, list[str]] = {}
+        names = list(names)
+        for name in names:
+            if name not in self._file_of:
+                raise ValueError(f"checkpoint {str(self.folder)!r} lacks tensor '{name}'")
+            by_file.setdefault(self._file_of[name], []).append(name)
+        found: dict[str, Tensor] = {}
+        for path, wanted in by_file.items():
+            try:
+                with safe_open(path, framework="pt") as file:
+                    found |= {name: file.get_tensor(name).clone() for name in wanted}
+            except (OSError, SafetensorError) as error:
+                raise ValueError(f"checkpoint file {str(path)!r} cannot be read: {error}") from None
+        return {name: found[name] for name in names}

@@ -1,0 +1,161 @@
+"""The embedded language model: a byte-level LLaMA of a million parameters, trained here within minutes, then cached.
+
+It needs no download, and leaves a folder that plain transformers load, tokenizer included.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedprune_app.models.llm import import_transformers
+
+NAME = "byte-llama"
+OnStep = Callable[[int, int, float], None]
+"""Told (step, steps, loss) after every step."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the model is built and trained; with the text it names the cached folder."""
+
+    width: int = 128
+    inner_width: int = 352
+    num_layers: int = 5
+    num_heads: int = 4
+    max_length: int = 2048
+    train_length: int = 256
+    batch_size: int = 16
+    steps: int = 400
+    learning_rate: float = 4e-3
+    seed: int = 0
+
+
+DEFAULT = Recipe()
+
+
+def cache_folder() -> Path:
+    """Where this user's trained models are: ``$XDG_CACHE_HOME/fedprune`` or ``~/.cache/fedprune``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "fedprune"
+
+
+def embedded_folder(texts: Sequence[str], recipe: Recipe = DEFAULT) -> Path:
+    """Where the model trained by this recipe on these texts is, or will be."""
+    total = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode())
+    for text in texts:
+        total.update(hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).digest())
+    return cache_folder() / f"{NAME}-{total.hexdigest()[:12]}"
+
+
+def train_embedded(texts: Sequence[str], recipe: Recipe = DEFAULT, on_step: OnStep | None = None) -> Path:
+    """The model's folder; trains it first unless that was done before, by this process or another one."""
+    folder = embedded_folder(texts, recipe)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "model.safetensors").exists():
+            partial = folder.with_name(f"{folder.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)
+            model = _trained(texts, recipe, on_step)
+            model.save_pretrained(partial)
+            byte_tokenizer().save_pretrained(partial)
+            (partial / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1))
+            partial.rename(folder)
+    return folder
+
+
+def byte_tokenizer() -> Any:
+    """A transformers tokenizer whose tokens are bytes: the id is the byte."""
+    transformers = import_transformers()
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE(vocab=_byte_characters(), merges=[]))
+    # short pieces, because a piece is handled as one word
+    pieces = pre_tokenizers.Split("\n", behavior="merged_with_previous")
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, bytes_of])
+    tokenizer.decoder = decoders.ByteLevel()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False)
+
+
+def _byte_characters() -> dict[str, int]:
+    """The printable character by which byte-level tokenizers write each byte, as GPT-2 has chosen them."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    return {characters[byte]: byte for byte in range(256)}
+
+
+def _trained(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None) -> Any:
+    transformers = import_transformers()
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=recipe.width,
+        intermediate_size=recipe.inner_width,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.num_heads,
+        num_key_value_heads=recipe.num_heads,
+        max_position_embeddings=recipe.max_length,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    draw = torch.Generator().manual_seed(recipe.seed)
+    _initialise(model, draw)
+    data = torch.frombuffer(bytearray("\n".join(texts).encode("utf-8", errors="replace")), dtype=torch.uint8)
+    if len(data) <= recipe.train_length:
+        raise ValueError(f"{len(data)} bytes of text to train on, allowed: more than {recipe.train_length}")
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95))
+    model.train()
+    for step in range(recipe.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * _warm_cosine(step, recipe.steps)
+        starts = torch.randint(len(data) - recipe.train_length, (recipe.batch_size,), generator=draw).tolist()
+        batch = torch.stack([data[s : s + recipe.train_length + 1] for s in starts]).long()
+        loss = _next_token_loss(model, batch)
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if on_step is not None:
+            on_step(step + 1, recipe.steps, float(loss.detach()))
+    return model.eval()
+
+
+def _initialise(model: torch.nn.Module, draw: torch.Generator) -> None:
+    """Normal with deviation 0.02 for matrices, 1 for norms: as transformers do, from a generator of our own."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.02)
+            else:
+                parameter.fill_(1.0)
+
+
+def _next_token_loss(model: Any, batch: Tensor) -> Tensor:
+    logits = model(batch[:, :-1], use_cache=False).logits
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch[:, 1:].reshape(-1))
+
+
+def _warm_cosine(step: int, steps: int) -> float:
+    """A linear rise over the first twentieth, then half a cosine down to a twentieth."""
+    rise = max(1, steps // 20)
+    if step < rise:
+        return (step + 1) / rise
+    return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))

@@ -1,0 +1,276 @@
+"""A causal language model as a shell and a row of decoder layers, of which one is in memory at a time.
+
+Works for any transformers model that keeps its decoder layers, all of one kind, in a list and their matrices in
+``nn.Linear``: OPT, LLaMA and their like. Nothing here knows a family by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedprune_app.core.payload import Payload
+from fedprune_app.core.torchvision_shim import prepare_torchvision
+from fedprune_app.models.checkpoints import TensorFiles, one_line
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+LayerTensors = Callable[[int], Mapping[str, Tensor]]
+"""The tensors of decoder layer i, by name within the layer."""
+
+
+def import_transformers() -> Any:
+    """The package, made importable beside a CPU-only torch. ``ValueError`` where it is not installed."""
+    prepare_torchvision()
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("language models need the package transformers: install the extra fedprune[llm]") from None
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    return transformers
+
+
+class _Relay(nn.Module):
+    """Stands in the shell for all decoder layers: notes how the first was called, hands on what the last gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = torch.empty(0)
+        self.keywords: dict[str, Any] = {}
+        self.result: Tensor | None = None
+
+    def forward(self, hidden: Tensor, **keywords: Any) -> Tensor:
+        self.hidden, self.keywords = hidden, keywords
+        return hidden if self.result is None else self.result
+
+
+class LanguageModel:
+    """A checkpoint folder, opened. ``dtype``: one of :data:`DTYPES`, "auto" being the checkpoint's own."""
+
+    def __init__(self, folder: Path, dtype: str = "auto", device: torch.device | str = "cpu") -> None:
+        transformers = import_transformers()
+        self.folder, self.device = folder, torch.device(device)
+        try:
+            self.config = transformers.AutoConfig.from_pretrained(folder)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"checkpoint {str(folder)!r} cannot be read: {one_line(error)}") from None
+        self._files = TensorFiles(folder)
+        self._tokenizer: Any = None
+        self._digests: dict[int, str] = {}
+        auto = transformers.AutoModelForCausalLM
+        with torch.device("meta"):
+            whole = auto.from_config(self.config)
+        self.prefix, self._layers = _decoder_layers(whole)
+        self.dtype = self._dtype(dtype)
+        self._shell, self._relay = self._build_shell(auto)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    @property
+    def max_length(self) -> int | None:
+        """The longest sequence the model was made for, where it says so."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def tokenizer(self) -> Any:
+        """The checkpoint's own."""
+        try:
+            return import_transformers().AutoTokenizer.from_pretrained(self.folder)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"checkpoint {str(self.folder)!r} has no tokenizer: {one_line(error)}") from None
+
+    def encode(self, text: str) -> Tensor:
+        """A text's token ids (tokens,), with what the tokenizer puts around a text."""
+        if self._tokenizer is None:
+            self._tokenizer = self.tokenizer()
+        return torch.tensor(self._tokenizer(text, verbose=False).input_ids, dtype=torch.int64)
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    def prunable(self, layer: int) -> list[str]:
+        """Names, within the layer, of its matrices: the weights of ``nn.Linear``; biases and norms are never pruned."""
+        return [f"{name}.weight" for name, module in self._layers[layer].named_modules() if _is_matrix(module)]
+
+    def layer_tensors(self, layer: int) -> dict[str, Tensor]:
+        """The checkpoint's tensors of a decoder layer, by name within the layer, on the CPU."""
+        start = f"{self.prefix}.{layer}."
+        names = list(self._layers[layer].state_dict())
+        read = self._read(start + name for name in names)
+        return {name: read[start + name] for name in names}
+
+    def layer_like(self, layer: int) -> dict[str, Tensor]:
+        """Tensors of the names, shapes and dtypes of :meth:`layer_tensors`, without values."""
+        like = self._layers[layer].state_dict()
+        return {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in like.items()}
+
+    def shell_tensors(self) -> dict[str, Tensor]:
+        """The checkpoint's other tensors, by full name: embeddings, last norm, head. Tied ones are there once."""
+        return self._read(name for name in self._shell.state_dict() if self._stored(name))
+
+    def layer_digest(self, layer: int) -> str:
+        """SHA-256 of a dense layer."""
+        return self._digest(layer, lambda: self.layer_tensors(layer))
+
+    def shell_digest(self) -> str:
+        """SHA-256 of what is not in a decoder layer."""
+        return self._digest(-1, self.shell_tensors)
+
+    def _digest(self, part: int, read: Callable[[], Mapping[str, Tensor]]) -> str:
+        if part not in self._digests:
+            self._digests[part] = Payload(read()).digest()
+        return self._digests[part]
+
+    def num_parameters(self) -> tuple[int, int]:
+        """(all, those of the prunable matrices)."""
+        prunable = sum(module.weight.numel() for module in self._layers.modules() if isinstance(module, nn.Linear))
+        in_layers = sum(parameter.numel() for parameter in self._layers.parameters())
+        return in_layers + sum(parameter.numel() for parameter in self._shell.parameters()), prunable
+
+    # --- computing ----------------------------------------------------------------------------------------------
+
+    def layer(self, layer: int, tensors: Mapping[str, Tensor]) -> nn.Module:
+        """A decoder layer with these weights, on the device, in eval mode."""
+        module = copy.deepcopy(self._layers[layer])
+        module.load_state_dict(
+            {name: tensor.to(self.device, self.dtype) for name, tensor in tensors.items()}, assign=True
+        )
+        if any(buffer.is_meta for buffer in module.buffers()):
+            raise ValueError(
+                f"decoder layer {layer} of {type(self.config).__name__} has buffers outside the checkpoint"
+            )
+        return module.eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def embed(self, tokens: Tensor, batch_size: int) -> Tensor:
+        """Hidden states (sequences, length, width), on the CPU, that enter the first layer for these token ids."""
+        return torch.cat([self._enter(batch)[0].cpu() for batch in torch.split(tokens, batch_size)])
+
+    @torch.no_grad()
+    def run(self, module: nn.Module, hidden: Tensor, batch_size: int) -> Iterator[Tensor]:
+        """What a layer makes of these hidden states, batch by batch, on the CPU."""
+        for batch in torch.split(hidden, batch_size):
+            output = module(batch.to(self.device), **self._keywords(batch.shape[0], batch.shape[1]))
+            yield (output[0] if isinstance(output, tuple) else output).cpu()
+
+    @torch.no_grad()
+    def losses(self, tokens: Tensor, hidden: Tensor) -> list[float]:
+        """Mean cross entropy of each sequence's next tokens, given what the last layer made of the sequences."""
+        found = []
+        for ids, state in zip(tokens, hidden, strict=True):  # one by one: logits are many times wider than states
+            self._relay.result = state[None].to(self.device)
+            try:
+                logits = self._shell(ids[None].to(self.device), use_cache=False).logits[0]
+            finally:
+                self._relay.result = None
+            found.append(float(F.cross_entropy(logits[:-1].float(), ids[1:].to(self.device)).double()))
+        return found
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _read(self, names: Any) -> dict[str, Tensor]:
+        stored = {name: self._stored(name) or name for name in names}
+        tensors = self._files.read(stored.values())
+        return {
+            name: tensors[other].to(self.dtype) if tensors[other].is_floating_point() else tensors[other]
+            for name, other in stored.items()
+        }
+
+    def _stored(self, name: str) -> str | None:
+        """The checkpoint's name of a tensor: old ones lack the head model's prefix."""
+        return next((each for each in (name, name.partition(".")[2]) if each in self._files), None)
+
+    def _dtype(self, name: str) -> torch.dtype:
+        if name not in DTYPES:
+            raise ValueError(f"dtype is {name!r}, allowed: {', '.join(DTYPES)}")
+        if name != "auto":
+            return getattr(torch, name)  # type: ignore[no-any-return]
+        first = f"{self.prefix}.0.{self.prunable(0)[0]}"
+        (tensor,) = self._files.read([self._stored(first) or first]).values()
+        return tensor.dtype
+
+    def _build_shell(self, auto: Any) -> tuple[Any, _Relay]:
+        config = copy.deepcopy(self.config)
+        config.num_hidden_layers = 1
+        kinds = getattr(config, "layer_types", None)
+        if kinds and len(set(kinds)) > 1:
+            raise ValueError(f"decoder layers of {type(config).__name__} are of {len(set(kinds))} kinds, allowed: one")
+        if kinds:
+            config.layer_types = kinds[:1]
+        shell = auto.from_config(config)
+        relay = _Relay()
+        shell.get_submodule(self.prefix)[0] = relay
+        shell.tie_weights()
+        wanted = [name for name in shell.state_dict() if self._stored(name)]
+        shell.load_state_dict(dict(self._read(wanted)), strict=False)
+        shell.tie_weights()
+        pointers = {tensor.data_ptr() for name, tensor in shell.state_dict().items() if name in set(wanted)}
+        lacking = [name for name, tensor in shell.state_dict().items() if tensor.data_ptr() not in pointers]
+        if lacking:  # neither stored nor tied to what is
+            raise ValueError(f"checkpoint {str(self.folder)!r} lacks tensor '{lacking[0]}'")
+        return shell.to(self.device, self.dtype).eval().requires_grad_(False), relay
+
+    def _enter(self, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        self._shell.base_model(tokens.to(self.device), use_cache=False)
+        return self._relay.hidden, self._relay.keywords
+
+    def _keywords(self, num_sequences: int, length: int) -> dict[str, Any]:
+        """How a layer is called for sequences of this length without padding."""
+        return self._enter(torch.zeros(num_sequences, length, dtype=torch.int64))[1]
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The outermost list of modules that holds the most matrices, and its name."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outer = [(n, m) for n, m in lists if not any(n.startswith(f"{other}.") for other, _ in lists)]
+    counts = [sum(_is_matrix(each) for each in module.modules()) for _, module in outer]
+    if not counts or not max(counts):
+        raise ValueError(f"{type(model).__name__} has no list of decoder layers with Linear modules")
+    return outer[counts.index(max(counts))]
+
+
+@lru_cache(maxsize=1)  # a process that simulates many clients opens it once
+def open_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> LanguageModel:
+    """A :class:`LanguageModel`, shared by all who ask in this process."""
+    return LanguageModel(folder, dtype, device)
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """On one text: ``windows`` windows of ``window`` tokens each, side by side; the tail is dropped."""
+
+    value: float
+    window: int
+    windows: int
+
+    @property
+    def tokens(self) -> int:
+        return self.window * self.windows
+
+
+def perplexity(model: LanguageModel, layers: LayerTensors, windows: Tensor, batch_size: int) -> Perplexity:
+    """exp of the mean, over windows (windows, length), of each one's mean cross entropy over its next tokens.
+
+    One decoder layer is in memory at a time. Source: the evaluation of SparseGPT's released code, which weighs each
+    window's mean over ``length - 1`` targets by ``length``.
+    """
+    hidden = model.embed(windows, batch_size)
+    for layer in range(model.num_layers):
+        module = model.layer(layer, layers(layer))
+        hidden = torch.cat(list(model.run(module, hidden, batch_size)))
+    losses = model.losses(windows, hidden)
+    value = math.exp(min(math.fsum(losses) / len(losses), 700.0))
+    return Perplexity(value, windows.shape[1], len(losses))

@@ -1,0 +1,101 @@
+"""A pruned language model written to disk a layer at a time: as any transformers checkpoint, and packed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fedprune_app.core import codec
+from fedprune_app.core.payload import Payload
+from fedprune_app.models.llm import LanguageModel, import_transformers
+
+PrunedLayers = Callable[[int], Payload]
+"""The pruned matrices of decoder layer i with their masks; empty where they are the dense model's."""
+_INDEX = "packed.json"
+
+
+def write_checkpoint(model: LanguageModel, layers: PrunedLayers, folder: Path) -> int:
+    """A folder that plain transformers load with ``from_pretrained``, one file a layer; the bytes of its weights."""
+    shutil.rmtree(folder, ignore_errors=True)
+    _write_config(model, folder)
+    count = model.num_layers + 1
+    weight_map: dict[str, str] = {}
+    total = 0
+    for part in range(count):
+        tensors = _named_part(model, layers, part - 1)[0]
+        name = f"model-{part + 1:05d}-of-{count:05d}.safetensors"
+        save_file({n: t.contiguous() for n, t in tensors.items()}, folder / name, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, name)
+        total += sum(t.numel() * t.element_size() for t in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    return total
+
+
+def write_packed(model: LanguageModel, layers: PrunedLayers, folder: Path) -> int:
+    """The same model as kept values and entropy-coded masks, for :func:`load_packed`; the bytes of its weights."""
+    shutil.rmtree(folder, ignore_errors=True)
+    _write_config(model, folder)
+    sizes = {}
+    for part in range(model.num_layers + 1):
+        tensors, masks = _named_part(model, layers, part - 1)
+        data = codec.pack(Payload(tensors, masks))
+        name = f"part-{part:05d}.fp"
+        (folder / name).write_bytes(data)
+        sizes[name] = sum(t.numel() * (t.element_size() + 1) for t in tensors.values())
+    (folder / _INDEX).write_text(json.dumps({"parts": sizes}, indent=1))
+    return sum((folder / name).stat().st_size for name in sizes)
+
+
+def load_packed(folder: Path) -> Any:
+    """A transformers model from what :func:`write_packed` wrote. ``ValueError`` for a folder that is not."""
+    transformers = import_transformers()
+    tensors: dict[str, Tensor] = {}
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        for name, max_bytes in json.loads((folder / _INDEX).read_text())["parts"].items():
+            if Path(name).name != name:
+                raise ValueError(f"{name!r} is no name of a part")
+            tensors |= codec.unpack((folder / name).read_bytes(), int(max_bytes)).tensors
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"packed model {str(folder)!r} cannot be read: {error}") from None
+    dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
+    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    model.tie_weights()
+    known = {tensor.data_ptr() for name, tensor in model.state_dict().items() if name in tensors}
+    lacking = [name for name in missing if model.state_dict()[name].data_ptr() not in known]
+    if lacking or unexpected:
+        raise ValueError(
+            f"packed model {str(folder)!r} has other tensors than its config: {[*lacking, *unexpected][:3]}"
+        )
+    return model.eval()
+
+
+def _named_part(
+    model: LanguageModel, layers: PrunedLayers, layer: int
+) -> tuple[dict[str, Tensor], Mapping[str, Tensor]]:
+    """(tensors, masks) by full name: of a decoder layer, or of all the rest for -1."""
+    if layer < 0:
+        return model.shell_tensors(), {}
+    pruned, start = layers(layer), f"{model.prefix}.{layer}."
+    tensors = {**model.layer_tensors(layer), **pruned.tensors}
+    return {start + n: t for n, t in tensors.items()}, {start + n: m for n, m in pruned.masks.items()}
+
+
+def _write_config(model: LanguageModel, folder: Path) -> None:
+    """The model's configuration, in the dtype it has here, and its tokenizer."""
+    config = copy.deepcopy(model.config)
+    config.dtype = model.dtype
+    config.save_pretrained(folder)
+    for path in sorted(model.folder.iterdir()):
+        names = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "generation_config")
+        if path.is_file() and path.name.startswith(names):
+            shutil.copyfile(path, folder / path.name)

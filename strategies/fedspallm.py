@@ -1,0 +1,417 @@
+"""FedSpaLLM, the server half: the mean over those who kept a weight, and masks expanded to the density asked for.
+
+Bai, Li, Li, Zhao, Kim, "FedSpaLLM: Federated Pruning of Large Language Models", 2024: Algorithm 1, equations (5)-(8).
+Where the text leaves a choice, or does not hold:
+
+* Equation (5) divides by one scalar; each entry's own count is meant (``core.aggregate.L0Mean``).
+* Ties in the expansion, which are most of it, go by smallest mean magnitude (``fedspallm.ties``); its scope is a matrix
+  (``fedspallm.expansion``). Nothing that all clients pruned comes back. Weights removed by the expansion are not made
+  up for.
+* A matrix is averaged over the clients that pruned it: equation (9) would add dense copies to the mean.
+* Corollary 4.1 asks that every layer be pruned by somebody: layers are dealt by a shuffled round-robin. One that nobody
+  pruned stays as it is, and the record says so.
+* From round 2 on the cached dense layers of equation (9) are no longer the global model's; ``fedspallm.unsampled =
+  "current"`` sends the current ones to those who do not prune them.
+
+A round is one exchange per decoder layer. The server holds one layer's sums, and writes each new layer to its disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, MessageType, RecordDict
+from flwr.serverapp import Grid
+from torch import Tensor
+
+from fedprune_app.config import Config
+from fedprune_app.core import metrics, rng
+from fedprune_app.core.aggregate import L0Mean
+from fedprune_app.core.layers import assign_layers
+from fedprune_app.core.masks import keep_count
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine import rounds, wire
+from fedprune_app.engine.layers import LayerFiles
+from fedprune_app.engine.rounds import Peer, Roster, TextPeer
+from fedprune_app.engine.store import State, VersionedStore
+from fedprune_app.results.files import replace_file
+from fedprune_app.results.recorder import Recorder
+from strategies.base import Contents, FederatedStrategy, RoundLog
+
+log = logging.getLogger("flwr.fedprune")
+_COMPARED_UP_TO = 64  # clients whose masks of one layer are compared with each other
+_DENSE = 0  # the version of a layer that nobody has pruned yet
+
+
+class DenseModel(Protocol):
+    """The model that the run begins with, as the server has it."""
+
+    prefix: str
+
+    @property
+    def num_layers(self) -> int: ...
+    def num_parameters(self) -> tuple[int, int]: ...
+    def prunable(self, layer: int) -> list[str]: ...
+    def layer_like(self, layer: int) -> dict[str, Tensor]: ...
+    def layer_tensors(self, layer: int) -> dict[str, Tensor]: ...
+    def layer_digest(self, layer: int) -> str: ...
+    def shell_digest(self) -> str: ...
+
+
+class Perplexity(Protocol):
+    """What was measured on one text."""
+
+    @property
+    def value(self) -> float: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def windows(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+
+
+Layers = Callable[[int], Payload]
+Measure = Callable[[Layers], Mapping[str, Perplexity]]
+"""Perplexities, by test text, of the model with these pruned layers."""
+Write = Callable[[Path, Layers], Mapping[str, Any]]
+"""Writes the model with these pruned layers into a folder; what to record of it."""
+
+
+class FedSpaLLM(FederatedStrategy):
+    """Its state between layers is on disk: ``layers/``, one packed file per layer and round, and ``progress.json``."""
+
+    headline = "perplexity_global"
+    paper_formula = "16 or 32 bits per kept weight and one per mask entry up; sampled layers, dense or masked, down"
+
+    def __init__(
+        self,
+        config: Config,
+        dense: DenseModel,
+        measure: Measure,
+        write: Write,
+        roster: Roster,
+        recorder: Recorder,
+        checkpoints: VersionedStore,
+        run_key: str,
+    ) -> None:
+        super().__init__(config, {}, frozenset(), roster, recorder, checkpoints, run_key)
+        self.options = config.fedspallm
+        self.dense, self.measure, self.write = dense, measure, write
+        self.layers = LayerFiles(recorder.folder / "layers")
+        self.versions = dict.fromkeys(range(dense.num_layers), _DENSE)  # layer -> round that wrote it
+        self._of_round = self._layer = 0  # what is being pruned
+        self._pruners: dict[int, list[int]] = {}
+        self._mean = L0Mean(1)
+        self._masks: dict[int, np.ndarray[Any, Any]] = {}  # of the layer in work, by client, a bit per entry
+        self._by_layer: dict[str, dict[str, Any]] = {}  # what the round's record says of each layer
+        self._differing: dict[tuple[int, int], int] = {}
+
+    # --- the global model ---------------------------------------------------------------------------------------
+
+    def global_layer(self, layer: int) -> Payload:
+        """The current matrices of a layer with their masks; empty while they are the dense model's."""
+        if self.versions[layer] == _DENSE:
+            return Payload({})
+        return self.layers.load(layer, self.versions[layer], self.schema(layer).max_bytes)
+
+    def schema(self, layer: int) -> wire.Schema:
+        """A layer's matrices, each with a mask."""
+        like, names = self.dense.layer_like(layer), self.dense.prunable(layer)
+        return wire.Schema.like({name: like[name] for name in names}, frozenset(names))
+
+    def model_digest(self) -> str:
+        total = hashlib.sha256(self.dense.shell_digest().encode())
+        for layer in range(self.dense.num_layers):
+            current = self.global_layer(layer)
+            total.update((current.digest() if current.tensors else self.dense.layer_digest(layer)).encode())
+        return total.hexdigest()
+
+    # --- a round ------------------------------------------------------------------------------------------------
+
+    def samplers(self, round: int) -> dict[int, list[int]]:
+        """Lines 5 to 7: for each layer the clients that prune it, each client a share of the layers."""
+        counts = {}
+        for partition in self.sample(round):
+            peer = self.roster[partition]
+            assert isinstance(peer, TextPeer)
+            share = peer.capacity or self.options.layer_share(partition)
+            counts[partition] = max(1, keep_count(self.dense.num_layers, share))
+        draw = rng.numpy_generator(self.config.seed, "layers", round=round)
+        assigned = assign_layers(self.dense.num_layers, counts, draw)
+        return {layer: [p for p, own in assigned.items() if layer in own] for layer in range(self.dense.num_layers)}
+
+    def step(self, round: int, layer: int) -> int:
+        """The number of a layer's exchange, over all rounds, from 1: what clients version their state by."""
+        return (round - 1) * self.dense.num_layers + layer + 1
+
+    def train_round(
+        self, grid: Grid, round: int, arrays: ArrayRecord, timeout: float, config: ConfigRecord
+    ) -> dict[str, Any]:
+        """Lines 5 to 20, layer after layer, from where an interrupted round was left."""
+        self._of_round, self._pruners = round, self.samplers(round)
+        self._by_layer, self._differing = {}, {}
+        for layer in range(self._resume(round), self.dense.num_layers):
+            started = time.monotonic()
+            self._prune_layer(grid, layer, timeout)
+            self._by_layer[str(layer)]["seconds"] = time.monotonic() - started
+            self._save_progress(layer + 1)
+        return self._round_metrics(round)
+
+    def _prune_layer(self, grid: Grid, layer: int, timeout: float) -> None:
+        self._layer, pruners = layer, self._pruners[layer]
+        step = self.step(self._of_round, layer)
+        self._mean = L0Mean(max(1, len(pruners)), self.options.segments if self.options.weights == "segments" else 1)
+        self._masks = {}
+        receivers = self._receivers(layer)
+        replies_before, failures_before = self.log.replies, len(self.log.failures)
+        self._show_progress()
+        if receivers:
+            messages = self._by_partition(self._messages(self.outgoing(step, receivers), step, MessageType.TRAIN))
+            reply_bytes = self.schema(layer).max_bytes
+            self.take_in(step, rounds.exchange(grid, messages, timeout, reply_bytes=reply_bytes))
+            what = f"decoder layer {layer} in round {self._of_round}"
+            good, failures = self.log.replies - replies_before, self.log.failures[failures_before:]
+            rounds.require(good, min(self.config.min_replies, len(receivers)), what, failures)
+        self._close_layer(layer)
+
+    def _receivers(self, layer: int) -> list[int]:
+        if self.options.unsampled == "current" and self._of_round > 1:
+            return self.sample(self._of_round)
+        return self._pruners[layer]
+
+    def plan(self, round: int, participants: list[int]) -> Mapping[int, Payload]:
+        """Line 8: the layer in work; nothing while it is the dense one, which clients have in their cache."""
+        return dict.fromkeys(participants, self.global_layer(self._layer))
+
+    def outgoing(self, round: int, participants: list[int]) -> Iterator[tuple[int, Contents]]:
+        """:meth:`plan`, and the whole layer to a client whose cached one is not the server's."""
+        layer = self._layer
+        plan = self.plan(round, participants)
+        encoded: dict[bool, ArrayRecord | None] = {}
+        for partition, pruned in plan.items():
+            peer = self.roster[partition]
+            assert isinstance(peer, TextPeer)
+            is_cached = peer.layer_digests[layer] == self.dense.layer_digest(layer)
+            if is_cached not in encoded:
+                tensors = dict(pruned.tensors if is_cached else {**self.dense.layer_tensors(layer), **pruned.tensors})
+                encoded[is_cached] = wire.to_arrays(Payload(tensors, pruned.masks)) if tensors else None
+            fields = {"layer": layer, "of-round": self._of_round, "prunes": partition in self._pruners[layer]}
+            yield partition, Contents(encoded[is_cached], fields=fields)
+
+    def reply_schema(self, partition: int) -> wire.Schema:
+        return self.schema(self._layer) if partition in self._pruners[self._layer] else wire.Schema.like({})
+
+    def receive(self, peer: Peer, round: int, content: RecordDict) -> None:
+        super().receive(peer, round, content)
+        self._show_progress(arrived=1)
+
+    def accept(self, peer: Peer, update: Payload) -> None:
+        """Line 17, streamed: the reply is added to the layer's sums."""
+        if not update.tensors:
+            return
+        self._mean.add(update, peer.num_examples if self.options.weights == "segments" else 1)
+        if peer.partition in list(self.roster)[:_COMPARED_UP_TO]:
+            flat = np.concatenate([update.masks[name].numpy().reshape(-1) for name in sorted(update.masks)])
+            self._masks[peer.partition] = np.packbits(flat)
+
+    def _close_layer(self, layer: int) -> None:
+        """Lines 18 to 20."""
+        row: dict[str, Any] = {"pruners": len(self._pruners[layer]), "density": {}}
+        self._by_layer[str(layer)] = row
+        mean = self._mean.mean()
+        if not mean.tensors:
+            note = f"decoder layer {layer} was pruned by nobody in round {self._of_round}: it stays as it was"
+            self.log.notes.append(note)
+            log.warning("%s", note)
+            return
+        pattern = self.options.n_of_m()
+        density = self.config.density if pattern is None else pattern[0] / pattern[1]
+        new = mean
+        if self.options.expansion != "none":
+            scope = "matrix" if self.options.expansion == "matrix" else "payload"
+            new = self._mean.expanded(density, n_of_m=pattern, ties=self.options.ties, scope=scope)
+        self._mean = L0Mean(1)
+        self.layers.save(layer, self._of_round, new)
+        self.layers.drop_before(layer, self.versions[layer])
+        self.versions[layer] = self._of_round
+        row |= {
+            "weights": new.num_elements(),
+            "kept_before_expansion": mean.num_kept(),
+            "kept": new.num_kept(),
+            "density": {name: float(mask.double().mean()) for name, mask in new.masks.items()},
+            "mask_distance": self._compare_masks(new.num_elements()),
+        }
+
+    def _show_progress(self, arrived: int = 0) -> None:
+        """Layers times clients, so far."""
+        in_round = sum(len(self._receivers(layer)) for layer in self._pruners)
+        done = self.log.replies + len(self.log.failures) + arrived
+        where = f"layer {self._layer + 1}/{self.dense.num_layers}"
+        self.recorder.progress((self._of_round - 1) * in_round + done, self.config.num_server_rounds * in_round, where)
+
+    def _compare_masks(self, num_entries: int) -> float | None:
+        """Mean share of entries that one client keeps and another does not; its parts are summed over the layers."""
+        shares = []
+        for a, b in itertools.combinations(sorted(self._masks), 2):
+            differing = int(np.bitwise_count(self._masks[a] ^ self._masks[b]).sum(dtype=np.int64))
+            self._differing[a, b] = self._differing.get((a, b), 0) + differing
+            shares.append(differing / num_entries)
+        self._masks = {}
+        return sum(shares) / len(shares) if shares else None
+
+    # --- records ------------------------------------------------------------------------------------------------
+
+    def training_row(self, peer: Peer, fields: wire.Fields) -> dict[str, Any]:
+        before = self.log.clients.get(peer.partition, {})
+        error = wire.number(fields, "relative-error", 0)
+        return {
+            "density": wire.number(fields, "density", 0, 1),
+            "seconds": before.get("seconds", 0.0) + wire.number(fields, "seconds", 0),
+            "layers_pruned": before.get("layers_pruned", 0) + 1,
+            "error_sum": before.get("error_sum", 0.0) + error,
+        }
+
+    def _round_metrics(self, round: int) -> dict[str, Any]:
+        rows = [row for _, row in sorted(self.log.clients.items()) if row.get("layers_pruned")]
+        num_pruned = sum(row["layers_pruned"] for row in rows)
+        errors = sum(row.pop("error_sum") for row in rows)
+        num_weights = self.dense.num_parameters()[1]
+        return {
+            **self.exchanged(round, num_pruned),
+            "loss_mean": errors / num_pruned if num_pruned else None,
+            "density_global": self._kept("kept") / num_weights,
+            "density_before_expansion": self._kept("kept_before_expansion") / num_weights,
+            "density_by_layer": {
+                f"{self.dense.prefix}.{layer}.{name}": density
+                for layer, row in self._by_layer.items()
+                for name, density in row["density"].items()
+            },
+            "layers": {
+                layer: {key: value for key, value in row.items() if key != "density"}
+                for layer, row in self._by_layer.items()
+            },
+        }
+
+    def _kept(self, when: str) -> int:
+        """Kept weights of the global model's matrices; layers that nobody pruned in this round are as they were."""
+        total = 0
+        for layer in range(self.dense.num_layers):
+            row = self._by_layer[str(layer)]
+            if when in row:
+                total += row[when]
+            elif self.versions[layer] == _DENSE:
+                total += sum(shape.numel() for shape in self.schema(layer).shapes.values())
+            else:
+                total += self.global_layer(layer).num_kept()
+        return total
+
+    def paper_bytes(self, num_participants: int) -> tuple[float, float]:
+        """(down, up): dense matrices down, cached in round 1; kept values and a bit per entry up."""
+        size = next(iter(self.dense.layer_like(0).values())).dtype.itemsize
+        up = down = 0.0
+        for layer, pruners in self._pruners.items():
+            entries = sum(self.dense.layer_like(layer)[name].numel() for name in self.dense.prunable(layer))
+            up += len(pruners) * entries * (size * self.config.density + 1 / 8)
+            down += len(pruners) * entries * size if self._of_round > 1 else 0.0
+        return down, up
+
+    def evaluation_payload(self) -> Payload:
+        """Nothing: each client measures its own model, the server the global one."""
+        return Payload({})
+
+    def evaluation_row(self, partition: int, fields: wire.Fields) -> dict[str, Any]:
+        start = "perplexity/"
+        found = {n.removeprefix(start): wire.number(fields, n, 0) for n in sorted(fields) if n.startswith(start)}
+        if not found:
+            raise ValueError("the evaluation has no field 'perplexity/...'")
+        return {
+            **self.evaluation_facts(partition, fields),
+            "density": wire.number(fields, "density", 0, 1),
+            "perplexity_personal": next(iter(found.values())),
+            "perplexity": found,
+        }
+
+    def evaluation_metrics(self, round: int, rows: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+        by_text: dict[str, dict[str, Any]] = {}
+        for name, found in sorted(self.measure(self.global_layer).items()):
+            personal = metrics.summary([row["perplexity"][name] for row in rows.values() if name in row["perplexity"]])
+            by_text[name] = {
+                "global": found.value,
+                "personal_mean": personal.mean,
+                "personal_std": personal.std,
+                "window": found.window,
+                "windows": found.windows,
+                "tokens": found.tokens,
+            }
+        first = next(iter(by_text.values()))
+        return {
+            "perplexity_global": first["global"],
+            "perplexity_personal_mean": first["personal_mean"],
+            "perplexity_personal_std": first["personal_std"],
+            "perplexity_by_text": by_text,
+            "density_mean": metrics.summary([row["density"] for row in rows.values()]).mean,
+        }
+
+    def finish(self) -> None:
+        """The distance of the clients' masks, where all pruned all layers in the last round."""
+        entries = self.dense.num_parameters()[1]
+        clients = sorted({partition for pair in self._differing for partition in pair})
+        if len(clients) < 2 or any(set(clients) - set(pruners) for pruners in self._pruners.values()):
+            return
+        distance = np.zeros((len(clients), len(clients)))
+        for (i, a), (j, b) in itertools.combinations(enumerate(clients), 2):
+            distance[i, j] = distance[j, i] = self._differing[a, b] / entries
+        self.recorder.masks(clients, distance)
+
+    def write_model(self, folder: Path) -> None:
+        self.recorder.annotate(final_model=dict(self.write(folder, self.global_layer)))
+
+    # --- resuming -----------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        versions = {str(layer): version for layer, version in self.versions.items()}
+        return State({}, {**super().state().meta, "versions": versions})
+
+    def restore(self, state: State) -> None:
+        super().restore(state)
+        self.versions = {int(layer): int(version) for layer, version in state.meta["versions"].items()}
+
+    @property
+    def _progress_file(self) -> Path:
+        return self.layers.folder / "progress.json"
+
+    def _save_progress(self, layers_done: int) -> None:
+        content = {
+            "run-key": self.run_key,
+            "round": self._of_round,
+            "layers-done": layers_done,
+            "state": self.state().meta,
+            "log": {**asdict(self.log), "clients": {str(p): row for p, row in self.log.clients.items()}},
+            "by-layer": self._by_layer,
+            "differing": [[a, b, count] for (a, b), count in self._differing.items()],
+        }
+        replace_file(self._progress_file, json.dumps(content).encode())
+
+    def _resume(self, round: int) -> int:
+        """Layers of this round that were finished before an interruption, and all that was known of them."""
+        try:
+            found = json.loads(self._progress_file.read_text())
+            if (found["run-key"], found["round"]) != (self.run_key, round):
+                return 0
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
+        self.restore(State({}, found["state"]))
+        self.log = RoundLog(**{**found["log"], "clients": {int(p): row for p, row in found["log"]["clients"].items()}})
+        self._by_layer = found["by-layer"]
+        self._differing = {(a, b): count for a, b, count in found["differing"]}
+        return int(found["layers-done"])

@@ -1,0 +1,141 @@
+"""Text: who holds what, that nobody shares a segment, and what perplexity is measured on."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from fedprune_app.data.text import (
+    Document,
+    calibration_documents,
+    calibration_segments,
+    perplexity_texts,
+    stdlib_training_text,
+    windows_of,
+)
+
+LENGTH = 8
+
+
+def encode(words: str) -> torch.Tensor:
+    return torch.tensor([int(word) for word in words.split()], dtype=torch.int64)
+
+
+def numbered(count: int, segments: int, tail: int = 3) -> list[Document]:
+    """Documents whose tokens all differ, so that a token tells where it is from."""
+    size = segments * LENGTH + tail
+    return [Document(f"d{i}", " ".join(str(i * 10_000 + j) for j in range(size))) for i in range(count)]
+
+
+def dealt(documents, num_clients, count, deal="documents", seed=0):
+    return [
+        calibration_segments(
+            documents,
+            encode,
+            deal=deal,
+            partition=k,
+            num_partitions=num_clients,
+            count=count,
+            length=LENGTH,
+            seed=seed,
+        )
+        for k in range(num_clients)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("deal", "num_documents", "num_clients", "count"),
+    [("documents", 5, 5, 6), ("documents", 3, 7, 3), ("documents", 12, 5, 9), ("segments", 4, 6, 5)],
+)
+def test_no_two_clients_share_a_token(deal, num_documents, num_clients, count):
+    shares = dealt(numbered(num_documents, segments=10), num_clients, count, deal)
+    seen = torch.cat([segments.flatten() for segments, _ in shares])
+    assert seen.shape == (num_clients * count * LENGTH,)
+    assert len(seen.unique()) == len(seen)
+
+
+@pytest.mark.parametrize("deal", ["documents", "segments", "own"])
+def test_segments_are_runs_of_one_document(deal):
+    for segments, names in dealt(numbered(4, segments=10), 3, 4, deal):
+        assert segments.shape == (4, LENGTH)
+        for segment in segments:
+            assert (segment[1:] - segment[:-1] == 1).all()
+            assert int(segment[0]) % 10_000 % LENGTH == 0
+        assert {f"d{int(segment[0]) // 10_000}" for segment in segments} == set(names)
+
+
+def test_with_documents_of_ones_own_nobody_else_has_any_of_them():
+    owners: dict[str, int] = {}
+    for client, (_, names) in enumerate(dealt(numbered(9, segments=5), 4, 8)):
+        for name in names:
+            assert owners.setdefault(name, client) == client
+
+
+def test_the_seed_decides_which_segments_and_nothing_else_does():
+    documents = numbered(4, segments=30)
+    first = dealt(documents, 2, 5)
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(first, dealt(documents, 2, 5), strict=True))
+    assert not torch.equal(first[0][0], dealt(documents, 2, 5, seed=1)[0][0])
+
+
+def test_too_little_text_is_said_with_numbers():
+    with pytest.raises(ValueError, match="client 0 of 1 finds 3 segments of 8 tokens of 4"):
+        dealt(numbered(1, segments=3), 1, 4)
+    with pytest.raises(ValueError, match="client 2 of 3 finds 1 segments"):
+        dealt(numbered(1, segments=5), 3, 2, "segments")
+
+
+def test_windows_lie_side_by_side_and_the_tail_is_dropped():
+    assert windows_of(torch.arange(11), 4).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert windows_of(torch.arange(11), 4, most=1).tolist() == [[0, 1, 2, 3]]
+    with pytest.raises(ValueError, match="3 tokens, allowed: at least one window of 4"):
+        windows_of(torch.arange(3), 4)
+
+
+def test_what_clients_hold_is_neither_trained_nor_tested_on():
+    private = {document.text for document in calibration_documents("stdlib", "")}
+    training = {document.text for document in stdlib_training_text()}
+    assert len(private) >= 16
+    assert not private & training
+    (tested, most), *others = perplexity_texts("stdlib", "").values()
+    assert (most, others) == (0, [])
+    assert sum(map(len, training)) > 3_000_000
+    assert not any(document in tested for document in private | {t for t in training if t.strip()})
+
+
+def test_text_files_are_documents_and_lines_of_jsonl_are_too(tmp_path):
+    (tmp_path / "calibration").mkdir()
+    (tmp_path / "calibration" / "b.txt").write_text("one\ntwo\n")
+    rows = [{"text": "x", "url": "y"}, {"text": "z"}]
+    (tmp_path / "calibration" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = [(d.name, d.text) for d in calibration_documents("text", str(tmp_path))]
+    assert found == [("a:1", "x"), ("a:2", "z"), ("b", "one\ntwo\n")]
+    (tmp_path / "calibration" / "a.jsonl").write_text("[]\n")
+    with pytest.raises(ValueError, match="line 1, is no object with a text"):
+        list(calibration_documents("text", str(tmp_path)))
+
+
+def test_known_corpora_are_joined_as_the_papers_do(tmp_path):
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "wikitext-2.txt").write_text(" = A = \n b \n")
+    (tmp_path / "test" / "ptb.txt").write_text(" no it \n was n't \n")
+    (tmp_path / "test" / "c4.jsonl").write_text("".join(json.dumps({"text": f"t{i}"}) + "\n" for i in range(1200)))
+    (tmp_path / "test" / "mine.txt").write_text("as\nit is\n")
+    assert perplexity_texts("text", str(tmp_path)) == {
+        "c4": (" ".join(f"t{i}" for i in range(1100)), 256),
+        "mine": ("as\nit is\n", 0),
+        "ptb": ("no it was n't", 0),
+        "wikitext-2": (" = A = \n\n\n b \n", 0),
+    }
+
+
+@pytest.mark.parametrize("part", ["calibration", "test"])
+def test_a_folder_without_text_is_named(tmp_path, part):
+    read = {"calibration": calibration_documents, "test": perplexity_texts}
+    for folder in ("", str(tmp_path)):
+        with pytest.raises(
+            ValueError, match=f"data-dir is '{folder}', allowed with dataset 'text': a folder with {part}"
+        ):
+            list(read[part]("text", folder))

@@ -1,0 +1,93 @@
+"""Tables and report of runs that are judged by perplexity."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from fedprune_app.results.figures import figures
+from fedprune_app.results.reader import load_run
+from fedprune_app.results.recorder import Recorder
+from fedprune_app.results.report import write_report
+from fedprune_app.results.tables import group_runs, markdown
+
+
+def language_run(folder, density, seed=0, value=7.5):
+    recorder = Recorder(folder)
+    config = {"system": "fedspallm", "dataset": "stdlib", "partition": "shards", "density": density, "seed": seed}
+    partition = [{"partition": i, "segments": 32, "documents": ["json"]} for i in range(3)]
+    recorder.start(config, seed, {"headline": "perplexity_global", "partition": partition, "model": {"name": "tiny"}})
+    text = {
+        "global": value,
+        "personal_mean": value + 1,
+        "personal_std": 0.1,
+        "window": 256,
+        "windows": 9,
+        "tokens": 2304,
+    }
+    layer = {"weights": 100, "kept_before_expansion": 70, "kept": 50, "mask_distance": 0.125, "pruners": 3}
+    row = {
+        "round": 1,
+        "replies": 6,
+        "bytes_up": 1000,
+        "bytes_down": 10,
+        "perplexity_global": value,
+        "perplexity_personal_mean": value + 1,
+        "perplexity_by_text": {"stdlib": text, "ptb": {**text, "windows": 4}},
+        "density_global": density,
+        "density_before_expansion": density + 0.2,
+        "layers": {"0": layer, "1": {**layer, "mask_distance": None}},
+    }
+    recorder.clients({"round": 1, "partition": i, "perplexity_personal": value + i} for i in range(3))
+    recorder.round(row)
+    recorder.finish("completed", final_sha256="ab" * 32)
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path):
+    places = [(0.5, 0, 7.5), (0.5, 1, 8.5), (0.2, 0, 90.0), (0.2, 1, 110.0)]
+    return [language_run(tmp_path / f"{d}-{s}", d, s, value) for d, s, value in places]
+
+
+def test_the_table_has_perplexities_and_no_accuracy(runs):
+    header, _, *rows = markdown(group_runs([load_run(each) for each in runs])).splitlines()[:4]
+    assert "Perplexity, global model" in header
+    assert "ccuracy" not in header
+    assert "8.00 ± 0.71" in rows[0]
+    assert "9.00 ± 0.71" in rows[0]
+    assert "100.00 ± 14.14" in rows[1]
+
+
+def test_the_report_shows_each_text_with_its_windows_and_each_layer(runs, tmp_path):
+    drawn = {figure.key: figure for figure in figures(group_runs([load_run(each) for each in runs]))}
+    views = {variant.name: variant for variant in drawn["perplexity"].variants}
+    assert views.keys() == {"ptb: 4 × 256 tokens", "stdlib: 9 × 256 tokens"}
+    points = [(trace["x"], trace["y"]) for trace in views["stdlib: 9 × 256 tokens"].traces]
+    assert points == [([0.5], [8.0]), ([0.5], [9.0]), ([0.8], [100.0]), ([0.8], [101.0])]
+    layers = {variant.name: variant for variant in drawn["decoder-layers"].variants}
+    assert [trace["y"] for trace in layers["Agreement of masks"].traces] == [[0.875], [0.875]]
+    assert [trace["y"] for trace in layers["Density before expansion"].traces] == [[0.7, 0.7], [0.7, 0.7]]
+    page = write_report(runs, tmp_path / "report.html").read_text()
+    card = re.search(r'<p class="number">(.*?)</p>\s*<p class="muted small">(.*?)</p>', page)
+    assert card is not None
+    assert "%" not in card.group(1)
+    assert card.group(2) == "perplexity, global model"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("perplexity_by_text", [1], "'perplexity_by_text' is"),
+        ("perplexity_by_text", {"stdlib": {"global": "x"}}, "'perplexity_by_text/global' is 'x'"),
+        ("layers", {"first": {}}, "'layers' is"),
+        ("layers", {"0": {"kept": []}}, "'layers/kept' is"),
+    ],
+)
+def test_a_record_that_cannot_be_is_named(runs, key, value, says):
+    path = runs[0] / "rounds.jsonl"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}) + "\n")
+    with pytest.raises(ValueError, match=re.escape(says)):
+        load_run(runs[0])

@@ -1,0 +1,448 @@
+"""FedSpaLLM end to end on tiny models, against a slow reference that holds every client's whole model."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from flwr.app import RecordDict
+from flwr.clientapp import ClientApp
+from torch import nn
+from torch.nn import functional as F
+
+from clients.fedspallm import FedSpaLLMClient
+from fedprune_app import client_app, server_app
+from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.core.codec import unpack
+from fedprune_app.engine import wire
+from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.engine.layers import LayerFiles
+from fedprune_app.models.llm import import_transformers
+from fedprune_app.models.saving import load_packed
+from fedprune_app.registry import check_names
+from fedprune_app.results.reader import load_run
+from tests.conftest import Finished, wrapped_app
+from tests.core.test_sparsegpt import reference as sparsegpt_reference
+from tests.laws.test_l0_laws import reference as l0_reference
+from tests.models.tiny_llm import text_folder, tiny_byte_model
+
+SETTINGS = {
+    "system": "fedspallm",
+    "dataset": "text",
+    "num-server-rounds": 1,
+    "fraction-train": 1.0,
+    "batch-size": 3,
+    "fedspallm.segments": 4,
+    "fedspallm.segment-length": 24,
+    "fedspallm.window": 32,
+    "fedspallm.block-size": 8,
+    "evaluate-every": 1,
+}
+CLIENTS = 3
+
+
+@pytest.fixture(scope="session", params=["llama", "opt"])
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def llm(family, tmp_path_factory):
+    return tiny_byte_model(tmp_path_factory.mktemp("llm") / family, family)
+
+
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory):
+    return text_folder(tmp_path_factory.mktemp("texts") / "data")
+
+
+@pytest.fixture
+def settings(llm, texts):
+    return {**SETTINGS, "model": str(llm), "data-dir": str(texts)}
+
+
+@pytest.fixture
+def run(federation, settings):
+    """``run(clients=3, **settings)``: finished runs are shared between tests."""
+
+    def go(clients=CLIENTS, **more):
+        named = {key.replace("-", "_").replace(".", "_"): value for key, value in settings.items()}
+        return federation(clients=clients, **{**named, **more})
+
+    return go
+
+
+def layers_of(model):
+    return next(m for m in model.modules() if isinstance(m, nn.ModuleList))
+
+
+def whole(folder):
+    return import_transformers().AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+
+
+def segments_of(config, partition, num_clients, folder):
+    return FedSpaLLMClient(config, partition, num_clients, folder).segments()[0]
+
+
+def pruned_by_hand(model, segments, config):
+    """One client: each layer's inputs by running the whole model on the text again; SparseGPT by explicit inverses."""
+    pruned = []
+    for layer in layers_of(model):
+        linears = {name: m for name, m in layer.named_modules() if isinstance(m, nn.Linear)}
+        seen = {name: [] for name in linears}
+        hooks = [
+            linear.register_forward_hook(lambda m, arguments, output, into=seen[name]: into.append(arguments[0]))
+            for name, linear in linears.items()
+        ]
+        with torch.no_grad():
+            for segment in segments:
+                model(segment[None])
+        for hook in hooks:
+            hook.remove()
+        result = {}
+        for name, linear in linears.items():
+            inputs = torch.stack([x.reshape(-1, x.shape[-1]) for x in seen[name]])
+            pattern = config.fedspallm.n_of_m()
+            target = {"n_of_m": pattern} if pattern else {"density": config.density}
+            weight, mask = sparsegpt_reference(linear.weight.data, inputs, block_size=8, **target)
+            result[f"{name}.weight"] = (weight, mask)
+        for name, linear in linears.items():
+            linear.weight.data = result[f"{name}.weight"][0].clone()
+        pruned.append(result)
+    return pruned
+
+
+def perplexity_by_hand(model, text, window):
+    tokens = torch.tensor(list(text.encode()))
+    losses = []
+    for start in range(0, len(tokens) - window + 1, window):
+        with torch.no_grad():
+            logits = model(tokens[None, start : start + window]).logits[0]
+        losses.append(float(F.cross_entropy(logits[:-1], tokens[start + 1 : start + window])))
+    return math.exp(sum(losses) / len(losses)), len(losses)
+
+
+def global_layers(result):
+    """(layer, name) -> (weight, mask) of the server's final model."""
+    found = {}
+    version = result.info["rounds_completed"]
+    for layer in range(2):
+        payload = LayerFiles(result.folder / "layers").load(layer, version, 10**6)
+        found |= {(layer, name): (payload.tensors[name], payload.masks[name]) for name in payload.tensors}
+    return found
+
+
+def test_one_round_is_the_papers_algorithm(run, llm, texts, tmp_path):
+    result = run()
+    config = result.config
+    clients, models = [], []
+    for partition in range(CLIENTS):
+        model = whole(llm)
+        clients.append(pruned_by_hand(model, segments_of(config, partition, CLIENTS, tmp_path), config))
+        models.append(model)
+    found = global_layers(result)
+    merged = whole(llm)
+    for (layer, name), (weight, mask) in found.items():
+        each = [client[layer][name] for client in clients]
+
+        class One:
+            def __init__(self, pair):
+                self.tensors, self.masks = {"w": pair[0]}, {"w": pair[1]}
+
+        mean, _, after = l0_reference([One(pair) for pair in each], config.density)
+        assert mask.flatten().tolist() == after, (layer, name)
+        expected = torch.tensor(mean).view(weight.shape) * torch.tensor(after).view(weight.shape)
+        torch.testing.assert_close(weight, expected, atol=1e-4, rtol=1e-3)
+        layers_of(merged)[layer].get_submodule(name.removesuffix(".weight")).weight.data = expected
+    row = result.rounds[-1]
+    for text in ("first", "second"):
+        words = (texts / "test" / f"{text}.txt").read_text()
+        value, windows = perplexity_by_hand(merged, words, 32)
+        told = row["perplexity_by_text"][text]
+        assert told["global"] == pytest.approx(value, rel=1e-3)
+        assert (told["window"], told["windows"], told["tokens"]) == (32, windows, 32 * windows)
+        own = [perplexity_by_hand(model, words, 32)[0] for model in models]
+        assert [c["perplexity"][text] for c in result.clients] == pytest.approx(own, rel=1e-3)
+        assert told["personal_mean"] == pytest.approx(sum(own) / CLIENTS, rel=1e-3)
+    assert row["perplexity_global"] == row["perplexity_by_text"]["first"]["global"]
+    dense = result.info["dense_perplexity"]["first"]["value"]
+    assert dense == pytest.approx(
+        perplexity_by_hand(whole(llm), (texts / "test" / "first.txt").read_text(), 32)[0], rel=1e-4
+    )
+
+
+def test_the_records_read_back(run):
+    result = run()
+    read = load_run(result.folder)
+    assert read.last("perplexity_global") == result.rounds[-1]["perplexity_global"]
+    assert [row["layers_pruned"] for row in read.clients] == [2] * CLIENTS
+    assert all(row["accuracy_personal"] is None and row["perplexity_personal"] > 1 for row in read.clients)
+    assert read.masks is not None
+
+
+def test_every_matrix_has_exactly_the_density_asked_for_and_more_before_expansion(run):
+    for density in (0.5, 0.3):
+        result = run(density=density)
+        for weight, mask in global_layers(result).values():
+            assert int(mask.sum()) == math.floor(density * mask.numel() + 1e-6)
+            assert not weight[~mask].any()
+        row = result.rounds[-1]
+        assert row["density_global"] == pytest.approx(density, abs=1e-2)
+        assert row["density_before_expansion"] > row["density_global"] + 0.02
+        assert run(density=density, fedspallm_expansion="none").rounds[-1]["density_global"] == pytest.approx(
+            row["density_before_expansion"]
+        )
+
+
+def test_a_pattern_holds_in_the_global_model(run):
+    for _, mask in global_layers(run(fedspallm_pattern="2:4")).values():
+        assert (mask.view(mask.shape[0], -1, 4).sum(2) == 2).all()
+
+
+def test_in_the_first_round_only_numbers_go_down_and_packed_layers_come_up(run):
+    result = run()
+    trained = [m for m in result.wiretap.messages if m.kind == "train"]
+    assert len(trained) == 2 * CLIENTS
+    assert all(not m.down.tensors and m.bytes_down < 400 for m in trained)
+    for message in trained:
+        assert message.up.tensors.keys() == message.up.masks.keys()
+        dense = 4 * message.up.num_elements()
+        assert message.bytes_up < 0.5 * dense + message.up.num_elements() / 8 + 1500
+    row = result.rounds[-1]
+    assert row["bytes_up"] == sum(m.bytes_up for m in trained)
+    assert row["bytes_down"] == sum(m.bytes_down for m in trained)
+    assert row["replies"] == 2 * CLIENTS
+
+
+def test_later_rounds_send_the_pruned_layer_and_go_on_from_it(run):
+    result = run(num_server_rounds=2)
+    first = global_layers(run())
+    later = [m for m in result.wiretap.messages if m.kind == "train" and m.round > 2]
+    assert len(later) == 2 * CLIENTS
+    for message in later:
+        layer = message.round - 3
+        for name, tensor in message.down.tensors.items():
+            weight, mask = first[layer, name]
+            assert torch.equal(message.down.masks[name], mask)
+            assert torch.equal(tensor, weight)
+    assert result.info["rounds_completed"] == 2
+    assert result.rounds[1]["density_global"] == pytest.approx(0.5, abs=1e-2)
+
+
+def test_layers_nobody_asked_a_client_for_never_travel_and_all_are_pruned(run):
+    result = run(fedspallm_layer_shares="0.5", clients=4)
+    trained = [m for m in result.wiretap.messages if m.kind == "train"]
+    assert sorted(m.partition for m in trained) == [0, 1, 2, 3]
+    assert sorted(m.round for m in trained) == [1, 1, 2, 2]
+    everything = run(clients=4)
+    assert result.rounds[0]["bytes_up"] < 0.6 * everything.rounds[0]["bytes_up"]
+    assert result.rounds[0]["density_global"] == pytest.approx(0.5, abs=1e-2)
+    assert all(row["pruners"] == 2 for row in result.rounds[0]["layers"].values())
+    densities = [row["density"] for row in result.clients]
+    assert max(densities) < 1
+
+
+def test_a_layer_that_was_not_asked_for_is_passed_as_the_dense_one(run, llm, tmp_path):
+    result = run(fedspallm_layer_shares="0.5", clients=4)
+    upper = next(m for m in result.wiretap.messages if m.kind == "train" and m.round == 2)
+    model = whole(llm)
+    linears = {n: m for n, m in layers_of(model)[1].named_modules() if isinstance(m, nn.Linear)}
+    seen = {name: [] for name in linears}
+    for name, linear in linears.items():
+        linear.register_forward_hook(lambda m, arguments, output, into=seen[name]: into.append(arguments[0]))
+    with torch.no_grad():
+        for segment in segments_of(result.config, upper.partition, 4, tmp_path):
+            model(segment[None])
+    for name, linear in linears.items():
+        inputs = torch.stack([x.reshape(-1, x.shape[-1]) for x in seen[name]])
+        weight, mask = sparsegpt_reference(linear.weight.data, inputs, block_size=8, density=0.5)
+        assert torch.equal(upper.up.masks[f"{name}.weight"], mask)
+        torch.testing.assert_close(upper.up.tensors[f"{name}.weight"], weight, atol=1e-4, rtol=1e-3)
+
+
+def test_unsampled_layers_can_be_the_current_ones(run):
+    result = run(num_server_rounds=2, fedspallm_layer_shares="0.5", fedspallm_unsampled="current", clients=4)
+    later = [m for m in result.wiretap.messages if m.kind == "train" and m.round > 2]
+    assert len(later) == 8
+    assert all(m.down.tensors for m in later)
+    assert sum(bool(m.up.tensors) for m in later) == 4
+
+
+def test_the_saved_model_loads_in_plain_transformers_and_the_packed_one_is_the_same_and_smaller(run):
+    result = run(density=0.3)
+    saved, packed = whole(result.folder / "models" / "global"), load_packed(result.folder / "models" / "global-packed")
+    ids = torch.arange(60)[None]
+    with torch.no_grad():
+        assert torch.equal(saved(ids).logits, packed(ids).logits)
+    for (layer, name), (weight, _) in global_layers(result).items():
+        assert torch.equal(layers_of(saved)[layer].get_parameter(name), weight)
+    sizes = result.info["final_model"]
+    folder = result.folder / "models"
+    on_disk = sum(path.stat().st_size for path in (folder / "global-packed").glob("*.fp"))
+    assert sizes["packed_bytes"] == on_disk
+    # 0.7 of the matrices are gone; embeddings are as large as before
+    elements = result.info["model"]["prunable"]
+    assert sizes["packed_bytes"] < sizes["checkpoint_bytes"] - 4 * 0.7 * elements + elements / 8 + 2000
+    tokenizer = import_transformers().AutoTokenizer.from_pretrained(folder / "global")
+    assert tokenizer("é\n").input_ids == list("é\n".encode())
+
+
+def test_a_client_with_another_dense_layer_is_sent_the_servers(run, settings, tmp_path):
+    def query(message, context):
+        reply = client_app.query(message, context)
+        if context.node_config["partition-id"] == 1:
+            fields = wire.fields_of(reply.content)
+            fields["layer-digests"] = ["0" * 64, fields["layer-digests"][1]]
+            reply.content = RecordDict({"fields": wire.pack(None, fields)["fields"]})
+        return reply
+
+    sent = {}
+
+    def train(message, context, honest):
+        fields = wire.fields_of(message.content)
+        key = (context.node_config["partition-id"], fields["layer"])
+        sent[key] = wire.payload_of(message.content, 10**7)
+        return honest(message, context)
+
+    tampered = ClientApp()
+    tampered.query()(query)
+    tampered.train()(lambda message, context: train(message, context, client_app.train))
+    tampered.evaluate()(client_app.evaluate)
+    config = parse_config({**settings, "out-dir": str(tmp_path / "run")})
+    run_in_process(server_app.app, tampered, CLIENTS, config.to_dict())
+    assert [key for key, payload in sent.items() if payload.tensors] == [(1, 0)]
+    assert Finished(tmp_path / "run").sha256 == run().sha256
+
+
+def test_a_run_cut_off_between_two_layers_goes_on_with_the_next(run, settings, tmp_path):
+    asked = []
+
+    def break_at_layer_1(message, context, honest):
+        layer = wire.fields_of(message.content)["layer"]
+        asked.append(layer)
+        if layer == 1:
+            raise RuntimeError("cut off")
+        return honest(message, context)
+
+    folder = tmp_path / "run"
+    config = parse_config({**settings, "out-dir": str(folder)})
+    with pytest.raises(Exception, match="decoder layer 1 in round 1 had 0 good replies"):
+        run_in_process(server_app.app, wrapped_app(break_at_layer_1), CLIENTS, config.to_dict())
+    assert Finished(folder).info["status"] == "failed"
+    asked.clear()
+
+    def listen(message, context, honest):
+        asked.append(wire.fields_of(message.content)["layer"])
+        return honest(message, context)
+
+    again = parse_config({**settings, "resume-from": str(folder)})
+    run_in_process(server_app.app, wrapped_app(listen), CLIENTS, again.to_dict())
+    assert set(asked) == {1}
+    assert Finished(folder).sha256 == run().sha256
+    row, expected = Finished(folder).rounds[-1], run().rounds[-1]
+    for key in ("bytes_up", "density_global", "density_before_expansion", "density_by_layer", "loss_mean"):
+        assert row[key] == pytest.approx(expected[key]), key
+
+
+def test_a_client_that_lost_its_state_computes_it_again(run, settings, tmp_path):
+    folder = tmp_path / "run"
+
+    def lose(message, context, honest):
+        if wire.fields_of(message.content)["layer"] == 1 and context.node_config["partition-id"] == 0:
+            shutil.rmtree(folder / "clients" / "00000")
+        return honest(message, context)
+
+    config = parse_config({**settings, "out-dir": str(folder)})
+    run_in_process(server_app.app, wrapped_app(lose), CLIENTS, config.to_dict())
+    finished = Finished(folder)
+    assert finished.info["status"] == "completed"
+    assert any("is lost" in note for note in finished.rounds[0]["notes"])
+
+
+@pytest.mark.parametrize("kind", ["sparsegpt", "wanda", "magnitude"])
+def test_every_pruner_runs_and_equal_seeds_give_equal_models(run, kind):
+    one = run(fedspallm_pruner=kind)
+    two = run(fedspallm_pruner=kind, fresh=True)
+    assert one.sha256 == two.sha256
+    assert math.isfinite(one.rounds[-1]["perplexity_global"])
+
+
+def test_pruning_by_magnitude_makes_all_clients_agree(run):
+    result = run(fedspallm_pruner="magnitude")
+    row = result.rounds[-1]
+    assert row["density_before_expansion"] == row["density_global"]
+    assert all(layer["mask_distance"] == 0 for layer in row["layers"].values())
+    masks = json.loads((result.folder / "masks.json").read_text())
+    assert torch.tensor(masks["distance"]).sum() == 0
+
+
+def test_masks_are_compared_entry_by_entry(run):
+    result = run()
+    masks = {}
+    for message in result.wiretap.messages:
+        if message.kind == "train":
+            flat = torch.cat([m.flatten() for _, m in sorted(message.up.masks.items())])
+            masks.setdefault(message.partition, []).append(flat)
+    told = json.loads((result.folder / "masks.json").read_text())["distance"]
+    joined = {partition: torch.cat(parts) for partition, parts in masks.items()}
+    for i in range(CLIENTS):
+        for j in range(CLIENTS):
+            assert told[i][j] == pytest.approx(float((joined[i] != joined[j]).double().mean()), abs=1e-6)
+
+
+def test_a_lying_reply_is_left_out_and_named(run, settings, tmp_path):
+    def lie(message, context, honest):
+        reply = honest(message, context)
+        if context.node_config["partition-id"] == 2:
+            payload = wire.payload_of(reply.content, 10**7)
+            name = next(iter(payload.tensors))
+            tensors = {**payload.tensors, name: payload.tensors[name] * float("inf")}
+            reply.content["payload"] = wire.to_arrays(type(payload)(tensors, payload.masks))
+        return reply
+
+    config = parse_config({**settings, "out-dir": str(tmp_path / "run")})
+    run_in_process(server_app.app, wrapped_app(lie), CLIENTS, config.to_dict())
+    row = Finished(tmp_path / "run").rounds[-1]
+    assert row["failures"] == 2
+    assert all(reason.startswith("client 2: ") and "NaN or infinite" in reason for reason in row["failure_reasons"])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_travels_as_such(run, dtype):
+    result = run(fedspallm_dtype=dtype)
+    message = next(m for m in result.wiretap.messages if m.kind == "train")
+    assert {str(t.dtype) for t in message.up.tensors.values()} == {f"torch.{dtype}"}
+    assert result.info["model"]["dtype"] == dtype
+    saved = whole(result.folder / "models" / "global")
+    assert saved.dtype == getattr(torch, dtype)
+    assert math.isfinite(result.rounds[-1]["perplexity_global"])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("fedspallm.pattern", "4", "fedspallm.pattern is '4', allowed: n:m"),
+        ("fedspallm.pattern", "1:3", "fedspallm.block-size is 128, allowed with a pattern: a multiple of 3"),
+        ("fedspallm.layer-shares", "0.5 2", "fedspallm.layer-shares is '0.5 2', allowed: numbers above 0"),
+        ("dataset", "digits", "dataset is 'digits', allowed with system 'fedspallm': stdlib, text"),
+        ("fedspallm.pruner", "oracle", "fedspallm.pruner is 'oracle', allowed: sparsegpt, wanda, magnitude"),
+    ],
+)
+def test_a_wrong_setting_is_one_line(key, value, says):
+    with pytest.raises(ConfigError) as caught:
+        check_names(parse_config({"system": "fedspallm", "dataset": "stdlib", key: value}))
+    assert says in str(caught.value)
+
+
+def test_a_packed_model_trusts_nothing(run, tmp_path):
+    folder = tmp_path / "packed"
+    shutil.copytree(run(density=0.3).folder / "models" / "global-packed", folder)
+    part = folder / "part-00001.fp"
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_packed(folder)
+    with pytest.raises(ValueError, match=r"too early|declares"):
+        unpack(part.read_bytes(), 10**6)
