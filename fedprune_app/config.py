@@ -217,7 +217,7 @@ class FedP3Options:
     """FedP3; the common key ``density`` is that of the layers a client does not train (the paper's global ratio)."""
 
     layer_set: str = option(
-        "opu3",
+        "lowerb",
         "hidden layers a client trains in full and uploads; the last layer always is",
         choices=(*FEDP3_COUNTS, "all", *FEDP3_BLOCKS, "capacity", "by-hand"),
     )

@@ -390,7 +390,7 @@ def test_a_clients_capacity_bounds_what_is_deployed_to_it(federation, monkeypatc
     [
         ({"fedp3_layer_set": "opu9"}, "fedp3.layer-set is 'opu9', allowed: lowerb, opu2"),
         ({"fedp3_layer_set": "by-hand"}, "fedp3.layers is '', allowed with fedp3.layer-set 'by-hand': sets of layers"),
-        ({"fedp3_layers": "conv1"}, "fedp3.layers is 'conv1', allowed with fedp3.layer-set 'opu3': nothing"),
+        ({"fedp3_layers": "conv1"}, "fedp3.layers is 'conv1', allowed with fedp3.layer-set 'lowerb': nothing"),
         (
             {"fedp3_layer_set": "by-hand", "fedp3_layers": "conv1; conv7"},
             "fedp3.layer-set is 'by-hand' for client 1: 'conv7' names no hidden layer, allowed: conv1, conv2, conv3",
