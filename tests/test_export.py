@@ -114,7 +114,9 @@ def brief(monkeypatch):
 
 # --- what is computed ---------------------------------------------------------------------------------------------
 
-PERSONAL = [name for name, system in SYSTEMS.items() if not issubclass(system.client, FineTuned)]
+PERSONAL = [
+    name for name, system in SYSTEMS.items() if system.data == "images" and not issubclass(system.client, FineTuned)
+]
 
 
 @pytest.mark.parametrize("system", PERSONAL)
