@@ -480,6 +480,21 @@ class Config:
     deadline_seconds: float = option(600.0, "a round waits this long for replies", above=0)
     startup_seconds: float = option(300.0, "the run waits this long for its clients to come up", above=0)
     min_replies: int = option(1, "a round with fewer good replies stops the run", least=1)
+    robust: str = option(
+        "none",
+        "how the server averages models: plainly, each client's move clipped to robust-norm, or by coordinate without "
+        "the smallest and largest values",
+        choices=("none", "clip", "trimmed-mean"),
+    )
+    robust_norm: float = option(
+        0.0, "L2 norm that a client's model may be from the server's, for robust 'clip'", least=0
+    )
+    robust_trim: float = option(
+        0.2,
+        "share of a coordinate's values left out at either end, for robust 'trimmed-mean'; where that is none, it stays",
+        least=0,
+        below=0.5,
+    )
     out_dir: str = option("", "run folder, absolute; empty: ~/fedprune-runs/<run id>")
     state_dir: str = option("", "folder for the clients' state of any run, absolute; empty: <run folder>/clients")
     resume_from: str = option("", "run folder to continue")
@@ -589,6 +604,9 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     config = Config(**top)
     config.dispfl.density_of(0, config.density)
     config.fjord.width_of(0)
+    if (config.robust == "clip") != (config.robust_norm > 0):
+        allowed = "above 0" if config.robust == "clip" else "0"
+        raise ConfigError(f"robust-norm is {config.robust_norm}, allowed with robust {config.robust!r}: {allowed}")
     _check_fedp3(config)
     config.fedspallm.layer_share(0)
     if (pattern := config.fedspallm.n_of_m()) and config.fedspallm.block_size % pattern[1]:

@@ -99,6 +99,10 @@ def check_names(config: Config) -> Config:
     system = SYSTEMS.get(config.system)
     if system and config.dp.enabled and (reason := system.client.why_not_private(config)):
         raise ConfigError(reason)
+    if system and config.robust != "none" and not system.strategy.averages:
+        raise ConfigError(
+            f"robust is {config.robust!r}, allowed with system {config.system!r}: none; its server averages no models"
+        )
     if system and system.data == "text":
         if config.dataset not in TEXTS:
             texts = ", ".join(TEXTS)

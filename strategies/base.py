@@ -23,7 +23,9 @@ from torch import Tensor
 
 from fedprune_app.config import Config
 from fedprune_app.core import metrics, rng
+from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.payload import Payload
+from fedprune_app.core.robust import BoundedMean, TrimmedMean
 from fedprune_app.engine import rounds, wire
 from fedprune_app.engine.rounds import Answer, Peer, Roster
 from fedprune_app.engine.store import State, VersionedStore, write_tensors
@@ -116,6 +118,8 @@ class FederatedStrategy(Strategy):
         self.paper_epsilons: dict[int, float] = {}
         self.spent: dict[int, int] = {}  # partition -> the round after which its budget bears no other
 
+    averages = False  # whether it averages models by :meth:`averaging`, so that ``robust`` means something
+
     # --- what a system says -------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -150,6 +154,13 @@ class FederatedStrategy(Strategy):
 
     def close_round(self, round: int) -> None:
         """After the last reply."""
+
+    def averaging(self, count: int, max_weight: int = 1) -> MaskedMean | BoundedMean | TrimmedMean:
+        """The average that ``robust`` asks for, of at most ``count`` models in the coordinates of the server's."""
+        if self.config.robust == "trimmed-mean":
+            return TrimmedMean(self.config.robust_trim)
+        mean = MaskedMean(count, max_weight)
+        return BoundedMean(mean, self.model, self.config.robust_norm) if self.config.robust == "clip" else mean
 
     def evaluation_payload(self) -> Payload:
         """What a client evaluates as the received model."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.rounds import Peer
 from fedprune_app.engine.wire import Schema
@@ -17,6 +16,7 @@ from strategies.base import FederatedStrategy
 class FedAvg(FederatedStrategy):
     """``w_{t+1} = Σ_k n_k w_k / Σ_k n_k`` over the clients that replied."""
 
+    averages = True
     headline = "accuracy_global"
 
     def plan(self, round: int, participants: list[int]) -> Mapping[int, Payload]:
@@ -27,7 +27,7 @@ class FedAvg(FederatedStrategy):
 
     def open_round(self, round: int, participants: list[int]) -> None:
         largest = max(self.roster[partition].num_examples for partition in participants)
-        self.mean = MaskedMean(len(participants), max_weight=largest)
+        self.mean = self.averaging(len(participants), max_weight=largest)
 
     def accept(self, peer: Peer, update: Payload) -> None:
         self.mean.add(update, weight=peer.num_examples)

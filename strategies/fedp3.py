@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedprune_app.config import FEDP3_COUNTS, ConfigError, FedP3Options
 from fedprune_app.core import layers, rng
-from fedprune_app.core.aggregate import MaskedMean, attention_mean
+from fedprune_app.core.aggregate import attention_mean
 from fedprune_app.core.masks import sketch_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
@@ -39,6 +39,7 @@ Assigned = tuple[tuple[str, ...], float]  # the hidden layers L_i, and the densi
 class FedP3(FederatedStrategy):
     """Layers are averaged one by one, over the clients that train them; a layer that nobody sent stays as it is."""
 
+    averages = True
     paper_formula = "32 bits per parameter: down own layers, last layer, ratio of the others; up own layers, last layer"
 
     headless: frozenset[str] = frozenset()  # tensors of no layer, which travel down to all
@@ -49,6 +50,8 @@ class FedP3(FederatedStrategy):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
+        if self.options.aggregation == "attention" and self.config.robust != "none":
+            raise ConfigError(f"robust is {self.config.robust!r}, allowed with fedp3.aggregation 'attention': none")
         self.layers = layers.layers_of([n for n in self.model if n not in self.headless], self.prunable)
         self.sizes = {layer: sum(self.model[n].numel() for n in names) for layer, names in self.layers.items()}
         self.table_sizes = {layer: self._in_table(names) for layer, names in self.layers.items()}
@@ -149,7 +152,7 @@ class FedP3(FederatedStrategy):
 
     def open_round(self, round: int, participants: list[int]) -> None:
         self.round, self.participants = round, participants
-        self.mean = MaskedMean(len(participants), max_weight=len(self.layers))
+        self.mean = self.averaging(len(participants), max_weight=len(self.layers))
         self.kept: dict[int, Payload] = {}  # attention needs all replies at once
         self.contributed = dict.fromkeys(self.layers, 0)  # Σ N_i over the clients of each layer
 

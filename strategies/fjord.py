@@ -15,7 +15,6 @@ from typing import Any
 
 from torch import Tensor
 
-from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import Extents, extents, hidden_groups, lead, lead_masks, leading_count, widen
@@ -28,6 +27,7 @@ from strategies.base import Contents, FederatedStrategy
 class FjORD(FederatedStrategy):
     """What is judged is the network at full width; clients also answer for the width that they can bear."""
 
+    averages = True
     headline = "accuracy_global"
     paper_formula = "32 bits per parameter of the client's sub-network, both ways"
 
@@ -70,7 +70,7 @@ class FjORD(FederatedStrategy):
     def open_round(self, round: int, participants: list[int]) -> None:
         self.participants = participants
         largest = max(self.roster[partition].num_examples for partition in participants)
-        self.mean = MaskedMean(len(participants), max_weight=largest)
+        self.mean = self.averaging(len(participants), max_weight=largest)
 
     def accept(self, peer: Peer, update: Payload) -> None:
         masks = lead_masks(self.reach(peer.partition), self.shapes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.rounds import Peer
 from fedprune_app.engine.wire import Schema
@@ -22,6 +21,7 @@ class SubFedAvg(FederatedStrategy):
     this count per element). Biases carry no mask: their plain mean. The server's model stays dense and is sent dense.
     """
 
+    averages = True
     paper_formula = "down 32 bits per parameter; up 32 bits per kept and 1 bit per pruned one, at the target rate"
 
     def plan(self, round: int, participants: list[int]) -> Mapping[int, Payload]:
@@ -31,7 +31,7 @@ class SubFedAvg(FederatedStrategy):
         return Schema.like(self.model, masked=self.prunable)
 
     def open_round(self, round: int, participants: list[int]) -> None:
-        self.mean = MaskedMean(len(participants))
+        self.mean = self.averaging(len(participants))
 
     def accept(self, peer: Peer, update: Payload) -> None:
         self.mean.add(update)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.payload import Payload
 
 _BLOCK = 2**16  # coordinates at a time, of all clients
@@ -40,12 +41,31 @@ def clipped(update: Payload, base: Mapping[str, Tensor], bound: float) -> Payloa
     return Payload(tensors, update.masks)
 
 
+class BoundedMean:
+    """A :class:`MaskedMean` of payloads that :func:`clipped` brought within ``bound`` of ``base``."""
+
+    def __init__(self, mean: MaskedMean, base: Mapping[str, Tensor], bound: float) -> None:
+        if not bound > 0:
+            raise ValueError(f"bound is {bound:g}, allowed: above 0")
+        self.bound, self.base, self._mean = bound, base, mean
+
+    def add(self, payload: Payload, weight: int = 1) -> None:
+        """Add one client's payload; nothing is added when this raises."""
+        self._mean.add(clipped(payload, self.base, self.bound), weight)
+
+    def mean(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """As :meth:`MaskedMean.mean`."""
+        return self._mean.mean(fallback)
+
+
 class TrimmedMean:
     """Coordinate-wise trimmed mean over the clients that kept each coordinate.
 
     Of the ``n`` values of a coordinate the ``⌊trim · n⌋`` smallest and as many largest are left out; the others count
-    alike. With ``trim`` above the share of hostile clients among a coordinate's keepers, the result lies between values
-    of honest ones. Order of arrival changes no bit: values are summed in order of size. Source: Yin et al., ICML 2018,
+    alike. Where ``n`` is too small for any to be left out, hostile clients could be the only ones: the coordinate stays
+    where it was (unless ``trim`` is 0). A larger ``trim`` trusts fewer keepers: at 0.4 three are enough, of whom two may
+    be hostile; at 0.2 it takes five. With ``trim`` above the share of hostile clients among a coordinate's keepers, the
+    result lies between values of honest ones. Order of arrival changes no bit: values are summed in order of size. Source: Yin et al., ICML 2018,
     Definition 2, here per coordinate's own keepers.
 
     A median cannot be streamed: this holds all payloads that were added, O(clients x model). Weights are not used,
@@ -96,5 +116,6 @@ class TrimmedMean:
             rank = torch.arange(len(table), device=table.device).unsqueeze(1)
             table.masked_fill_((rank < cut) | (rank >= kept - cut), 0)
             mean = table.sum(dim=0) / (kept - 2 * cut).clamp(min=1)
-            result[part] = torch.where(kept > 0, mean, stays[part].double()).to(old.dtype)
+            trusted = cut > 0 if self.trim else kept > 0
+            result[part] = torch.where(trusted, mean, stays[part].double()).to(old.dtype)
         return result.view(old.shape)

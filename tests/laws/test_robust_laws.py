@@ -36,7 +36,7 @@ def reference(payloads, trim):
                 float(p.tensors[name][index]) for p in payloads if name not in p.masks or p.masks[name][index]
             )
             cut = math.floor(trim * len(values) + 1e-9)
-            if values:
+            if values and (cut or not trim):
                 left = values[cut : len(values) - cut]
                 out[index] = sum(left) / len(left)
         result[name] = out

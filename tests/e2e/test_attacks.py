@@ -1,0 +1,88 @@
+"""Hostile clients: what they send is valid, and meant to destroy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedprune_app.config import ConfigError
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine import wire
+from tests.conftest import tampered_app
+
+HOSTILE = (0, 5)  # two of ten
+SETTINGS = {
+    "clients": 10,
+    "partition": "iid",
+    "num_server_rounds": 6,
+    "local_epochs": 3,
+    "learning_rate": 0.1,
+    "fraction_train": 1.0,
+    "evaluate_every": 6,
+}
+
+
+def inverted(request, reply, partition):
+    """An honest client's reply, or for a hostile one its weights times -4: two of them cancel the other eight."""
+    if partition in HOSTILE:
+        honest = wire.payload_of(reply.content, 10**7)
+        reply.content[wire.PAYLOAD] = wire.to_arrays(
+            Payload({name: tensor * -4 for name, tensor in honest.tensors.items()}, honest.masks)
+        )
+    return reply
+
+
+def accuracy(run) -> float:
+    return run.rounds[-1]["accuracy_global"]
+
+
+@pytest.mark.parametrize("system", ["fedavg", "subfedavg"])
+def test_a_fifth_of_attackers_ruin_a_plain_average_and_no_robust_one(federate, system):
+    more = {"system": system, "subfedavg.accuracy-threshold": 30.0}
+    honest = accuracy(federate(name="honest", **SETTINGS, **more))
+    plain = accuracy(federate(name="plain", app=tampered_app(inverted), **SETTINGS, **more))
+    trimmed = accuracy(federate(name="trim", app=tampered_app(inverted), robust="trimmed-mean", **SETTINGS, **more))
+    clip = {"robust": "clip", "robust_norm": 2.0}
+    clipped = accuracy(federate(name="clip", app=tampered_app(inverted), **clip, **SETTINGS, **more))
+    assert honest > 0.8
+    assert plain < 0.3
+    assert trimmed > honest - 0.1
+    assert clipped > plain + 0.3
+
+
+def test_values_of_1e30_are_refused_and_move_nothing(federate):
+    def huge(request, reply, partition):
+        if partition in HOSTILE:
+            honest = wire.payload_of(reply.content, 10**7)
+            tensors = {name: torch.full_like(tensor, 1e30) for name, tensor in honest.tensors.items()}
+            reply.content[wire.PAYLOAD] = wire.to_arrays(Payload(tensors, honest.masks))
+        return reply
+
+    run = federate(app=tampered_app(huge), system="fedavg", **SETTINGS)
+    assert accuracy(run) > 0.8
+    for row in run.rounds:
+        assert (row["replies"], row["failures"]) == (8, 2)
+        assert all("magnitude 1e+30" in reason for reason in row["failure_reasons"])
+
+
+def test_without_attackers_an_ample_bound_changes_nothing(federate):
+    plain = federate(name="plain", system="fedavg", **SETTINGS)
+    bounded = federate(name="bounded", system="fedavg", robust="clip", robust_norm=1e6, **SETTINGS)
+    assert plain.sha256 == bounded.sha256
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"system": "dispfl", "robust": "trimmed-mean"},
+            "robust is 'trimmed-mean', allowed with system 'dispfl': none",
+        ),
+        ({"system": "fedavg", "robust": "clip"}, "robust-norm is 0.0, allowed with robust 'clip': above 0"),
+        ({"system": "fedavg", "robust_norm": 1.0}, "robust-norm is 1.0, allowed with robust 'none': 0"),
+        ({"system": "fedavg", "robust": "trimmed-mean", "robust_trim": 0.5}, "robust-trim is 0.5, allowed: "),
+    ],
+)
+def test_what_cannot_be_is_refused_on_one_line(federate, settings, says):
+    with pytest.raises(ConfigError, match=says.replace(".", r"\.")):
+        federate(**settings)
