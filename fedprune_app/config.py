@@ -491,7 +491,7 @@ class Config:
     )
     robust_trim: float = option(
         0.2,
-        "share of a coordinate's values left out at either end, for robust 'trimmed-mean'; where that is none, it stays",
+        "share of a coordinate's values left out at either end, for robust 'trimmed-mean'; if that is none, it stays",
         least=0,
         below=0.5,
     )

@@ -62,11 +62,11 @@ class TrimmedMean:
     """Coordinate-wise trimmed mean over the clients that kept each coordinate.
 
     Of the ``n`` values of a coordinate the ``⌊trim · n⌋`` smallest and as many largest are left out; the others count
-    alike. Where ``n`` is too small for any to be left out, hostile clients could be the only ones: the coordinate stays
-    where it was (unless ``trim`` is 0). A larger ``trim`` trusts fewer keepers: at 0.4 three are enough, of whom two may
-    be hostile; at 0.2 it takes five. With ``trim`` above the share of hostile clients among a coordinate's keepers, the
-    result lies between values of honest ones. Order of arrival changes no bit: values are summed in order of size. Source: Yin et al., ICML 2018,
-    Definition 2, here per coordinate's own keepers.
+    alike. Where ``n`` is too small for any to be left out, hostile clients could be the only ones: the coordinate
+    stays where it was (unless ``trim`` is 0). A larger ``trim`` trusts fewer keepers: at 0.4 three are enough, of whom
+    two may be hostile; at 0.2 it takes five. With ``trim`` above the share of hostile clients among a coordinate's
+    keepers, the result lies between values of honest ones. Order of arrival changes no bit: values are summed in order
+    of size. Source: Yin et al., ICML 2018, Definition 2, here per coordinate's own keepers.
 
     A median cannot be streamed: this holds all payloads that were added, O(clients x model). Weights are not used,
     because clients choose them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -136,7 +137,9 @@ def test_an_interrupted_run_stops_everything_it_started_and_resumes_to_the_same_
 def test_ctrl_c_ends_everything_the_run_started_and_says_so(tmp_path):
     out = tmp_path / "run"
     command = [*COMMAND, "run", "num-server-rounds=500", "--clients", "4", "--workers", "1", "--out", str(out)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    # whoever runs the tests in the background has SIGINT ignored, and so would the child
+    listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=listens)
     deadline = time.monotonic() + 120
     while not (out / "rounds.jsonl").exists() or not read(out, "rounds.jsonl"):
         assert process.poll() is None, process.stderr.read()
