@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clients.node import NDArrays, Node
+from clients.node import NDArrays, Node, never_private
 from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.text import (
@@ -85,6 +85,10 @@ class FedSpaLLMClient(Node):
         self.options = config.fedspallm
         self.model = language_model(config, self.device)
         self.layers = LayerFiles(self.store.folder / "layers")
+
+    @classmethod
+    def why_not_private(cls, config: Config) -> str:
+        return never_private(config, "masks and weights are chosen by the raw text")
 
     @property
     def num_examples(self) -> int:

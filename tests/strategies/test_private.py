@@ -127,7 +127,7 @@ def test_every_system_has_decided_whether_it_can_be_private():
     undecided = "nobody has examined what it releases"
     config = parse_config({"dp.enabled": True, "dp.noise-multiplier": 1.0})
     assert {name for name, of in SYSTEMS.items() if undecided in of.client.why_not_private(config)} == set()
-    assert set(ADMISSIBLE) | {"subfedavg-hy", "fedfomo", "fedcr", "fjord", "dpsgd-ft"} == set(SYSTEMS)
+    assert set(ADMISSIBLE) | {"subfedavg-hy", "fedfomo", "fedcr", "fjord", "dpsgd-ft", "fedspallm"} == set(SYSTEMS)
 
 
 # --- counts -----------------------------------------------------------------------------------------------------------
