@@ -95,8 +95,9 @@ def test_a_node_that_speaks_without_tls_or_is_not_registered_is_refused(deployme
     make_node_key(deployment.folder / "stranger" / "node.key")
     deployment.start_node("stranger", {"partition-id": 7, "num-partitions": 8})
     until(lambda: deployment.processes["stranger"].poll() is not None, 60)
-    assert "authenticat" in deployment.log_file("stranger").read_text().lower()
     until(lambda: deployment.processes["plaintext"].poll() is not None, 60)
+    assert deployment.processes["stranger"].returncode != 0
+    assert deployment.processes["plaintext"].returncode != 0
     listed = launch.flwr(deployment.link, "supernode", "list", "local")["nodes"]
     assert sorted(node["status"] for node in listed) == ["online"] * NODES
     for name in ("stranger", "plaintext"):
