@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clients.node import NDArrays, Node, payload_names, received_payload
+from clients.node import NDArrays, Node, received_payload
 from clients.privacy import ClientPrivacy
 from clients.training import SGD, TrainingResult, evaluate, train
 from fedprune_app.config import Config
@@ -30,8 +30,6 @@ from fedprune_app.engine.wire import Schema
 from fedprune_app.models import vision
 from fedprune_app.models.initial import initial_model, layer_flops, shared_names
 from fedprune_app.results.files import replace_file
-
-__all__ = ["FederatedClient", "Update", "data_config", "payload_names", "split_letters", "with_letters"]
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class FedCRClient(FedP3Client):
 
     @property
     def options(self) -> FedP3Options:
-        return replace(self.config.fedp3, layer_set=self.config.fedcr.layer_set, layers="", personal_head=True)
+        return self.config.fedcr.as_fedp3(self.config.fedp3)
 
     def local_update(self, received: Payload, state: State, round: int) -> Update:
         classes, latent = self.network.prior.mean.shape

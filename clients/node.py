@@ -47,8 +47,7 @@ class Node(NumPyClient):
         self.request: Mapping[str, Any] = {}  # the fields of the message being answered
         self.received = Payload({})  # its payload
         self.store = VersionedStore(state_dir / f"{partition:05d}", keep=self.versions_kept)
-        cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-        self.device = torch.device("cuda" if cuda else "cpu")
+        self.device = device_of(config)
 
     # --- what a client says -------------------------------------------------------------------------------------
 
@@ -133,6 +132,12 @@ class Node(NumPyClient):
     def _note(lost: str, config: Mapping[str, Any]) -> dict[str, str]:
         notes = [lost, *config.get("refused", [])]
         return {"note": "; ".join(filter(None, notes))} if any(notes) else {}
+
+
+def device_of(config: Config) -> torch.device:
+    """What the key ``device`` means on this machine."""
+    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if cuda else "cpu")
 
 
 def payload_names(payload: Payload) -> dict[str, list[str]]:

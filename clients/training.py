@@ -231,6 +231,15 @@ def train(
     ):
         kept = _apply_masks(model, flat, masks) if masks else None
         velocity = torch.zeros_like(flat.values) if sgd.momentum else None
+        whole = Work(
+            model,
+            flat.named_values,
+            flat.named_gradients,
+            [flat.values],
+            [flat.gradients],
+            None if velocity is None else [velocity],
+            None if kept is None else [kept],
+        )
         if private is not None:
             everywhere = flat.views(torch.ones_like(flat.values) if kept is None else kept)
             gradient = on.enter_context(private.attached(model, flat.named_gradients, everywhere))
@@ -240,7 +249,7 @@ def train(
             else:
                 batches = iter(torch.split(torch.randperm(num_examples, generator=rng).to(device), sgd.batch_size))
             for batch in batches:
-                with _work(model, flat, velocity, kept, part and part(len(batch))) as work:
+                with _work(whole, model, flat, velocity, kept, part and part(len(batch))) as work:
                     if private is not None:
                         for some in torch.split(batch.to(device), private.physical_batch):
                             if len(some):
@@ -267,7 +276,7 @@ def train(
 
 @contextmanager
 def _work(
-    model: nn.Module, flat: FlatParameters, velocity: Tensor | None, kept: Tensor | None, part: Part | None
+    whole: Work, model: nn.Module, flat: FlatParameters, velocity: Tensor | None, kept: Tensor | None, part: Part | None
 ) -> Iterator[Work]:
     """What a step works on: the whole network as two flat tensors, or a part of it."""
     named_velocity = None if part is None or velocity is None else flat.views(velocity)
@@ -277,15 +286,6 @@ def _work(
             yield work
         return
     flat.gradients.zero_()
-    whole = Work(
-        model,
-        flat.named_values,
-        flat.named_gradients,
-        [flat.values],
-        [flat.gradients],
-        None if velocity is None else [velocity],
-        None if kept is None else [kept],
-    )
     if part is None:
         yield whole
         return

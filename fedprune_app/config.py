@@ -12,7 +12,7 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -299,6 +299,10 @@ class FedCROptions:
     layer_set: str = option(
         "all", "layers a client trains in full and sends, as fedp3.layer-set", choices=(*FEDP3_COUNTS, "all")
     )
+
+    def as_fedp3(self, options: FedP3Options) -> FedP3Options:
+        """FedP3's options as FedCR takes them: its own layer set, heads that stay with the clients."""
+        return replace(options, layer_set=self.layer_set, layers="", personal_head=True)
 
 
 @dataclass(frozen=True)

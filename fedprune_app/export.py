@@ -30,7 +30,7 @@ from fedprune_app.core.rng import generator
 from fedprune_app.core.structured import gather
 from fedprune_app.data.datasets import Dataset, load_dataset
 from fedprune_app.engine.store import State, VersionedStore, read_tensors
-from fedprune_app.models.initial import AUTO, channels_of, initial_model
+from fedprune_app.models.initial import channels_of, chosen_name, initial_model
 from fedprune_app.models.vision import load_state_tensors, parameter_names, prunable_names, state_tensors
 from fedprune_app.registry import SYSTEMS, check_names
 from fedprune_app.results.files import replace_file
@@ -201,7 +201,7 @@ def _exportable(config: Config, dataset: Dataset, client: int | None, round: int
         system=config.system,
         client=client,
         round=round,
-        model=AUTO[config.dataset] if config.model == "auto" else config.model,
+        model=chosen_name(config.model, config.dataset),
         image_shape=shape,
         classes=classes,
         mean=dataset.mean,

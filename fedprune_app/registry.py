@@ -29,7 +29,7 @@ from fedprune_app.config import Config, ConfigError
 from fedprune_app.data.datasets import DATASETS
 from fedprune_app.data.partitions import PARTITIONS
 from fedprune_app.data.text import TEXTS
-from fedprune_app.models.initial import AUTO
+from fedprune_app.models.initial import chosen_name
 from fedprune_app.models.vision import MODELS, architecture
 from strategies.base import FederatedStrategy
 from strategies.dispfl import DisPFL
@@ -119,7 +119,7 @@ def check_names(config: Config) -> Config:
 
 def _check_private(config: Config) -> None:
     """What does not depend on the system."""
-    name = AUTO[config.dataset] if config.model == "auto" else config.model
+    name = chosen_name(config.model, config.dataset)
     layers = architecture(name, (3, 64, 64), 2).modules()  # the size of the images does not matter here
     if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in layers):
         raise ConfigError(

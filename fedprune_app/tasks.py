@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from clients.fedspallm import language_model, perplexities
+from clients.node import device_of
 from fedprune_app.config import Config
 from fedprune_app.engine.rounds import ImagePeer, Peer, Roster, TextPeer
 from fedprune_app.engine.store import VersionedStore
-from fedprune_app.models.initial import AUTO, initial_model, shared_names
+from fedprune_app.models.initial import chosen_name, initial_model, shared_names
 from fedprune_app.models.saving import PrunedLayers, write_checkpoint, write_packed
 from fedprune_app.models.vision import prunable_names, state_tensors
 from fedprune_app.registry import SYSTEMS
@@ -37,7 +36,7 @@ def image_strategy(
     shared = {name: tensors[name] for name in shared_names(model, config.batch_norm)}
     recorder.annotate(
         model={
-            "name": AUTO[config.dataset] if config.model == "auto" else config.model,
+            "name": chosen_name(config.model, config.dataset),
             "parameters": sum(p.numel() for p in model.parameters()),
             "classes": first.num_classes,
         }
@@ -50,8 +49,7 @@ def text_strategy(
     config: Config, roster: Roster, recorder: Recorder, checkpoints: VersionedStore, run_key: str
 ) -> FederatedStrategy:
     """The strategy over a dense language model on this machine."""
-    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    model = language_model(config, "cuda" if cuda else "cpu")
+    model = language_model(config, device_of(config))
 
     def measure(layers: PrunedLayers) -> Mapping[str, Any]:
         return perplexities(config, model, lambda layer: layers(layer).tensors)

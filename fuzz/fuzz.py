@@ -26,7 +26,6 @@ with atheris.instrument_imports(include=["fedprune_app"]):
     from fedprune_app.results.reader import read_info, read_masks, read_rows
     from fedprune_app.sweep import read_matrix
 
-import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
@@ -64,7 +63,7 @@ def payloads() -> Iterable[Payload]:
 
 
 def encoded_payloads() -> Iterable[bytes]:
-    return (codec.encode(payload)[codec.KEY].tobytes() for payload in payloads())
+    return (codec.pack(payload) for payload in payloads())
 
 
 def state_files() -> Iterable[bytes]:
@@ -99,13 +98,18 @@ def replies() -> Iterable[bytes]:
 # --- targets ----------------------------------------------------------------------------------------------------------
 
 
+def written(name: str, data: bytes) -> Path:
+    path = FOLDER / name
+    path.write_bytes(data)
+    return path
+
+
 @target(encoded_payloads)
 def codec_bytes(data: bytes) -> None:
     """What is accepted is spelled in one way only, and stays within the stated memory."""
-    payload = codec.decode({codec.KEY: np.frombuffer(data, dtype=np.uint8)}, max_bytes=MAX_BYTES)
+    payload = codec.unpack(data, MAX_BYTES)
     assert sum(t.numel() * t.element_size() for t in payload.tensors.values()) <= MAX_BYTES
-    again = codec.encode(payload)[codec.KEY].tobytes()
-    assert again == data, "accepted, but spelled otherwise"
+    assert codec.pack(payload) == data, "accepted, but spelled otherwise"
 
 
 @target(replies)
@@ -131,39 +135,35 @@ def reply(data: bytes) -> None:
 @target(state_files)
 def state(data: bytes) -> State:
     """A state or checkpoint file, damaged or made by a stranger."""
-    path = FOLDER / "state.safetensors"
-    path.write_bytes(data)
+    path = written("state.safetensors", data)
     return read_tensors(path)
 
 
 @target(run_configs)
 def run_config(data: bytes) -> None:
-    path = FOLDER / "config.toml"
-    path.write_bytes(data)
+    path = written("config.toml", data)
     parse_config(read_toml(path))
 
 
 @target(matrices)
 def matrix(data: bytes) -> None:
-    path = FOLDER / "matrix.yaml"
-    path.write_bytes(data)
+    path = written("matrix.yaml", data)
     read_matrix(path).cells(FOLDER, {}, resume=False)
 
 
 @target(records)
 def jsonl(data: bytes) -> None:
-    path = FOLDER / "rounds.jsonl"
-    path.write_bytes(data)
+    path = written("rounds.jsonl", data)
     list(read_rows(path))
 
 
 @target(infos)
 def run_info(data: bytes) -> None:
     for name, read in (("run.json", read_info), ("masks.json", read_masks)):
-        (FOLDER / name).write_bytes(data)
+        path = written(name, data)
         with contextlib.suppress(ValueError):
             read(FOLDER)
-        (FOLDER / name).unlink()
+        path.unlink()
 
 
 def main() -> None:

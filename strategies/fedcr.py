@@ -8,8 +8,6 @@ Figure 2, right); layer sets follow ``fedp3.assignment``, and so on.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from fedprune_app.config import FedP3Options
@@ -30,7 +28,7 @@ class FedCR(FedP3):
 
     @property
     def options(self) -> FedP3Options:
-        return replace(self.config.fedp3, layer_set=self.config.fedcr.layer_set, layers="", personal_head=True)
+        return self.config.fedcr.as_fedp3(self.config.fedp3)
 
     def reply_schema(self, partition: int) -> Schema:
         chosen, _ = self.assigned(partition)

@@ -39,17 +39,18 @@ def initial_model(
 def _initial_model(
     name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int, init: str, seed: int
 ) -> nn.Module:
-    return build_model(_chosen(name, dataset), image_shape, num_classes, rng=generator(seed, "init"), init=init)
+    return build_model(chosen_name(name, dataset), image_shape, num_classes, rng=generator(seed, "init"), init=init)
 
 
-def _chosen(name: str, dataset: str) -> str:
+def chosen_name(name: str, dataset: str) -> str:
+    """The network that the key ``model`` means."""
     return AUTO[dataset] if name == "auto" else name
 
 
 @lru_cache(maxsize=2)
 def layer_flops(name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int) -> Mapping[str, int]:
     """FLOPs of one example's forward pass through that network, by layer."""
-    return forward_flops(architecture(_chosen(name, dataset), image_shape, num_classes), image_shape)
+    return forward_flops(architecture(chosen_name(name, dataset), image_shape, num_classes), image_shape)
 
 
 @lru_cache(maxsize=2)

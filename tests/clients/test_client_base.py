@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from clients import node
-from clients.base import data_config, payload_names, split_letters, with_letters
+from clients.base import data_config, split_letters, with_letters
 from clients.dispfl import DisPFLClient
 from clients.fedavg import FedAvgClient
+from clients.node import payload_names
 from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient
 from fedprune_app.config import parse_config

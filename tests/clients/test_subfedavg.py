@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from clients.base import payload_names
+from clients.node import payload_names
 from clients.subfedavg import SubFedAvgClient
 from fedprune_app.config import parse_config
 from fedprune_app.core.payload import Payload

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clients import base
-from clients.base import payload_names
+from clients.node import payload_names
 from clients.subfedavg_hy import SubFedAvgHyClient
 from fedprune_app.config import parse_config
 from fedprune_app.core.payload import Payload
