@@ -6,26 +6,17 @@ that slows down meanwhile slows all of them. Masks keep half of every weight ten
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from _turns import Steps, in_turns, print_ratios, step_arguments
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from clients.training import SGD, train
 from fedprune_app.core.rng import generator
-from fedprune_app.models import ImageShape, build_model, prunable_names
-
-SHAPES: dict[str, ImageShape] = {
-    "lenet5": (3, 32, 32),
-    "lenet5-bn": (3, 32, 32),
-    "cnn5": (1, 28, 28),
-    "cnn-small": (1, 8, 8),
-}
 
 
 def bare_loop(model: nn.Module, images: Tensor, labels: Tensor, sgd: SGD, masks: dict[str, Tensor] | None) -> None:
@@ -56,12 +47,7 @@ def loader_loop(model: nn.Module, images: Tensor, labels: Tensor, sgd: SGD) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["lenet5", "cnn-small"], choices=SHAPES)
-    parser.add_argument("--batch-size", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=60, help="steps per turn")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
+    parser = step_arguments(__doc__, models=["lenet5", "cnn-small"], batch_size=10, steps=60, repeats=15)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     for name in arguments.models:
@@ -69,38 +55,25 @@ def main() -> None:
 
 
 def measure(name: str, batch_size: int, num_steps: int, repeats: int) -> None:
-    rng = generator(0, "benchmark")
-    num_examples = num_steps * batch_size
-    images = torch.randn(num_examples, *SHAPES[name], generator=rng)
-    labels = torch.randint(0, 10, (num_examples,), generator=rng)
-    sgd = SGD(learning_rate=0.01, momentum=0.5, batch_size=batch_size)
+    steps = Steps(name, batch_size, num_steps)
+    data = (steps.images, steps.labels)
+    masks = steps.halving_masks()
 
-    def new_model() -> nn.Module:
-        return build_model(name, SHAPES[name], 10, rng=generator(0, "init"))
+    def bare(masks: dict[str, Tensor] | None) -> Callable[[], object]:
+        return partial(bare_loop, steps.new_model(), *data, steps.sgd, masks)
 
-    shapes = {key: value.shape for key, value in new_model().named_parameters()}
-    masks = {key: torch.rand(shapes[key], generator=rng) < 0.5 for key in prunable_names(new_model())}
-    loops: dict[str, Callable[[nn.Module], object]] = {
-        "bare loop": lambda model: bare_loop(model, images, labels, sgd, None),
-        "bare loop, masks": lambda model: bare_loop(model, images, labels, sgd, masks),
-        "DataLoader loop": lambda model: loader_loop(model, images, labels, sgd),
-        "train": lambda model: train(model, images, labels, sgd, rng=generator(0, "order")),
-        "train, masks": lambda model: train(model, images, labels, sgd, rng=generator(0, "order"), masks=masks),
+    def ours(masks: dict[str, Tensor] | None) -> Callable[[], object]:
+        return partial(train, steps.new_model(), *data, steps.sgd, rng=generator(0, "order"), masks=masks)
+
+    work = {
+        "bare loop": partial(bare, None),
+        "bare loop, masks": partial(bare, masks),
+        "DataLoader loop": lambda: partial(loader_loop, steps.new_model(), *data, steps.sgd),
+        "train": partial(ours, None),
+        "train, masks": partial(ours, masks),
     }
-    for loop in loops.values():  # warm up
-        loop(new_model())
-    seconds: dict[str, list[float]] = {key: [] for key in loops}
-    for _ in range(repeats):
-        for key, loop in loops.items():
-            model = new_model()
-            start = time.perf_counter()
-            loop(model)
-            seconds[key].append(time.perf_counter() - start)
-    print(f"{name}, batch {batch_size}, {num_steps} steps x {repeats}, {torch.get_num_threads()} thread(s)")
-    for key, values in seconds.items():
-        ratio = statistics.median(a / b for a, b in zip(values, seconds["bare loop"], strict=True))
-        microseconds = 1e6 * statistics.median(values) / num_steps
-        print(f"  {key:18} {microseconds:8.0f} us/step   {ratio:.3f} of the bare loop")
+    seconds = in_turns(work, repeats)
+    print_ratios(f"{name}, batch {batch_size}, {num_steps} steps x {repeats}", seconds, num_steps, "bare loop", "")
 
 
 if __name__ == "__main__":
