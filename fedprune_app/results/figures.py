@@ -29,6 +29,7 @@ _POINTS_UP_TO = 400  # clients shown one by one beside their box
 _PEER_CAPTION = (
     " ⇄ is what the clients send one another; the server only relays it here, so ↑ and ↓ show the same messages again."
 )
+_BAR_TEXTS_UP_TO = 24  # bars; the texts of more of them would overlap
 _HEATMAP_UP_TO = 200  # clients a side; more of them would be smaller than a pixel
 _ACCURACIES = {
     "accuracy_personal_mean": "Personal",
@@ -123,6 +124,13 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
             + (_PEER_CAPTION if any(run.total("peer_bytes") is not None for run in runs) else ""),
             _bytes_variants(groups),
             rows=len(groups),
+        ),
+        Figure(
+            "layer-sets",
+            "Traffic of a client by the layers it trains",
+            "Measured on the last training messages of a client of each set, to it and from it. The last layer, which "
+            "all train, is not named.",
+            _layer_set_variants(groups),
         ),
         Figure(
             "layers",
@@ -405,6 +413,51 @@ def _bytes_variants(groups: Sequence[Group]) -> list[Variant]:
         )
     x_axis = {"title": {"text": "MB (10⁶ bytes)"}, "range": [0, longest * 1.5 or 1]}  # room for the bars' texts
     return [Variant("Traffic", traces, {"xaxis": x_axis, "yaxis": _row_axis(groups)})] if traces else []
+
+
+def _layer_set_variants(groups: Sequence[Group]) -> list[Variant]:
+    """FedP3's Figure 6, of runs whose clients send some layers alone; the mean over seeds that have the set."""
+    measured = [[run.info.get("bytes_by_layer_set") or {} for run in group.runs] for group in groups]
+    sets = list(dict.fromkeys(name for seeds in measured for found in seeds for name in sorted(found)))
+    places = {name: place for place, name in enumerate(sorted(sets, key=lambda name: (len(name.split()), name)))}
+    axis = {
+        "tickvals": list(places.values()),
+        "ticktext": [_layer_set_label(name) for name in places],
+        "tickangle": -30,  # to the left, where there is room for the last one
+    }
+    variants = []
+    for title, key in (("Upload ↑", "bytes_up"), ("Download ↓", "bytes_down")):
+        traces: list[Trace] = []
+        ratios: list[str] = []
+        for index, (group, seeds) in enumerate(zip(groups, measured, strict=True)):
+            means = {name: Statistic.of(found[name][key] for found in seeds if name in found) for name in places}
+            known = {name: mean.mean / MEGABYTE for name, mean in means.items() if mean}
+            if not known:
+                continue
+            ratios.append(f"{group.label}: {max(known.values()) / min(known.values()):,.3g}")
+            traces.append(
+                {
+                    "type": "bar",
+                    "series": index,
+                    "name": _text(group.label),
+                    "x": [places[name] for name in known],
+                    "y": list(known.values()),
+                    "text": [_megabytes(value) for value in known.values()],
+                    "hovertext": [_text(name) for name in known],
+                    "hovertemplate": "%{y:.4g} MB, %{hovertext}",
+                }
+            )
+        if sum(len(trace["x"]) for trace in traces) > _BAR_TEXTS_UP_TO:
+            traces = [{key: value for key, value in trace.items() if key != "text"} for trace in traces]
+        layout = {"xaxis": axis, "yaxis": {"title": {"text": "MB (10⁶ bytes)"}, "rangemode": "tozero"}}
+        note = f"The largest set is this many times the smallest. {'; '.join(ratios)}."
+        variants += [Variant(title, traces, layout, note)] if traces else []
+    return variants
+
+
+def _layer_set_label(name: str) -> str:
+    layers = name.split()
+    return _text(" + ".join(layers) if len(layers) <= 3 else f"{layers[0]} … {layers[-1]} ({len(layers)})")
 
 
 def _megabytes(megabytes: float) -> str:

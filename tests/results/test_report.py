@@ -286,3 +286,25 @@ def test_a_partition_shared_by_systems_is_drawn_once_and_zero_is_empty(six):
     for label in range(10):
         assert [value or 0 for value in trace["z"][label]] == [client["train"][label] for client in counts]
     assert 0 not in [value for line in trace["z"] for value in line]
+
+
+def test_bytes_by_layer_set_are_bars_with_the_ratio_of_the_largest_to_the_smallest(make_run):
+    sizes = [{"fc1": (9e6, 4e6), "conv1 conv2": (8e6, 1e6)}, {"fc1": (9e6, 6e6), "conv2": (7e6, 5e5)}]
+    found = [{name: {"bytes_down": d, "bytes_up": u} for name, (d, u) in each.items()} for each in sizes]
+    folders = [make_run(f"p{i}", "fedp3", i, extra={"bytes_by_layer_set": each}) for i, each in enumerate(found)]
+    figure = drawn([*folders, make_run("a", "fedavg")])["layer-sets"]
+    up, down = figure.variants
+    (bars,) = up.traces  # fedavg has none
+    assert up.layout["xaxis"]["ticktext"] == ["conv2", "fc1", "conv1 + conv2"]
+    assert dict(zip(bars["x"], bars["y"], strict=True)) == {0: 0.5, 1: 5.0, 2: 1.0}  # the mean over seeds that have it
+    assert bars["text"] == ["0.50", "5.00", "1.00"]
+    assert up.note.endswith(": 10.")
+    assert down.traces[0]["y"] == [7.0, 9.0, 8.0]
+    assert "layer-sets" not in drawn([make_run("b", "fedavg")])
+
+
+def test_the_name_of_a_large_layer_set_is_cut_short_and_escaped(make_run):
+    names = ["<b>a", "a b c d", " ".join(f"l{i}" for i in range(30))]
+    sets = {name: {"bytes_down": 2, "bytes_up": 1} for name in names}
+    (view, _) = drawn([make_run("p", "fedp3", extra={"bytes_by_layer_set": sets})])["layer-sets"].variants
+    assert view.layout["xaxis"]["ticktext"] == ["&lt;b&gt;a", "a … d (4)", "l0 … l29 (30)"]
