@@ -21,6 +21,7 @@ from clients.training import SGD, TrainingResult, evaluate, train
 from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.flops import sparse_flops, training_flops
+from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.augmentation import CropFlip, augmentation
 from fedprune_app.data.datasets import load_dataset
@@ -176,6 +177,11 @@ class FederatedClient(Node):
         """What ``augmentation`` asks for, of these training images."""
         black = torch.tensor([-mean / std for mean, std in zip(self.dataset.mean, self.dataset.std, strict=True)])
         return augmentation(self.config.augmentation, images, black)
+
+    def but_the_last(self) -> list[str]:
+        """Names of the parameters of all layers but the last."""
+        *hidden, _ = layers_of(list(self.sizes), self.prunable).values()
+        return [name for names in hidden for name in names]
 
     def training_flops(self, masks: Mapping[str, Tensor] | None = None, epochs: int | None = None) -> float:
         """FLOPs of training for so many epochs under these masks."""

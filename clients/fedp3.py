@@ -4,7 +4,8 @@ Yi, Gazagnadou, Richtárik, Lyu, ICLR 2024, Algorithm 1, lines 7 to 13, and Algo
 
 * What the server pruned stays pruned while the client trains, as in Algorithm 2; the code lets it grow back until the
   next round overwrites it (``fedp3.pruned-weights = "train"``).
-* All layers are trained, those that are not sent too, as in both.
+* All layers are trained, those that are not sent too, as in both. In its last round the code trains the last layer
+  alone, for 10 epochs (``fedp3.head-epochs = 10``); the text knows nothing of it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from torch import Tensor
 
 from clients.base import FederatedClient, Update
 from clients.local_pruning import OrderedDropout, UniformPruning, share_law
+from clients.node import parts_not_private
 from clients.subfedavg import pruned
 from fedprune_app.config import FEDP3_COUNTS, Config, FedP3Options
 from fedprune_app.core import rng
+from fedprune_app.core.flops import BACKWARD_PER_FORWARD, sparse_flops
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.masks import sketch_masks
 from fedprune_app.core.payload import Payload
@@ -35,11 +38,7 @@ class FedP3Client(FederatedClient):
     @classmethod
     def why_not_private(cls, config: Config) -> str:
         """Layers and masks come from the server, which has nothing but what was released."""
-        if config.fedp3.local == "fixed":
-            return ""
-        return (
-            f"fedp3.local is {config.fedp3.local!r}, allowed with dp.enabled: 'fixed' (parts have no private step yet)"
-        )
+        return parts_not_private(config, f"fedp3.local {config.fedp3.local!r}") if config.fedp3.local != "fixed" else ""
 
     @property
     def options(self) -> FedP3Options:
@@ -108,13 +107,35 @@ class FedP3Client(FederatedClient):
         start, masks = self.begin(received, state), self.global_masks(received)
         vision.load_state_tensors(self.model, start)
         kept = masks if self.options.pruned_weights == "stay-zero" else {}
-        part = self.local_pruning(own, kept, round)
-        result = self.train(round, masks=kept, part=part)
+        part = None
+        if self.head_alone(round):
+            result = self.train(round, masks=kept, epochs=self.options.head_epochs, frozen=self.but_the_last())
+        else:
+            part = self.local_pruning(own, kept, round)
+            result = self.train(round, masks=kept, part=part)
         tensors = vision.state_tensors(self.model, include_buffers=True)
         sent = [name for layer in own for name in self.layers[layer] if name in self.shared]
         payload = Payload({name: tensors[name] for name in sent})  # line 12
         kept_state = State(grouped(weights=tensors, masks=kept), {"layers": own[:-1]})
-        return Update(payload, kept_state, result, part.flops if part else self.training_flops(kept))
+        return Update(payload, kept_state, result, part.flops if part else self.flops(kept, round))
+
+    # --- the released code's last round -----------------------------------------------------------------------------
+
+    def head_alone(self, round: int) -> bool:
+        return self.options.head_epochs > 0 and round == self.config.num_server_rounds
+
+    def planned_epochs(self) -> int:
+        return super().planned_epochs() + (self.options.head_epochs and self.options.head_epochs - self.round_epochs())
+
+    def flops(self, masks: Mapping[str, Tensor], round: int) -> float:
+        """Of a round's training; hidden layers that are frozen have no backward pass."""
+        if not self.head_alone(round):
+            return self.training_flops(masks)
+        forward = self.layer_flops()
+        backward = BACKWARD_PER_FORWARD * forward[self.head]
+        return self.num_examples * self.options.head_epochs * (sparse_flops(forward, masks) + backward)
+
+    # --- Q_i --------------------------------------------------------------------------------------------------------
 
     def local_pruning(
         self, own: list[str], masks: Mapping[str, Tensor], round: int

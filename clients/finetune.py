@@ -2,7 +2,8 @@
 
 Cheng, Chadha, Duchi, "Fine-tuning is Fine in Federated Learning", 2021. Dis-PFL does it after the last round; here it
 is done whenever the run is evaluated. The learning rate is that of the round just ended; the released code takes the
-rate of a round before the first, ``finetune.learning-rate = "code"``.
+rate of a round before the first, ``finetune.learning-rate = "code"``. FedP3 and FedCR compare with 10 epochs of the
+last layer alone, ``finetune.epochs = 10`` and ``finetune.layers = "last"``.
 """
 
 from __future__ import annotations
@@ -41,5 +42,6 @@ class FineTuned(FederatedClient):
             epochs=epochs,
             learning_rate=rate,
             masks=self.masks(state),
+            frozen=self.but_the_last() if options.layers == "last" else (),
         )
         return vision.state_tensors(self.model, include_buffers=True)

@@ -1,8 +1,9 @@
 """FjORD, the client half: ordered dropout within the widest sub-network that the client can bear.
 
 Horváth et al., NeurIPS 2021, Algorithm 1. Each step draws a width p from {0.2, 0.4, ..., 1} up to the client's own and
-trains that sub-network, really a smaller one. Without the optional self-distillation. The paper keeps BatchNorm
-statistics per width; here all widths share them.
+trains that sub-network, really a smaller one. With the optional self-distillation (``fjord.distillation``) the client's
+widest sub-network learns from the labels in each step, and the drawn one from it. The paper keeps BatchNorm statistics
+per width; here all widths share them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from clients.base import FederatedClient, Update
 from clients.local_pruning import FJORD_SHARES, OrderedDropout
-from clients.node import never_private
+from clients.node import parts_not_private
 from clients.subfedavg import pruned
 from fedprune_app.config import Config
 from fedprune_app.core import rng
@@ -33,7 +34,10 @@ class FjORDClient(FederatedClient):
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
-        return never_private(config, "its steps train parts of the network, which have no private step yet")
+        """Widths come from the server, and of each step's part the gradients are as private as of the whole."""
+        if config.fjord.distillation:
+            return "fjord.distillation is True, allowed with dp.enabled: false; it has no private step yet"
+        return parts_not_private(config, "system 'fjord'")
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
@@ -64,7 +68,8 @@ class FjORDClient(FederatedClient):
 
         vision.load_state_tensors(self.model, self.begin(received, state))
         draw = rng.numpy_generator(self.config.seed, "ordered dropout", self.partition, round)
-        dropout = OrderedDropout(self.model, self.groups, (), {}, law, draw, self.layer_flops())
+        teacher = width if self.config.fjord.distillation else None
+        dropout = OrderedDropout(self.model, self.groups, (), {}, law, draw, self.layer_flops(), teacher)
         result = self.train(round, part=dropout)
         tensors = vision.state_tensors(self.model, include_buffers=True)
         sent = {name: lead(tensors[name], reach.get(name)).contiguous() for name in self.shared}

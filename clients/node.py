@@ -150,6 +150,13 @@ def received_payload(parameters: NDArrays, config: Mapping[str, Any]) -> Payload
     return Payload.from_ndarrays(parameters, config["tensor-names"], config["mask-names"])
 
 
+def parts_not_private(config: Config, what: str) -> str:
+    """One line for the user where ``what`` trains parts of the network, which ``dp.grad-sample`` cannot; else empty."""
+    if config.dp.grad_sample in ("auto", "one-pass"):
+        return ""
+    return f"dp.grad-sample is {config.dp.grad_sample!r}, allowed with {what}: auto, one-pass"
+
+
 def never_private(config: Config, why: str) -> str:
     """One line for the user: ``dp.enabled`` does not go with the system."""
     return f"dp.enabled is true, allowed with system {config.system!r}: false; {why}"

@@ -23,12 +23,14 @@ class Part:
 
     ``masks``: weights where False are 0 in this step. ``extents``: how far the step's smaller network reaches into
     tensors, per dimension; those of one unit agree, so that the network is whole. ``norm_groups``: groups that a
-    GroupNorm then has left, by its name.
+    GroupNorm then has left, by its name. ``student``: how far a still smaller network within reaches, that learns from
+    the step's in the same step (self-distillation).
     """
 
     masks: Mapping[str, Tensor] = field(default_factory=dict)
     extents: Extents = field(default_factory=dict)
     norm_groups: Mapping[str, int] = field(default_factory=dict)
+    student: Extents | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,15 @@ class Work:
     velocity: list[Tensor] | None
     kept: list[Tensor] | None
     keep: Mapping[str, Tensor] = field(default_factory=dict)  # by name, 1 where the step has a weight, 0 elsewhere
+    named_kept: Mapping[str, Tensor] = field(default_factory=dict)  # kept, by name; empty without masks
+    student: Network | None = None  # its gradients add up with the network's
+
+    def trained(self) -> dict[str, Tensor]:
+        """By name, 1 where the step changes a weight by its gradient, 0 elsewhere."""
+        ones = {name: torch.ones_like(gradient) for name, gradient in self.named_gradients.items()}
+        for masks in (self.named_kept, self.keep):
+            ones |= {name: ones[name] * mask for name, mask in masks.items() if name in ones}
+        return ones
 
 
 @contextmanager
@@ -81,22 +92,37 @@ def smaller(
         leaf.grad = torch.zeros_like(leaf)
     gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    others = {n: lead(own[n].detach(), dims) for n, dims in part.extents.items() if n in own and n not in leaves}
 
-    def network(images: Tensor) -> Tensor:
-        logits: Tensor = torch.func.functional_call(model, {**leaves, **others}, (images,))
-        return logits
+    def network_of(reach: Extents) -> Network:
+        inner = {name: lead(leaf, reach.get(name)) for name, leaf in leaves.items()}
+        others = {n: lead(own[n].detach(), dims) for n, dims in reach.items() if n in own and n not in leaves}
 
-    def cut_too(tensors: Mapping[str, Tensor] | None) -> list[Tensor] | None:
-        return None if tensors is None else [lead(tensors[name], part.extents.get(name)) for name in names]
+        def network(images: Tensor) -> Tensor:
+            logits: Tensor = torch.func.functional_call(model, {**inner, **others}, (images,))
+            return logits
 
+        return network
+
+    def cut_too(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: lead(tensors[name], part.extents.get(name)) for name in names}
+
+    cut_velocity = None if velocity is None else list(cut_too(velocity).values())
+    cut_kept = {} if kept is None else cut_too(kept)
     norms = [(model.get_submodule(name), count) for name, count in part.norm_groups.items()]
     counts = [getattr(norm, "num_groups") for norm, _ in norms]  # noqa: B009 - mypy knows only nn.Module
     for norm, count in norms:
         norm.num_groups = count  # type: ignore[assignment]
     try:
         yield Work(
-            network, cut, gradients, list(cut.values()), list(gradients.values()), cut_too(velocity), cut_too(kept)
+            network_of(part.extents),
+            cut,
+            gradients,
+            list(cut.values()),
+            list(gradients.values()),
+            cut_velocity,
+            None if kept is None else list(cut_kept.values()),
+            named_kept=cut_kept,
+            student=None if part.student is None else network_of(part.student),
         )
     finally:
         for (norm, _), count in zip(norms, counts, strict=True):

@@ -33,6 +33,18 @@ def cross_entropy(network: Network, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(network(images), labels)
 
 
+def self_distillation(teacher: Network, student: Network, images: Tensor, labels: Tensor) -> Tensor:
+    """FjORD's loss at its best values α = T = 1: the teacher's mean cross entropy, and KL(teacher ‖ student).
+
+    The teacher learns from the labels, the student from the teacher, which is taken as it is there. Source: Horváth et
+    al. 2021, section 3.3.
+    """
+    logits = teacher(images)
+    imitated = F.log_softmax(logits.detach(), dim=1)
+    imitation = F.kl_div(F.log_softmax(student(images), dim=1), imitated, reduction="batchmean", log_target=True)
+    return F.cross_entropy(logits, labels) + imitation
+
+
 @dataclass(frozen=True)
 class SGD:
     """How to train: the update rule of ``torch.optim.SGD`` and how often. Raises ``ValueError``.
@@ -195,7 +207,8 @@ def train(
     0 first and stay exactly 0 (``after_step`` must keep them so: it is not masked).
 
     ``part``, given how many examples a step has, says what of the network that step trains; hooks and clipping then see
-    that part alone.
+    that part alone. Where it has a student, the loss is :func:`self_distillation`. How many examples a private step
+    has is not for others to know: ``part`` gets the expected number.
 
     ``after_epoch(epoch)``, from 0, can read the weights in the model; it copies what it keeps. In all hooks
     4-D tensors may have their channels last in memory: no ``view(-1)`` there. Model and data go to ``device``
@@ -210,8 +223,10 @@ def train(
     counts, or a mask or frozen name that does not fit the model.
     """
     _check_examples(images, labels)
-    if private is not None and (part is not None or objective is not cross_entropy):
-        raise ValueError("private training has neither parts nor another objective than cross entropy")
+    if private is not None and objective is not cross_entropy:
+        raise ValueError("private training has no other objective than cross entropy")
+    if private is not None and part is not None and not private.takes_parts:
+        raise ValueError(f"grad_sample is {private.grad_sample!r}, allowed with parts of a network: auto, one-pass")
     num_examples = len(labels)
     device = _move(model, device)
     labels = labels.to(device)
@@ -239,25 +254,33 @@ def train(
             [flat.gradients],
             None if velocity is None else [velocity],
             None if kept is None else [kept],
+            named_kept={} if kept is None else flat.views(kept),
         )
         if private is not None:
-            everywhere = flat.views(torch.ones_like(flat.values) if kept is None else kept)
-            gradient = on.enter_context(private.attached(model, flat.named_gradients, everywhere))
+            gradient = on.enter_context(private.attached(model, flat.named_gradients, whole.trained()))
         for epoch in range(sgd.epochs):
             if private is not None:
                 batches = private.batches(num_examples)
             else:
                 batches = iter(torch.split(torch.randperm(num_examples, generator=rng).to(device), sgd.batch_size))
             for batch in batches:
-                with _work(whole, model, flat, velocity, kept, part and part(len(batch))) as work:
+                size = len(batch) if private is None else round(private.sample_rate * num_examples)
+                with _work(whole, model, flat, velocity, kept, part and part(size)) as work:
                     if private is not None:
+                        if work.student is not None:
+                            raise ValueError("private training has no students")
+                        if part is not None:
+                            gradient = gradient.of_part(work.network, work.named_gradients, work.trained())
                         for some in torch.split(batch.to(device), private.physical_batch):
                             if len(some):
                                 gradient.add(*examples(some))
                         gradient.finish(private.sample_rate * num_examples)
                     else:
                         image_batch, label_batch = examples(batch)
-                        loss = objective(work.network, image_batch, label_batch)
+                        if work.student is None:
+                            loss = objective(work.network, image_batch, label_batch)
+                        else:
+                            loss = self_distillation(work.network, work.student, image_batch, label_batch)
                         loss.backward()  # type: ignore[no-untyped-call]
                         loss_sum.add_(loss.detach(), alpha=len(label_batch))
                     if adjust_gradients is not None:
@@ -280,7 +303,7 @@ def _work(
 ) -> Iterator[Work]:
     """What a step works on: the whole network as two flat tensors, or a part of it."""
     named_velocity = None if part is None or velocity is None else flat.views(velocity)
-    if part is not None and part.extents:
+    if part is not None and (part.extents or part.student is not None):
         named_kept = None if kept is None else flat.views(kept)
         with smaller(model, part, flat.named_values, named_velocity, named_kept) as work:
             yield work

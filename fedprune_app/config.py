@@ -153,6 +153,9 @@ class FineTuneOptions:
         "that of the round just ended, or as in Dis-PFL's released code that of a round before the first",
         choices=("last", "code"),
     )
+    layers: str = option(
+        "all", "what is fine-tuned; 'last': the last layer alone, as FedP3 compares with it", choices=("all", "last")
+    )
 
 
 @dataclass(frozen=True)
@@ -264,6 +267,16 @@ class FedP3Options:
     )
     temperature: float = option(1.0, "of attention's softmax over distances from the mean, in their mean", above=0)
     personal_head: bool = option(False, "the last layer stays with the client, as the released code has it in effect")
+    head_epochs: int = option(
+        0,
+        "epochs in the last round, in which clients train the last layer alone (the released code: 10); 0: as always",
+        least=0,
+    )
+    sketch: str = option(
+        "coordinates",
+        "for system ldp-fedp3: what the clients of a round share out among them at random, each sending its part alone",
+        choices=("coordinates", "layers"),
+    )
 
     def density_of(self, partition: int, default: float) -> float:
         """The density of what a client does not train. Raises :class:`ConfigError`."""
@@ -311,6 +324,9 @@ class FjORDOptions:
 
     widths: str = option(
         "0.2 0.4 0.6 0.8 1.0", "share of each layer's units that the clients, in turn, can bear (p_max)"
+    )
+    distillation: bool = option(
+        False, "each step's sub-network learns from the client's widest one, that one from labels"
     )
 
     def width_of(self, partition: int) -> float:
@@ -648,8 +664,12 @@ def _check_fedp3(config: Config) -> None:
             f"fedp3.layers is {options.layers!r}, allowed with fedp3.layer-set {options.layer_set!r}: {allowed}"
         )
 
+    if config.system == "ldp-fedp3" and not config.dp.enabled:
+        raise ConfigError("dp.enabled is False, allowed with system 'ldp-fedp3', which promises privacy: true")
     if config.system == "fedcr" and options.local != "fixed":
         raise ConfigError(f"fedp3.local is {options.local!r}, allowed with system 'fedcr': 'fixed'")
+    if config.system == "fedcr" and options.head_epochs:
+        raise ConfigError(f"fedp3.head-epochs is {options.head_epochs}, allowed with system 'fedcr': 0")
 
 
 def _check_private(dp: DPOptions) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -28,8 +28,9 @@ from torch.nn import functional as F
 from fedprune_app.privacy.noise import Noise
 
 GRAD_SAMPLES = ("auto", "one-pass", "hooks", "functorch", "ghost")
-ClippedSum = Callable[[Tensor, Tensor], dict[str, Tensor]]
-"""Sum over a batch (images, labels) of the masked and clipped gradients, by name."""
+ClippedSum = Callable[..., dict[str, Tensor]]
+"""Sum over a batch (images, labels) of the masked and clipped gradients, by name; ``one-pass`` takes also the network
+(images -> logits) to do it with in place of the model, and the masks."""
 Samplers = Mapping[type[nn.Module], Callable[[nn.Module, list[Tensor], Tensor], dict[Tensor, Tensor]]]
 
 
@@ -47,7 +48,8 @@ def _convolution(layer: nn.Module, activations: list[Tensor], backprops: Tensor)
     outputs = backprops.flatten(2)  # (n, o, q), q positions
     if layer.weight.requires_grad:
         windows = F.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # (n, p, q)
-        gradients[layer.weight] = (outputs @ windows.mT).view(-1, *layer.weight.shape)
+        shape = outputs.shape[1], inputs.shape[1], *layer.kernel_size  # the weight's, in a smaller network too
+        gradients[layer.weight] = (outputs @ windows.mT).view(-1, *shape)
     if layer.bias is not None and layer.bias.requires_grad:
         gradients[layer.bias] = outputs.sum(2)
     return gradients
@@ -82,6 +84,11 @@ class DPSGD:
         if self.grad_sample not in GRAD_SAMPLES:
             raise ValueError(f"grad_sample is {self.grad_sample!r}, allowed: {', '.join(GRAD_SAMPLES)}")
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether steps may train parts of the network: one backward pass to the layers' outputs needs no more."""
+        return self.grad_sample in ("auto", "one-pass")
+
     def batches(self, num_examples: int) -> Iterator[Tensor]:
         """The positions of each step's examples in one epoch: every example is in with ``sample_rate``, by itself."""
         for _ in range(self.steps_per_epoch):
@@ -99,7 +106,7 @@ class DPSGD:
         check_model(model)
         parameters = dict(model.named_parameters())
         trained = {name: parameters[name] for name in gradients}
-        masks = {name: mask for name, mask in kept.items() if not bool(mask.all())}
+        masks = _masks(kept)
         method = _METHODS["one-pass" if self.grad_sample == "auto" else self.grad_sample]
         with warnings.catch_warnings(), method(model, trained, masks, self.clip_norm) as clipped_sum:
             # inputs need no gradient, so hooks on the first layer see gradients of outputs alone: all that is needed
@@ -114,6 +121,18 @@ class _Step:
     clipped_sum: ClippedSum
     gradients: Mapping[str, Tensor]
     kept: Mapping[str, Tensor]
+
+    def of_part(
+        self, network: Callable[[Tensor], Tensor], gradients: Mapping[str, Tensor], kept: Mapping[str, Tensor]
+    ) -> _Step:
+        """The same of a part of the model, of the same layers: ``gradients`` and ``kept`` have its shapes."""
+        clipped_sum = self.clipped_sum.func if isinstance(self.clipped_sum, partial) else self.clipped_sum
+        return replace(
+            self,
+            clipped_sum=partial(clipped_sum, network=network, masks=_masks(kept)),
+            gradients=gradients,
+            kept=kept,
+        )
 
     def add(self, images: Tensor, labels: Tensor) -> None:
         """Add the clipped gradients of some examples of the batch."""
@@ -130,6 +149,11 @@ class _Step:
             part = noise[start : start + gradient.numel()].view(gradient.shape).to(gradient.device)
             start += gradient.numel()
             gradient.addcmul_(part, self.kept[name], value=std).div_(expected_batch)
+
+
+def _masks(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those that do not keep everything."""
+    return {name: mask for name, mask in kept.items() if not bool(mask.all())}
 
 
 def check_model(model: nn.Module, name: str = "") -> None:
@@ -273,10 +297,15 @@ def _one_pass(
             raise ValueError(f"a layer of type {type(layer).__name__} is used twice, allowed: dp.grad-sample 'hooks'")
         seen[layer] = inputs[0].detach(), output
 
-    def clipped_sum(images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def clipped_sum(
+        images: Tensor,
+        labels: Tensor,
+        network: Callable[[Tensor], Tensor] = model,
+        masks: Mapping[str, Tensor] = masks,
+    ) -> dict[str, Tensor]:
         handles = [layer.register_forward_hook(keep) for layer in layers]
         try:
-            loss = F.cross_entropy(model(images), labels, reduction="sum")
+            loss = F.cross_entropy(network(images), labels, reduction="sum")
             backprops = torch.autograd.grad(loss, [seen[layer][1] for layer in layers])
             inputs = [seen[layer][0] for layer in layers]
         finally:
@@ -290,7 +319,7 @@ def _one_pass(
                 squared.append(squared_norms)
                 sums[name] = total
         factors = clip_factors(_over_tensors(squared), clip_norm)
-        fewer = _without(clipped_sum, factors, images, labels)
+        fewer = _without(partial(clipped_sum, network=network, masks=masks), factors, images, labels)
         return {name: total(factors) for name, total in sums.items()} if fewer is None else fewer
 
     yield clipped_sum

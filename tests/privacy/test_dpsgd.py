@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from dataclasses import fields
@@ -11,9 +12,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from clients.parts import Part
 from clients.training import SGD, train
 from fedprune_app.config import DPOptions
+from fedprune_app.core.layers import layers_of
 from fedprune_app.core.rng import generator
+from fedprune_app.core.structured import extents, hidden_groups, lead_masks
 from fedprune_app.models import build_model, prunable_names
 from fedprune_app.privacy.accounting import ACCOUNTANTS
 from fedprune_app.privacy.dpsgd import DPSGD, GRAD_SAMPLES, check_model, clip_factors
@@ -383,3 +387,94 @@ def test_without_noise_and_with_everybody_it_is_gradient_descent():
     train(plain, images, labels, SGD(0.05, momentum=0.5, epochs=3, batch_size=12), rng=generator(0, "x"))
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+# --- parts of a network -------------------------------------------------------------------------------------------
+
+
+def part_of(kind: str, model: nn.Module) -> tuple[Part, dict[str, torch.Tensor]]:
+    """A part, and which coordinates of the full network it has."""
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    if kind == "masks":
+        masks = {name: mask for name, mask in half_masks(model).items() if name != "fc1.weight"}
+        return Part(masks=masks), masks
+    groups = hidden_groups(layers_of(list(shapes), prunable_names(model)), shapes)
+    reach = extents(groups, {group.name: group.size // 2 for group in groups})
+    return Part(extents=reach, norm_groups={f"gn{k}": 2 for k in (1, 2, 3)}), lead_masks(reach, shapes)
+
+
+def step_on(model: nn.Module, part: Part, images, labels, sigma: float, clip: float, masks=None) -> dict:
+    """How one step of rate 1, on everything, changes the weights."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    sgd = SGD(1.0, batch_size=len(labels))
+    train(
+        model, images, labels, sgd, rng=generator(4, "order"), part=lambda _: part, private=dp(sigma, clip, 1.0),
+        masks=masks,
+    )  # fmt: skip
+    kept = masks or {}
+    start = {n: torch.where(kept[n], w, 0) if n in kept else w for n, w in before.items()}
+    return {name: start[name] - p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["masks", "extents"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_step_on_a_part_sums_the_clipped_gradients_of_that_part_alone(kind, masked):
+    """The reference masks the full network, one example at a time, whatever is sliced in the product."""
+    model, (images, labels) = network("cnn-gn", (1, 8, 8)), data(6)
+    images[:3] *= 0.05
+    part, there = part_of(kind, model)
+    outside = {"conv2.weight": torch.rand(32, 16, 3, 3, generator=generator(9, "outside")) < 0.7} if masked else {}
+    start = copy.deepcopy(model)
+    alone = copy.deepcopy(model)
+    for name, p in alone.named_parameters():
+        p.data = p.data * there.get(name, 1) * outside.get(name, 1)
+    trained = {n: there.get(n, torch.ones_like(p)) * outside.get(n, 1) for n, p in model.named_parameters()}
+    norms = [
+        math.sqrt(sum(float(g.square().sum()) for g in each.values()))
+        for each in one_by_one(alone, math.inf, images, labels, trained)
+    ]
+    clip = sorted(norms)[2] * 1.01
+    clipped = one_by_one(alone, clip, images, labels, trained)
+    moved = step_on(start, part, images, labels, 0.0, clip, outside)
+    for name, change in moved.items():
+        expected = sum(each[name] for each in clipped) / len(labels)
+        torch.testing.assert_close(change, expected, rtol=2e-4, atol=1e-6)
+        assert not change[~trained[name].bool()].any()
+
+
+@pytest.mark.parametrize("kind", ["masks", "extents"])
+def test_the_noise_of_a_step_on_a_part_is_on_that_part_and_of_full_size(kind):
+    model, (images, labels) = network("cnn-gn", (1, 8, 8)), data(5)
+    part, there = part_of(kind, model)
+    outside = {"conv3.weight": half_masks(model)["conv3.weight"]}
+    moved = step_on(model, part, images, labels, 300.0, 0.5, outside)
+    noise = []
+    for name, change in moved.items():
+        where = (there.get(name, torch.ones_like(change)) * outside.get(name, 1)).bool()
+        assert not change[~where].any()
+        noise.append(change[where])
+    values = torch.cat(noise) / (300.0 * 0.5 / 5)
+    assert abs(float(values.std()) - 1) < 4 / math.sqrt(2 * len(values))
+
+
+def test_a_part_is_asked_for_the_expected_number_of_examples_not_for_the_drawn_one():
+    model, (images, labels) = network(), data(40)
+    asked = []
+
+    def part(count: int) -> Part:
+        asked.append(count)
+        return Part()
+
+    sgd = SGD(0.1, batch_size=10, epochs=2)
+    train(model, images, labels, sgd, rng=generator(4, "order"), part=part, private=dp(1.0, 1.0, 0.25, 4))
+    assert asked == [10] * 8
+
+
+@pytest.mark.parametrize("method", ["hooks", "functorch", "ghost"])
+def test_a_method_that_knows_whole_networks_alone_refuses_parts(method):
+    images, labels = data(4)
+    with pytest.raises(ValueError, match=f"grad_sample is '{method}', allowed with parts of a network: auto, one-pass"):
+        train(
+            network(), images, labels, SGD(0.1), rng=generator(4, "order"), part=lambda _: Part(),
+            private=dp(grad_sample=method),
+        )  # fmt: skip

@@ -71,9 +71,17 @@ def train(config, w, data, k, t):
     velocity = {n: torch.zeros_like(tensor) for n, tensor in w.items()}
     for _ in range(config.local_epochs):
         for batch in torch.randperm(len(data.train_labels), generator=order).split(config.batch_size):
-            small = cut(w, widths[draw.integers(len(widths))])
-            leaves = {n: tensor.requires_grad_() for n, tensor in small.items()}
-            F.cross_entropy(logits(leaves, data.train_images[batch]), data.train_labels[batch]).backward()
+            p = widths[draw.integers(len(widths))]
+            images, labels = data.train_images[batch], data.train_labels[batch]
+            small = w if config.fjord.distillation else cut(w, p)
+            leaves = {n: tensor.clone().requires_grad_() for n, tensor in small.items()}
+            loss = F.cross_entropy(logits(leaves, images), labels)
+            if config.fjord.distillation:  # the widest network is the teacher, and taken as it is by the student
+                inner = {n: t[tuple(slice(size) for size in block(n, p))] for n, t in leaves.items()}
+                teacher = logits(leaves, images).detach().softmax(1)
+                student = logits(inner, images).softmax(1)
+                loss = loss + (teacher * (teacher.log() - student.log())).sum(1).mean()
+            loss.backward()
             norm = math.sqrt(sum(float(leaf.grad.double().square().sum()) for leaf in leaves.values()))
             for n, leaf in leaves.items():
                 place = tuple(slice(size) for size in leaf.shape)
@@ -83,8 +91,9 @@ def train(config, w, data, k, t):
                 w[n][place] -= config.learning_rate * moved
 
 
-def test_it_is_the_slow_reference(federation):
-    run = federation(**SETTINGS)
+@pytest.mark.parametrize("distillation", [False, True])
+def test_it_is_the_slow_reference(federation, distillation):
+    run = federation(**SETTINGS, fjord_distillation=distillation)
     server, last = reference(run.config, 5)
     torch.testing.assert_close(run.server, server, rtol=1e-4, atol=2e-6)
     for k, expected in last.items():
@@ -94,6 +103,16 @@ def test_it_is_the_slow_reference(federation):
         for name, mask in masks.items():
             assert not weights[name][~mask].any()
             assert int(mask.sum()) == expected[name].numel()
+
+
+def test_with_self_distillation_a_step_of_full_width_is_the_plain_one_and_others_cost_both(federation, monkeypatch):
+    import clients.fjord
+
+    monkeypatch.setattr(clients.fjord, "FJORD_SHARES", (1.0,))
+    plain = federation(**SETTINGS, fresh=True)
+    taught = federation(**SETTINGS, fjord_distillation=True, fresh=True)
+    torch.testing.assert_close(taught.server, plain.server, rtol=1e-5, atol=1e-6)  # KL of a network to itself
+    assert all(b["flops"] == 2 * a["flops"] for a, b in zip(plain.rounds, taught.rounds, strict=True))
 
 
 def test_messages_hold_the_leading_block_of_each_tensor_alone(federation):
