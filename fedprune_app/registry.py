@@ -19,6 +19,7 @@ from clients.fedp3 import FedP3Client
 from clients.fedprox import FedProxClient
 from clients.fedspallm import FedSpaLLMClient
 from clients.fjord import FjORDClient
+from clients.ldp_fedp3 import LDPFedP3Client
 from clients.lg_fedavg import LGFedAvgClient
 from clients.mtl import MTLClient
 from clients.node import Node
@@ -44,6 +45,7 @@ from strategies.fedp3 import FedP3
 from strategies.fedprox import FedProx
 from strategies.fedspallm import FedSpaLLM
 from strategies.fjord import FjORD
+from strategies.ldp_fedp3 import LDPFedP3
 from strategies.lg_fedavg import LGFedAvg
 from strategies.mtl import MTL
 from strategies.standalone import Standalone
@@ -68,6 +70,9 @@ SYSTEMS: dict[str, System] = {
     ),
     "dispfl": System(DisPFL, DisPFLClient, "Dis-PFL: sparse personal models gossip with neighbours, masks evolve"),
     "fedp3": System(FedP3, FedP3Client, "FedP3: clients train some layers, get the others pruned, send only theirs"),
+    "ldp-fedp3": System(
+        LDPFedP3, LDPFedP3Client, "LDP-FedP3: private local steps, each client sends its share of a random permutation"
+    ),
     "fedspallm": System(
         FedSpaLLM, FedSpaLLMClient, "FedSpaLLM: clients prune a language model's layers with private text", "text"
     ),

@@ -75,6 +75,7 @@ def finished(tmp_path_factory, pictures):
             folder = tmp_path_factory.mktemp("runs") / "run"
             own = {**HYBRID, "data-dir": pictures} if system == "subfedavg-hy" else {"system": system}
             own |= {"model": "cnn-small-cr", "max-grad-norm": 10.0} if system == "fedcr" else {}
+            own |= {"dp.enabled": True, "dp.noise-multiplier": 0.5} if system == "ldp-fedp3" else {}
             settings = {name.replace("_", "-"): value for name, value in settings.items()}
             config = parse_config({**TINY, **own, "out-dir": str(folder), **settings})
             run_in_process(server_app.app, client_app.app, CLIENTS, config.to_dict())

@@ -7,7 +7,7 @@ Yi, Gazagnadou, Richtárik, Lyu, "FedP3", ICLR 2024, Definitions 1 and 2, Algori
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,21 @@ def perm_k_owners(dimension: int, num_clients: int, rng: torch.Generator) -> Ten
         raise ValueError(f"{dimension} coordinates of {num_clients} clients, allowed: at least 1 of each")
     clients = torch.randperm(num_clients, generator=rng)  # the first ones have the larger blocks
     return clients[torch.randperm(dimension, generator=rng) % num_clients]
+
+
+def shared_out(layer_sizes: Sequence[int], num_clients: int, whole_layers: bool, rng: torch.Generator) -> Tensor:
+    """Which client sends each coordinate of a model of these layers, int64 (d,), by :func:`perm_k_owners`.
+
+    With ``whole_layers`` a layer's coordinates go together: blocks then differ by a layer, which may be large, but a
+    coordinate is still each client's with probability 1/n. ``ValueError`` for more clients than there is to share out.
+    Source: Definition 2, and its "layer selection over individual elements".
+    """
+    count = len(layer_sizes) if whole_layers else sum(layer_sizes)
+    if num_clients > count:
+        what = "layers" if whole_layers else "coordinates"
+        raise ValueError(f"{count} {what} for {num_clients} clients, allowed: at least one for each")
+    owners = perm_k_owners(count, num_clients, rng)
+    return owners.repeat_interleave(torch.tensor(layer_sizes)) if whole_layers else owners
 
 
 def perm_k(vector: Tensor, owners: Tensor, client: int, num_clients: int) -> Tensor:

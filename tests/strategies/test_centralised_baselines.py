@@ -5,10 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from clients.fedavg_ft import FedAvgFTClient
+from fedprune_app.config import parse_config
 from fedprune_app.core import rng
+from fedprune_app.core.payload import Payload
 from fedprune_app.engine.rounds import TooFewReplies
+from fedprune_app.engine.store import State
 from fedprune_app.models.initial import initial_model
 from tests.strategies.reference import logits
+from tests.strategies.reference_ldp_fedp3 import NAMES
 
 ALL = {"clients": 4, "fraction_train": 1.0}
 
@@ -145,3 +150,16 @@ def test_the_baselines_resume_to_the_same_models(federation, tmp_path, system):
     cut = shutil.copytree(whole.folder, tmp_path / "cut")
     (cut / "checkpoints" / "round-00003.safetensors").unlink()
     assert federation(system=system, resume_from=str(cut)).sha256 == whole.sha256
+
+
+# --- FedAvg-FT, as FedP3 compares with it -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("layers", "moved"), [("all", set(NAMES)), ("last", {"fc1.weight", "fc1.bias"})])
+def test_fine_tuning_can_be_of_the_last_layer_alone(tmp_path, layers, moved):
+    config = parse_config({"system": "fedavg-ft", "finetune.layers": layers, "shard-size": 40, "learning-rate": 0.05})
+    client = FedAvgFTClient(config, 0, 4, tmp_path)
+    client.request = {"round": 3}
+    received = Payload({name: tensor.clone() for name, tensor in initial().items()})
+    personal = client.personal_model(received, State())
+    assert {name for name, tensor in personal.items() if not torch.equal(tensor, received.tensors[name])} == moved

@@ -24,6 +24,8 @@ ADMISSIBLE = {
     "dispfl": {"dispfl_growth": "random", "max_grad_norm": 10.0},
     "dpsgd": {"dpsgd_density": 0.5},
     "fedp3": {"fedp3_layer_set": "lowerb"},
+    "ldp-fedp3": {},
+    "fjord": {},
     "ditto": {"ditto_global_epochs": 1, "ditto_personal_epochs": 1},
     "lg-fedavg": {},
     "mtl": {},
@@ -55,6 +57,17 @@ def test_every_client_is_charged_for_the_steps_it_ran(federation, system):
     assert last["budgets_spent"] == 0
     if run.config.system != "standalone":
         assert any(tensor.any() for tensor in run.wiretap.of("train")[min(trained_in(run, 2))].up.tensors.values())
+
+
+@pytest.mark.parametrize("local", ["uniform", "ordered-dropout"])
+def test_local_pruning_is_private_and_says_nothing_of_the_size_of_its_samples(federation, local):
+    settings = {"system": "fedp3", "model": "cnn-gn", "fedp3_layer_set": "lowerb", "fedp3_local": local, "density": 0.8}
+    settings |= {**DP, "fedp3_local_density": 0.5, "fraction_train": 1.0}
+    run = federation(**settings)
+    assert all(ledger(run, partition).spent == {STEP: 2 * ROUND_STEPS} for partition in range(4))
+    other = federation(**settings | {"dp_noise_multiplier": 1.4})  # has other samples, of the same parts
+    assert other.rounds[0]["flops"] == run.rounds[0]["flops"]
+    assert other.sha256 != run.sha256 != federation(**settings | {"fedp3_local_density": 0.9}).sha256
 
 
 @pytest.mark.parametrize("system", ["fedavg", "dispfl"])
@@ -104,10 +117,17 @@ def test_masked_coordinates_get_no_noise(federation):
         ({"system": "fedfomo"}, "dp.enabled is true, allowed with system 'fedfomo': false; it weighs models by"),
         ({"system": "subfedavg-hy", "model": "cnn-small-bn"}, "allowed with system 'subfedavg-hy': false"),
         ({"system": "fedcr"}, "allowed with system 'fedcr': false; it sends products over the examples"),
-        ({"system": "fjord"}, "allowed with system 'fjord': false"),
         (
-            {"system": "fedp3", "fedp3.local": "uniform"},
-            r"fedp3\.local is 'uniform', allowed with dp\.enabled: 'fixed'",
+            {"system": "fjord", "dp.grad-sample": "ghost"},
+            r"dp\.grad-sample is 'ghost', allowed with system 'fjord': auto, one-pass",
+        ),
+        (
+            {"system": "fjord", "fjord.distillation": True},
+            r"fjord\.distillation is True, allowed with dp\.enabled: false",
+        ),
+        (
+            {"system": "fedp3", "fedp3.local": "uniform", "dp.grad-sample": "hooks"},
+            r"dp\.grad-sample is 'hooks', allowed with fedp3\.local 'uniform': auto, one-pass",
         ),
         ({"system": "fedavg", "model": "cnn-small-bn"}, "model is 'cnn-small-bn', allowed with dp.enabled: one witho"),
         ({"system": "fedavg", "dp.noise-multiplier": 0.0}, "allowed with dp.enabled: one of them above 0"),
@@ -127,7 +147,7 @@ def test_every_system_has_decided_whether_it_can_be_private():
     undecided = "nobody has examined what it releases"
     config = parse_config({"dp.enabled": True, "dp.noise-multiplier": 1.0})
     assert {name for name, of in SYSTEMS.items() if undecided in of.client.why_not_private(config)} == set()
-    assert set(ADMISSIBLE) | {"subfedavg-hy", "fedfomo", "fedcr", "fjord", "dpsgd-ft", "fedspallm"} == set(SYSTEMS)
+    assert set(ADMISSIBLE) | {"subfedavg-hy", "fedfomo", "fedcr", "dpsgd-ft", "fedspallm"} == set(SYSTEMS)
 
 
 # --- counts -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,69 @@
+"""LDP-FedP3, the client half: noise in every local step, and of the outcome one random part of n is sent.
+
+Yi, Gazagnadou, Richtárik, Lyu, "FedP3", ICLR 2024, Algorithm 5, lines 5 to 9. Where the text cannot be meant so:
+
+* Line 8 adds the noise to the weights after the step, not times the step size γ, though σ is for the mean gradient: 1/γ
+  too much. The proof (appendix D.2) reframes the step as ``w - γ (g - ζ)``; that is DP-SGD, and what is done here. With
+  several local steps ("maybe multiple") each has its own noise.
+* Nothing bounds an example's gradient there: Assumption 2 is of a client's. Here each is clipped to ``dp.clip-norm``.
+* Batches are Poisson samples of expected size ``batch-size``, as the accountant supposes, not of a fixed size b.
+* Theorem 2's σ² has log(1/ε), below 0 for ε > 1; its proof, equation 18, has log(1/δ). With a constant c that is not
+  given, neither is used: the noise is ``dp.noise-multiplier``, or what an accountant finds for ``dp.target-epsilon``.
+* "Differ by one entry" would be one example replaced, here it is one added or removed, as everywhere in this house.
+
+What is charged is the training, as if all of ũ were sent: the sketch is made without data, so it costs and saves
+nothing. A server that feigns a round of one client and gets the whole learns no more than was paid for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from clients.base import FederatedClient, Update
+from fedprune_app.config import Config
+from fedprune_app.core import rng
+from fedprune_app.core.layers import layers_of
+from fedprune_app.core.payload import Payload
+from fedprune_app.core.sketches import shared_out
+from fedprune_app.engine.store import State, grouped
+from fedprune_app.models import vision
+
+
+class LDPFedP3Client(FederatedClient):
+    """State: ``weights``, ũ_i as it was before the sketch."""
+
+    validates = "received"
+
+    @classmethod
+    def why_not_private(cls, config: Config) -> str:
+        """All that leaves is a part of the privately trained model, chosen without data."""
+        return ""
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        layers = layers_of(self.shared, self.prunable)
+        self.order = [name for names in layers.values() for name in names]
+        self.layer_sizes = [sum(self.sizes[name] for name in names) for names in layers.values()]
+
+    def local_update(self, received: Payload, state: State, round: int) -> Update:
+        num_clients, mine = self.sketch(round)
+        vision.load_state_tensors(self.model, self.begin(received, state))
+        result = self.train(round)  # lines 5 to 8
+        tensors = vision.state_tensors(self.model, include_buffers=True)
+        updated = torch.cat([tensors[name].flatten() for name in self.order])
+        payload = Payload({"part": num_clients * updated[mine]})  # line 9: S_i ũ_i without its zeros
+        return Update(payload, State(grouped(weights=tensors)), result, self.training_flops())
+
+    def sketch(self, round: int) -> tuple[int, Tensor]:
+        """n and which coordinates are this client's, bool (d,). ``ValueError`` for a place that cannot be."""
+        num_clients, place = self.request["clients"], self.request["place"]
+        if type(num_clients) is not int or not 1 <= num_clients <= self.num_partitions:
+            raise ValueError(f"clients is {num_clients!r}, allowed: 1 to {self.num_partitions}")
+        if type(place) is not int or not 0 <= place < num_clients:
+            raise ValueError(f"place is {place!r}, allowed with {num_clients} clients: 0 to {num_clients - 1}")
+        draw = rng.generator(self.config.seed, "sketch", round=round)
+        owners = shared_out(self.layer_sizes, num_clients, self.config.fedp3.sketch == "layers", draw)
+        return num_clients, owners == place

@@ -1,0 +1,84 @@
+"""LDP-FedP3, the server half: the next value of each coordinate is that of one client of the round, drawn at random.
+
+Yi, Gazagnadou, Richtárik, Lyu, "FedP3", ICLR 2024, Algorithm 5, with the sketches of Definition 2. The client half is
+``clients/ldp_fedp3.py``. Where the text leaves something open:
+
+* The text has all n clients take part. Here n are those of the round: the sketches are over them, drawn anew each
+  round, and ``(1/n) Σ S_i = I`` holds in it. A part whose client does not reply stays as it was; by the letter it
+  would become 0.
+* Definition 2 speaks of coordinates, and then of whole layers (``fedp3.sketch = "layers"``), of which there must be at
+  least as many as clients.
+* No pruning from server to client: Algorithm 5 sets it aside as "orthogonal". Clients count alike, whatever their
+  numbers of examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedprune_app.config import ConfigError
+from fedprune_app.core import rng
+from fedprune_app.core.layers import layers_of
+from fedprune_app.core.payload import Payload
+from fedprune_app.core.sketches import shared_out
+from fedprune_app.engine.rounds import Peer
+from fedprune_app.engine.wire import Schema
+from strategies.base import Contents, FederatedStrategy
+
+
+class LDPFedP3(FederatedStrategy):
+    """A reply is one tensor ``part``: n times the client's coordinates, in the order of the model."""
+
+    headline = "accuracy_global"
+    paper_formula = "32 bits per parameter: the whole model down to each client, one model up from all of them together"
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        layers = layers_of(list(self.model), self.prunable)
+        self.order = [name for names in layers.values() for name in names]
+        self.sizes = [sum(self.model[name].numel() for name in names) for names in layers.values()]
+        try:
+            self.open_round(0, self.sampled(1))  # as many as there will ever be in a round
+        except ValueError as error:
+            raise ConfigError(f"fedp3.sketch is {self.config.fedp3.sketch!r}: {error}") from None
+
+    # --- lines 1 and 3: S_i and w ---------------------------------------------------------------------------------
+
+    def open_round(self, round: int, participants: list[int]) -> None:
+        self.places = {partition: place for place, partition in enumerate(participants)}
+        draw = rng.generator(self.config.seed, "sketch", round=round)
+        self.owners = shared_out(self.sizes, len(participants), self.config.fedp3.sketch == "layers", draw)
+        self.next = torch.cat([self.model[name].flatten() for name in self.order])  # (d,)
+
+    def plan(self, round: int, participants: list[int]) -> Mapping[int, Payload]:
+        return dict.fromkeys(participants, Payload(self.model))
+
+    def outgoing(self, round: int, participants: list[int]) -> Iterator[tuple[int, Contents]]:
+        for partition, contents in super().outgoing(round, participants):
+            yield partition, replace(contents, fields={"clients": len(participants), "place": self.places[partition]})
+
+    # --- line 11: w ← (1/n) Σ S_i ũ_i -----------------------------------------------------------------------------
+
+    def reply_schema(self, partition: int) -> Schema:
+        counts = self.owners.bincount(minlength=len(self.places))
+        count = counts[self.places[partition]] if partition in self.places else counts.max()  # asked for its bytes
+        return Schema({"part": torch.Size([int(count)])}, {"part": self.next.dtype})
+
+    def accept(self, peer: Peer, update: Payload) -> None:
+        mine = self.owners == self.places[peer.partition]  # no other client's: the sum has one term
+        self.next[mine] = update.tensors["part"] / len(self.places)
+
+    def close_round(self, round: int) -> None:
+        parts = torch.split(self.next, [self.model[name].numel() for name in self.order])
+        averaged: dict[str, Tensor] = dict(zip(self.order, parts, strict=True))
+        self.model = {name: averaged[name].view(old.shape).clone() for name, old in self.model.items()}
+
+    def paper_bytes(self, num_participants: int) -> tuple[float, float]:
+        """Theorem 2: d/n per client and round, so d from all; it does not count what the server sends."""
+        dense = 4.0 * sum(self.sizes)
+        return num_participants * dense, dense
