@@ -96,15 +96,15 @@ def _epsilon(counted: tuple[tuple[Release, int], ...], delta: float, accountant:
         for release, count in counted:
             composed.compose(release.event, count)
         return float(composed.get_epsilon(delta))
-    divergence = sum((count * _divergence(release) for release, count in counted), np.zeros(len(ORDERS)))
+    divergence = sum((count * divergence(release) for release, count in counted), np.zeros(len(ORDERS)))
     if not np.isfinite(divergence).any():
         return math.inf
     return float(compute_epsilon(ORDERS, divergence, delta)[0])
 
 
 @lru_cache(maxsize=128)
-def _divergence(release: Release) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Rényi divergence at each of :data:`ORDERS`."""
+def divergence(release: Release) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    """Rényi divergence at each of :data:`ORDERS`, infinite where it is not found."""
     accountant = RdpAccountant(ORDERS)
     logger = logging.getLogger("absl")
     level = logger.level
