@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from fedprune_app import cli
 from fedprune_app.audit import AMPLITUDE, Question, audit, canaries, coins
-from fedprune_app.config import ConfigError, parse_config
-from fedprune_app.launch import LaunchError
+from fedprune_app.config import parse_config
 from fedprune_app.privacy.audit import Evidence, Finding, guesses_of, lower_bound, p_value
 from fedprune_app.registry import check_names
 
