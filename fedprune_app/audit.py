@@ -24,16 +24,17 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clients.base import FederatedClient
+from clients.base import FederatedClient, data_config
 from clients.privacy import ClientPrivacy
 from clients.training import TrainingResult
 from fedprune_app import client_app, server_app
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.core import rng
 from fedprune_app.core.payload import Payload
-from fedprune_app.data.splits import ClientData
+from fedprune_app.data.splits import ClientData, client_data
 from fedprune_app.engine import wire
 from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.launch import LaunchError
 from fedprune_app.models import vision
 from fedprune_app.privacy.audit import Evidence, Finding
 from fedprune_app.privacy.noise import Noise
@@ -72,18 +73,14 @@ class _Training:
 class _Watch:
     """What is kept of the audited client between its messages."""
 
-    question: Question
+    client: int
     seed: int
+    canaries: int
+    evidence: Evidence
     trainings: list[_Training] = field(default_factory=list)  # since the last message
     newest: Watched | None = None  # the client as it answered last
-    evidence: Evidence | None = None
-
-    def number(self, examples: int) -> int:
-        """How many canaries. Raises :class:`ConfigError`."""
-        chosen = self.question.canaries or min(examples // 2, MOST_CANARIES)
-        if not 2 <= chosen <= examples:
-            raise ConfigError(f"--canaries is {chosen}, allowed: 2 to {examples}, the client's training examples")
-        return chosen
+    uploads: int = 0
+    failure: Exception | None = None  # the first; the server would take it for a client that failed
 
 
 class Watched(FederatedClient):
@@ -97,7 +94,7 @@ class Watched(FederatedClient):
 
     def local_data(self) -> ClientData:
         data = super().local_data()
-        number = self.watch.number(len(data.train_labels))
+        number = self.watch.canaries
         images, labels = canaries(self.watch.seed, number, data.train_images.shape[1:], self.dataset.num_classes)
         self.canary_images, self.canary_labels, self.coins = images, labels, coins(self.watch.seed, number)
         self.real = data.train_images[number:], data.train_labels[number:]
@@ -161,44 +158,71 @@ def audit(config: Config, question: Question) -> Finding:
     """Run the federation of ``config`` in this process and attack one client's releases.
 
     Nothing is written but to a temporary folder: ledgers that the configuration names are not charged. Raises
-    :class:`ConfigError` for what cannot be audited, and what the run raises.
+    :class:`ConfigError` for what cannot be asked, and :class:`LaunchError` where the run or the audited client fails.
     """
     kind = SYSTEMS[config.system].client
     if not (config.dp.enabled and issubclass(kind, FederatedClient)):
         raise ConfigError(f"dp.enabled is {str(config.dp.enabled).lower()}, allowed with audit: true")
-    if not 0 <= question.client < question.clients:
-        raise ConfigError(f"--client is {question.client}, allowed: 0 to {question.clients - 1}")
-    watch = _Watch(question, config.seed)
+    number, guesses = _numbers(config, question)
+    watch = _Watch(question.client, config.seed, number, Evidence(number))
     privacy = {"privacy_kind": WithoutNoise} if question.without_noise else {}
     watched = type(f"Watched{kind.__name__}", (Watched, kind), {"watch": watch, **privacy})
     logging.getLogger("flwr").setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))
     with TemporaryDirectory(prefix="fedprune-audit-") as folder:
         private = replace(config.dp, ledger_dir="")
         here = replace(config, out_dir=folder, state_dir="", resume_from="", tracking="none", dp=private)
-        run_in_process(
-            server_app.app, _app(watch, cast(type[FederatedClient], watched)), question.clients, here.to_dict()
-        )
-    client, evidence = watch.newest, watch.evidence
-    if client is None or client.privacy is None or evidence is None:
-        raise ConfigError(f"--client is {question.client}, which released nothing; allowed: one that sends a model")
-    delta, number = question.delta or config.dp.delta, len(client.coins)
-    guesses = question.guesses or 2 * max(number // 4, 1)
+        app = _app(watch, cast(type[FederatedClient], watched))
+        try:
+            run_in_process(server_app.app, app, question.clients, here.to_dict())
+        except ConfigError:
+            raise
+        except Exception as error:
+            watch.failure = watch.failure or error
+    if watch.failure is not None:
+        raise LaunchError(" ".join(str(watch.failure).split())) from watch.failure
+    client = watch.newest
+    if client is None or client.privacy is None or not watch.uploads:
+        raise LaunchError(f"client {question.client} sent no model in {config.num_server_rounds} rounds")
+    delta = question.delta or config.dp.delta
     claim = client.privacy.ledger.epsilon(delta)
-    return Finding.of(evidence.scores, client.coins, guesses, delta, question.confidence, claim)
+    return Finding.of(watch.evidence.scores, client.coins, guesses, delta, question.confidence, claim)
+
+
+def _numbers(config: Config, question: Question) -> tuple[int, int]:
+    """How many canaries and guesses. Raises :class:`ConfigError` for what cannot be asked."""
+    if not 0 <= question.client < question.clients:
+        raise ConfigError(f"--client is {question.client}, allowed: 0 to {question.clients - 1}")
+    if not 0 < question.confidence < 1:
+        raise ConfigError(f"--confidence is {question.confidence}, allowed: above 0 and below 1")
+    if not 0 <= question.delta < 1:
+        raise ConfigError(f"--delta is {question.delta}, allowed: at least 0 and below 1")
+    examples = client_data(data_config(config), question.client, question.clients).num_examples
+    number = question.canaries or min(examples // 2, MOST_CANARIES)
+    if not 2 <= number <= examples:
+        raise ConfigError(f"--canaries is {number}, allowed: 2 to {examples}, the client's training examples")
+    guesses = question.guesses or 2 * max(number // 4, 1)
+    if guesses % 2 or not 2 <= guesses <= number:
+        raise ConfigError(f"--guesses is {guesses}, allowed: an even number from 2 to {number}, the canaries")
+    return number, guesses
 
 
 def _app(watch: _Watch, watched: type[FederatedClient]) -> ClientApp:
     """The real ClientApp, in which one client is watched."""
 
     def answer(name: str, message: Message, context: Context) -> Message:
-        chosen = context.node_config["partition-id"] == watch.question.client
+        own = getattr(client_app, name)
+        if context.node_config["partition-id"] != watch.client:
+            reply: Message = own(message, context)
+            return reply
         watch.trainings.clear()
-        reply: Message = getattr(client_app, name)(message, context, watched if chosen else None)
-        if chosen and name == "train" and watch.newest is not None:
-            sent = wire.payload_of(reply.content, watch.newest.message_schema().max_bytes)
-            if sent.tensors:
-                watch.evidence = watch.evidence or Evidence(len(watch.newest.coins))
-                consider(watch.evidence, watch.newest, watch.trainings, sent)
+        try:
+            reply = own(message, context, watched)
+            if name == "train" and watch.newest is not None:
+                sent = wire.payload_of(reply.content, watch.newest.message_schema().max_bytes)
+                watch.uploads += consider(watch.evidence, watch.newest, watch.trainings, sent)
+        except Exception as error:
+            watch.failure = watch.failure or error
+            raise
         return reply
 
     app = ClientApp()
@@ -210,11 +234,14 @@ def _app(watch: _Watch, watched: type[FederatedClient]) -> ClientApp:
 # --- the attack -------------------------------------------------------------------------------------------------------
 
 
-def consider(evidence: Evidence, client: Watched, trainings: list[_Training], sent: Payload) -> None:
-    """Add what one upload says: along which canaries' gradients it lies from where its training started."""
+def consider(evidence: Evidence, client: Watched, trainings: list[_Training], sent: Payload) -> bool:
+    """Add what one upload says: along which canaries' gradients it lies from where its training started.
+
+    False where nothing trained was sent. Of several trainings the one counts whose outcome is closest to what was sent.
+    """
     parameters = [name for name in vision.parameter_names(client.model) if name in sent.tensors]
     if not (trainings and parameters):
-        return
+        return False
     training = min(trainings, key=lambda each: _distance(each.after, sent.tensors, parameters))
     masks = {**training.masks, **sent.masks}
 
@@ -233,6 +260,7 @@ def consider(evidence: Evidence, client: Watched, trainings: list[_Training], se
         parts = _clipped(client, at, *client.real, masks, parameters, norm)
         others.append(sum((rows.sum(0)[chosen] for _, rows in parts), torch.zeros(len(chosen))))
     evidence.add(update[chosen], directions, others)
+    return True
 
 
 def _distance(one: Tensors, other: Tensors, names: list[str]) -> float:
@@ -257,7 +285,7 @@ def _clipped(
     names: list[str],
     clip_norm: float,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Parts of the gradients (n, d) by the parameters ``names``, under the masks, clipped over all; and where they begin."""
+    """Where each part begins, and its rows of the gradients (n, d) by ``names``, under the masks, clipped over all."""
     model = client.model
     leaves = {name: tensors[name] for name in vision.parameter_names(model)}
     size = sum(leaf.numel() for leaf in leaves.values())

@@ -447,14 +447,14 @@ def _density_group_variants(groups: Sequence[Group]) -> list[Variant]:
         if not points:
             continue
         alike: dict[float, list[float]] = {}
-        for density, accuracy in points:
-            alike.setdefault(density, []).append(accuracy)
+        for density, reached in points:
+            alike.setdefault(density, []).append(reached)
         row: Trace = {"type": "scatter", "series": index, "name": _text(group.label)}
         traces.append(
             row
             | {
                 "x": [density for density, _ in points],
-                "y": [accuracy for _, accuracy in points],
+                "y": [reached for _, reached in points],
                 "mode": "markers",
                 "faint": True,
                 "hoverinfo": "skip",
