@@ -347,7 +347,7 @@ def _epsilon_variants(groups: Sequence[Group]) -> list[Variant]:
                 y += [*values, None]
         if x:
             line: Trace = {"type": "scatter", "series": index, "name": _text(group.label), "mode": "lines"}
-            own.append(line | {"x": x, "y": y, "thin": True, "connectgaps": False, "hoverinfo": "skip"})
+            own.append(line | {"x": x, "y": y, "thin": True, "line": {"shape": "hv"}, "hoverinfo": "skip"})
     note = f"Shown is one client in {left_out}." if left_out > 1 else ""
     if own:
         views.append(Variant("Each client", own, _line_layout(axes), note))

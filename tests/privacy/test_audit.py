@@ -64,7 +64,7 @@ def test_more_correct_guesses_bound_more_and_more_confidence_or_delta_bound_less
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 4.0])
 def test_the_bound_covers_randomized_response_and_is_not_vacuous(epsilon):
     """Its every guess is right with probability e^ε / (1 + e^ε), which is all that ε-DP allows."""
-    trials, size = 2000, 400
+    trials, size = 2000, 200
     right = np.random.default_rng(int(10 * epsilon)).binomial(size, 1 / (1 + math.exp(-epsilon)), trials)
     bounds = {n: lower_bound(size, size, int(n), 0.0, 0.95) for n in set(right)}
     wrong = sum(bounds[n] > epsilon for n in right) / trials
@@ -77,7 +77,10 @@ def test_the_bound_covers_a_mechanism_that_tells_all_with_probability_delta():
     draw = np.random.default_rng(3)
     right = draw.binomial(size, 1 / (1 + math.exp(-epsilon)), trials)
     right[draw.random(trials) < delta] = size
-    wrong = {d: np.mean([lower_bound(size, size, int(n), d) > epsilon for n in right]) for d in (0.0, delta)}
+    wrong = {}
+    for d in (0.0, delta):
+        bounds = {n: lower_bound(size, size, int(n), d) for n in set(right)}
+        wrong[d] = np.mean([bounds[n] > epsilon for n in right])
     assert wrong[delta] < 0.05
     assert wrong[0.0] > 0.05  # which is what δ in the bound is for
 
@@ -208,7 +211,7 @@ SYSTEMS = {
     "fedavg": {},
     "subfedavg": {"subfedavg.gate-split": "none", "subfedavg.mask-distance": 0.0, "subfedavg.prune-step": 20.0},
     "dispfl": {"dispfl.growth": "random"},
-    "fedp3": {"fedp3.layer-set": "lowerb"},
+    "fedp3": {"fedp3.layer-set": "all"},
 }
 
 
@@ -216,7 +219,9 @@ def configured(**settings):
     return check_names(parse_config(SETTINGS | settings))
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize(
+    "system", ["fedavg", *(pytest.param(name, marks=pytest.mark.slow) for name in SYSTEMS if name != "fedavg")]
+)
 def test_the_bound_stays_below_the_claim_and_without_noise_rises_clearly_above_it(system):
     config = configured(system=system, **SYSTEMS[system])
     ask = {"canaries": 200, "clients": 3}
