@@ -25,7 +25,7 @@ from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.augmentation import CropFlip, augmentation
 from fedprune_app.data.datasets import load_dataset
-from fedprune_app.data.splits import DataConfig, client_data, label_counts
+from fedprune_app.data.splits import ClientData, DataConfig, client_data, label_counts
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
 from fedprune_app.models import vision
@@ -57,6 +57,7 @@ class FederatedClient(Node):
     """
 
     validates = "personal"  # which model's validation accuracy picks the best round: "personal" or "received"
+    privacy_kind: type[ClientPrivacy] = ClientPrivacy
 
     def __init__(
         self, config: Config, partition: int, num_partitions: int, state_dir: Path, capacity: float | None = None
@@ -64,7 +65,7 @@ class FederatedClient(Node):
         super().__init__(config, partition, num_partitions, state_dir, capacity)
         self.data_config = data_config(config)
         self.dataset = load_dataset(config.dataset, config.data_dir, config.download)
-        self.data = client_data(self.data_config, partition, num_partitions)
+        self.data = self.local_data()
         shape, num_classes = self.dataset.image_shape, self.dataset.num_classes
         self.model = initial_model(config.model, config.dataset, shape, num_classes, init=config.init, seed=config.seed)
         self.sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
@@ -73,7 +74,12 @@ class FederatedClient(Node):
         self.privacy: ClientPrivacy | None = None  # what dp.enabled adds
         if config.dp.enabled:
             plan = self.planned_epochs(), self.round_epochs()
-            self.privacy = ClientPrivacy(config, partition, len(self.data.train_labels), *plan, self.store.folder)
+            num_examples = len(self.data.train_labels)
+            self.privacy = self.privacy_kind(config, partition, num_examples, *plan, self.store.folder)
+
+    def local_data(self) -> ClientData:
+        """What the client learns from, decides by and is tested on."""
+        return client_data(self.data_config, self.partition, self.num_partitions)
 
     @property
     def num_examples(self) -> int:

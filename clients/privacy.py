@@ -14,6 +14,7 @@ from fedprune_app.config import Config
 if TYPE_CHECKING:  # Opacus and dp-accounting take seconds to import, and most runs do without
     from fedprune_app.privacy.accounting import Spent
     from fedprune_app.privacy.dpsgd import DPSGD
+    from fedprune_app.privacy.noise import Noise
 
 
 class ClientPrivacy:
@@ -53,6 +54,12 @@ class ClientPrivacy:
         path = Path(options.ledger_dir) / f"{partition:05d}.jsonl" if options.ledger_dir else folder / "ledger.jsonl"
         self.ledger = Ledger(path, accountant=options.accountant, budget=budget)
 
+    def noise(self, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> Noise:
+        """The randomness of one release, see :func:`~fedprune_app.privacy.noise.noise_source`."""
+        from fedprune_app.privacy.noise import noise_source
+
+        return noise_source(self.options.secure_rng, self.seed, role, self.partition, round, public, settings)
+
     # --- training -------------------------------------------------------------------------------------------------
 
     def steps(self, epochs: int) -> Spent:
@@ -72,12 +79,11 @@ class ClientPrivacy:
     def dpsgd(self, epochs: int, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> DPSGD:
         """How the next training makes its gradients; ``public`` and ``settings``: all it starts from but the data."""
         from fedprune_app.privacy.dpsgd import DPSGD
-        from fedprune_app.privacy.noise import noise_source
 
         self.require(epochs)
         options = self.options
         settings = f"{settings} {self.noise_multiplier} {options.clip_norm} {self.sample_rate}"
-        noise = noise_source(options.secure_rng, self.seed, role, self.partition, round, public, settings)
+        noise = self.noise(role, round, public, settings)
         return DPSGD(
             self.noise_multiplier,
             options.clip_norm,
@@ -96,12 +102,12 @@ class ClientPrivacy:
 
     def noised_count(self, correct: int, most: int, split: str, round: int, public: Mapping[str, Tensor]) -> float:
         """A share of correct predictions, of a count that is noised, rounded and charged. One example counts once."""
-        from fedprune_app.privacy.noise import noise_source, noisy_count
+        from fedprune_app.privacy.noise import noisy_count
 
         options = self.options
         if options.count_scale == 0:
             raise ValueError("dp.count-scale is 0.0, allowed where a released count is asked for: above 0")
-        noise = noise_source(options.secure_rng, self.seed, f"count {split}", self.partition, round, public, "")
+        noise = self.noise(f"count {split}", round, public, "")
         self.ledger.charge_laplace(options.count_scale, 1.0, f"correct on {split}, round {round}")
         return noisy_count(correct, most, options.count_scale, noise) / most
 

@@ -49,7 +49,7 @@ Engine = Annotated[str, typer.Option("--engine", help="ray, or inprocess for deb
 
 def _absolute(values: dict[str, Scalar]) -> dict[str, Scalar]:
     """Paths given on the command line are relative to where it was typed."""
-    for key in ("data-dir", "state-dir", "dispfl.adjacency-file", "dpsgd.adjacency-file"):
+    for key in ("data-dir", "state-dir", "dp.ledger-dir", "dispfl.adjacency-file", "dpsgd.adjacency-file"):
         if isinstance(given := values.get(key), str) and given:
             values[key] = str(Path(given).expanduser().resolve())
     return values
@@ -239,6 +239,60 @@ def export(
         table.add_row(f"ms per batch of {batch}", *cells)
     Console().print(table)
     console.print(f"[green]exported[/]: {output.resolve()}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def audit(
+    settings: Annotated[
+        list[str], typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="A run-config file, and settings.")
+    ],
+    canaries: Annotated[
+        int, typer.Option("--canaries", help="How many; 0: half of the client's examples, at most 1000.", min=0)
+    ] = 0,
+    guesses: Annotated[int, typer.Option("--guesses", help="On how many of them to guess; 0: on half.", min=0)] = 0,
+    delta: Annotated[float, typer.Option("--delta", help="At which δ; 0: at dp.delta.", min=0, max=1)] = 0.0,
+    confidence: Annotated[float, typer.Option("--confidence", help="That of the bound.")] = 0.95,
+    client: Annotated[int, typer.Option("--client", help="Whose data hold the canaries.")] = 0,
+    clients: Annotated[int, typer.Option("--clients", help="How many clients to simulate.", min=1)] = 20,
+    without_noise: Annotated[
+        bool, typer.Option("--without-noise", help="Clip and charge, but add no noise: the audit should then fail.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
+) -> None:
+    """Attack a private configuration: a lower bound on ε from one run, beside what the ledger claims.
+
+    Exit code 1 if the bound exceeds the claim.
+    """
+    from fedprune_app.audit import Question
+    from fedprune_app.audit import audit as run_audit
+    from fedprune_app.registry import check_names
+    from fedprune_app.results.files import replace_file
+
+    files = [Path(text) for text in settings if "=" not in text]
+    if len(files) > 1:
+        raise ConfigError(f"{str(files[1])!r} is a second file, allowed: one run-config file, then KEY=VALUE")
+    values = _values(files[0] if files else None, [text for text in settings if "=" in text])
+    config = check_names(parse_config(values))
+    question = Question(canaries, guesses, delta, confidence, client, clients, without_noise)
+    with console.status(f"auditing {config.system}: {config.num_server_rounds} rounds of {clients} clients"):
+        found = run_audit(config, question)
+    if json_file is not None:
+        replace_file(json_file.expanduser().resolve(), json.dumps(found.to_dict(), indent=1).encode())
+    table = Table(box=None, show_header=False)
+    for name, text in (
+        ("lower bound on ε", f"{found.bound:.3f}"),
+        ("ε that the ledger claims", f"{found.claim:.3f}"),
+        ("δ", f"{found.delta:g}"),
+        ("canaries", f"{found.canaries}"),
+        ("guesses", f"{found.guesses}"),
+        ("correct", f"{found.correct} ({found.correct / found.guesses:.1%})"),
+        ("confidence", f"{found.confidence:.1%}"),
+    ):
+        table.add_row(name, text)
+    Console().print(table)
+    if not found.holds:
+        raise LaunchError(found.verdict)
+    console.print(f"[green]passed[/]: {found.verdict}", highlight=False, soft_wrap=True)
 
 
 @app.command(name="list")

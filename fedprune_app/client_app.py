@@ -41,7 +41,8 @@ def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any])
     return check_names(parse_config({**run_config, **own}))
 
 
-def _client(context: Context, message: Message) -> Node:
+def make_client(context: Context, message: Message, kind: type[Node] | None = None) -> Node:
+    """The client that answers: of the system's class, or of another ``kind``."""
     config = node_settings(context.run_config, context.node_config)
     torch.set_num_threads(config.num_threads)
     partition, num_partitions = (context.node_config.get(key) for key in ("partition-id", "num-partitions"))
@@ -50,7 +51,8 @@ def _client(context: Context, message: Message) -> Node:
         raise ConfigError(f"node-config has {given}, allowed: whole numbers, 0 <= partition-id < num-partitions")
     folder = client_state_folder(config, context.run_id, str(wire.fields_of(message.content).get("run-key")))
     capacity = context.node_config.get("capacity")
-    return SYSTEMS[config.system].client(config, partition, num_partitions, folder, check_capacity(capacity))
+    kind = kind or SYSTEMS[config.system].client
+    return kind(config, partition, num_partitions, folder, check_capacity(capacity))
 
 
 def check_capacity(value: object) -> float | None:
@@ -72,16 +74,16 @@ def _unpack(message: Message, client: Node) -> tuple[list[Any], dict[str, Any]]:
 
 
 @app.query()
-def query(message: Message, context: Context) -> Message:
+def query(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
     """Who is there: the answer to the server's first message."""
-    properties = _client(context, message).get_properties(wire.fields_of(message.content))
+    properties = make_client(context, message, kind).get_properties(wire.fields_of(message.content))
     return Message(wire.pack(None, properties), reply_to=message)
 
 
 @app.train()
-def train(message: Message, context: Context) -> Message:
+def train(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
     """One local update."""
-    client = _client(context, message)
+    client = make_client(context, message, kind)
     arrays, num_examples, metrics = client.fit(*_unpack(message, client))
     names = metrics.pop("tensor-names"), metrics.pop("mask-names")
     payload = Payload.from_ndarrays(arrays, *names)
@@ -90,8 +92,8 @@ def train(message: Message, context: Context) -> Message:
 
 
 @app.evaluate()
-def evaluate(message: Message, context: Context) -> Message:
+def evaluate(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
     """Accuracies on the client's own data."""
-    client = _client(context, message)
+    client = make_client(context, message, kind)
     _, num_examples, metrics = client.evaluate(*_unpack(message, client))
     return Message(wire.pack(None, {**metrics, "num-examples": num_examples}), reply_to=message)

@@ -55,6 +55,13 @@ def test_more_rounds_can_be_added_to_a_finished_run(tmp_path):
     assert len(hashes) == 1
 
 
+def test_a_ledger_folder_is_relative_to_where_the_command_was_typed(tmp_path):
+    private = ["system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1", "dp.ledger-dir=ledgers"]
+    done = fedprune("run", *SMALL, *private, *HERE, "--out", "a", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "ledgers" / "00000.jsonl").stat().st_size > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -70,6 +77,8 @@ def test_more_rounds_can_be_added_to_a_finished_run(tmp_path):
         (["run", "validation-fraction=0"], "validation-fraction is 0.0"),
         (["run", "seed"], "'seed' is not of the form key=value"),
         (["sweep", "missing.yaml"], "matrix 'missing.yaml' does not exist"),
+        (["audit", "system=fedavg"], "dp.enabled is false, allowed with audit: true"),
+        (["audit", "a.toml", "b.toml"], "'b.toml' is a second file, allowed: one run-config file"),
         (["report", "."], "is no run folder, nor does it hold any"),
     ],
 )

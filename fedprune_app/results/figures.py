@@ -11,7 +11,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from fedprune_app.core.metrics import worst_decile
 from fedprune_app.results.reader import Run
 from fedprune_app.results.similarity import Comparison, compare
-from fedprune_app.results.tables import MEGABYTE, Group, Statistic
+from fedprune_app.results.tables import MEGABYTE, Group, Statistic, accuracy
 
 Trace = dict[str, Any]
 Curve = Mapping[int, tuple[float, float]]  # round -> (x, y)
@@ -30,6 +30,7 @@ _PEER_CAPTION = (
     " ⇄ is what the clients send one another; the server only relays it here, so ↑ and ↓ show the same messages again."
 )
 _BAR_TEXTS_UP_TO = 24  # bars; the texts of more of them would overlap
+_CURVES_UP_TO = 100  # clients whose ε is drawn by itself
 _HEATMAP_UP_TO = 200  # clients a side; more of them would be smaller than a pixel
 _ACCURACIES = {
     "accuracy_personal_mean": "Personal",
@@ -88,6 +89,19 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
             "Against the training traffic so far, as measured on the serialised messages: to and from the server, or "
             "over all links where models go from peer to peer.",
             _accuracy_variants(groups, _by_megabytes, "Measured traffic (MB)"),
+        ),
+        Figure(
+            "privacy",
+            "Accuracy by privacy",
+            "Against the largest ε of any client so far, from the ledger of what ran: the smaller, the more private.",
+            _accuracy_variants(groups, _by_epsilon, "Largest ε so far"),
+        ),
+        Figure(
+            "tradeoff",
+            "What accuracy costs",
+            "One point per setting at the end of the run: the main number against what was spent for it. A line joins "
+            "the settings of a system; bars are standard deviations over seeds.",
+            _tradeoff_variants(groups),
         ),
         Figure(
             "clients",
@@ -153,8 +167,8 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
         Figure(
             "epsilon",
             "Privacy spent",
-            "Largest ε of any client, from the ledger of what ran.",
-            _lines(groups, _by_round, "epsilon_max", "ε", {"x": "Round", "y": {}}),
+            "ε from the ledger of what ran. Dotted: the budget, where there is one.",
+            _epsilon_variants(groups),
         ),
         Figure(
             "partition",
@@ -199,6 +213,15 @@ def _by_megabytes(run: Run, name: str) -> Curve:
         if row.get(name) is not None:
             points[row["round"]] = (spent, row[name])
     return points
+
+
+def _by_epsilon(run: Run, name: str) -> Curve:
+    """Against ε so far, of rounds in which both are known."""
+    return {
+        row["round"]: (row["epsilon_max"], row[name])
+        for row in run.rounds
+        if row.get("epsilon_max") is not None and row.get(name) is not None
+    }
 
 
 def _accuracy_variants(groups: Sequence[Group], curve: Callable[[Run, str], Curve], x_title: str) -> list[Variant]:
@@ -255,6 +278,109 @@ def _curve_traces(series: int, group: Group, curve: Callable[[Run, str], Curve],
     edge: Trace = {"type": "scatter", "series": series, "x": x, "mode": "lines", "hoverinfo": "skip", "band": True}
     low, high = edge | {"y": list(map(min, values))}, edge | {"y": list(map(max, values)), "fill": "tonexty"}
     return [low, high, line]
+
+
+# --- what it cost ---------------------------------------------------------------------------------------------
+
+
+def _tradeoff_variants(groups: Sequence[Group]) -> list[Variant]:
+    """A view for each cost that some setting paid, with two settings or more: a single point shows no trade."""
+    costs: dict[str, tuple[str, Callable[[Run], float | None]]] = {
+        "Privacy": ("Largest ε of any client", lambda run: run.last("epsilon_max")),
+        "Traffic": ("Measured traffic (MB)", _total_megabytes),
+    }
+    variants = []
+    for title, (axis, cost) in costs.items():
+        points: dict[str, list[tuple[float, float, int]]] = {}
+        traces: list[Trace] = []
+        for index, group in enumerate(groups):
+            spent = Statistic.of(cost(run) for run in group.runs)
+            reached = Statistic.of(accuracy(run) for run in group.runs)
+            if spent is None or reached is None:
+                continue
+            points.setdefault(group.system, []).append((spent.mean, reached.mean, index))
+            point: Trace = {
+                "type": "scatter",
+                "series": index,
+                "name": _text(group.label),
+                "x": [spent.mean],
+                "y": [reached.mean],
+                "mode": "markers",
+                "marker": {"size": 10},
+                "hovertemplate": f"%{{y:.2%}} at %{{x:.3~g}}<extra>{_text(group.label)}</extra>",
+            }
+            if reached.std:
+                point["error_y"] = {"type": "data", "array": [reached.std], "thickness": 1.25, "width": 4}
+            traces.append(point)
+        if len(traces) < 2:
+            continue
+        for of_system in points.values():
+            x, y, indices = zip(*sorted(of_system), strict=True)
+            if len(x) > 1:
+                line = {"type": "scatter", "series": indices[0], "x": x, "y": y, "mode": "lines", "thin": True}
+                traces.insert(0, line | {"hoverinfo": "skip"})
+        layout = {"xaxis": {"title": {"text": axis}, "rangemode": "tozero"}, "yaxis": {"tickformat": ".0%"}}
+        variants.append(Variant(title, traces, layout | {"hovermode": "closest"}))
+    return variants
+
+
+def _total_megabytes(run: Run) -> float | None:
+    """Of training, to and from the server, or over all links where models go from peer to peer."""
+    peers, up, down = (run.total(name) for name in ("peer_bytes", "bytes_up", "bytes_down"))
+    if peers is not None:
+        return peers / MEGABYTE
+    return None if up is None or down is None else (up + down) / MEGABYTE
+
+
+def _epsilon_variants(groups: Sequence[Group]) -> list[Variant]:
+    """The largest of all clients, and each client's own, under the budget if the run had one."""
+    axes = {"x": "Round", "y": {"rangemode": "tozero", "title": {"text": "ε"}}}
+    budgets = [trace for index, group in enumerate(groups) if (trace := _budget_line(index, group))]
+    views = _lines(groups, _by_round, "epsilon_max", "Largest of all clients", axes)
+    own: list[Trace] = []
+    left_out = 0
+    for index, group in enumerate(groups):
+        x: list[int | None] = []
+        y: list[float | None] = []
+        for run in group.runs:
+            curves: dict[int, list[tuple[int, float]]] = {}
+            for row in run.clients:
+                if row.get("epsilon") is not None and row.get("partition") is not None:
+                    curves.setdefault(row["partition"], []).append((row["round"], row["epsilon"]))
+            step = -(-len(curves) // _CURVES_UP_TO)
+            left_out = max(left_out, step)
+            for partition in sorted(curves)[:: step or 1]:
+                rounds, values = zip(*sorted(curves[partition]), strict=True)
+                x += [*rounds, None]  # a gap: one trace holds all clients
+                y += [*values, None]
+        if x:
+            line: Trace = {"type": "scatter", "series": index, "name": _text(group.label), "mode": "lines"}
+            own.append(line | {"x": x, "y": y, "thin": True, "line": {"shape": "hv"}, "hoverinfo": "skip"})
+    note = f"Shown is one client in {left_out}." if left_out > 1 else ""
+    if own:
+        views.append(Variant("Each client", own, _line_layout(axes), note))
+    return [replace(view, traces=[*view.traces, *budgets]) for view in views]
+
+
+def _budget_line(series: int, group: Group) -> Trace | None:
+    """The smaller of the two limits that a configuration can set, over all rounds that ran."""
+    config = group.runs[0].config
+    limits = [config.get(key) for key in ("dp.epsilon-budget", "dp.target-epsilon")]
+    known = [limit for limit in limits if isinstance(limit, int | float) and limit > 0]
+    last = max((row["round"] for run in group.runs for row in run.rounds), default=0)
+    if not (known and last and config.get("dp.enabled")):
+        return None
+    return {
+        "type": "scatter",
+        "series": series,
+        "name": _text(f"budget of {group.label}"),
+        "x": [1, last],
+        "y": [min(known)] * 2,
+        "mode": "lines+text",
+        "text": [f"budget {min(known):g}", ""],
+        "limit": True,
+        "hoverinfo": "skip",
+    }
 
 
 # --- rows: one per group --------------------------------------------------------------------------------------
@@ -329,14 +455,14 @@ def _density_group_variants(groups: Sequence[Group]) -> list[Variant]:
         if not points:
             continue
         alike: dict[float, list[float]] = {}
-        for density, accuracy in points:
-            alike.setdefault(density, []).append(accuracy)
+        for density, reached in points:
+            alike.setdefault(density, []).append(reached)
         row: Trace = {"type": "scatter", "series": index, "name": _text(group.label)}
         traces.append(
             row
             | {
                 "x": [density for density, _ in points],
-                "y": [accuracy for _, accuracy in points],
+                "y": [reached for _, reached in points],
                 "mode": "markers",
                 "faint": True,
                 "hoverinfo": "skip",

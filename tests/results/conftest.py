@@ -31,10 +31,12 @@ def made_up_run(
     config: dict[str, Any] | None = None,
     extra: dict[str, Any] | None = None,
     peers: bool = False,
+    noise: float = 0.0,
 ) -> Path:
     """A run folder written by the real recorder, with curves that look like training.
 
-    With ``peers`` the clients exchange models with one another, differ in density and have their masks compared.
+    With ``peers`` the clients exchange models with one another, differ in density and have their masks compared. With
+    ``noise`` they spend privacy, each in the rounds it trains in.
     """
     rng = np.random.default_rng([seed, *system.encode(errors="replace")])
     recorder = Recorder(folder)
@@ -52,6 +54,7 @@ def made_up_run(
     }
     recorder.start({**settings, **(config or {})}, seed, about | (extra or {}))
     skill = rng.normal(0, 0.07, clients)
+    joined = np.zeros(clients)
     for number in range(1, rounds + 1):
         progress = 1 - np.exp(-4 * number / rounds)
         kept = 1 - (1 - density) * progress
@@ -96,6 +99,12 @@ def made_up_run(
             for client in range(clients):
                 own = {"accuracy_personal": personal[client], "density": 0.2 * (1 + client % 5) if peers else kept}
                 trained.setdefault(client, {}).update(own)
+        if noise:
+            joined += np.isin(np.arange(clients), [client for client, more in trained.items() if "seconds" in more])
+            epsilons = np.sqrt(joined) / noise
+            row["epsilon_max"] = epsilons.max()
+            for client, more in trained.items():
+                more["epsilon"] = epsilons[client] if joined[client] else None
         recorder.clients({"round": number, "partition": i} | more for i, more in sorted(trained.items()))
         recorder.round(row)
     if peers:

@@ -122,7 +122,7 @@ def drawn(folders) -> dict:
 
 
 def test_every_figure_with_data_is_drawn_and_none_without(six, make_run):
-    expected = {"accuracy", "efficiency", "clients", "bytes", "layers", "density", "loss", "partition"}
+    expected = {"accuracy", "efficiency", "tradeoff", "clients", "bytes", "layers", "density", "loss", "partition"}
     assert drawn(six).keys() == expected  # no epsilon was measured
     assert drawn([make_run("empty", rounds=0)]).keys() == {"partition"}
 
@@ -156,6 +156,63 @@ def test_where_models_go_from_peer_to_peer_their_traffic_counts_and_not_the_rela
     trace = drawn(peers[:1])["efficiency"].variants[0].traces[0]
     assert trace["x"][-1] == pytest.approx(run.total("peer_bytes") / 1e6)
     assert run.total("peer_bytes") != run.total("bytes_up") + run.total("bytes_down")
+
+
+@pytest.fixture
+def private(make_run) -> list[Path]:
+    """Two settings of one system, one of them with a budget and two seeds, and a run without privacy."""
+    settings = {"dp.enabled": True, "dp.noise-multiplier": 0.5, "dp.epsilon-budget": 6.5, "dp.target-epsilon": 9.0}
+    folders = [make_run(f"strong{seed}", seed=seed, noise=0.5, config=settings) for seed in (0, 1)]
+    weak = {"dp.enabled": True, "dp.noise-multiplier": 2.0}
+    folders.append(make_run("weak", noise=2.0, plateau=0.5, config=weak))
+    return [*folders, make_run("open", "fedavg")]
+
+
+def test_accuracy_over_epsilon_ends_at_what_was_spent(private):
+    (trace,) = drawn(private[2:])["privacy"].variants[0].traces  # the run without privacy has none
+    last = load_run(private[2]).rounds[-1]
+    assert (trace["x"][-1], trace["y"][-1]) == (last["epsilon_max"], last["accuracy_personal_mean"])
+
+
+def test_a_sweep_is_a_point_per_setting_against_epsilon_and_against_traffic_joined_by_system(private):
+    runs = [load_run(folder) for folder in private]
+    by_name = {view.name: view for view in drawn(private)["tradeoff"].variants}
+    line, strong, weak = by_name["Privacy"].traces
+    epsilons = [run.last("epsilon_max") for run in runs[:2]]
+    reached = [run.last("accuracy_personal_mean") for run in runs[:2]]
+    assert strong["x"] == [pytest.approx(sum(epsilons) / 2)]
+    assert strong["y"] == [pytest.approx(sum(reached) / 2)]
+    assert strong["error_y"]["array"] == [pytest.approx(abs(reached[0] - reached[1]) / math.sqrt(2))]
+    assert (weak["x"], weak["y"]) == ([runs[2].last("epsilon_max")], [runs[2].last("accuracy_personal_mean")])
+    assert list(line["x"]) == [*weak["x"], *strong["x"]]  # in the order of what was spent
+    assert list(line["y"]) == [*weak["y"], *strong["y"]]
+    points = [trace for trace in by_name["Traffic"].traces if "thin" not in trace]
+    spent = (runs[3].total("bytes_up") + runs[3].total("bytes_down")) / 1e6
+    assert [trace["series"] for trace in points] == [0, 1, 2]
+    assert points[2]["x"] == [pytest.approx(spent)]
+
+
+def test_one_setting_shows_no_trade(private):
+    assert "tradeoff" not in drawn(private[:2])
+
+
+def test_each_clients_epsilon_is_drawn_under_the_smaller_budget(private):
+    largest, each = drawn(private)["epsilon"].variants
+    for view in (largest, each):
+        (budget,) = [trace for trace in view.traces if trace.get("limit")]
+        assert (budget["x"], budget["y"]) == ([1, 10], [6.5, 6.5])
+    run = load_run(private[2])
+    trace = each.traces[1]
+    first = min(row["partition"] for row in run.clients if row["epsilon"] is not None)
+    own = [(row["round"], row["epsilon"]) for row in run.clients if row["partition"] == first and row["epsilon"]]
+    assert list(zip(trace["x"], trace["y"], strict=True))[: len(own) + 1] == [*own, (None, None)]
+    assert trace["x"].count(None) == len({row["partition"] for row in run.clients if row["epsilon"] is not None})
+
+
+def test_of_very_many_clients_only_some_have_an_epsilon_of_their_own_and_it_is_said(make_run):
+    each = drawn([make_run("many", clients=250, noise=1.0, config={"dp.enabled": True})])["epsilon"].variants[1]
+    assert each.traces[0]["x"].count(None) <= 100
+    assert each.note == "Shown is one client in 3."
 
 
 def test_seeds_are_drawn_as_their_mean_within_their_range(six):

@@ -50,6 +50,7 @@ def chromium(folder: Path, *arguments: str) -> str:
 def test_every_figure_is_drawn_and_the_page_fits_the_screen(make_run, tmp_path, width, scheme):
     folders = [make_run(f"s{rate}", config={"subfedavg.target-rate": rate}) for rate in (30.0, 50.0)]
     folders += [make_run(f"d{seed}", "dispfl", seed, clients=100, peers=True) for seed in (0, 1)]
+    folders += [make_run("p", "fedavg", noise=1.0, config={"dp.enabled": True, "dp.epsilon-budget": 5.0})]
     folders += [make_run("f", "fedltp", rounds=3, status="failed", error="a_very_long_word" * 20)]
     text = write_report(folders, tmp_path / "report.html").read_text(encoding="utf-8")
     (tmp_path / "page.html").write_text(text.replace("</head>", PROBE, 1), encoding="utf-8")
@@ -61,7 +62,7 @@ def test_every_figure_is_drawn_and_the_page_fits_the_screen(make_run, tmp_path, 
     panels, note, inner, page_width, plots, drawn, overflows, hidden, problems = found.split("|")
     assert int(inner) == width
     assert int(page_width) <= width
-    assert int(drawn) == int(plots) == 10
+    assert int(drawn) == int(plots) == 13
     assert (panels, note) == ("beside" if width == 1280 else "below", "true")
     assert (overflows, hidden, problems) == ("false", "1", "")  # the legend's first chip hides its one curve
 

@@ -1,0 +1,314 @@
+"""What ``fedprune audit`` does: a real run in which one client's data hold canaries, and the attack on what it sends.
+
+A canary is a noise image with a random label, in the place of one of the client's training examples. An independent
+fair coin says whether it is in; one that is out keeps its place, under a label that cross entropy ignores, so its
+gradient is zero: the number of examples, which is public, tells nothing of the coins. All else is the system's own
+code: server, clients, messages. The attack sees what the client sent and where its training started (which follows from
+what it received and sent before), and knows all of its data but the coins. See :mod:`fedprune_app.privacy.audit`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar, cast
+
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from clients.base import FederatedClient, data_config
+from clients.privacy import ClientPrivacy
+from clients.training import TrainingResult
+from fedprune_app import client_app, server_app
+from fedprune_app.config import Config, ConfigError
+from fedprune_app.core import rng
+from fedprune_app.core.payload import Payload
+from fedprune_app.data.splits import ClientData, client_data
+from fedprune_app.engine import wire
+from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.launch import LaunchError
+from fedprune_app.models import vision
+from fedprune_app.privacy.audit import Evidence, Finding
+from fedprune_app.privacy.noise import Noise
+from fedprune_app.registry import SYSTEMS
+
+MOST_CANARIES = 1000  # unless more are asked for
+PIXELS, AMPLITUDE = 1 / 16, 4.0  # of a canary: the share that is not 0, and their standard deviation
+_IGNORED = -100  # the label that cross entropy ignores
+_LARGEST = 100_000_000  # numbers in memory at a time, about
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to ask of a configuration; 0 for ``canaries`` and ``guesses`` is half of what there is to take."""
+
+    canaries: int = 0
+    guesses: int = 0
+    delta: float = 0.0  # 0: dp.delta
+    confidence: float = 0.95
+    client: int = 0  # whose data
+    clients: int = 20
+    without_noise: bool = False
+
+
+@dataclass(frozen=True)
+class _Training:
+    """One training of the client, from its model before to its model after, both as the attack may know them."""
+
+    before: dict[str, Tensor]
+    after: dict[str, Tensor]
+    masks: Tensors
+
+
+@dataclass
+class _Watch:
+    """What is kept of the audited client between its messages."""
+
+    client: int
+    seed: int
+    canaries: int
+    evidence: Evidence
+    trainings: list[_Training] = field(default_factory=list)  # since the last message
+    newest: Watched | None = None  # the client as it answered last
+    uploads: int = 0
+    failure: Exception | None = None  # the first; the server would take it for a client that failed
+
+
+class Watched(FederatedClient):
+    """A client of any system, before it in the order of classes: its data hold canaries, its trainings are noted."""
+
+    watch: ClassVar[_Watch]
+
+    def __init__(self, *arguments: Any, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self.watch.newest = self
+
+    def local_data(self) -> ClientData:
+        data = super().local_data()
+        number = self.watch.canaries
+        images, labels = canaries(self.watch.seed, number, data.train_images.shape[1:], self.dataset.num_classes)
+        self.canary_images, self.canary_labels, self.coins = images, labels, coins(self.watch.seed, number)
+        self.real = data.train_images[number:], data.train_labels[number:]
+        return ClientData(
+            torch.cat([images, data.train_images[number:]]),
+            torch.cat([torch.where(self.coins, labels, _IGNORED), data.train_labels[number:]]),
+            data.validation_images,
+            data.validation_labels,
+            data.test_images,
+            data.test_labels,
+        )
+
+    def train(self, round: int, **how: Any) -> TrainingResult:
+        before = vision.state_tensors(self.model)
+        result = super().train(round, **how)
+        after = vision.state_tensors(self.model)
+        self.watch.trainings.append(_Training(before, after, dict(how.get("masks") or {})))
+        return result
+
+
+class Silent:
+    """Noise that is none; samples are drawn as ever."""
+
+    def __init__(self, noise: Noise) -> None:
+        self._noise = noise
+
+    def uniform(self, size: int) -> Tensor:
+        return self._noise.uniform(size)
+
+    def gaussian(self, size: int) -> Tensor:
+        return torch.zeros(size)
+
+    def laplace(self, scale: float) -> float:
+        return 0.0
+
+
+class WithoutNoise(ClientPrivacy):
+    """Clips, samples and charges as if it added noise."""
+
+    def noise(self, role: str, round: int, public: Tensors, settings: str) -> Noise:
+        return Silent(super().noise(role, round, public, settings))
+
+
+def canaries(seed: int, number: int, shape: tuple[int, ...], num_classes: int) -> tuple[Tensor, Tensor]:
+    """Images (n, *shape), a few pixels of noise each, in units of normalised images; labels (n,).
+
+    Few pixels make gradients of different canaries nearly orthogonal, and large ones make them reach the clipping norm.
+    """
+    draw = rng.generator(seed, "canaries")
+    lit = torch.rand((number, *shape), generator=draw) < PIXELS
+    images = torch.where(lit, AMPLITUDE * torch.randn((number, *shape), generator=draw), 0.0)
+    return images, torch.randint(num_classes, (number,), generator=draw)
+
+
+def coins(seed: int, number: int) -> Tensor:
+    """(n,) True for in: fair and independent of one another, and of all else that the seed determines."""
+    return torch.rand(number, generator=rng.generator(seed, "audit coins")) < 0.5
+
+
+def audit(config: Config, question: Question) -> Finding:
+    """Run the federation of ``config`` in this process and attack one client's releases.
+
+    Nothing is written but to a temporary folder: ledgers that the configuration names are not charged. Raises
+    :class:`ConfigError` for what cannot be asked, and :class:`LaunchError` where the run or the audited client fails.
+    """
+    kind = SYSTEMS[config.system].client
+    if not (config.dp.enabled and issubclass(kind, FederatedClient)):
+        raise ConfigError(f"dp.enabled is {str(config.dp.enabled).lower()}, allowed with audit: true")
+    number, guesses = _numbers(config, question)
+    watch = _Watch(question.client, config.seed, number, Evidence(number))
+    privacy = {"privacy_kind": WithoutNoise} if question.without_noise else {}
+    watched = type(f"Watched{kind.__name__}", (Watched, kind), {"watch": watch, **privacy})
+    logging.getLogger("flwr").setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))
+    with TemporaryDirectory(prefix="fedprune-audit-") as folder:
+        private = replace(config.dp, ledger_dir="")
+        here = replace(config, out_dir=folder, state_dir="", resume_from="", tracking="none", dp=private)
+        app = _app(watch, cast(type[FederatedClient], watched))
+        try:
+            run_in_process(server_app.app, app, question.clients, here.to_dict())
+        except ConfigError:
+            raise
+        except Exception as error:
+            watch.failure = watch.failure or error
+    if watch.failure is not None:
+        raise LaunchError(" ".join(str(watch.failure).split())) from watch.failure
+    client = watch.newest
+    if client is None or client.privacy is None or not watch.uploads:
+        raise LaunchError(f"client {question.client} sent no model in {config.num_server_rounds} rounds")
+    delta = question.delta or config.dp.delta
+    claim = client.privacy.ledger.epsilon(delta)
+    return Finding.of(watch.evidence.scores, client.coins, guesses, delta, question.confidence, claim)
+
+
+def _numbers(config: Config, question: Question) -> tuple[int, int]:
+    """How many canaries and guesses. Raises :class:`ConfigError` for what cannot be asked."""
+    if not 0 <= question.client < question.clients:
+        raise ConfigError(f"--client is {question.client}, allowed: 0 to {question.clients - 1}")
+    if not 0 < question.confidence < 1:
+        raise ConfigError(f"--confidence is {question.confidence}, allowed: above 0 and below 1")
+    if not 0 <= question.delta < 1:
+        raise ConfigError(f"--delta is {question.delta}, allowed: at least 0 and below 1")
+    examples = client_data(data_config(config), question.client, question.clients).num_examples
+    number = question.canaries or min(examples // 2, MOST_CANARIES)
+    if not 2 <= number <= examples:
+        raise ConfigError(f"--canaries is {number}, allowed: 2 to {examples}, the client's training examples")
+    guesses = question.guesses or 2 * max(number // 4, 1)
+    if guesses % 2 or not 2 <= guesses <= number:
+        raise ConfigError(f"--guesses is {guesses}, allowed: an even number from 2 to {number}, the canaries")
+    return number, guesses
+
+
+def _app(watch: _Watch, watched: type[FederatedClient]) -> ClientApp:
+    """The real ClientApp, in which one client is watched."""
+
+    def answer(name: str, message: Message, context: Context) -> Message:
+        own = getattr(client_app, name)
+        if context.node_config["partition-id"] != watch.client:
+            reply: Message = own(message, context)
+            return reply
+        watch.trainings.clear()
+        try:
+            reply = own(message, context, watched)
+            if name == "train" and watch.newest is not None:
+                sent = wire.payload_of(reply.content, watch.newest.message_schema().max_bytes)
+                watch.uploads += consider(watch.evidence, watch.newest, watch.trainings, sent)
+        except Exception as error:
+            watch.failure = watch.failure or error
+            raise
+        return reply
+
+    app = ClientApp()
+    for name, register in {"query": app.query, "train": app.train, "evaluate": app.evaluate}.items():
+        register()(partial(answer, name))
+    return app
+
+
+# --- the attack -------------------------------------------------------------------------------------------------------
+
+
+def consider(evidence: Evidence, client: Watched, trainings: list[_Training], sent: Payload) -> bool:
+    """Add what one upload says: along which canaries' gradients it lies from where its training started.
+
+    False where nothing trained was sent. Of several trainings the one counts whose outcome is closest to what was sent.
+    """
+    parameters = [name for name in vision.parameter_names(client.model) if name in sent.tensors]
+    if not (trainings and parameters):
+        return False
+    training = min(trainings, key=lambda each: _distance(each.after, sent.tensors, parameters))
+    masks = {**training.masks, **sent.masks}
+
+    def flat(tensors: Tensors) -> Tensor:
+        return torch.cat([(tensors[n] * masks[n] if n in masks else tensors[n]).flatten() for n in parameters])
+
+    update = flat(training.before) - flat(sent.tensors)
+    kept = torch.cat([masks.get(n, torch.ones_like(sent.tensors[n])).flatten() != 0 for n in parameters])
+    chosen = _coordinates(kept, len(client.coins))
+    directions, others = torch.zeros(len(client.coins), len(chosen)), []
+    for model in (training.before, sent.tensors):
+        at = {**training.before, **model}
+        norm = client.config.dp.clip_norm
+        for start, rows in _clipped(client, at, client.canary_images, client.canary_labels, masks, parameters, norm):
+            directions[start : start + len(rows)] += rows[:, chosen]
+        parts = _clipped(client, at, *client.real, masks, parameters, norm)
+        others.append(sum((rows.sum(0)[chosen] for _, rows in parts), torch.zeros(len(chosen))))
+    evidence.add(update[chosen], directions, others)
+    return True
+
+
+def _distance(one: Tensors, other: Tensors, names: list[str]) -> float:
+    return sum(float((one[name] - other[name]).square().sum()) for name in names)
+
+
+def _coordinates(kept: Tensor, rows: int) -> Tensor:
+    """The kept coordinates (d,), or as many of them at random as fit into memory that often."""
+    where = kept.nonzero().squeeze(1)
+    most = max(_LARGEST // rows, 1)
+    return (
+        where if len(where) <= most else where[torch.randperm(len(where), generator=rng.generator(0, "audited"))[:most]]
+    )
+
+
+def _clipped(
+    client: Watched,
+    tensors: Tensors,
+    images: Tensor,
+    labels: Tensor,
+    masks: Tensors,
+    names: list[str],
+    clip_norm: float,
+) -> Iterator[tuple[int, Tensor]]:
+    """Where each part begins, and its rows of the gradients (n, d) by ``names``, under the masks, clipped over all."""
+    model = client.model
+    leaves = {name: tensors[name] for name in vision.parameter_names(model)}
+    size = sum(leaf.numel() for leaf in leaves.values())
+
+    def loss(values: Tensors, image: Tensor, label: Tensor) -> Tensor:
+        return F.cross_entropy(torch.func.functional_call(model, dict(values), (image[None],)), label[None])
+
+    per_example = torch.func.vmap(torch.func.grad(loss), (None, 0, 0))
+    step = max(1, min(128, _LARGEST // size))
+    with _evaluating(model):
+        for start in range(0, len(labels), step):
+            found = per_example(leaves, images[start : start + step], labels[start : start + step])
+            found = {n: (g * masks[n] if n in masks else g).flatten(1) for n, g in found.items()}
+            norms = torch.stack([g.square().sum(1) for g in found.values()]).sum(0).sqrt()
+            factors = (clip_norm / (norms + 1e-6)).clamp(max=1).nan_to_num(0.0)
+            yield start, torch.cat([found[n] for n in names], dim=1).nan_to_num(0.0) * factors[:, None]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    before = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(before)
