@@ -112,11 +112,15 @@ class Ledger:
         with self._locked(fcntl.LOCK_EX) as file:
             self.require({release: count})
             line = _line(self._check, release, count, what)
-            file.truncate(self._offset)  # a torn last line
-            file.seek(self._offset)
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
+            try:
+                file.truncate(self._offset)  # a torn last line
+                file.seek(self._offset)
+                file.write(line)
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError as error:  # a full disk: what is there of the line has no end and does not count
+                error.filename = str(self.path)
+                raise
             self._take_in(line)
 
     def _cost(self, more: Spent) -> float:
