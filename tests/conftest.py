@@ -97,7 +97,7 @@ class SmallDisk:
     def fill(self, left: int = 0) -> None:
         """Leave so many bytes, in whole pages of 4096."""
         found = os.statvfs(self.folder)
-        with (self.folder / "filler").open("wb") as file:
+        with (self.folder / "filler").open("ab") as file:
             file.write(bytes(max(0, found.f_bavail * found.f_frsize - left)))
 
     def free(self) -> None:

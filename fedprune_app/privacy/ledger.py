@@ -112,15 +112,11 @@ class Ledger:
         with self._locked(fcntl.LOCK_EX) as file:
             self.require({release: count})
             line = _line(self._check, release, count, what)
-            try:
-                file.truncate(self._offset)  # a torn last line
-                file.seek(self._offset)
-                file.write(line)
-                file.flush()
-                os.fsync(file.fileno())
-            except OSError as error:  # a full disk: what is there of the line has no end and does not count
-                error.filename = str(self.path)
-                raise
+            file.truncate(self._offset)  # a torn last line
+            file.seek(self._offset)
+            file.write(line)
+            file.flush()
+            os.fsync(file.fileno())
             self._take_in(line)
 
     def _cost(self, more: Spent) -> float:
@@ -131,16 +127,20 @@ class Ledger:
     def _locked(self, kind: int) -> Iterator[BinaryIO]:
         """The file, locked, and everything read that others have written."""
         assert self.path is not None
-        with self.path.open("r+b") as file:
-            fcntl.flock(file, kind)
-            size = os.fstat(file.fileno()).st_size
-            if size < self._offset:
-                raise ValueError(f"ledger '{self.path}' has become shorter: what was spent is not known")
-            file.seek(self._offset)
-            for line in file.readlines():
-                if line.endswith(b"\n"):
-                    self._take_in(line)
-            yield file
+        try:
+            with self.path.open("r+b") as file:
+                fcntl.flock(file, kind)
+                size = os.fstat(file.fileno()).st_size
+                if size < self._offset:
+                    raise ValueError(f"ledger '{self.path}' has become shorter: what was spent is not known")
+                file.seek(self._offset)
+                for line in file.readlines():
+                    if line.endswith(b"\n"):
+                        self._take_in(line)
+                yield file
+        except OSError as error:  # a full disk, above all, does not say which file it was
+            error.filename = error.filename or str(self.path)
+            raise
 
     def _take_in(self, line: bytes) -> None:
         try:

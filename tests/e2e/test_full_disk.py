@@ -9,8 +9,10 @@ import shutil
 from contextlib import contextmanager
 
 import pytest
+from flwr.clientapp import ClientApp
 from rich.console import Console
 
+from fedprune_app import client_app
 from fedprune_app.config import parse_config
 from fedprune_app.engine.rounds import TooFewReplies
 from fedprune_app.engine.store import State, VersionedStore
@@ -54,7 +56,7 @@ def fail(message="it is not there"):
 
 @pytest.mark.parametrize(
     ("system", "left"),
-    [("subfedavg", 0), ("subfedavg", 8192), ("subfedavg", 24576), ("dispfl", 0), ("dispfl", 16384), ("dispfl", 32768)],
+    [("subfedavg", 0), ("subfedavg", 8192), ("subfedavg", 24576), ("dispfl", 0), ("dispfl", 8192), ("dispfl", 16384)],
 )
 def test_wherever_the_run_folders_disk_fills_up_the_run_stops_on_one_line_and_resumes(
     federate, small_disk, tmp_path, system, left
@@ -117,20 +119,38 @@ def test_a_client_whose_disk_is_full_is_left_out_and_goes_on_when_there_is_room(
 
 def test_an_evaluation_needs_no_room(federate, small_disk, tmp_path):
     disk = small_disk(tmp_path / "state", 4096)
-    settings = {**SETTINGS, "num_server_rounds": 1, "state_dir": str(disk.folder)}
-    federate(**settings)
-    for scores in disk.folder.rglob("scores.json"):
-        scores.unlink()
-    disk.fill()
-    run = federate(**{**settings, "num_server_rounds": 2}, resume_from=str(tmp_path / "run"), min_replies=1)
-    assert run.info["status"] == "completed"
+    app = ClientApp()
+    app.query()(client_app.query)
+    app.train()(client_app.train)
+
+    @app.evaluate()
+    def evaluate(message, context):
+        disk.fill()
+        return client_app.evaluate(message, context)
+
+    run = federate(app=app, **{**SETTINGS, "num_server_rounds": 1}, state_dir=str(disk.folder))
+    assert run.rounds[-1]["evaluation_failures"] == 0
+    assert not list(disk.folder.rglob("scores.json")), "there was no room for what it remembers"
 
 
 def test_a_private_client_with_a_full_disk_releases_nothing_and_forgets_nothing(federate, small_disk, tmp_path):
+    """The kernel cuts a client's charge in its middle."""
     disk = small_disk(tmp_path / "ledgers", 64)
+    page = 4096
+
+    def fill():
+        for path in disk.folder.glob("*.jsonl"):  # a line without a spend, up to ten bytes before the end of a page
+            empty = Ledger(tmp_path / "empty.jsonl")
+            empty.charge_steps(1.0, 0.5, 0)
+            room = page - 10 - path.stat().st_size - empty.path.stat().st_size
+            empty.path.unlink()
+            Ledger(path).charge_steps(1.0, 0.5, 0, what="x" * room)
+            assert path.stat().st_size == page - 10
+        disk.fill()
+
     dp = {"dp.enabled": True, "dp.noise-multiplier": 1.0, "dp.ledger-dir": str(disk.folder)}
     settings = {**SETTINGS, "system": "fedavg", "shard_size": 40, "clients": 2}
-    app = on_round(2, 0, disk.fill)
+    app = on_round(2, 0, fill)
     with pytest.raises(TooFewReplies, match="round 2 had 0 good replies"):
         federate(app=app, **settings, **dp)
     spent = [sum(Ledger(disk.folder / f"{k:05d}.jsonl").spent.values()) for k in range(2)]
