@@ -28,10 +28,11 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from fedprune_app import launch
 from fedprune_app.config import ConfigError, Scalar
+from fedprune_app.engine.lifeline import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.launch import LaunchError, Link
 
 _VALID_DAYS = 365
-_NODE_SECONDS = 60.0
+_NODE_SECONDS = 180.0
 _SUPERLINK = "superlink"
 _EXECUTOR = "superexec"
 
@@ -191,7 +192,8 @@ class Deployment:
     def _spawn(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         home = self.folder / name
         home.mkdir(exist_ok=True)
-        self.processes[name] = launch.spawn(command, launch.flower_environment(home), self.log_file(name))
+        environment = {**launch.flower_environment(home), LAUNCHER_VARIABLE: launcher_identity()}
+        self.processes[name] = launch.spawn(command, environment, self.log_file(name))
         return self.processes[name]
 
     def start_superlink(self) -> None:
@@ -231,7 +233,7 @@ class Deployment:
         self._spawn(name, command)
 
     def wait_for_nodes(self, count: int) -> None:
-        """Until that many nodes are online. :class:`LaunchError` when one stops or none comes for a minute."""
+        """Until that many nodes are online. :class:`LaunchError` when one stops, or some do not come in time."""
         deadline = time.monotonic() + _NODE_SECONDS
         while True:
             listed = launch.flwr(self.link, "supernode", "list", "local").get("nodes")

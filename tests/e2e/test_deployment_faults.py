@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,7 +19,7 @@ from fedprune_app.deploy import local_deployment
 from fedprune_app.privacy.accounting import Steps
 from fedprune_app.privacy.ledger import Ledger
 from tests.conftest import wrapped_app
-from tests.e2e.deployed import DeployedRun, in_process_sha256, until
+from tests.e2e.deployed import SETTINGS, DeployedRun, in_process_sha256, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
@@ -227,6 +229,32 @@ def test_a_serverapp_that_is_killed_resumes_to_the_same_models(deployment, tmp_p
         fault, happens = "ServerApp killed", "`--resume` goes on from the last checkpoint"
     lost = f"{recorded - after} finished rounds; same hash"
     measured(fault, happens, lost, min(when for when in resumed.recorded.values() if when > killed) - killed)
+
+
+def test_everything_killed_at_once_leaves_no_process_and_resumes(tmp_path, measured):
+    """As when the machine fails: kill -9 of `fedprune deploy local`, then the same with --resume."""
+    out = tmp_path / "run"
+    settings = [f"{key}={value}" for key, value in {**SETTINGS, "num-server-rounds": 3}.items()]
+    command = [sys.executable, "-m", "fedprune_app.cli", "deploy", "local", "--nodes", str(NODES), "--out", str(out)]
+    process = subprocess.Popen([*command, *settings], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    rounds = out / "rounds.jsonl"
+    until(lambda: process.poll() is not None or (rounds.exists() and rounds.read_bytes().count(b"\n") >= 1))
+    assert process.poll() is None, "it has ended by itself"
+    process.kill()
+    process.wait()
+    killed = time.time()
+    until(lambda: not [p for p in psutil.process_iter(["cmdline"]) if str(out) in " ".join(p.info["cmdline"] or ())])
+    recorded = rounds.read_bytes().count(b"\n")
+    done = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    info = json.loads((out / "run.json").read_text())
+    assert info["final_sha256"] == in_process_sha256(info["config"], tmp_path / "here", NODES)
+    assert [json.loads(line)["round"] for line in rounds.read_text().splitlines()] == [1, 2, 3]
+    (after,) = info["resumed_after_rounds"]
+    lost = f"the round in work, {recorded - after} finished ones; same hash"
+    measured(
+        "all killed at once", "nothing stays behind; `--resume` starts all and goes on", lost, time.time() - killed
+    )
 
 
 def test_a_run_folder_on_a_full_disk_stops_the_run_on_one_line(deployment, tmp_path, small_disk, measured):
