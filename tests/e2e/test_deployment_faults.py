@@ -122,9 +122,7 @@ def absent(*when: tuple[int, int]):
     return wrapped_app(train)
 
 
-def test_client_apps_that_raise_die_or_answer_late_cost_their_own_part_of_a_round(
-    deployment, deadline, tmp_path, measured
-):
+def test_client_apps_that_raise_die_or_are_late_cost_their_part_of_a_round(deployment, deadline, tmp_path, measured):
     app = launch.stage_app(deployment.folder / "faulty", ("fedprune_app.server_app:app", "faulty_client:app"))
     (app / "faulty_client.py").write_text(FAULTY_CLIENT)
     run = DeployedRun.start(deployment, tmp_path / "run", "faulty", num_server_rounds=5, deadline_seconds=deadline)
