@@ -167,35 +167,39 @@ def test_a_supernode_that_is_killed_comes_back_and_goes_on_from_its_own_state(de
 
 
 def test_a_private_supernode_killed_and_back_at_once_forgets_no_spend(deployment, deadline, tmp_path, measured):
-    """Back before it is missed: what it was working on is lost, and the round waits for it no longer than allowed."""
+    """Started again at once, it is refused until it has been missed; what it was working on is lost."""
     settings = {"system": "fedavg", "shard-size": 40, "dp.enabled": True, "dp.noise-multiplier": 1.0}
     run = DeployedRun.start(deployment, tmp_path / "run", num_server_rounds=4, deadline_seconds=deadline, **settings)
     run.until_round(1)
 
-    def ledger():
-        (path,) = state_folder(deployment, 1).glob(f"{run.info['run_key']}/00001/ledger.jsonl")
-        return Ledger(path)
+    def charged(k):
+        """Steps, all of one kind."""
+        (path,) = state_folder(deployment, k).glob(f"{run.info['run_key']}/*/ledger.jsonl")
+        ((kind, steps),) = Ledger(path).spent.items()
+        assert isinstance(kind, Steps)
+        return steps
 
     def training():
         return [p for p in psutil.Process(deployment.processes["node-1"].pid).children(recursive=True) if is_app(p)]
 
     until(training)
-    before = ledger().spent
+    before = charged(1)
     deployment.kill("node-1")
     killed = time.time()
     restart(deployment, 1)
     run.finish()
-    (steps,) = ledger().spent
-    assert isinstance(steps, Steps)
-    per_round = before[steps] // len([round for round in run.recorded if run.recorded[round] < killed])
-    counted = [row["round"] for row in run.rounds if row["round"] not in run.failed(1)]
-    assert ledger().spent[steps] >= len(counted) * per_round, "what left is charged"
-    assert ledger().spent[steps] <= 4 * per_round
+    assert not run.failed(0)
+    per_round = charged(0) // 4
+    counted = 4 - len(run.failed(1))
+    assert charged(1) >= before
+    assert counted * per_round <= charged(1) <= 4 * per_round, "what left is charged, and perhaps what was lost"
     epsilons = [row["epsilon_max"] for row in run.rounds]
     assert epsilons == sorted(epsilons)
     assert not any("ledger is lost" in note for row in run.rounds for note in row["notes"])
-    happens = f"its message is lost with it: left out at `deadline-seconds` ({deadline:g}), or when missed"
-    lost = f"its part of {len(run.failed(1))} round; no privacy spend"
+    (lost_round,) = run.failed(1)
+    reason = run.rounds[lost_round - 1]["failure_reasons"][0].split(": ", 1)[1]
+    happens = f"refused until missed, its message is lost: {reason}"
+    lost = "its part of 1 round; no privacy spend"
     measured("SuperNode killed, back at once", happens, lost, run.recovery(killed, 1))
 
 
