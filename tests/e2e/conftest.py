@@ -1,4 +1,4 @@
-"""What end-to-end tests measure is printed when they are over, as it stands in the documentation."""
+"""What end-to-end tests measure is printed as it comes, and together at the end as it stands in the documentation."""
 
 from __future__ import annotations
 
@@ -6,28 +6,38 @@ from collections.abc import Callable
 
 import pytest
 
-_FAULTS: list[tuple[str, str, str, float | None]] = []
-_TRANSCRIPT: list[str] = []
+_FAULTS = "faults"
+_TRANSCRIPT = "rehearsal"
+_HEAD = ["| fault | what happens | lost | seconds to recover |", "| --- | --- | --- | ---: |"]
+_lines: dict[str, list[str]] = {_FAULTS: [], _TRANSCRIPT: []}
 
 
 @pytest.fixture
-def measured() -> Callable[[str, str, str, float | None], None]:
+def measured(pytestconfig: pytest.Config) -> Callable[..., None]:
     """``measured(fault, what happens, what is lost, seconds until it was made good)``: a row of the fault table."""
-    return lambda fault, happens, lost, seconds=None: _FAULTS.append((fault, happens, lost, seconds))
+
+    def add(fault: str, happens: str, lost: str, seconds: float | None = None) -> None:
+        number = "" if seconds is None else f"{seconds:.0f}"
+        _say(pytestconfig, _FAULTS, f"| {fault} | {happens} | {lost} | {number} |")
+
+    return add
 
 
 @pytest.fixture
-def transcript() -> Callable[[str], None]:
+def transcript(pytestconfig: pytest.Config) -> Callable[[str], None]:
     """``transcript(line)``: what the rehearsal did."""
-    return _TRANSCRIPT.append
+    return lambda line: _say(pytestconfig, _TRANSCRIPT, line)
+
+
+def _say(config: pytest.Config, section: str, line: str) -> None:
+    _lines[section].append(line)
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    reporter.ensure_newline()
+    reporter.write_line(line)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if _TRANSCRIPT:
-        terminalreporter.section("rehearsal")
-        terminalreporter.write_line("\n".join(_TRANSCRIPT))
-    if _FAULTS:
-        terminalreporter.section("faults")
-        terminalreporter.write_line("| fault | what happens | lost | seconds to recover |\n| --- | --- | --- | ---: |")
-        for *cells, seconds in _FAULTS:
-            terminalreporter.write_line(f"| {' | '.join(cells)} | {'' if seconds is None else f'{seconds:.0f}'} |")
+    for section, lines in _lines.items():
+        if lines:
+            terminalreporter.section(section)
+            terminalreporter.write_line("\n".join([*(_HEAD if section == _FAULTS else []), *lines]))
