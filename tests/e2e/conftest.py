@@ -1,4 +1,4 @@
-"""What end-to-end tests measure is printed as it comes, and together at the end as it stands in the documentation."""
+"""What end-to-end tests measure and show is printed when they are over, as it stands in the documentation."""
 
 from __future__ import annotations
 
@@ -6,38 +6,29 @@ from collections.abc import Callable
 
 import pytest
 
-_FAULTS = "faults"
-_TRANSCRIPT = "rehearsal"
-_HEAD = ["| fault | what happens | lost | seconds to recover |", "| --- | --- | --- | ---: |"]
-_lines: dict[str, list[str]] = {_FAULTS: [], _TRANSCRIPT: []}
+_FAULTS = ["| fault | what happens | lost | seconds to recover |", "| --- | --- | --- | ---: |"]
+_TRANSCRIPT: list[str] = []
+_HEAD = len(_FAULTS)
 
 
 @pytest.fixture
-def measured(pytestconfig: pytest.Config) -> Callable[..., None]:
+def measured() -> Callable[..., None]:
     """``measured(fault, what happens, what is lost, seconds until it was made good)``: a row of the fault table."""
 
     def add(fault: str, happens: str, lost: str, seconds: float | None = None) -> None:
-        number = "" if seconds is None else f"{seconds:.0f}"
-        _say(pytestconfig, _FAULTS, f"| {fault} | {happens} | {lost} | {number} |")
+        _FAULTS.append(f"| {fault} | {happens} | {lost} | {'' if seconds is None else format(seconds, '.0f')} |")
 
     return add
 
 
 @pytest.fixture
-def transcript(pytestconfig: pytest.Config) -> Callable[[str], None]:
+def transcript() -> Callable[[str], None]:
     """``transcript(line)``: what the rehearsal did."""
-    return lambda line: _say(pytestconfig, _TRANSCRIPT, line)
-
-
-def _say(config: pytest.Config, section: str, line: str) -> None:
-    _lines[section].append(line)
-    reporter = config.pluginmanager.get_plugin("terminalreporter")
-    reporter.ensure_newline()
-    reporter.write_line(line)
+    return _TRANSCRIPT.append
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for section, lines in _lines.items():
+    for title, lines in (("rehearsal", _TRANSCRIPT), ("faults", _FAULTS[_HEAD:] and _FAULTS)):
         if lines:
-            terminalreporter.section(section)
-            terminalreporter.write_line("\n".join([*(_HEAD if section == _FAULTS else []), *lines]))
+            terminalreporter.section(title)
+            terminalreporter.write_line("\n".join(lines))
