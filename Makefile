@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-all lint fuzz format benchmarks clean
+.PHONY: demo test test-all rehearsal faults lint fuzz format benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/fedprune demo --out runs/demo
@@ -16,6 +16,13 @@ test: $(DEV_STAMP)
 
 test-all: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m ""
+
+# What docs/deploy.md says: the transcript of a deployment, and what becomes of it when things break. Minutes each.
+rehearsal: $(DEV_STAMP)
+	$(BIN)/python -m pytest -m slow tests/e2e/test_rehearsal.py
+
+faults: $(DEV_STAMP)
+	$(BIN)/python -m pytest -m slow tests/e2e/test_deployment_faults.py
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

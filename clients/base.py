@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -314,7 +315,8 @@ class FederatedClient(Node):
             "accuracy-personal": self.test_accuracy(personal.tensors, personal.masks),
             "accuracy-validation": self.accuracy("validation"),
         }
-        replace_file(cache, json.dumps({"digest": digest, "scores": scores}).encode())
+        with suppress(OSError):  # it only saves time: a full disk need not cost the evaluation
+            replace_file(cache, json.dumps({"digest": digest, "scores": scores}).encode())
         return scores
 
 

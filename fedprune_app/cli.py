@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fedprune_app.config import (
@@ -124,6 +125,8 @@ def _run_once(placement: Placement, settings: Config, out: Path) -> None:
         embedded_model(console)
     with Session(placement, console) as session:
         info = session.run(settings, Path(settings.out_dir))
+    for note in info.get("notes", []):
+        console.print(f"[yellow]note:[/] {escape(note)}", highlight=False, soft_wrap=True)
     console.print(f"[green]completed[/] {info['rounds_completed']} rounds in {info.get('seconds', 0):.0f} s")
     if "final_sha256" in info:
         console.print(f"final models: sha256 {info['final_sha256'][:16]}…  results: {out}", highlight=False)
@@ -465,8 +468,6 @@ def main() -> None:
 
 
 def _escaped(error: Exception) -> str:
-    from rich.markup import escape
-
     return escape(" ".join(str(error).split()))
 
 

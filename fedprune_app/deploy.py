@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
+import re
 import secrets
 import subprocess
 import time
@@ -28,10 +29,12 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from fedprune_app import launch
 from fedprune_app.config import ConfigError, Scalar
+from fedprune_app.engine.lifeline import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.launch import LaunchError, Link
 
 _VALID_DAYS = 365
-_NODE_SECONDS = 60.0
+_NODE_SECONDS = 180.0
+_NODE_ID = re.compile(r"SuperNode ID: (\d+)")  # in a SuperNode's log
 _SUPERLINK = "superlink"
 _EXECUTOR = "superexec"
 
@@ -191,7 +194,8 @@ class Deployment:
     def _spawn(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         home = self.folder / name
         home.mkdir(exist_ok=True)
-        self.processes[name] = launch.spawn(command, launch.flower_environment(home), self.log_file(name))
+        environment = {**launch.flower_environment(home), LAUNCHER_VARIABLE: launcher_identity()}
+        self.processes[name] = launch.spawn(command, environment, self.log_file(name))
         return self.processes[name]
 
     def start_superlink(self) -> None:
@@ -222,7 +226,12 @@ class Deployment:
         launch.flwr(self.link, "supernode", "register", str(public), "local", "--name", name)
 
     def start_node(self, name: str, node_config: Mapping[str, Scalar]) -> None:
-        """Start a SuperNode, or start it again, as itself: its key makes it who it is."""
+        """Start a SuperNode, or start it again, as itself: its key makes it who it is.
+
+        A SuperLink refuses a node that it still takes for online, as it does for a minute after one was killed: that
+        minute is waited for.
+        """
+        self._wait_until_missed(name)
         (port,) = launch.free_ports(1)
         command = [launch.tool("flower-supernode"), "--superlink", f"127.0.0.1:{self.fleet_port}"]
         command += ["--root-certificates", str(self.certificates.ca), "--host", "127.0.0.1", "--port", str(port)]
@@ -230,12 +239,25 @@ class Deployment:
         command += ["--node-config", node_config_text(node_config)]
         self._spawn(name, command)
 
+    def _nodes(self) -> list[dict[str, object]]:
+        """The SuperLink's list of nodes."""
+        listed = launch.flwr(self.link, "supernode", "list", "local").get("nodes")
+        return listed if isinstance(listed, list) else []
+
+    def _wait_until_missed(self, name: str) -> None:
+        log = self.log_file(name)
+        ids = _NODE_ID.findall(log.read_text(errors="replace")) if log.exists() else []
+        deadline = time.monotonic() + _NODE_SECONDS
+        while ids and any((n.get("node-id"), n.get("status")) == (ids[-1], "online") for n in self._nodes()):
+            if time.monotonic() > deadline:
+                raise LaunchError(f"{name} is still online: another process has its key")
+            time.sleep(2)
+
     def wait_for_nodes(self, count: int) -> None:
-        """Until that many nodes are online. :class:`LaunchError` when one stops or none comes for a minute."""
+        """Until that many nodes are online. :class:`LaunchError` when one stops, or some do not come in time."""
         deadline = time.monotonic() + _NODE_SECONDS
         while True:
-            listed = launch.flwr(self.link, "supernode", "list", "local").get("nodes")
-            online = [node for node in listed if node.get("status") == "online"] if isinstance(listed, list) else []
+            online = [node for node in self._nodes() if node.get("status") == "online"]
             if len(online) >= count:
                 return
             for name, process in self.processes.items():

@@ -167,7 +167,7 @@ def _close_folder(folder: Path, status: str, error: BaseException) -> None:
     """Say in run.json how a run ended whose ServerApp could not say it itself; not that of another, still going."""
     if not (folder / "run.json").exists():
         return
-    with suppress(ValueError), exclusive(folder, patience_seconds=0):
+    with suppress(ValueError, OSError), exclusive(folder, patience_seconds=0):  # a full disk is said on the terminal
         info = _read_json(folder / "run.json")
         if info.get("status") == "running":
             text = "interrupted" if status == "interrupted" else _one_line(error)

@@ -18,7 +18,7 @@ from fedprune_app.engine.lifeline import end_with_launcher
 from fedprune_app.engine.store import State, VersionedStore, exclusive
 from fedprune_app.registry import SYSTEMS, check_names
 from fedprune_app.results.reader import read_info
-from fedprune_app.results.recorder import Recorder
+from fedprune_app.results.recorder import Recorder, Status
 from fedprune_app.run_folder import new_run_key, run_folder
 from fedprune_app.tasks import BUILDS, PEERS
 
@@ -53,6 +53,10 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
         recorder.resume(completed)
         checkpoints.drop_after(completed)
         log.info("resuming after round %d", completed)
+        if lost := before["rounds_completed"] - completed:
+            text = f"round {before['rounds_completed']} left no readable checkpoint: rounds repeated: {lost}"
+            log.warning("%s", text)
+            recorder.annotate(notes=[*before.get("notes", []), text])
     else:
         recorder.start(config.to_dict(), config.seed, {"headline": system.strategy.headline, "run_key": new_run_key()})
     try:
@@ -83,19 +87,27 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
         strategy.write_model(folder / "models")
         recorder.finish("completed", final_sha256=strategy.final_sha256())
     except (KeyboardInterrupt, SystemExit):
-        recorder.finish("interrupted", error="interrupted")
+        _close(recorder, "interrupted", "interrupted")
         raise
     except BaseException as error:
         text = str(error).strip().splitlines() or [type(error).__name__]
-        recorder.finish("failed", error=text[-1])
+        _close(recorder, "failed", text[-1])
         raise
+
+
+def _close(recorder: Recorder, status: Status, error: str) -> None:
+    """Say in run.json how the run ended; on a full disk it cannot be said there, and must not hide the error."""
+    try:
+        recorder.finish(status, error=error)
+    except OSError as full:
+        log.error("run.json does not say how the run ended: %s", full)
 
 
 def _checkpoint(config: Config, before: Mapping[str, Any], checkpoints: VersionedStore) -> tuple[int, State] | None:
     """The newest readable checkpoint of the run to resume, or None where it had not finished a round."""
     check_resumable(before["config"], config)
     checkpoint = checkpoints.load()
-    if checkpoint is None and before["rounds_completed"]:
+    if checkpoint is None and before["rounds_completed"] > 1:  # a round is recorded before its checkpoint is written
         raise ConfigError(
             f"{str(checkpoints.folder)!r} has no readable checkpoint, allowed when resuming after "
             f"{before['rounds_completed']} rounds: at least one"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import subprocess
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,3 +81,41 @@ def federate(tmp_path: Path) -> Callable[..., Finished]:
         return Finished(folder)
 
     return run
+
+
+class SmallDisk:
+    """A file system of its own, of ``kilobytes``: what does not fit, the kernel refuses. To mount it takes root."""
+
+    def __init__(self, folder: Path, kilobytes: int) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"a small file system cannot be mounted here: {done.stderr.strip()}")
+
+    def fill(self, left: int = 0) -> None:
+        """Leave so many bytes, in whole pages of 4096."""
+        found = os.statvfs(self.folder)
+        with (self.folder / "filler").open("ab") as file:
+            file.write(bytes(max(0, found.f_bavail * found.f_frsize - left)))
+
+    def free(self) -> None:
+        (self.folder / "filler").unlink(missing_ok=True)
+
+    def unmount(self) -> None:
+        subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
+
+
+@pytest.fixture
+def small_disk() -> Iterator[Callable[[Path, int], SmallDisk]]:
+    """``small_disk(folder, kilobytes)`` mounts one there until the test is over."""
+    disks: list[SmallDisk] = []
+
+    def make(folder: Path, kilobytes: int) -> SmallDisk:
+        disks.append(SmallDisk(folder, kilobytes))
+        return disks[-1]
+
+    yield make
+    for disk in disks:
+        disk.unmount()

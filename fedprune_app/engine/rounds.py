@@ -7,6 +7,7 @@ every client's model at once. Here a reply is yielded when it arrives and droppe
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ _PULL_BATCH = 32
 _PULL_BYTES = 64 * 2**20
 _TTL_MARGIN_SECONDS = 10.0
 _POLL_SECONDS = (0.01, 0.25)  # the shortest pause between polls, and the longest
+_EXCEPTION = re.compile(r"^<class '[^']*'>:<'")  # how a SuperNode begins the message of one
 _POLL_SHARE = 0.05  # a reply is seen late by at most this share of the time it was waited for
 
 
@@ -149,7 +151,7 @@ def _error_line(message: Message) -> str:
     """The last telling line of an error that a client's side reported."""
     reason = message.error.reason or ""
     lines = [line.strip() for line in reason.strip().splitlines() if line.strip()] or ["no reason given"]
-    text = lines[-1].removesuffix("'>").split("Message: ")[-1]
+    text = _EXCEPTION.sub("", lines[-1].removesuffix("'>")).split("Message: ")[-1]
     if "ActorDiedError" in reason or "ActorUnavailableError" in reason:
         text = "its process died"
     return f"{text} (error code {message.error.code})"

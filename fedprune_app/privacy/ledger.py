@@ -127,16 +127,20 @@ class Ledger:
     def _locked(self, kind: int) -> Iterator[BinaryIO]:
         """The file, locked, and everything read that others have written."""
         assert self.path is not None
-        with self.path.open("r+b") as file:
-            fcntl.flock(file, kind)
-            size = os.fstat(file.fileno()).st_size
-            if size < self._offset:
-                raise ValueError(f"ledger '{self.path}' has become shorter: what was spent is not known")
-            file.seek(self._offset)
-            for line in file.readlines():
-                if line.endswith(b"\n"):
-                    self._take_in(line)
-            yield file
+        try:
+            with self.path.open("r+b") as file:
+                fcntl.flock(file, kind)
+                size = os.fstat(file.fileno()).st_size
+                if size < self._offset:
+                    raise ValueError(f"ledger '{self.path}' has become shorter: what was spent is not known")
+                file.seek(self._offset)
+                for line in file.readlines():
+                    if line.endswith(b"\n"):
+                        self._take_in(line)
+                yield file
+        except OSError as error:  # a full disk, above all, does not say which file it was
+            error.filename = error.filename or str(self.path)
+            raise
 
     def _take_in(self, line: bytes) -> None:
         try:

@@ -1,8 +1,10 @@
-"""Writing a file in one step."""
+"""Writing files so that a crash or a full disk leaves them readable."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -11,11 +13,29 @@ def replace_file(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with _naming(path), temporary.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
+        raise
+
+
+def append_lines(path: Path, lines: bytes) -> None:
+    """On disk when it returns; a crash, or a disk that fills up, leaves at most a last line without its end."""
+    with _naming(path), path.open("ab") as file:
+        file.write(lines)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """A full disk says which file it was that did not fit: of a write that fails, the kernel's error does not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
         raise

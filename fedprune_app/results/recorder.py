@@ -16,11 +16,12 @@ import platform
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fedprune_app.results.fields import CLIENT_FIELDS, HEADLINES, ROUND_FIELDS
-from fedprune_app.results.files import replace_file
+from fedprune_app.results.files import append_lines, replace_file
 from fedprune_app.results.reader import Masks, Matrix, read_info, read_masks, read_rows
 
 GIT_VARIABLE = "FEDPRUNE_GIT_HASH"
@@ -148,8 +149,9 @@ class Recorder:
         """How far the round in work is, for whoever watches; kept nowhere else, and lost without harm."""
         path = self.folder / "progress.json"
         temporary = path.with_name(".progress.json.tmp")
-        temporary.write_text(json.dumps({"done": done, "total": total, "text": text}))
-        os.replace(temporary, path)
+        with suppress(OSError):
+            temporary.write_text(json.dumps({"done": done, "total": total, "text": text}))
+            os.replace(temporary, path)
 
     def finish(self, status: Status, final_sha256: str | None = None, error: str | None = None) -> None:
         """Close the run; ``final_sha256`` is over all final models in partition order."""
@@ -194,10 +196,7 @@ class Recorder:
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-        with (self.folder / name).open("ab") as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
+        append_lines(self.folder / name, text.encode())
 
 
 def holds_run(folder: Path) -> bool:

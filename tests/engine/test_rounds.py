@@ -79,6 +79,19 @@ def test_each_kind_of_failure_is_said_and_the_rest_arrives():
     assert answers[1].bytes_up == wire.num_bytes(answers[1].content)
 
 
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "<class 'RuntimeError'>:<'my disk is full'>",  # a SuperNode's
+        "<class 'flwr.E'>:<'\nException <class 'RuntimeError'> occurred. Message: my disk is full'>",  # Ray's
+        "<class 'a.b.ConfigError'>:<'two\nmy disk is full'>",
+    ],
+)
+def test_a_client_s_error_is_said_in_its_own_words_on_every_engine(reason):
+    request = rounds.message_to(1, wire.pack(None, {"round": 1}), MessageType.TRAIN, 1, 10)
+    assert rounds._error_line(Message(Error(2, reason), reply_to=request)) == "my disk is full (error code 2)"
+
+
 def test_a_reply_is_handed_on_before_slower_ones_have_come():
     grid = ScriptedGrid({1: 0.0, 2: 0.5})
     content = wire.pack(None, {"round": 1})

@@ -1,0 +1,70 @@
+"""The rehearsal of a deployment, with its transcript: every system over gRPC to three nodes, and who is refused.
+
+`make rehearsal` runs this and prints the transcript.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fedprune_app import launch
+from fedprune_app.deploy import local_deployment, make_node_key
+from tests.e2e.deployed import DeployedRun, in_process_sha256, until
+from tests.models.tiny_llm import text_folder, tiny_byte_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+NODES = 3
+SYSTEMS = ["subfedavg", "dispfl", "fedp3", "fedspallm"]
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deployment")
+    with local_deployment(folder, [{"partition-id": k, "num-partitions": NODES} for k in range(NODES)]) as running:
+        launch.stage_app(folder / "app")
+        yield running
+
+
+def settings(system, tmp_path) -> dict:
+    """What a system needs beside the embedded digits."""
+    if system != "fedspallm":
+        return {}
+    texts, model = text_folder(tmp_path / "texts"), tiny_byte_model(tmp_path / "model", "llama")
+    options = {"segments": 4, "segment-length": 24, "window": 32}
+    return {"dataset": "text", "data-dir": str(texts), "model": str(model)} | {
+        f"fedspallm.{name}": value for name, value in options.items()
+    }
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_system_gives_the_same_models_over_grpc_as_in_process(deployment, tmp_path, transcript, system):
+    run = DeployedRun.start(deployment, tmp_path / "run", system=system, **settings(system, tmp_path))
+    info = run.finish()
+    assert [(row["replies"], row["failures"]) for row in run.rounds] == [(NODES, 0)] * 2
+    here = in_process_sha256(run.config, tmp_path / "here", NODES)
+    assert info["final_sha256"] == here
+    seconds = ", ".join(f"{row['seconds']:.1f}" for row in run.rounds)
+    moved = sum(row["bytes_up"] + row["bytes_down"] for row in run.rounds)
+    transcript(f"{system}: 2 rounds of {NODES} nodes over gRPC, {seconds} s, {moved} bytes of training messages")
+    transcript(f"  deployed   sha256 {info['final_sha256']}\n  in process sha256 {here}")
+
+
+def test_strangers_are_refused(deployment, transcript):
+    """Judged by their exit and by the list of nodes: what they say of it is Flower's."""
+    (port,) = launch.free_ports(1)
+    plaintext = [launch.tool("flower-supernode"), "--superlink", f"127.0.0.1:{deployment.fleet_port}", "--insecure"]
+    deployment._spawn("plaintext", [*plaintext, "--port", str(port), "--max-retries", "2"])
+    make_node_key(deployment.folder / "stranger" / "node.key")
+    deployment.start_node("stranger", {"partition-id": 7, "num-partitions": 8})
+    for name, what in (("plaintext", "a node without TLS"), ("stranger", "a node with a key that is not registered")):
+        process = deployment.processes[name]
+        until(lambda process=process: process.poll() is not None)
+        assert process.returncode != 0
+        said = deployment.log_file(name).read_text().splitlines()
+        deployment.kill(name)
+        reason = next((line for line in said if "rror" in line or "denied" in line), said[-1]).strip()
+        transcript(f"{what} is refused, exit code {process.returncode}: {reason[:160]}")
+    listed = launch.flwr(deployment.link, "supernode", "list", "local")["nodes"]
+    assert [node["status"] for node in listed] == ["online"] * NODES
+    transcript("nodes: " + ", ".join(f"{node['node-id']} {node['status']}" for node in listed))
