@@ -91,6 +91,10 @@ class Session:
 
     def run(self, config: Config, folder: Path) -> dict[str, Any]:
         """Run to completion and return run.json. Raises :class:`LaunchError` with the run's own error otherwise."""
+        if self.placement.num_clients < config.min_clients and not self.placement.superlink:
+            raise ConfigError(
+                f"min-clients is {config.min_clients}, allowed with {self.placement.num_clients} clients: at most that"
+            )
         with _stoppable(), _Progress(config, folder, self.console) as progress:
             try:
                 if self.placement.engine == "inprocess":
@@ -229,6 +233,8 @@ class _Progress:
     def update(self) -> None:
         """Show the rounds that have been written since, and how far the one in work is where the system says so."""
         now = _read_json(self._folder / "progress.json")
+        if now and "done" not in now:
+            self.say(str(now.get("text")))
         with suppress(KeyError):
             self._bar.update(
                 self._task, completed=now["done"], total=now["total"], said=f"{now['text']}  {self._accuracy}"
