@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -27,7 +28,7 @@ CLASSES = tuple("0123")
 
 
 def image_folder(folder: Path, first: int, classes=CLASSES, per_class=12, test=0) -> Path:
-    """Digits as PNG files: ``per_class`` of each class in train/, ``test`` in test/, none that another ``first`` has."""
+    """Digits as PNG files: ``per_class`` of each class in train/, ``test`` in test/, none that another folder has."""
     pixels, labels = load_digits(return_X_y=True)
     images = (pixels.reshape(-1, 8, 8) * 15.9).astype(np.uint8)
     for digit in classes:
@@ -145,7 +146,7 @@ def test_a_client_without_images_of_a_class_has_an_empty_folder_or_the_run_names
 
 def test_clients_whose_classes_differ_stop_the_run_and_are_named(own, folders, tmp_path):
     other = image_folder(tmp_path / "other", 3, classes="0245")
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="has the classes") as error:
         own(places([folders[0], other]), [11, 22], system="fedavg")
     text = str(error.value)
     assert "\n" not in text
@@ -182,7 +183,9 @@ def test_classes_that_cannot_be_are_refused(settings, allowed):
 
 def test_nodes_with_and_without_a_partition_do_not_run_together(own, folders):
     dealt = {"partition-id": 0, "num-partitions": 2, "data-dir": str(folders[2])}
-    with pytest.raises(ValueError, match=r"^node 2 has data of its own and node 1 partition-id 0, allowed: partition-ids"):
+    with pytest.raises(
+        ValueError, match=r"^node 2 has data of its own and node 1 partition-id 0, allowed: partition-ids"
+    ):
         own([dealt, *places(folders[:1])], [1, 2], system="fedavg", data_dir=str(folders[2]))
 
 
@@ -192,7 +195,9 @@ def test_a_node_without_partition_and_data_is_told_what_it_lacks(own):
 
 
 def test_data_that_comes_with_the_app_is_nobodys_own(own, folders):
-    with pytest.raises(TooFewReplies, match=r"dataset is 'digits', allowed on a node without partition-id: image-folder"):
+    with pytest.raises(
+        TooFewReplies, match=r"dataset is 'digits', allowed on a node without partition-id: image-folder"
+    ):
         own(places(folders[:1]), system="fedavg", dataset="digits")
 
 
@@ -229,8 +234,6 @@ def test_the_split_is_the_seeds_and_the_folders_alone(folders):
         "c = DataConfig(dataset='image-folder', data_dir=sys.argv[1], is_own=True, seed=3, partition='classes');"
         "print(hashlib.sha256(client_data(c, 0, 1).test_images.numpy().tobytes()).hexdigest())"
     )
-    import hashlib
-
     here = hashlib.sha256(client_data(config, 0, 1).test_images.numpy().tobytes()).hexdigest()
     done = subprocess.run([sys.executable, "-c", program, str(folders[0])], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == here, done.stderr
@@ -292,7 +295,13 @@ def test_a_language_model_is_pruned_with_text_that_each_node_has_to_itself(own, 
 @pytest.mark.slow
 def test_three_nodes_of_own_data_run_over_grpc_and_end_as_in_process(folders, tmp_path):
     out = tmp_path / "run"
-    settings = ["dataset=image-folder", "model=cnn-small", "num-server-rounds=2", "local-epochs=1", "fraction-train=1.0"]
+    settings = [
+        "dataset=image-folder",
+        "model=cnn-small",
+        "num-server-rounds=2",
+        "local-epochs=1",
+        "fraction-train=1.0",
+    ]
     command = [sys.executable, "-m", "fedprune_app.cli", "deploy", "local", "--out", str(out), *settings]
     command += ["--data-dirs", ",".join(map(str, folders)), "--capacities", "0.4 0.7 1", "system=dispfl"]
     done = subprocess.run([*command, "min-clients=3"], capture_output=True, text=True, timeout=280)
