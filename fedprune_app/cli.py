@@ -44,6 +44,7 @@ _INTERRUPTED = 130
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, see `list --keys`.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
 Workers = Annotated[int, typer.Option("--workers", help="Clients that train at the same time (ray).")]
+RayAddress = Annotated[str, typer.Option("--ray-address", help="HOST:PORT of a Ray cluster to simulate on.")]
 Engine = Annotated[str, typer.Option("--engine", help="ray, or inprocess for debugging.")]
 
 
@@ -102,6 +103,7 @@ def run(
     ] = None,
     workers: Workers = _CORES,
     engine: Engine = "ray",
+    ray_address: RayAddress = "",
     superlink: Annotated[str, typer.Option("--superlink", help="A connection of Flower's: real nodes.")] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
 ) -> None:
@@ -115,7 +117,8 @@ def run(
         clients = known or 20
     if clients < known and not superlink:
         raise ConfigError(f"--clients is {clients}, allowed when resuming: {known}, as the run began")
-    _run_once(Placement(engine, clients, workers, superlink), settings, out)
+    placement = Placement(engine, clients, workers, ray_address=ray_address, superlink=superlink)
+    _run_once(placement, settings, out)
 
 
 def _run_once(placement: Placement, settings: Config, out: Path) -> None:
@@ -142,6 +145,7 @@ def sweep(
     clients: Annotated[int | None, typer.Option("--clients", help="How many clients; the file may say.")] = None,
     workers: Workers = _CORES,
     engine: Engine = "ray",
+    ray_address: RayAddress = "",
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a sweep stopped.")] = False,
 ) -> None:
     """Run a matrix of experiments; finished runs are skipped. One table: markdown, csv, LaTeX."""
@@ -156,7 +160,7 @@ def sweep(
     if out.exists() and any(out.iterdir()) and not resume:
         raise ConfigError(f"--out {str(out)!r} is not empty, allowed: a new folder, or --resume")
     cells = read.cells(out, _absolute(dict(parse_override(text) for text in overrides or [])), resume)
-    placement = Placement(engine, clients or read.num_clients or 20, workers)
+    placement = Placement(engine, clients or read.num_clients or 20, workers, ray_address=ray_address)
     if any(needs_embedded_model(cell.config) for cell in cells):
         embedded_model(console)
     failed = []

@@ -54,7 +54,7 @@ class Stack:
         return self.folder / f"{name}.log"
 
     def _mounts(self, name: str) -> list[str]:
-        mounts = [f"{self.folder / 'hosts'}:/etc/hosts:ro"]
+        mounts = []
         for own in ("home/fedprune", "tmp"):
             place = self.folder / "homes" / name / own.replace("/", "-")
             place.mkdir(parents=True, exist_ok=True)
@@ -72,8 +72,9 @@ class Stack:
         return [word for mount in mounts for word in ("-v", mount)]
 
     def _inside(self, name: str, command: list[str]) -> list[str]:
-        enter = ["nsenter", f"--net=/run/netns/{self.namespace(name)}", "buildah", "run", "--cap-drop", "all"]
-        return [*enter, *self._mounts(name), self.container, "--", *command]
+        enter = ["nsenter", f"--net=/run/netns/{self.namespace(name)}"]
+        run = ["buildah", "run", "--cap-drop", "all", "--no-hosts", *self._mounts(name)]
+        return [*enter, *run, self.container, "--", *command]
 
     def start(self, name: str, command: list[str] | None = None) -> subprocess.Popen[bytes]:
         """Start a service, or another command in its place."""
@@ -158,7 +159,7 @@ def stack(compose: Path, folder: Path, image: str, environment: Mapping[str, str
     try:
         made = Stack(services, folder, container, Path(call("buildah", "mount", container)), prefix)
         hosts = "".join(f"{_SUBNET}.{k} {name}\n" for k, name in enumerate(services, start=2))
-        (folder / "hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
+        (made.root / "etc/hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
         call("ip", "netns", "add", switch)
         call("ip", "-n", switch, "link", "add", "name", "bridge0", "type", "bridge")
         call("ip", "-n", switch, "link", "set", "bridge0", "up")

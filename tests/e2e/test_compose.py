@@ -78,8 +78,8 @@ def test_the_demo_leaves_a_report_in_the_mounted_folder(tmp_path):
     with compose.stack(DOCKER / "compose.yaml", tmp_path, IMAGE, {"RESULTS": str(results)}) as demo:
         assert not list(demo.root.glob("secrets/*")), "an image has no secrets"
         assert not list(demo.root.rglob("*.key"))
-        demo.up(seconds=600)
-        code = demo.processes["run"].wait(timeout=600)
+        demo.up(seconds=1200)
+        code = demo.processes["run"].wait(timeout=1200)
         assert code == 0, demo.log_file("run").read_text()[-2000:]
         for name in ("superlink", "superexec", "node-0", "node-1", "node-2"):
             assert demo.processes[name].poll() is None, f"{name} still serves"
@@ -100,5 +100,5 @@ def test_the_demo_leaves_a_report_in_the_mounted_folder(tmp_path):
             assert [path.name for path in (volumes / f"state-{k}").glob("*/*")] == [f"{k:05d}"]
 
         again = demo.start("run", ["run.sh", "superlink:8000", "system=dispfl", "num-server-rounds=2"])
-        assert again.wait(timeout=300) == 0, "another run, with the nodes still up"
+        assert again.wait(timeout=600) == 0, "another run, with the nodes still up"
         assert len(list(results.glob("*/run.json"))) == 2
