@@ -86,10 +86,9 @@ def main(grid: Grid, context: Context) -> None:
             replies = counting.send_and_receive([message for _, message in messages], _DEADLINE)
             contents = [reply.content for reply in replies if reply.has_content()]
         seconds = time.monotonic() - started
-        made = [float(content["fields"]["replied-at"]) - at for content in contents if content is not None]  # type: ignore[index, arg-type]
-        rows.append(
-            {"kind": kind, "seconds": seconds, "floor": max(made), "replies": len(made), "pulls": counting.pulls}
-        )
+        made = [float(wire.fields_of(content)["replied-at"]) - at for content in contents if content is not None]
+        row = {"kind": kind, "seconds": seconds, "floor": max(made), "replies": len(made), "pulls": counting.pulls}
+        rows.append(row)
     (out / "rows.json.new").write_text(json.dumps(rows))
     (out / "rows.json.new").rename(out / "rows.json")
 

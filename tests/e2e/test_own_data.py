@@ -201,6 +201,44 @@ def test_data_that_comes_with_the_app_is_nobodys_own(own, folders):
         own(places(folders[:1]), system="fedavg", dataset="digits")
 
 
+# --- waiting ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_waits_for_min_clients_and_whoever_watches_is_told(federate, monkeypatch, tmp_path):
+    class Late(InProcessGrid):
+        asked = 0
+        told = ()
+
+        def get_node_ids(self):
+            Late.asked += 1
+            if Late.asked == 3:
+                Late.told = (json.loads((tmp_path / "run" / "progress.json").read_text()),)
+            return list(super().get_node_ids())[: 1 if Late.asked < 4 else 3]
+
+    monkeypatch.setattr(inprocess, "InProcessGrid", Late)
+    run = federate(clients=3, system="standalone", num_server_rounds=1, min_clients=3)
+    assert len(run.info["partition"]) == 3
+    assert Late.told == ({"text": "waiting for clients: 1 of 3 connected"},)
+    assert not (run.folder / "progress.json").exists()
+
+
+def test_a_simulation_that_can_never_have_so_many_clients_does_not_start(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "fedprune_app.cli",
+        "run",
+        "--engine",
+        "inprocess",
+        "--clients",
+        "2",
+        "min-clients=3",
+    ]
+    done = subprocess.run([*command, "--out", str(tmp_path / "run")], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "min-clients is 3, allowed with 2 clients: at most that" in done.stderr
+
+
 # --- the split --------------------------------------------------------------------------------------------------------
 
 
