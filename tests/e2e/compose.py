@@ -89,7 +89,7 @@ class Stack:
     def is_healthy(self, name: str) -> bool:
         kind, *test = self.services[name]["healthcheck"]["test"]
         assert kind == "CMD"
-        return subprocess.run(self._inside(name, test), env=BUILDAH, capture_output=True, timeout=120).returncode == 0
+        return subprocess.run(self._inside(name, test), env=BUILDAH, capture_output=True, timeout=300).returncode == 0
 
     def wait_for(self, name: str, condition: str, deadline: float) -> None:
         process = self.processes[name]

@@ -20,7 +20,7 @@ from tests.e2e import compose
 
 DOCKER = Path(__file__).parents[2] / "docker"
 IMAGE = os.environ.get("FEDPRUNE_IMAGE", "fedprune:cpu")
-NODE = {"SUPERLINK": "link.example.org:9092", "NODE_CONFIG": "capacity=0.5"}
+NODE = {"SUPERLINK": "link.example.org:9092"}
 
 needs_compose = pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed")
 
@@ -68,6 +68,7 @@ def test_bases_are_pinned():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @needs_compose
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2 for networks")
 @pytest.mark.skipif(not compose.has_image(IMAGE), reason=f"there is no image {IMAGE}")
