@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def cluster(tmp_path):
     ray = [launch.tool("ray"), "start", "--block", "--num-cpus", "1", "--disable-usage-stats"]
     head = ["--head", "--port", str(port), "--node-ip-address", "127.0.0.1", "--include-dashboard", "false"]
     other = ["--address", f"127.0.0.1:{port}", "--node-ip-address", "127.0.0.1"]
-    environment = {**os.environ, "RAY_worker_niceness": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {**os.environ, "RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "300"}
     started = []
     try:
         for name, arguments in (("head", head), ("other", other)):
@@ -43,9 +44,7 @@ def cluster(tmp_path):
 
 
 def _until(condition, process, log: Path) -> None:
-    import time
-
-    for _ in range(1200):
+    for _ in range(4000):
         if condition():
             return
         assert process.poll() is None, log.read_text()
@@ -69,6 +68,7 @@ def _actors(raylet: psutil.Process) -> set[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_clients_run_on_both_nodes_of_a_cluster_and_end_with_the_same_models(cluster, tmp_path):
     address, raylets = cluster
     out = tmp_path / "run"
