@@ -79,8 +79,8 @@ def test_the_demo_leaves_a_report_in_the_mounted_folder(tmp_path):
     with compose.stack(DOCKER / "compose.yaml", tmp_path, IMAGE, {"RESULTS": str(results)}) as demo:
         assert not list(demo.root.glob("secrets/*")), "an image has no secrets"
         assert not list(demo.root.rglob("*.key"))
-        demo.up(seconds=1200)
-        code = demo.processes["run"].wait(timeout=1200)
+        demo.up(seconds=1800)
+        code = demo.processes["run"].wait(timeout=2400)
         assert code == 0, demo.log_file("run").read_text()[-2000:]
         for name in ("superlink", "superexec", "node-0", "node-1", "node-2"):
             assert demo.processes[name].poll() is None, f"{name} still serves"

@@ -73,8 +73,8 @@ def test_clients_run_on_both_nodes_of_a_cluster_and_end_with_the_same_models(clu
     address, raylets = cluster
     out = tmp_path / "run"
     command = [sys.executable, "-m", "fedprune_app.cli", "run", "--ray-address", address, "--clients", "4"]
-    log = (tmp_path / "run.log").open("w")
-    run = subprocess.Popen([*command, "--out", str(out), *QUICK], stdout=log, stderr=log)
+    with (tmp_path / "run.log").open("w") as log:
+        run = subprocess.Popen([*command, "--out", str(out), *QUICK], stdout=log, stderr=log)
     seen: list[set[int]] = [set(), set()]
     while run.poll() is None:
         for known, raylet in zip(seen, raylets, strict=True):
