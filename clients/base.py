@@ -6,6 +6,7 @@ happens between epochs and after the last (:meth:`local_update`), what model it 
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -25,8 +26,7 @@ from fedprune_app.core.flops import sparse_flops, training_flops
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.augmentation import CropFlip, augmentation
-from fedprune_app.data.datasets import load_dataset
-from fedprune_app.data.splits import ClientData, DataConfig, client_data, label_counts
+from fedprune_app.data.splits import ClientData, DataConfig, client_data, dataset_of, label_counts
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
 from fedprune_app.models import vision
@@ -45,10 +45,10 @@ class Update:
     metrics: Mapping[str, Any] = field(default_factory=dict)  # more to tell the server
 
 
-def data_config(config: Config) -> DataConfig:
+def data_config(config: Config, is_own: bool = False) -> DataConfig:
     """The part of the configuration that determines every client's data."""
-    names = DataConfig.__dataclass_fields__
-    return DataConfig(**{name: getattr(config, name) for name in names})
+    names = set(DataConfig.__dataclass_fields__) - {"is_own"}
+    return DataConfig(is_own=is_own, **{name: getattr(config, name) for name in names})
 
 
 class FederatedClient(Node):
@@ -64,8 +64,8 @@ class FederatedClient(Node):
         self, config: Config, partition: int, num_partitions: int, state_dir: Path, capacity: float | None = None
     ) -> None:
         super().__init__(config, partition, num_partitions, state_dir, capacity)
-        self.data_config = data_config(config)
-        self.dataset = load_dataset(config.dataset, config.data_dir, config.download)
+        self.data_config = data_config(config, self.has_own_data)
+        self.dataset = dataset_of(self.data_config)
         self.data = self.local_data()
         shape, num_classes = self.dataset.image_shape, self.dataset.num_classes
         self.model = initial_model(config.model, config.dataset, shape, num_classes, init=config.init, seed=config.seed)
@@ -76,11 +76,14 @@ class FederatedClient(Node):
         if config.dp.enabled:
             plan = self.planned_epochs(), self.round_epochs()
             num_examples = len(self.data.train_labels)
-            self.privacy = self.privacy_kind(config, partition, num_examples, *plan, self.store.folder)
+            whose = f"{partition:05d}"
+            if self.has_own_data:  # its number may be another in the next run
+                whose = f"own-{hashlib.sha256(config.data_dir.encode()).hexdigest()[:16]}"
+            self.privacy = self.privacy_kind(config, partition, num_examples, *plan, self.store.folder, whose)
 
     def local_data(self) -> ClientData:
         """What the client learns from, decides by and is tested on."""
-        return client_data(self.data_config, self.partition, self.num_partitions)
+        return client_data(self.data_config, *self.share)
 
     @property
     def num_examples(self) -> int:
@@ -229,15 +232,15 @@ class FederatedClient(Node):
     # --- Flower's NumPyClient -----------------------------------------------------------------------------------
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Who this client is: its partition, its data's shape and label counts."""
+        """Who this client is: its partition, its data's shape and label counts; of its own data, the classes too."""
         private = self.privacy is not None  # how many of which class is nobody's business then
-        counts = {} if private else label_counts(self.data_config, self.partition, self.num_partitions)
+        counts = {} if private else label_counts(self.data_config, *self.share)
+        own = {"classes": list(self.dataset.classes), "data-dir": self.config.data_dir} if self.has_own_data else {}
         return {
-            "partition": self.partition,
-            "num-examples": len(self.data.train_labels),
+            **self.introduction(),
             "image-shape": list(self.dataset.image_shape),
             "num-classes": self.dataset.num_classes,
-            **({} if self.capacity is None else {"capacity": self.capacity}),
+            **own,
             **{f"labels-{part}": [int(n) for n in values] for part, values in counts.items()},
         }
 
@@ -303,7 +306,7 @@ class FederatedClient(Node):
 
     def _personal_scores(self, personal: Payload) -> dict[str, float | None]:
         """Scores of the personal model, from disk if neither it nor the data has changed since it was last tested."""
-        digest = f"{personal.digest()} {self.data_config} {self.num_partitions}"
+        digest = f"{personal.digest()} {self.data_config} {self.share[1]}"
         cache = self.store.folder / "scores.json"
         try:
             known = json.loads(cache.read_text())

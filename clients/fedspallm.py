@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from clients.node import NDArrays, Node, never_private
 from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.text import (
+    Document,
     calibration_documents,
     calibration_segments,
+    own_documents,
     perplexity_texts,
     stdlib_training_text,
     windows_of,
@@ -51,11 +54,15 @@ def language_model(config: Config, device: torch.device | str = "cpu") -> Langua
     return open_model(folder, config.fedspallm.dtype, str(device))
 
 
-def perplexities(config: Config, model: LanguageModel, own: LayerTensors) -> dict[str, Perplexity]:
-    """Of ``model`` with the matrices that ``own`` gives of each layer in place of its own, by test text."""
+def perplexities(config: Config, model: LanguageModel, own: LayerTensors, text: str = "") -> dict[str, Perplexity]:
+    """Of ``model`` with the matrices that ``own`` gives of each layer in place of its own, by test text.
+
+    A ``text`` that is given, called "own", is the only one.
+    """
     options = config.fedspallm
     found = {}
-    for name, (text, most) in perplexity_texts(config.dataset, config.data_dir).items():
+    texts = {"own": (text, 0)} if text else perplexity_texts(config.dataset, config.data_dir)
+    for name, (text, most) in texts.items():
         most = min(most or options.test_windows, options.test_windows or most)
         windows = windows_of(model.encode(text), options.window, most)
         found[name] = perplexity(model, lambda i: {**model.layer_tensors(i), **own(i)}, windows, config.batch_size)
@@ -98,14 +105,21 @@ class FedSpaLLMClient(Node):
         schemas = [Schema.like(self.model.layer_like(layer)) for layer in range(self.model.num_layers)]
         return max(schemas, key=lambda schema: schema.max_bytes)
 
+    @cached_property
+    def own_text(self) -> tuple[list[Document], str]:
+        """Where the client's data is its own: the documents it learns from, and its test text if it has no test/."""
+        if not self.has_own_data:
+            return [], ""
+        return own_documents(self.config.data_dir, self.config.test_fraction, self.config.seed)
+
     def segments(self) -> tuple[Tensor, list[str]]:
         """The private text: token ids (segments, length), and the names of the documents it is from."""
         return calibration_segments(
-            list(calibration_documents(self.config.dataset, self.config.data_dir)),
+            self.own_text[0] or list(calibration_documents(self.config.dataset, self.config.data_dir)),
             self.model.encode,
-            deal=self.options.deal,
+            deal="own" if self.has_own_data else self.options.deal,
             partition=self.partition,
-            num_partitions=self.num_partitions,
+            num_partitions=self.share[1],
             count=self.options.segments,
             length=self.options.segment_length,
             seed=self.config.seed,
@@ -174,15 +188,12 @@ class FedSpaLLMClient(Node):
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
         """Who this client is: its partition, how much text it has, and which dense model."""
-        segments, documents = self.segments()
-        capacity = {} if self.capacity is None else {"capacity": self.capacity}
+        _, documents = self.segments()
         return {
-            "partition": self.partition,
-            "num-examples": len(segments),
-            "documents": documents[:32],
+            **self.introduction(),
+            "documents": [] if self.has_own_data else documents[:32],
             "shell-digest": self.model.shell_digest(),
             "layer-digests": [self.model.layer_digest(layer) for layer in range(self.model.num_layers)],
-            **capacity,
         }
 
     def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
@@ -195,6 +206,8 @@ class FedSpaLLMClient(Node):
             own = self.own_layer(layer, state)
             total.update((own.digest() if own.tensors else self.model.layer_digest(layer)).encode())
         metrics |= {"digest": total.hexdigest(), "density": self.density(state)}
-        for name, found in perplexities(self.config, self.model, lambda i: self.own_layer(i, state).tensors).items():
+        text = self.own_text[1]
+        found_in = perplexities(self.config, self.model, lambda i: self.own_layer(i, state).tensors, text)
+        for name, found in found_in.items():
             metrics[f"perplexity/{name}"] = found.value
         return 0.0, self.num_examples, {**metrics, **self._note(lost, config)}

@@ -33,7 +33,10 @@ class LocalUpdate(Protocol):
 
 
 class Node(NumPyClient):
-    """One client of partition ``partition`` out of ``num_partitions``, with its state below ``state_dir``."""
+    """One client with its state below ``state_dir``: number ``partition``, out of ``num_partitions`` of the data.
+
+    ``num_partitions`` 0: it has data of its own, all of which it takes.
+    """
 
     versions_kept = 3  # of its state, below the one the server last took in
 
@@ -46,6 +49,8 @@ class Node(NumPyClient):
         self.capacity = capacity  # what this node can bear, where its operator says so
         self.request: Mapping[str, Any] = {}  # the fields of the message being answered
         self.received = Payload({})  # its payload
+        self.has_own_data = num_partitions == 0
+        self.share = (0, 1) if self.has_own_data else (partition, num_partitions)  # of the data there is: k of n
         self.store = VersionedStore(state_dir / f"{partition:05d}", keep=self.versions_kept)
         self.device = device_of(config)
 
@@ -55,6 +60,15 @@ class Node(NumPyClient):
     @abstractmethod
     def num_examples(self) -> int:
         """How much it learns from, in whatever its task counts."""
+
+    def introduction(self) -> dict[str, Any]:
+        """What every client says of itself when it is asked who it is."""
+        return {
+            "partition": self.partition,
+            "num-examples": self.num_examples,
+            **({} if self.capacity is None else {"capacity": self.capacity}),
+            **({"own-data": True} if self.has_own_data else {}),
+        }
 
     @abstractmethod
     def message_schema(self) -> Schema:

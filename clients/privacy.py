@@ -21,8 +21,8 @@ class ClientPrivacy:
     """One client's privacy in one run: ``num_examples`` of training data, neighbours differ by one example.
 
     ``planned_epochs`` is how many epochs the whole run is planned to have, for ``dp.target-epsilon``, and
-    ``round_epochs`` those of one round. The ledger is in ``folder``, or in ``dp.ledger-dir`` for all runs. Raises
-    ``ValueError`` where the ledger is damaged.
+    ``round_epochs`` those of one round. The ledger is in ``folder``, or in ``dp.ledger-dir`` for all runs on the data,
+    whose name is ``whose``. Raises ``ValueError`` where the ledger is damaged.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class ClientPrivacy:
         planned_epochs: int,
         round_epochs: int,
         folder: Path,
+        whose: str,
     ) -> None:
         from fedprune_app.privacy.accounting import noise_for
         from fedprune_app.privacy.ledger import Budget, Ledger
@@ -51,7 +52,7 @@ class ClientPrivacy:
             )
         limit = min((e for e in (options.epsilon_budget, options.target_epsilon) if e), default=None)
         budget = None if limit is None else Budget(limit, options.delta)
-        path = Path(options.ledger_dir) / f"{partition:05d}.jsonl" if options.ledger_dir else folder / "ledger.jsonl"
+        path = Path(options.ledger_dir) / f"{whose}.jsonl" if options.ledger_dir else folder / "ledger.jsonl"
         self.ledger = Ledger(path, accountant=options.accountant, budget=budget)
 
     def noise(self, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> Noise:

@@ -2,9 +2,7 @@
 # One run on the nodes, and a report over all runs so far.
 #   run.sh ADDRESS [KEY=VALUE]...      the SuperLink's Control API, and settings of the run
 set -eu
-address=$1
+connect.sh "$1"
 shift
-mkdir -p "$FLWR_HOME"
-printf '[superlink.compose]\naddress = "%s"\nroot-certificates = "/certificates/ca.crt"\n' "$address" > "$FLWR_HOME/config.toml"
 fedprune run --superlink compose --out "/results/$(date -u +%Y%m%d-%H%M%S)" "$@"
 fedprune report /results -o /results/report.html

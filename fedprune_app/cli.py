@@ -45,6 +45,7 @@ _INTERRUPTED = 130
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, see `list --keys`.")]
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
 Workers = Annotated[int, typer.Option("--workers", help="Clients that train at the same time (ray).")]
+RayAddress = Annotated[str, typer.Option("--ray-address", help="HOST:PORT of a Ray cluster to simulate on.")]
 Engine = Annotated[str, typer.Option("--engine", help="ray, or inprocess for debugging.")]
 
 
@@ -103,6 +104,7 @@ def run(
     ] = None,
     workers: Workers = _CORES,
     engine: Engine = "ray",
+    ray_address: RayAddress = "",
     superlink: Annotated[str, typer.Option("--superlink", help="A connection of Flower's: real nodes.")] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
 ) -> None:
@@ -111,9 +113,13 @@ def run(
 
     before = _recorded(out.expanduser().resolve()) if resume else None
     settings = _placed(_values(config, overrides), out, before)
+    known = len((before or {}).get("partition") or [])
     if clients is None:
-        clients = len((before or {}).get("partition") or range(20))
-    _run_once(Placement(engine, clients, workers, superlink), settings, out)
+        clients = known or 20
+    if clients < known and not superlink:
+        raise ConfigError(f"--clients is {clients}, allowed when resuming: {known}, as the run began")
+    placement = Placement(engine, clients, workers, ray_address=ray_address, superlink=superlink)
+    _run_once(placement, settings, out)
 
 
 def _run_once(placement: Placement, settings: Config, out: Path) -> None:
@@ -142,6 +148,7 @@ def sweep(
     clients: Annotated[int | None, typer.Option("--clients", help="How many clients; the file may say.")] = None,
     workers: Workers = _CORES,
     engine: Engine = "ray",
+    ray_address: RayAddress = "",
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a sweep stopped.")] = False,
 ) -> None:
     """Run a matrix of experiments; finished runs are skipped. One table: markdown, csv, LaTeX."""
@@ -156,7 +163,7 @@ def sweep(
     if out.exists() and any(out.iterdir()) and not resume:
         raise ConfigError(f"--out {str(out)!r} is not empty, allowed: a new folder, or --resume")
     cells = read.cells(out, _absolute(dict(parse_override(text) for text in overrides or [])), resume)
-    placement = Placement(engine, clients or read.num_clients or 20, workers)
+    placement = Placement(engine, clients or read.num_clients or 20, workers, ray_address=ray_address)
     if any(needs_embedded_model(cell.config) for cell in cells):
         embedded_model(console)
     failed = []
@@ -386,7 +393,10 @@ app.add_typer(deploy_app, name="deploy")
 def local(
     overrides: Overrides = None,
     config: Annotated[Path | None, typer.Option("-c", "--config", help="A run-config file.")] = None,
-    nodes: Annotated[int, typer.Option("--nodes", help="How many SuperNodes.")] = 3,
+    nodes: Annotated[int | None, typer.Option("--nodes", help="How many SuperNodes; 3, or one per folder.")] = None,
+    data_dirs: Annotated[
+        str, typer.Option("--data-dirs", help="Each node's own data in place of a partition: 'A,B,C'.")
+    ] = "",
     capacities: Annotated[str, typer.Option("--capacities", help="The density each node can bear: '0.3 0.6 1'.")] = "",
     out: Out = Path("runs/deployed"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with the same nodes.")] = False,
@@ -396,15 +406,24 @@ def local(
 
     before = _recorded(out.expanduser().resolve()) if resume else None
     settings = _placed(_values(config, overrides), out, before)
+    folders = [Path(each.strip()).expanduser().resolve() for each in data_dirs.split(",") if each.strip()]
+    if nodes is None:
+        nodes = len(folders) or 3
     if nodes < 1:
         raise ConfigError(f"--nodes is {nodes}, allowed: at least 1")
+    if folders and len(folders) != nodes:
+        raise ConfigError(f"--data-dirs has {len(folders)} folders, allowed: one per node, {nodes}")
+    for each in folders:
+        if not each.is_dir():
+            raise ConfigError(f"--data-dirs has {str(each)!r}, allowed: folders")
     try:
         given = [float(word) for word in capacities.split()]
     except ValueError:
         raise ConfigError(f"--capacities is {capacities!r}, allowed: numbers separated by spaces") from None
     if given and len(given) != nodes:
         raise ConfigError(f"--capacities has {len(given)} numbers, allowed: one per node, {nodes}")
-    places: list[dict[str, Scalar]] = [{"partition-id": k, "num-partitions": nodes} for k in range(nodes)]
+    places: list[dict[str, Scalar]] = [{"data-dir": str(each)} for each in folders]
+    places = places or [{"partition-id": k, "num-partitions": nodes} for k in range(nodes)]
     for place, capacity in zip(places, given, strict=False):
         place["capacity"] = capacity
     folder = Path(settings.out_dir) / "deployment"

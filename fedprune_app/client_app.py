@@ -24,6 +24,8 @@ app = ClientApp()
 
 
 NODE_KEYS = ("partition-id", "num-partitions", "capacity", "data-dir", "state-dir")
+OWN = ("image-folder", "text")
+"""Datasets that a client may have to itself."""
 
 
 def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Config:
@@ -45,14 +47,31 @@ def make_client(context: Context, message: Message, kind: type[Node] | None = No
     """The client that answers: of the system's class, or of another ``kind``."""
     config = node_settings(context.run_config, context.node_config)
     torch.set_num_threads(config.num_threads)
-    partition, num_partitions = (context.node_config.get(key) for key in ("partition-id", "num-partitions"))
-    if not isinstance(partition, int) or not isinstance(num_partitions, int) or not 0 <= partition < num_partitions:
-        given = f"partition-id={partition!r}, num-partitions={num_partitions!r}"
-        raise ConfigError(f"node-config has {given}, allowed: whole numbers, 0 <= partition-id < num-partitions")
-    folder = client_state_folder(config, context.run_id, str(wire.fields_of(message.content).get("run-key")))
+    fields = wire.fields_of(message.content)
+    partition, num_partitions = place_of(context.node_config, fields, config.dataset)
+    folder = client_state_folder(config, context.run_id, str(fields.get("run-key")))
     capacity = context.node_config.get("capacity")
     kind = kind or SYSTEMS[config.system].client
     return kind(config, partition, num_partitions, folder, check_capacity(capacity))
+
+
+def place_of(node_config: Mapping[str, Any], fields: wire.Fields, dataset: str) -> tuple[int, int]:
+    """A client's number and how many share the data: what its operator says; else it has data of its own, shared by 0.
+
+    The server then gives it its number with each message. Raises :class:`ConfigError` for what cannot be.
+    """
+    partition, num_partitions = (node_config.get(key) for key in ("partition-id", "num-partitions"))
+    if "partition-id" not in node_config and "num-partitions" not in node_config:
+        if "data-dir" not in node_config:
+            allowed = "partition-id and num-partitions, or a data-dir of its own"
+            raise ConfigError(f"node-config has neither partition-id nor data-dir, allowed: {allowed}")
+        if dataset not in OWN:
+            raise ConfigError(f"dataset is {dataset!r}, allowed on a node without partition-id: {', '.join(OWN)}")
+        return int(wire.number(fields, "partition", 0, 2**31)), 0
+    if not isinstance(partition, int) or not isinstance(num_partitions, int) or not 0 <= partition < num_partitions:
+        given = f"partition-id={partition!r}, num-partitions={num_partitions!r}"
+        raise ConfigError(f"node-config has {given}, allowed: whole numbers, 0 <= partition-id < num-partitions")
+    return partition, num_partitions
 
 
 def check_capacity(value: object) -> float | None:

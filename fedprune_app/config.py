@@ -56,6 +56,14 @@ def in_turn(key: str, text: str, partition: int, default: float) -> float:
     return values[partition % len(values)]
 
 
+def class_names(text: str) -> tuple[str, ...]:
+    """The names in ``classes``, 'cat, dog'; none where it is empty. Raises :class:`ConfigError`."""
+    names = tuple(name.strip() for name in text.split(",")) if text else ()
+    if text and (not all(names) or len(set(names)) < max(len(names), 2)):
+        raise ConfigError(f"classes is {text!r}, allowed: at least two names, each once")
+    return names
+
+
 @dataclass(frozen=True)
 class SubFedAvgOptions:
     """Sub-FedAvg, Un and Hy; names and values as in the paper's section 4 and the released code."""
@@ -454,6 +462,7 @@ class Config:
     system: str = option("subfedavg", "which system to run (see `fedprune list`)")
     dataset: str = option("digits", "which data (see `fedprune list`)")
     data_dir: str = option("", "folder of the data; not needed for digits")
+    classes: str = option("", "an image folder's classes in order, 'cat, dog'; empty: those it has folders for")
     download: bool = option(False, "download a torchvision dataset into data-dir when it is missing")
     partition: str = option("shards", "how the training data is dealt to the clients (see `fedprune list`)")
     shard_size: int = option(0, "samples per shard; 0 deals out all the data in equal shards", least=0)
@@ -499,6 +508,7 @@ class Config:
     evaluate_every: int = option(5, "evaluate all clients every so many rounds; 0 only after the last", least=0)
     deadline_seconds: float = option(600.0, "a round waits this long for replies", above=0)
     startup_seconds: float = option(300.0, "the run waits this long for its clients to come up", above=0)
+    min_clients: int = option(1, "the run waits for so many clients, startup-seconds long, and needs them", least=1)
     min_replies: int = option(1, "a round with fewer good replies stops the run", least=1)
     robust: str = option(
         "none",
@@ -624,6 +634,8 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     config = Config(**top)
     config.dispfl.density_of(0, config.density)
     config.fjord.width_of(0)
+    if class_names(config.classes) and config.dataset != "image-folder":
+        raise ConfigError(f"classes is {config.classes!r}, allowed with dataset {config.dataset!r}: nothing")
     if (config.robust == "clip") != (config.robust_norm > 0):
         allowed = "above 0" if config.robust == "clip" else "0"
         raise ConfigError(f"robust-norm is {config.robust_norm}, allowed with robust {config.robust!r}: {allowed}")
@@ -700,6 +712,7 @@ _MAY_CHANGE_ON_RESUME = {
     "evaluate-every",
     "deadline-seconds",
     "startup-seconds",
+    "min-clients",
     "min-replies",
     "out-dir",
     "state-dir",

@@ -42,6 +42,7 @@ class Placement:
     engine: str = "ray"
     num_clients: int = 20
     num_workers: int = os.cpu_count() or 1
+    ray_address: str = ""  # of a Ray cluster, "host:port", in place of a Ray of one's own
     superlink: str = ""  # the name of a connection in Flower's own configuration, for real nodes
     nodes: tuple[Mapping[str, Scalar], ...] = ()  # node-configs of a deployment on this machine, instead of engine
     deployment: Path | None = None  # the folder of that deployment
@@ -55,6 +56,10 @@ class Placement:
             raise ConfigError(f"--engine is {self.engine!r}, allowed: {', '.join(ENGINES)}")
         if self.superlink and self.engine != "ray":
             raise ConfigError(f"--superlink is {self.superlink!r}, allowed with --engine inprocess: nothing")
+        if self.ray_address and (self.engine != "ray" or not self.is_simulation):
+            raise ConfigError(f"--ray-address is {self.ray_address!r}, allowed with --engine ray alone")
+        if self.ray_address:
+            launch.check_ray_address(self.ray_address)
         for option, value in (("--clients", self.num_clients), ("--workers", self.num_workers)):
             if value < 1:
                 raise ConfigError(f"{option} is {value}, allowed: at least 1")
@@ -86,11 +91,15 @@ class Session:
                 place = self.placement.deployment or folder / "deployment"
                 self._link = self._stack.enter_context(local_deployment(place, self.placement.nodes)).link
             else:
-                self._link = self._stack.enter_context(launch.private_superlink(folder))
+                self._link = self._stack.enter_context(launch.private_superlink(folder, self.placement.ray_address))
         return self._link, self._app
 
     def run(self, config: Config, folder: Path) -> dict[str, Any]:
         """Run to completion and return run.json. Raises :class:`LaunchError` with the run's own error otherwise."""
+        if self.placement.num_clients < config.min_clients and not self.placement.superlink:
+            raise ConfigError(
+                f"min-clients is {config.min_clients}, allowed with {self.placement.num_clients} clients: at most that"
+            )
         with _stoppable(), _Progress(config, folder, self.console) as progress:
             try:
                 if self.placement.engine == "inprocess":
@@ -126,7 +135,10 @@ class Session:
         simulation = None
         if self.placement.is_simulation:
             simulation = launch.simulation_config(
-                self.placement.num_clients, self.placement.num_workers, _num_gpus(config)
+                self.placement.num_clients,
+                self.placement.num_workers,
+                _num_gpus(config),
+                self.placement.ray_address,
             )
         run_id = launch.submit(link, app, config.to_dict(), simulation)
         progress.say("starting clients")
@@ -229,6 +241,8 @@ class _Progress:
     def update(self) -> None:
         """Show the rounds that have been written since, and how far the one in work is where the system says so."""
         now = _read_json(self._folder / "progress.json")
+        if now and "done" not in now:
+            self.say(str(now.get("text")))
         with suppress(KeyError):
             self._bar.update(
                 self._task, completed=now["done"], total=now["total"], said=f"{now['text']}  {self._accuracy}"

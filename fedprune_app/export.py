@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from clients.finetune import FineTuned
-from fedprune_app.config import Config, parse_config
+from fedprune_app.config import Config, class_names, parse_config
 from fedprune_app.core.flops import forward_flops, sparse_flops
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
@@ -128,7 +128,9 @@ def find_model(run: Path, client: int | None, *, state_dir: str = "", data_dir: 
         state, round = _global_state(run, config), int(info["rounds_completed"])
     else:
         round, state = _client_state(run, info, config, client, state_dir)
-    return _exportable(config, load_dataset(config.dataset, data_dir or config.data_dir), client, round, state)
+    folder, needs_test = data_dir or config.data_dir, "nodes" not in info  # or it is a client's own
+    dataset = load_dataset(config.dataset, folder, classes=class_names(config.classes), needs_test=needs_test)
+    return _exportable(config, dataset, client, round, state)
 
 
 def _global_state(run: Path, config: Config) -> State:

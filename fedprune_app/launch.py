@@ -29,7 +29,7 @@ import psutil
 import clients
 import fedprune_app
 import strategies
-from fedprune_app.config import DEFAULTS, Scalar, to_toml
+from fedprune_app.config import DEFAULTS, ConfigError, Scalar, to_toml
 from fedprune_app.engine.lifeline import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.results.recorder import GIT_VARIABLE, git_hash
 
@@ -37,6 +37,7 @@ _PACKAGES = (fedprune_app, strategies, clients)
 _COMPONENTS = ("fedprune_app.server_app:app", "fedprune_app.client_app:app")
 _START_SECONDS = 90
 _STATUS_SECONDS = 0.5
+_RAY_SECONDS = 5.0
 _UNASKED_SECONDS = 30.0
 _PATIENCE = 5  # unanswered questions in a row
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: not between fork and exec
@@ -81,8 +82,11 @@ def stage_app(folder: Path, components: tuple[str, str] = _COMPONENTS) -> Path:
 
 
 @contextmanager
-def private_superlink(folder: Path) -> Iterator[Link]:
-    """A SuperLink in simulation mode for this process alone, below ``folder``; stopped on the way out."""
+def private_superlink(folder: Path, ray_address: str = "") -> Iterator[Link]:
+    """A SuperLink in simulation mode for this process alone, below ``folder``; stopped on the way out.
+
+    Its clients run on the Ray cluster at ``ray_address``, "host:port", or else on a Ray of their own.
+    """
     home = folder / "flwr"
     home.mkdir(parents=True, exist_ok=True)
     port, control_port = free_ports(2)
@@ -96,6 +100,7 @@ def private_superlink(folder: Path) -> Iterator[Link]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
         LAUNCHER_VARIABLE: launcher_identity(),
+        **({"RAY_ADDRESS": ray_address} if ray_address else {}),
     }
     log_file = folder / "superlink.log"
     command = [tool("flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess"]
@@ -296,13 +301,25 @@ def stop_run(link: Link, run_id: str) -> None:
         flwr(link, "stop", run_id, link.name)
 
 
-def simulation_config(num_clients: int, num_workers: int, gpus: float) -> dict[str, Scalar]:
-    """One CPU, one actor; as many actors as ``num_workers``."""
+def check_ray_address(address: str) -> None:
+    """Raise :class:`ConfigError` unless something listens at ``address``; Ray itself would wait for long."""
+    host, _, port = address.rpartition(":")
+    allowed = "HOST:PORT of a running cluster, as `ray start --head` prints it"
+    if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ConfigError(f"--ray-address is {address!r}, allowed: {allowed}")
+    try:
+        socket.create_connection((host, int(port)), timeout=_RAY_SECONDS).close()
+    except OSError as error:
+        raise ConfigError(f"--ray-address is {address!r}, allowed: {allowed}; there: {error}") from None
+
+
+def simulation_config(num_clients: int, num_workers: int, gpus: float, ray_address: str = "") -> dict[str, Scalar]:
+    """One CPU, one actor; as many actors as ``num_workers``, or as the cluster at ``ray_address`` has CPUs."""
+    own_ray: dict[str, Scalar] = {"init-args-num-cpus": num_workers, "init-args-num-gpus": int(gpus)}
     return {
         "num-supernodes": num_clients,
         "client-resources-num-cpus": 1,
         "client-resources-num-gpus": gpus / num_workers if gpus else 0.0,
-        "init-args-num-cpus": num_workers,
-        "init-args-num-gpus": int(gpus),
         "init-args-log-to-driver": False,
+        **({} if ray_address else own_ray),
     }

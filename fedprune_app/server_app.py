@@ -61,7 +61,17 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
         recorder.start(config.to_dict(), config.seed, {"headline": system.strategy.headline, "run_key": new_run_key()})
     try:
         run_key = str(read_info(folder)["run_key"])
-        roster, left_out = rounds.gather_roster(grid, config.startup_seconds, run_key, PEERS[system.data])
+        numbers = {int(node): int(partition) for node, partition in before.get("nodes", {}).items()}
+        roster, left_out = rounds.gather_roster(
+            grid,
+            config.startup_seconds,
+            run_key,
+            PEERS[system.data],
+            least=max(config.min_clients, len(before.get("partition") or [])),
+            numbers=numbers or None,
+            say=recorder.waiting,
+        )
+        recorder.done_waiting()
         for reason in left_out:
             log.warning("a client is left out of the run: %s", reason)
         partition = [{"partition": p, **peer.description()} for p, peer in roster.items()]
@@ -71,6 +81,8 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
                 f"the clients' data is not what it was when the run began ({clients} clients, now {now}), "
                 "allowed when resuming: the same clients and data"
             )
+        if any(peer.own_data for peer in roster.values()):  # who is who is not in the data, as with partition-ids
+            recorder.annotate(nodes={str(peer.node_id): p for p, peer in roster.items()})
         recorder.annotate(
             paper_bytes_formula=system.strategy.paper_formula, partition=partition, clients_left_out=left_out
         )

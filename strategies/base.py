@@ -534,6 +534,8 @@ class FederatedStrategy(Strategy):
                 "state-round": self.state_rounds.get(partition, 0),
                 "evaluates": self.evaluates(round),
             }
+            if self.roster[partition].own_data:
+                fields["partition"] = partition  # its operator gave it none
             content = wire.pack(contents.payload, fields, contents.letters)
             node_id = self.roster[partition].node_id
             del contents  # what has been sent is not kept while the next is made

@@ -354,10 +354,11 @@ class FedSpaLLM(FederatedStrategy):
                 "tokens": found.tokens,
             }
         first = next(iter(by_text.values()))
+        personal = metrics.summary([row["perplexity_personal"] for row in rows.values()])
         return {
             "perplexity_global": first["global"],
-            "perplexity_personal_mean": first["personal_mean"],
-            "perplexity_personal_std": first["personal_std"],
+            "perplexity_personal_mean": personal.mean,  # on the first text, or on clients' own
+            "perplexity_personal_std": personal.std,
             "perplexity_by_text": by_text,
             "density_mean": metrics.summary([row["density"] for row in rows.values()]).mean,
         }

@@ -71,18 +71,26 @@ class Dataset:
         return channels, height, width
 
 
-def load_dataset(name: str, data_dir: str | Path = "", download: bool = False) -> Dataset:
+def load_dataset(
+    name: str,
+    data_dir: str | Path = "",
+    download: bool = False,
+    classes: tuple[str, ...] = (),
+    needs_test: bool = True,
+) -> Dataset:
     """The dataset of a name in :data:`DATASETS`; loaded once per process.
 
     ``data_dir`` is where its files are (unused for digits); with ``download`` they are fetched there when
-    missing. Raises a one-line ``ValueError`` for an unknown name, missing files (saying what is expected and how
-    to get it) and damaged files (naming the file).
+    missing. An image folder has the classes that it has folders for, empty ones too, or just ``classes``, in that
+    order; unless ``needs_test`` it may be without test/, and there are then no test images. Raises a one-line
+    ``ValueError`` for an unknown name, missing files (saying what is expected and how to get it) and damaged files
+    (naming the file).
     """
-    return _load(name, str(data_dir), download)
+    return _load(name, str(data_dir), download, classes, needs_test)
 
 
 @lru_cache(maxsize=2)
-def _load(name: str, data_dir: str, download: bool) -> Dataset:
+def _load(name: str, data_dir: str, download: bool, classes: tuple[str, ...], needs_test: bool) -> Dataset:
     if name not in DATASETS:
         raise ValueError(f"dataset is '{name}', allowed: {', '.join(DATASETS)}")
     if name == "digits":
@@ -95,7 +103,7 @@ def _load(name: str, data_dir: str, download: bool) -> Dataset:
     if name == "tiny-imagenet":
         return _tiny_imagenet(folder, download)
     if name == "image-folder":
-        return _image_folder(name, folder)
+        return _image_folder(name, folder, fixed=classes, needs_test=needs_test)
     if name == "cifar10" and (images := _first_folder(folder / "cifar10", folder, inside="train")):
         return _image_folder(name, images, *_CIFAR10_NORM)
     return _cifar_binary(name, folder, download)
@@ -229,19 +237,33 @@ def _cifar_binary(name: str, folder: Path, download: bool) -> Dataset:
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 
 
-def _image_folder(name: str, folder: Path, mean: tuple[float, ...] = (), std: tuple[float, ...] = ()) -> Dataset:
-    classes: dict[str, tuple[str, ...]] = {}
-    for part in ("train", "test"):
+def _image_folder(
+    name: str,
+    folder: Path,
+    mean: tuple[float, ...] = (),
+    std: tuple[float, ...] = (),
+    fixed: tuple[str, ...] = (),
+    needs_test: bool = True,
+) -> Dataset:
+    parts = ["train", "test"] if needs_test or (folder / "test").is_dir() else ["train"]
+    found: dict[str, set[str]] = {}
+    for part in parts:
         if not (folder / part).is_dir():
             raise ValueError(_missing(name, folder, f"{part}/<class>/* (images)"))
-        classes[part] = tuple(sorted(item.name for item in _visible(folder / part) if item.is_dir()))
-    if odd := set(classes["train"]) ^ set(classes["test"]):
+        found[part] = {item.name for item in _visible(folder / part) if item.is_dir()}
+    if fixed and (strange := set.union(*found.values()) - set(fixed)):
+        raise ValueError(f"data-dir '{folder}' has the class '{min(strange)}', allowed by classes: {', '.join(fixed)}")
+    odd = found["train"] ^ found[parts[-1]] if needs_test else found[parts[-1]] - found["train"]
+    if odd and not fixed:
         raise ValueError(f"data-dir '{folder}': class '{min(odd)}' is not in both train/ and test/")
+    classes = fixed or tuple(sorted(found["train"]))
     splits = []
-    for part in ("train", "test"):
-        members = [(item, label) for label, c in enumerate(classes[part]) for item in _visible(folder / part / c)]
+    for part in parts:
+        members = [(item, label) for label, c in enumerate(classes) for item in _visible(folder / part / c)]
         splits.append(_decoded(folder, part, members))
-    return _from_folder(name, folder, splits, classes["train"], mean, std)
+    if len(splits) == 1:
+        splits.append((splits[0][0][:0], splits[0][1][:0]))
+    return _from_folder(name, folder, splits, classes, mean, std)
 
 
 def _tiny_imagenet(folder: Path, download: bool) -> Dataset:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedprune_app.config import class_names
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.data import partitions
 from fedprune_app.data.datasets import Dataset, Labels, load_dataset
@@ -30,6 +31,10 @@ class DataConfig:
     With ``samples_per_client`` only so many samples times clients are dealt out, drawn with the label law of the whole
     (all clients get as many unless the partition makes volumes unequal); 0 deals out everything. ``dirichlet_groups``
     is ``num_groups`` of :func:`~fedprune_app.data.partitions.dirichlet_client`.
+
+    With ``is_own`` the folder is one client's alone, who takes all of it: nothing is dealt, the one client is number 0
+    of 1, and its test data is the folder's, or where that has none ``test_fraction`` of the images. ``classes``, "cat,
+    dog", fixes an image folder's classes and their order.
     """
 
     dataset: str = "digits"
@@ -47,6 +52,8 @@ class DataConfig:
     test_split: str = "labels"
     test_fraction: float = 0.3
     seed: int = 0
+    classes: str = ""
+    is_own: bool = False
 
     def __post_init__(self) -> None:
         for key, value, allowed in (
@@ -92,6 +99,11 @@ class ClientData:
     def num_examples(self) -> int:
         """Training samples."""
         return len(self.train_labels)
+
+
+def dataset_of(config: DataConfig) -> Dataset:
+    """The dataset that is dealt out, or that a client has to itself."""
+    return _pool(config).dataset
 
 
 def partition_indices(config: DataConfig, num_clients: int) -> list[Indices]:
@@ -185,12 +197,15 @@ def _client_data(config: DataConfig, partition_id: int, num_clients: int) -> Cli
 
 @lru_cache(maxsize=2)
 def _pool(config: DataConfig) -> _Pool:
-    return _Pool(load_dataset(config.dataset, config.data_dir, config.download))
+    classes, needs_test = class_names(config.classes), not config.is_own
+    return _Pool(load_dataset(config.dataset, config.data_dir, config.download, classes, needs_test))
 
 
 @lru_cache(maxsize=4)
 def _partition(config: DataConfig, num_clients: int) -> tuple[Indices, ...]:
     pool = _pool(config)
+    if config.is_own:
+        return (np.arange(len(pool.dataset.train_labels)),)
     labels = pool.labels if config.test_split == "holdout" else pool.dataset.train_labels
     dealt = _dealt(labels, config, num_clients)
     labels = labels[dealt]
@@ -234,7 +249,9 @@ def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> d
         raise ValueError(f"partition is {partition_id}, allowed: 0 to {num_clients - 1}")
     pool, own = _pool(config), shares[partition_id]
     test_rng = numpy_generator(config.seed, "test split", partition_id)
-    if config.test_split == "holdout":
+    if config.is_own and len(pool.dataset.test_labels):
+        test = np.arange(pool.num_train, len(pool.labels))
+    elif config.is_own or config.test_split == "holdout":
         kept, held = partitions.stratified_holdout(pool.labels[own], config.test_fraction, test_rng)
         own, test = own[kept], own[held]
     else:

@@ -76,6 +76,30 @@ def calibration_documents(dataset: str, data_dir: str) -> Iterator[Document]:
         yield from _documents(path)
 
 
+def own_documents(data_dir: str, test_fraction: float, seed: int) -> tuple[list[Document], str]:
+    """A client's own text: the documents it learns from, and a text to be tested on.
+
+    Documents are the files of data-dir/calibration, or of data-dir itself. The test text is empty where data-dir has
+    test/ files. Else it is ``test_fraction`` of the documents, at least one, drawn by ``seed``; of a single document,
+    its end. ``ValueError`` where there is no text.
+    """
+    inside = (Path(data_dir) / "calibration").is_dir()
+    documents = [each for path in _files(data_dir, "calibration" if inside else "") for each in _documents(path)]
+    if any(_texts_in(Path(data_dir) / "test")):
+        return documents, ""
+    if len(documents) == 1:
+        (only,) = documents
+        cut = len(only.text) - round(test_fraction * len(only.text))
+        return [Document(only.name, only.text[:cut])], only.text[cut:]
+    count = min(max(round(test_fraction * len(documents)), 1), len(documents) - 1)
+    order = torch.randperm(len(documents), generator=rng.generator(seed, "test split")).tolist()
+    held = set(order[:count])
+    return (
+        [document for i, document in enumerate(documents) if i not in held],
+        "\n".join(documents[i].text for i in sorted(held)),
+    )
+
+
 def perplexity_texts(dataset: str, data_dir: str) -> dict[str, tuple[str, int]]:
     """The texts that perplexity is measured on, by name, and how many windows of each at most (0: all).
 
@@ -101,13 +125,15 @@ def perplexity_texts(dataset: str, data_dir: str) -> dict[str, tuple[str, int]]:
 
 
 def _files(data_dir: str, part: str) -> list[Path]:
-    folder = Path(data_dir) / part
-    found = sorted([*folder.glob("*.txt"), *folder.glob("*.jsonl")])
+    found = _texts_in(Path(data_dir) / part)
     if not data_dir or not found:
-        raise ValueError(
-            f"data-dir is {data_dir!r}, allowed with dataset 'text': a folder with {part}/*.txt or *.jsonl"
-        )
+        where = f"{part}/*.txt" if part else "*.txt"
+        raise ValueError(f"data-dir is {data_dir!r}, allowed with dataset 'text': a folder with {where} or *.jsonl")
     return found
+
+
+def _texts_in(folder: Path) -> list[Path]:
+    return sorted([*folder.glob("*.txt"), *folder.glob("*.jsonl")])
 
 
 def _documents(path: Path) -> Iterator[Document]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -26,6 +26,7 @@ _PUSH_BYTES = 64 * 2**20
 _PULL_BATCH = 32
 _PULL_BYTES = 64 * 2**20
 _TTL_MARGIN_SECONDS = 10.0
+_NAMES_SHOWN = 12
 _POLL_SECONDS = (0.01, 0.25)  # the shortest pause between polls, and the longest
 _EXCEPTION = re.compile(r"^<class '[^']*'>:<'")  # how a SuperNode begins the message of one
 _POLL_SHARE = 0.05  # a reply is seen late by at most this share of the time it was waited for
@@ -55,6 +56,7 @@ class Peer:
     node_id: int
     num_examples: int
     capacity: float | None  # share of the model that its node can bear, where its operator says so
+    own_data: bool  # it has data of its own, and its number from the server
 
     @classmethod
     def read(cls, node_id: int, fields: wire.Fields) -> Self:
@@ -64,6 +66,7 @@ class Peer:
             node_id=node_id,
             num_examples=int(wire.number(fields, "num-examples", 1, 2**31)),
             capacity=float(wire.number(fields, "capacity", 1e-9, 1)) if "capacity" in fields else None,
+            own_data=fields.get("own-data") is True,
             **cls.facts(fields),
         )
 
@@ -80,6 +83,16 @@ class Peer:
         """Why this client cannot take part in a run with the ``first`` one; empty if it can."""
         return ""
 
+    def contradicts(self, first: Peer) -> str:
+        """Why there can be no run with both, and nobody knows which of them is wrong; empty if there can."""
+        if self.own_data == first.own_data:
+            return ""
+        own, dealt = (self, first) if self.own_data else (first, self)
+        return (
+            f"node {own.node_id} has data of its own and node {dealt.node_id} partition-id {dealt.partition}, "
+            "allowed: partition-ids on all nodes or on none"
+        )
+
 
 @dataclass(frozen=True)
 class ImagePeer(Peer):
@@ -88,6 +101,8 @@ class ImagePeer(Peer):
     image_shape: tuple[int, int, int]
     num_classes: int
     label_counts: Mapping[str, list[int]] = field(default_factory=dict)
+    classes: tuple[str, ...] = ()  # of its own data, their names
+    data_dir: str = ""
 
     @classmethod
     def facts(cls, fields: wire.Fields) -> dict[str, Any]:
@@ -102,10 +117,35 @@ class ImagePeer(Peer):
                 raise ValueError(f"field 'labels-{part}' is {values!r}, allowed: counts per class")
             counts[part] = list(values)
         num_classes = int(wire.number(fields, "num-classes", 2, 10**6))
-        return {"image_shape": (sizes[0], sizes[1], sizes[2]), "num_classes": num_classes, "label_counts": counts}
+        classes = fields.get("classes", [])
+        if not (isinstance(classes, list) and all(isinstance(name, str) and len(name) <= 256 for name in classes)):
+            raise ValueError(f"field 'classes' is {classes!r:.80}, allowed: a list of names")
+        return {
+            "image_shape": (sizes[0], sizes[1], sizes[2]),
+            "num_classes": num_classes,
+            "label_counts": counts,
+            "classes": tuple(classes),
+            "data_dir": str(fields.get("data-dir", ""))[:1024],
+        }
 
     def description(self) -> dict[str, Any]:
         return dict(self.label_counts)
+
+    def contradicts(self, first: Peer) -> str:
+        assert isinstance(first, ImagePeer)
+        if not (self.own_data and first.own_data):
+            return super().contradicts(first)
+        if self.classes == first.classes:
+            return ""
+        here, there = sorted({*self.classes} - {*first.classes}), sorted({*first.classes} - {*self.classes})
+        return (
+            f"{first._place()} has the classes {_listed(first.classes)}; {self._place()} lacks {_listed(there)} and "
+            f"has {_listed(here)} besides; allowed: the same on all nodes (a class's folder may be empty), or the key "
+            "classes"
+        )
+
+    def _place(self) -> str:
+        return f"node {self.node_id}, data-dir {self.data_dir!r},"
 
     def unlike(self, first: Peer) -> str:
         assert isinstance(first, ImagePeer)
@@ -253,44 +293,88 @@ def message_to(peer_node: int, content: RecordDict, kind: str, round: int, deadl
 
 
 def gather_roster(
-    grid: Grid, startup_seconds: float, run_key: str, kind: type[Peer] = ImagePeer
+    grid: Grid,
+    startup_seconds: float,
+    run_key: str,
+    kind: type[Peer] = ImagePeer,
+    *,
+    least: int = 1,
+    numbers: Mapping[int, int] | None = None,
+    say: Callable[[str], None] = log.debug,
 ) -> tuple[Roster, list[str]]:
     """Ask every node who it is. Also the warm-up that keeps engine start-up out of the rounds' deadlines.
 
-    Raises :class:`TooFewReplies` when nobody answers, with the first reason given, and ``ValueError`` when two nodes
-    claim one partition. Nodes that fail, or are unlike the first (:meth:`Peer.unlike`), are left out of the run; the
-    reasons are returned beside the roster.
+    Waits for ``least`` nodes, and ``say``s how many there are. Clients with data of their own are numbered by the order
+    of their node ids, or as in ``numbers`` (node id to partition), and other nodes are then not asked. Raises
+    :class:`TooFewReplies` when fewer than ``least`` come or can start, with the first reason given, and ``ValueError``
+    when two nodes claim one partition, or contradict each other (:meth:`Peer.contradicts`). Nodes that fail, or are
+    unlike the first (:meth:`Peer.unlike`), are left out of the run; the reasons are returned beside the roster.
     """
-    started = time.monotonic()
-    node_ids: list[int] = []
-    while not node_ids and time.monotonic() - started < startup_seconds:
-        node_ids = sorted(grid.get_node_ids())
-        if not node_ids:
-            time.sleep(_POLL_SECONDS[1])
-    if not node_ids:
-        raise TooFewReplies(f"no client connected within startup-seconds = {startup_seconds:g}")
-    request = wire.pack(None, {"round": 0, "run-key": run_key})
-    messages = ((node, message_to(node, request, MessageType.QUERY, 0, startup_seconds)) for node in node_ids)
-    peers: Roster = {}
+    node_ids = _wait_for_nodes(grid, startup_seconds, least, numbers, say)
+    numbers = numbers or {node: k for k, node in enumerate(node_ids)}
+
+    def messages() -> Iterator[tuple[int, Message]]:
+        for node in node_ids:
+            request = wire.pack(None, {"round": 0, "run-key": run_key, "partition": numbers[node]})
+            yield node, message_to(node, request, MessageType.QUERY, 0, startup_seconds)
+
+    found: list[Peer] = []
     errors: list[str] = []
-    for answer in exchange(grid, messages, startup_seconds):
+    for answer in exchange(grid, messages(), startup_seconds):
         try:
             peer = _read_peer(answer, kind)
         except ValueError as error:
             errors.append(str(error))
             log.warning("a client is left out of the run: %s", error)
             continue
+        found.append(peer)
+    if not found:
+        raise TooFewReplies(f"no client could start: {errors[0]}")
+    found.sort(key=lambda peer: (peer.partition, peer.node_id))
+    peers: Roster = {}
+    for peer in found:
+        if reason := peer.contradicts(found[0]):
+            raise ValueError(reason)
         if peer.partition in peers:
             raise ValueError(f"partition-id {peer.partition} is claimed by two nodes, allowed: one each")
         peers[peer.partition] = peer
-    if not peers:
-        raise TooFewReplies(f"no client could start: {errors[0]}")
-    first = peers[min(peers)]
-    for partition, peer in sorted(peers.items()):
-        if reason := peer.unlike(first):
+    for partition, peer in list(peers.items()):
+        if reason := peer.unlike(found[0]):
             errors.append(f"client {partition} {reason}")
             del peers[partition]
-    return dict(sorted(peers.items())), errors
+    if len(peers) < least:
+        reason = f"; first reason: {errors[0]}" if errors else ""
+        raise TooFewReplies(f"{len(peers)} of the {least} clients that the run waits for can take part{reason}")
+    return peers, errors
+
+
+def _wait_for_nodes(
+    grid: Grid, seconds: float, least: int, known: Mapping[int, int] | None, say: Callable[[str], None]
+) -> list[int]:
+    """The ids of the connected nodes, of those ``known`` where these are given, as soon as there are ``least``."""
+    deadline = time.monotonic() + seconds
+    before = -1
+    while True:
+        node_ids = sorted(node for node in grid.get_node_ids() if known is None or node in known)
+        if len(node_ids) >= least:
+            return node_ids
+        if len(node_ids) != before:
+            before = len(node_ids)
+            text = f"waiting for clients: {before} of {least} connected"
+            log.info(text)
+            say(text)
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_SECONDS[1])
+    connected = f"{before} of the {least} clients that the run waits for" if before else "no client"
+    raise TooFewReplies(f"{connected} connected within startup-seconds = {seconds:g}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first few names, as prose."""
+    shown = ", ".join(repr(name) for name in names[:_NAMES_SHOWN])
+    more = len(names) - _NAMES_SHOWN
+    return (shown + (f" and {more} more" if more > 0 else "")) or "none"
 
 
 def _read_peer(answer: Answer, kind: type[Peer]) -> Peer:

@@ -147,17 +147,27 @@ class Recorder:
 
     def progress(self, done: int, total: int, text: str) -> None:
         """How far the round in work is, for whoever watches; kept nowhere else, and lost without harm."""
+        self._tell({"done": done, "total": total, "text": text})
+
+    def waiting(self, text: str) -> None:
+        """What the run waits for before its first round, for whoever watches."""
+        self._tell({"text": text})
+
+    def done_waiting(self) -> None:
+        (self.folder / "progress.json").unlink(missing_ok=True)
+
+    def _tell(self, what: Mapping[str, Any]) -> None:
         path = self.folder / "progress.json"
         temporary = path.with_name(".progress.json.tmp")
         with suppress(OSError):
-            temporary.write_text(json.dumps({"done": done, "total": total, "text": text}))
+            temporary.write_text(json.dumps(what))
             os.replace(temporary, path)
 
     def finish(self, status: Status, final_sha256: str | None = None, error: str | None = None) -> None:
         """Close the run; ``final_sha256`` is over all final models in partition order."""
         self._running().update(status=status, final_sha256=final_sha256, error=error)
         self._write_info()
-        (self.folder / "progress.json").unlink(missing_ok=True)
+        self.done_waiting()
         self._info = {}
         if self._writer is not None:
             self._writer.close()

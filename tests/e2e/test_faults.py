@@ -137,8 +137,10 @@ def test_runs_that_share_a_state_dir_do_not_see_each_others_clients(federate, tm
 
 def test_resuming_with_another_number_of_clients_is_refused(federate, tmp_path):
     federate(name="run", num_server_rounds=1)
-    with pytest.raises(ValueError, match=r"6 clients, now 5"):
-        federate(name="run", clients=5, resume_from=str(tmp_path / "run"))
+    with pytest.raises(ValueError, match=r"6 clients, now 7"):
+        federate(name="run", clients=7, resume_from=str(tmp_path / "run"))
+    with pytest.raises(TooFewReplies, match=r"5 of the 6 clients that the run waits for connected within"):
+        federate(name="run", clients=5, resume_from=str(tmp_path / "run"), startup_seconds=0.5)
 
 
 def test_resuming_without_a_readable_checkpoint_keeps_the_record(federate, tmp_path):

@@ -321,3 +321,44 @@ def test_large_replies_to_small_messages_are_asked_for_in_smaller_batches(monkey
     grid = Window(dict.fromkeys(range(20), 0.05))
     list(rounds.exchange(grid, grid.messages(), 5, reply_bytes=10_000))
     assert max(grid.asked_for) == 5
+
+
+# --- waiting for clients ----------------------------------------------------------------------------------------------
+
+
+class Arriving(InProcessGrid):
+    """One more node is connected each time it is asked which there are."""
+
+    asked = 0
+
+    def get_node_ids(self):
+        self.asked += 1
+        return list(super().get_node_ids())[: self.asked]
+
+
+def test_a_run_begins_when_enough_clients_are_there_and_says_how_many_are():
+    said = []
+    roster, left_out = rounds.gather_roster(Arriving(client_app.app, 5, DEFAULTS), 30, KEY, least=3, say=said.append)
+    assert len(roster) == 3
+    assert left_out == []
+    assert said == ["waiting for clients: 1 of 3 connected", "waiting for clients: 2 of 3 connected"]
+
+
+def test_too_few_clients_are_waited_for_no_longer_than_allowed():
+    started = time.monotonic()
+    grid = InProcessGrid(client_app.app, 2, DEFAULTS)
+    with pytest.raises(
+        rounds.TooFewReplies,
+        match=r"^2 of the 3 clients that the run waits for connected within startup-seconds = 0.5$",
+    ):
+        rounds.gather_roster(grid, 0.5, KEY, least=3)
+    assert 0.5 <= time.monotonic() - started < 5
+
+
+def test_clients_that_cannot_take_part_do_not_count_as_there():
+    grid = InProcessGrid(client_app.app, 3, DEFAULTS)
+    next(iter(grid._contexts.values())).run_config["dataset"] = "mnist"
+    with pytest.raises(
+        rounds.TooFewReplies, match=r"^2 of the 3 clients that .* can take part; first reason: .*data-dir"
+    ):
+        rounds.gather_roster(grid, 30, KEY, least=3)

@@ -1,0 +1,105 @@
+"""The compose files as docker-compose reads them, and the demo from the image that the Dockerfile makes.
+
+The demo needs an image, FEDPRUNE_IMAGE or fedprune:cpu, in buildah's store:
+    buildah bud -f docker/Dockerfile -t fedprune:cpu .
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e import compose
+
+DOCKER = Path(__file__).parents[2] / "docker"
+IMAGE = os.environ.get("FEDPRUNE_IMAGE", "fedprune:cpu")
+NODE = {"SUPERLINK": "link.example.org:9092"}
+
+needs_compose = pytest.mark.skipif(shutil.which("docker-compose") is None, reason="docker-compose is not installed")
+
+
+@needs_compose
+@pytest.mark.parametrize(
+    ("files", "environment"),
+    [
+        (["compose.yaml"], {}),
+        (["distributed/server.yaml"], {}),
+        (["distributed/node.yaml"], NODE),
+        (["distributed/node.yaml", "distributed/node.cuda.yaml"], NODE),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_docker_compose_understands_the_files_and_no_service_may_more_than_it_needs(files, environment):
+    command = ["docker-compose", *[word for file in files for word in ("-f", str(DOCKER / file))], "config"]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    import yaml
+
+    for name, service in yaml.safe_load(done.stdout)["services"].items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert "user" not in service, "the image's user, which is not root"
+        assert "privileged" not in service, name
+
+
+def test_every_script_that_a_service_calls_is_in_the_image():
+    for script in DOCKER.glob("*.sh"):
+        done = subprocess.run(["sh", "-n", str(script)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    called = re.findall(r"[\w-]+\.sh", (DOCKER / "compose.yaml").read_text())
+    assert {"setup.sh", "register.sh", "run.sh"} <= set(called) <= {script.name for script in DOCKER.glob("*.sh")}
+
+
+def test_bases_are_pinned():
+    dockerfile = (DOCKER / "Dockerfile").read_text()
+    named = [word.split("=", 1)[1] for word in dockerfile.split() if word.startswith("BASE=")]
+    assert len(named) == 2
+    for base in named:
+        name, _, tag = base.partition(":")
+        assert name in {"python", "nvidia/cuda"}
+        assert any(character.isdigit() for character in tag), base
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@needs_compose
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="needs root and iproute2 for networks")
+@pytest.mark.skipif(not compose.has_image(IMAGE), reason=f"there is no image {IMAGE}")
+def test_the_demo_leaves_a_report_in_the_mounted_folder(tmp_path):
+    results = tmp_path / "results"
+    results.mkdir()
+    os.chown(results, 1000, 1000)
+    with compose.stack(DOCKER / "compose.yaml", tmp_path, IMAGE, {"RESULTS": str(results)}) as demo:
+        assert not list(demo.root.glob("secrets/*")), "an image has no secrets"
+        assert not list(demo.root.rglob("*.key"))
+        demo.up(seconds=1800)
+        code = demo.processes["run"].wait(timeout=2400)
+        assert code == 0, demo.log_file("run").read_text()[-2000:]
+        for name in ("superlink", "superexec", "node-0", "node-1", "node-2"):
+            assert demo.processes[name].poll() is None, f"{name} still serves"
+            assert demo.is_healthy(name)
+
+        (folder,) = [path.parent for path in results.glob("*/run.json")]
+        info = json.loads((folder / "run.json").read_text())
+        assert (info["status"], info["config"]["system"], info["rounds_completed"]) == ("completed", "subfedavg", 10)
+        rows = [json.loads(line) for line in (folder / "clients.jsonl").read_text().splitlines()]
+        last = {row["partition"]: row["density"] for row in rows if row["round"] == 10}
+        assert last[0] < last[1] < last[2], "each node prunes to what it can bear"
+        assert "<html" in (results / "report.html").read_text()[:1000].lower()
+        assert {path.stat().st_uid for path in results.rglob("*")} == {1000}
+
+        volumes = tmp_path / "volumes"
+        for k in range(3):  # a key for each, a state for each, and no one else can read them
+            assert stat.S_IMODE((volumes / f"node-{k}" / "node.key").stat().st_mode) == 0o600
+            assert [path.name for path in (volumes / f"state-{k}").glob("*/*")] == [f"{k:05d}"]
+
+        again = demo.start("run", ["run.sh", "superlink:8000", "system=dispfl", "num-server-rounds=2"])
+        assert again.wait(timeout=600) == 0, "another run, with the nodes still up"
+        assert len(list(results.glob("*/run.json"))) == 2

@@ -1,0 +1,351 @@
+"""Clients with data of their own: a folder each, no partition id, and a number that the server gives them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+from sklearn.datasets import load_digits
+
+from fedprune_app import client_app, server_app
+from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.data.splits import DataConfig, client_data, dataset_of, label_counts
+from fedprune_app.data.text import own_documents
+from fedprune_app.engine import inprocess
+from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
+from fedprune_app.engine.rounds import TooFewReplies
+from fedprune_app.experiment import Placement, Session
+from fedprune_app.registry import check_names
+from tests.models.tiny_llm import text_folder, tiny_byte_model
+
+IMAGES = {"dataset": "image-folder", "model": "cnn-small", "batch_size": 10, "fraction_train": 1.0}
+CLASSES = tuple("0123")
+
+
+def image_folder(folder: Path, first: int, classes=CLASSES, per_class=12, test=0) -> Path:
+    """Digits as PNG files: ``per_class`` of each class in train/, ``test`` in test/, none that another folder has."""
+    pixels, labels = load_digits(return_X_y=True)
+    images = (pixels.reshape(-1, 8, 8) * 15.9).astype(np.uint8)
+    for digit in classes:
+        mine = images[labels == int(digit)][first * (per_class + test) :]
+        for part, chosen in (("train", mine[:per_class]), ("test", mine[per_class : per_class + test])):
+            if part == "train" or test:
+                (folder / part / digit).mkdir(parents=True)
+            for i, image in enumerate(chosen):
+                Image.fromarray(image).save(folder / part / digit / f"{i}.png")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Three clients of unlike amounts of data; the last has a test set of its own."""
+    root = tmp_path_factory.mktemp("own")
+    return [
+        image_folder(root / "a", 0),
+        image_folder(root / "b", 1, per_class=20),
+        image_folder(root / "c", 5, per_class=16, test=4),
+    ]
+
+
+def grid_of(node_configs, node_ids=None):
+    """A grid whose nodes have these node-configs, and these ids where they matter."""
+
+    class Grid(InProcessGrid):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            for context, node_config in zip(self._contexts.values(), node_configs, strict=True):
+                context.node_config = dict(node_config)
+            if node_ids:
+                self._contexts = dict(zip(node_ids, self._contexts.values(), strict=True))
+
+    return Grid
+
+
+@pytest.fixture
+def own(federate, monkeypatch):
+    """``own(node_configs, node_ids, **settings)``: a run of nodes with these node-configs."""
+
+    def run(node_configs, node_ids=None, **settings):
+        monkeypatch.setattr(inprocess, "InProcessGrid", grid_of(node_configs, node_ids))
+        return federate(clients=len(node_configs), **{**IMAGES, **settings})
+
+    return run
+
+
+def places(folders, **more):
+    return [{"data-dir": str(folder), **more} for folder in folders]
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+def test_clients_are_numbered_by_node_id_and_take_all_of_their_own_folder(own, folders):
+    run = own(places(folders), node_ids=[30, 10, 20], system="fedavg")
+    assert run.info["status"] == "completed"
+    assert run.info["nodes"] == {"10": 0, "20": 1, "30": 2}
+    totals = [[sum(row[part]) for part in ("train", "validation", "test")] for row in run.info["partition"]]
+    assert totals == [[50, 6, 24], [58, 6, 16], [31, 3, 14]], "b: 80 images, c: 64 and 16 to test on, a: 48"
+    assert [row["replies"] for row in run.rounds] == [3, 3, 3]
+    assert run.rounds[-1]["accuracy_personal_mean"] > 0.25
+
+
+def test_the_same_nodes_give_the_same_models_in_whatever_order_they_are_listed(own, folders):
+    a, b, c = places(folders)
+    first = own([a, b, c], node_ids=[1, 2, 3], name="first", system="dispfl")
+    second = own([c, a, b], node_ids=[3, 1, 2], name="second", system="dispfl")
+    assert first.sha256 == second.sha256
+
+
+def test_a_client_of_its_own_data_has_the_capacity_that_its_node_says(own, folders):
+    nodes = [{**place, "capacity": share} for place, share in zip(places(folders), (0.3, 0.6, 1.0), strict=True)]
+    run = own(nodes, node_ids=[1, 2, 3], system="dispfl", num_server_rounds=2, evaluate_every=2)
+    densities = {row["partition"]: row["density"] for row in run.clients if row["round"] == 2}
+    assert densities == pytest.approx({0: 0.3, 1: 0.6, 2: 1.0}, abs=1e-2)
+
+
+def test_a_resumed_run_keeps_its_numbers_and_does_not_ask_who_came_later(own, folders, tmp_path):
+    a, b, c = places(folders)
+    whole = own([a, b], node_ids=[20, 30], name="whole", system="standalone", num_server_rounds=3)
+    own([a, b], node_ids=[20, 30], name="part", system="standalone", num_server_rounds=1)
+    again = {"name": "part", "resume_from": str(tmp_path / "part"), "num_server_rounds": 3}
+    run = own([c, b, a], node_ids=[10, 30, 20], system="standalone", **again)
+    assert run.info["nodes"] == {"20": 0, "30": 1}
+    assert run.sha256 == whole.sha256
+
+
+def test_a_ledger_is_known_by_the_folder_not_by_the_number(own, folders, tmp_path):
+    private = {"system": "standalone", "dp.enabled": True, "dp.noise-multiplier": 1.0, "num_server_rounds": 1}
+    private |= {"dp.ledger-dir": str(tmp_path / "ledgers")}
+    a, b, _ = places(folders)
+    own([a, b], node_ids=[1, 2], name="first", **private)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "ledgers").glob("*.jsonl")}
+    own([b, a], node_ids=[1, 2], name="second", **private)
+    after = {path.name: path.read_bytes() for path in (tmp_path / "ledgers").glob("*.jsonl")}
+    assert len(before) == 2
+    assert before.keys() == after.keys()
+    assert all(after[name].startswith(content) and after[name] != content for name, content in before.items())
+
+
+# --- classes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_without_images_of_a_class_has_an_empty_folder_or_the_run_names_the_classes(own, folders, tmp_path):
+    few = image_folder(tmp_path / "few", 3, classes="02")
+    named = own(places([folders[0], few]), [1, 2], name="named", system="fedavg", classes=", ".join(CLASSES))
+    for digit in "13":
+        (few / "train" / digit).mkdir()
+    empty = own(places([folders[0], few]), [1, 2], name="empty", system="fedavg")
+    assert named.sha256 == empty.sha256
+    assert named.info["partition"][1]["train"][1::2] == [0, 0]
+
+
+def test_clients_whose_classes_differ_stop_the_run_and_are_named(own, folders, tmp_path):
+    other = image_folder(tmp_path / "other", 3, classes="0245")
+    with pytest.raises(ValueError, match="has the classes") as error:
+        own(places([folders[0], other]), [11, 22], system="fedavg")
+    text = str(error.value)
+    assert "\n" not in text
+    assert text.startswith(
+        f"node 11, data-dir '{folders[0]}', has the classes '0', '1', '2', '3'; node 22, data-dir '{other}', "
+        "lacks '1', '3' and has '4', '5' besides; allowed: "
+    )
+
+
+def test_a_folder_with_a_class_that_the_run_does_not_name_is_left_out(own, folders, tmp_path):
+    other = image_folder(tmp_path / "other", 3, classes="0124")
+    run = own(places([folders[0], other]), [1, 2], system="fedavg", classes="0,1,2,3")
+    (reason,) = run.info["clients_left_out"]
+    assert f"data-dir '{other}' has the class '4', allowed by classes: 0, 1, 2, 3" in reason
+
+
+@pytest.mark.parametrize(
+    ("settings", "allowed"),
+    [
+        ({"classes": "cat", "dataset": "image-folder"}, "at least two names, each once"),
+        ({"classes": "cat,dog,cat", "dataset": "image-folder"}, "at least two names, each once"),
+        ({"classes": "cat,,dog", "dataset": "image-folder"}, "at least two names, each once"),
+        ({"classes": "cat,dog", "dataset": "digits"}, "nothing"),
+    ],
+    ids=str,
+)
+def test_classes_that_cannot_be_are_refused(settings, allowed):
+    with pytest.raises(ConfigError, match=rf"^classes is .*allowed.*: {allowed}$"):
+        check_names(parse_config(settings))
+
+
+# --- who may ----------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_with_and_without_a_partition_do_not_run_together(own, folders):
+    dealt = {"partition-id": 0, "num-partitions": 2, "data-dir": str(folders[2])}
+    with pytest.raises(
+        ValueError, match=r"^node 2 has data of its own and node 1 partition-id 0, allowed: partition-ids"
+    ):
+        own([dealt, *places(folders[:1])], [1, 2], system="fedavg", data_dir=str(folders[2]))
+
+
+def test_a_node_without_partition_and_data_is_told_what_it_lacks(own):
+    with pytest.raises(TooFewReplies, match="node-config has neither partition-id nor data-dir, allowed: partition-id"):
+        own([{}], system="fedavg")
+
+
+def test_data_that_comes_with_the_app_is_nobodys_own(own, folders):
+    with pytest.raises(
+        TooFewReplies, match=r"dataset is 'digits', allowed on a node without partition-id: image-folder"
+    ):
+        own(places(folders[:1]), system="fedavg", dataset="digits")
+
+
+# --- waiting ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_waits_for_min_clients_and_whoever_watches_is_told(federate, monkeypatch, tmp_path):
+    class Late(InProcessGrid):
+        asked = 0
+        told = ()
+
+        def get_node_ids(self):
+            Late.asked += 1
+            if Late.asked == 3:
+                Late.told = (json.loads((tmp_path / "run" / "progress.json").read_text()),)
+            return list(super().get_node_ids())[: 1 if Late.asked < 4 else 3]
+
+    monkeypatch.setattr(inprocess, "InProcessGrid", Late)
+    run = federate(clients=3, system="standalone", num_server_rounds=1, min_clients=3)
+    assert len(run.info["partition"]) == 3
+    assert Late.told == ({"text": "waiting for clients: 1 of 3 connected"},)
+    assert not (run.folder / "progress.json").exists()
+
+
+def test_a_simulation_that_can_never_have_so_many_clients_does_not_start(tmp_path):
+    config = parse_config({"min-clients": 3, "out-dir": str(tmp_path / "run")})
+    with (
+        Session(Placement("inprocess", 2), Console()) as session,
+        pytest.raises(ConfigError, match=r"^min-clients is 3, allowed with 2 clients: at most that$"),
+    ):
+        session.run(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+# --- the split --------------------------------------------------------------------------------------------------------
+
+
+def settings_of(folder, **more):
+    return DataConfig(dataset="image-folder", data_dir=str(folder), is_own=True, **more)
+
+
+def rows_of(images):
+    return {image.numpy().tobytes() for image in images}
+
+
+def test_train_validation_and_test_share_no_image_and_leave_none(folders):
+    config = settings_of(folders[1], test_fraction=0.25)
+    data = client_data(config, 0, 1)
+    parts = [data.train_images, data.validation_images, data.test_images]
+    assert [len(part) for part in parts] == [54, 6, 20]
+    assert len(rows_of(parts[0]) | rows_of(parts[1]) | rows_of(parts[2])) == 80
+    assert label_counts(config, 0, 1)["test"] == [5, 5, 5, 5], "the label law of the whole"
+
+
+def test_a_test_folder_is_the_test_set(folders):
+    config = settings_of(folders[2])
+    assert label_counts(config, 0, 1)["test"] == [4] * 4
+    assert len(dataset_of(config).test_labels) == 16
+
+
+def test_the_split_is_the_seeds_and_the_folders_alone(folders):
+    config = settings_of(folders[0], seed=3)
+    program = (
+        "import sys, hashlib; from fedprune_app.data.splits import DataConfig, client_data;"
+        "c = DataConfig(dataset='image-folder', data_dir=sys.argv[1], is_own=True, seed=3, partition='classes');"
+        "print(hashlib.sha256(client_data(c, 0, 1).test_images.numpy().tobytes()).hexdigest())"
+    )
+    here = hashlib.sha256(client_data(config, 0, 1).test_images.numpy().tobytes()).hexdigest()
+    done = subprocess.run([sys.executable, "-c", program, str(folders[0])], capture_output=True, text=True, timeout=280)
+    assert done.stdout.strip() == here, done.stderr
+    other = client_data(settings_of(folders[0], seed=4), 0, 1).test_images
+    assert rows_of(other) != rows_of(client_data(config, 0, 1).test_images)
+
+
+def test_own_text_is_split_by_documents_or_a_single_one_by_its_end(tmp_path):
+    for i in range(5):
+        (tmp_path / f"{i}.txt").write_text(f"text {i}")
+    documents, test = own_documents(str(tmp_path), 0.4, seed=1)
+    assert sorted([*(d.text for d in documents), *test.split("\n")]) == [f"text {i}" for i in range(5)]
+    assert len(documents) == 3
+    assert own_documents(str(tmp_path), 0.4, seed=1) == (documents, test)
+    for i in range(1, 5):
+        (tmp_path / f"{i}.txt").unlink()
+    (only,), end = own_documents(str(tmp_path), 0.4, seed=1)
+    assert (only.text, end) == ("text", " 0")
+    (tmp_path / "test").mkdir()
+    (tmp_path / "test" / "t.txt").write_text("held out")
+    assert own_documents(str(tmp_path), 0.4, seed=1)[1] == ""
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_language_model_is_pruned_with_text_that_each_node_has_to_itself(own, tmp_path):
+    public = text_folder(tmp_path / "public")
+    for i in range(3):  # one with documents alone, one with calibration/, one with a test set too
+        (tmp_path / f"own{i}").mkdir()
+    for path in (public / "calibration").iterdir():
+        (tmp_path / "own0" / path.name).write_text(path.read_text())
+    (public / "calibration").rename(tmp_path / "own1" / "calibration")
+    text_folder(tmp_path / "own2" / "data")
+    nodes = places([tmp_path / "own0", tmp_path / "own1", tmp_path / "own2" / "data"])
+    run = own(
+        nodes,
+        [1, 2, 3],
+        system="fedspallm",
+        dataset="text",
+        data_dir=str(public),
+        model=str(tiny_byte_model(tmp_path / "llm", "llama")),
+        num_server_rounds=1,
+        **{"fedspallm.segments": 3, "fedspallm.segment-length": 24, "fedspallm.window": 32, "fedspallm.block-size": 8},
+    )
+    assert run.info["status"] == "completed"
+    assert [row["documents"] for row in run.info["partition"]] == [[], [], []], "what files are called stays there"
+    first = next(row for row in run.clients if row["partition"] == 0)
+    third = next(row for row in run.clients if row["partition"] == 2)
+    assert list(first["perplexity"]) == ["own"]
+    assert list(third["perplexity"]) == ["first", "second"]
+    personal = [row["perplexity_personal"] for row in run.clients]
+    assert run.rounds[-1]["perplexity_personal_mean"] == pytest.approx(np.mean(personal))
+
+
+# --- the real thing ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_three_nodes_of_own_data_run_over_grpc_and_end_as_in_process(folders, tmp_path):
+    out = tmp_path / "run"
+    settings = [
+        "dataset=image-folder",
+        "model=cnn-small",
+        "num-server-rounds=2",
+        "local-epochs=1",
+        "fraction-train=1.0",
+    ]
+    command = [sys.executable, "-m", "fedprune_app.cli", "deploy", "local", "--out", str(out), *settings]
+    command += ["--data-dirs", ",".join(map(str, folders)), "--capacities", "0.4 0.7 1", "system=dispfl"]
+    done = subprocess.run([*command, "min-clients=3"], capture_output=True, text=True, timeout=1100)
+    assert done.returncode == 0, done.stderr
+    info = json.loads((out / "run.json").read_text())
+    number = {int(path.name): k for k in range(3) for path in (out / "deployment" / f"node-{k}" / "state").glob("*/*")}
+    assert sorted(number) == [0, 1, 2]
+    nodes = [places(folders, capacity=(0.4, 0.7, 1.0)[k])[k] for k in range(3)]
+    ordered = [{**nodes[number[n]], "capacity": (0.4, 0.7, 1.0)[number[n]]} for n in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inprocess, "InProcessGrid", grid_of(ordered, [1, 2, 3]))
+        run_in_process(server_app.app, client_app.app, 3, {**info["config"], "out-dir": str(tmp_path / "here")})
+    assert json.loads((tmp_path / "here" / "run.json").read_text())["final_sha256"] == info["final_sha256"]
