@@ -21,6 +21,7 @@ from torch import Tensor
 
 from clients.node import NDArrays, Node, never_private
 from fedprune_app.config import Config
+from fedprune_app.core.expansion import INPUT_NORMS
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.text import (
     calibration_documents,
@@ -53,12 +54,15 @@ def language_model(config: Config, device: torch.device | str = "cpu") -> Langua
 
 def perplexities(config: Config, model: LanguageModel, own: LayerTensors) -> dict[str, Perplexity]:
     """Of ``model`` with the matrices that ``own`` gives of each layer in place of its own, by test text."""
-    options = config.fedspallm
-    found = {}
-    for name, (text, most) in perplexity_texts(config.dataset, config.data_dir).items():
+
+    def layers(layer: int) -> Mapping[str, Tensor]:
+        return {**model.layer_tensors(layer), **own(layer)}
+
+    options, found = config.fedspallm, {}
+    for name, (text, most) in perplexity_texts(config.dataset, config.data_dir, options.more_texts()).items():
         most = min(most or options.test_windows, options.test_windows or most)
         windows = windows_of(model.encode(text), options.window, most)
-        found[name] = perplexity(model, lambda i: {**model.layer_tensors(i), **own(i)}, windows, config.batch_size)
+        found[name] = perplexity(model, layers, windows, config.batch_size)
     return found
 
 
@@ -92,7 +96,7 @@ class FedSpaLLMClient(Node):
 
     @property
     def num_examples(self) -> int:
-        return self.options.segments
+        return self.options.num_segments(self.partition)
 
     def message_schema(self) -> Schema:
         schemas = [Schema.like(self.model.layer_like(layer)) for layer in range(self.model.num_layers)]
@@ -106,7 +110,8 @@ class FedSpaLLMClient(Node):
             deal=self.options.deal,
             partition=self.partition,
             num_partitions=self.num_partitions,
-            count=self.options.segments,
+            count=self.num_examples,
+            most=max(map(self.options.num_segments, range(self.num_partitions))),
             length=self.options.segment_length,
             seed=self.config.seed,
         )
@@ -135,6 +140,9 @@ class FedSpaLLMClient(Node):
             self.layers.save(layer, round, payload)
             self.layers.drop_before(layer, pruned_at.get(str(layer), round))
             pruned_at[str(layer)], removed[str(layer)] = round, payload.num_elements() - payload.num_kept()
+            if self.options.ties == "wanda":
+                norms = {INPUT_NORMS + name: rms for name, rms in done.input_rms.items()}
+                payload = Payload({**payload.tensors, **norms}, payload.masks)
         else:
             hidden = torch.cat(list(self.model.run(module, hidden, self.config.batch_size)))
         is_last = layer == self.model.num_layers - 1

@@ -52,6 +52,11 @@ def _absolute(values: dict[str, Scalar]) -> dict[str, Scalar]:
     for key in ("data-dir", "state-dir", "dispfl.adjacency-file", "dpsgd.adjacency-file"):
         if isinstance(given := values.get(key), str) and given:
             values[key] = str(Path(given).expanduser().resolve())
+    if isinstance(given := values.get("fedspallm.evaluation-texts"), str):
+        parts = (part.partition("=") for part in given.split(","))
+        values["fedspallm.evaluation-texts"] = ",".join(
+            f"{name.strip()}={Path(path.strip()).expanduser().resolve()}" if path else name for name, _, path in parts
+        )
     return values
 
 

@@ -194,6 +194,39 @@ def final_rows(groups: Sequence[Group], columns: Sequence[Column] = COLUMNS) -> 
     return header, rows
 
 
+MODELS = {"dense": "dense model", "personal_mean": "standalone", "global": "global model"}
+"""Whose perplexity of a test text rounds.jsonl has: of the model before pruning, mean of the clients' own, global."""
+
+
+def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mapping[str, float]]]]:
+    """By text, and the windows of it that were measured, by label of a group: the last perplexities of its runs."""
+    found: dict[str, dict[str, list[Mapping[str, float]]]] = {}
+    for group in groups:
+        each = [
+            next((row["perplexity_by_text"] for row in reversed(run.rounds) if row.get("perplexity_by_text")), {})
+            for run in group.runs
+        ]
+        for text in (text for text in each[0] if all(text in other for other in each)):
+            title = f"{text}: {each[0][text].get('windows')} × {each[0][text].get('window')} tokens"
+            found.setdefault(title, {})[group.label] = [other[text] for other in each]
+    return found
+
+
+def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the perplexities of every text; no rows where none was measured."""
+    columns: list[tuple[str, dict[str, str]]] = []
+    for title, by_group in perplexity_tables(groups).items():
+        for key, name in MODELS.items():
+            cells = {}
+            for label, rows in by_group.items():
+                statistic = Statistic.of(row.get(key) for row in rows)
+                cells[label] = formatted(statistic, Column(key, name, lambda run: None, 1, 2))
+            if any(cell != NOT_MEASURED for cell in cells.values()):
+                columns.append((f"{title}, {name}", cells))
+    rows = [[g.label, *(cells.get(g.label, NOT_MEASURED) for _, cells in columns)] for g in groups] if columns else []
+    return ["System", *(title for title, _ in columns)], rows
+
+
 def markdown(groups: Sequence[Group]) -> str:
     """The final table for a README."""
     header, rows = final_rows(groups)
