@@ -31,6 +31,7 @@ def llm_settings(density: float) -> dict[str, Scalar]:
         "density": density,
         "batch-size": 64,
         "fedspallm.deal": "one",
+        "fedspallm.block-size": 16,  # an eighth of the model's width
         "fedspallm.segments": 32,
         "fedspallm.segment-length": 128,
         "fedspallm.window": 128,

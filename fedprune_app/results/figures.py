@@ -7,6 +7,7 @@ and dash and hides it with the legend. All text is escaped, since plotly reads a
 from __future__ import annotations
 
 import html
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -172,7 +173,15 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
             wide=True,
         ),
     ]
-    return [figure for figure in drawn if figure.variants]
+    return [figure for figure in drawn if figure.variants and not (figure.key in _BY_ROUND and _is_a_point(figure))]
+
+
+_BY_ROUND = ("density", "loss", "epsilon")
+
+
+def _is_a_point(figure: Figure) -> bool:
+    """Whether no curve of it has a second point: a run of one round has nothing to show by round."""
+    return all(len(trace["x"]) == 1 for variant in figure.variants for trace in variant.traces)
 
 
 def _text(text: str) -> str:
@@ -434,12 +443,13 @@ def _layer_variants(groups: Sequence[Group]) -> list[Variant]:
         over_seeds = {layer: Statistic.of(densities.get(layer) for densities in last) for layer in layers}
         known = {layer: statistic.mean for layer, statistic in over_seeds.items() if statistic}
         if known:
+            start = _common_start(list(known))
             traces.append(
                 {
                     "type": "scatter",
                     "series": index,
                     "name": _text(group.label),
-                    "x": [_text(layer) for layer in known],
+                    "x": [_text(layer.removeprefix(start).removesuffix(".weight" if start else "")) for layer in known],
                     "y": list(known.values()),
                     "mode": "lines+markers",
                 }
@@ -449,6 +459,13 @@ def _layer_variants(groups: Sequence[Group]) -> list[Variant]:
         "yaxis": {"tickformat": ".0%", "hoverformat": ".1%", "rangemode": "tozero"},
     }
     return [Variant("Layers", traces, layout)] if traces else []
+
+
+def _common_start(names: Sequence[str]) -> str:
+    """The modules that all of many names are in, with their dot: ``model.layers.`` of a language model."""
+    parts = [name.split(".")[:-2] for name in names]
+    shared = itertools.takewhile(lambda at: len(set(at)) == 1, zip(*parts, strict=False))
+    return "".join(f"{at[0]}." for at in shared) if len(names) > 1 else ""
 
 
 def _perplexity_variants(groups: Sequence[Group]) -> list[Variant]:
@@ -521,7 +538,7 @@ def _last_table(run: Run, name: str) -> Mapping[str, Any]:
 def _decoder_layer_variants(groups: Sequence[Group]) -> list[Variant]:
     layout = {
         "xaxis": {"title": {"text": "Decoder layer"}, "dtick": 1},
-        "yaxis": {"tickformat": ".0%", "hoverformat": ".1%"},
+        "yaxis": {"tickformat": ".2~%", "hoverformat": ".2%"},
     }
 
     def agreement(row: Mapping[str, Any]) -> float | None:
