@@ -96,7 +96,7 @@ def _packed(votes: Votes) -> Payload:
 
 
 def _unpacked(payload: Payload) -> Votes:
-    counts = {name: payload.tensors[_COUNTS + name] for name in payload.masks}
+    counts = {name: payload.tensors[_COUNTS + name].int() for name in payload.masks}
     mean = {name: tensor for name, tensor in payload.tensors.items() if not name.startswith(_COUNTS)}
     return Votes(Payload(mean, payload.masks), counts)
 

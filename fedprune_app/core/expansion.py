@@ -65,13 +65,16 @@ class Cut:
                 for level, count in enumerate(found.tolist()):
                     levels[level] = levels.get(level, 0) + count
         missing = sum(levels.values()) - keep_count(total, density)
+        # Of what somebody kept, all with a count above the level go, at the level those of smaller bits than the
+        # threshold, and as many more of equal bits.
         self.level, self.threshold, self.equal = max(levels, default=0) + 1, 0, 0
         if missing <= 0:
             return
-        for self.level in sorted(levels, reverse=True):
-            if missing <= levels[self.level]:
+        for level in sorted(levels, reverse=True):
+            self.level = level
+            if missing <= levels[level]:
                 break
-            missing -= levels[self.level]
+            missing -= levels[level]
         high, missing = _position(self._histogram(layers, lambda bits: bits >> 16), missing)
         low, self.equal = _position(self._histogram(layers, lambda bits: bits[bits >> 16 == high] & 0xFFFF), missing)
         self.threshold = high << 16 | low
