@@ -229,8 +229,11 @@ def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]
 
 def markdown(groups: Sequence[Group]) -> str:
     """The final table for a README."""
-    header, rows = final_rows(groups)
-    alignment = ["---"] * 3 + ["---:"] * (len(header) - 3)
+    return _markdown(*final_rows(groups), num_texts=3)
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int) -> str:
+    alignment = ["---"] * num_texts + ["---:"] * (len(header) - num_texts)
     lines = [header, alignment, *([_markdown_cell(cell) for cell in row] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -262,14 +265,20 @@ def comma_separated(groups: Sequence[Group]) -> str:
 
 
 def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:
-    """Write ``table.md``, ``table.csv`` and ``table.tex`` of the final numbers; returns their paths."""
+    """Write ``table.md``, ``table.csv`` and ``table.tex`` of the final numbers; returns their paths.
+
+    Where perplexities were measured, these of every text are in ``perplexity.md``.
+    """
     groups = group_runs(runs)
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
-    texts = {"md": markdown(groups), "csv": comma_separated(groups), "tex": latex(groups)}
-    for suffix, text in texts.items():
-        (out_dir / f"table.{suffix}").write_text(text, encoding="utf-8", errors="replace")
-    return [out_dir / f"table.{suffix}" for suffix in texts]
+    texts = {"table.md": markdown(groups), "table.csv": comma_separated(groups), "table.tex": latex(groups)}
+    header, rows = perplexity_rows(groups)
+    if rows:
+        texts["perplexity.md"] = _markdown(header, rows, num_texts=1)
+    for name, text in texts.items():
+        (out_dir / name).write_text(text, encoding="utf-8", errors="replace")
+    return [out_dir / name for name in texts]
 
 
 def _compared(run: Run) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from fedprune_app.results.figures import figures
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.results.report import write_report
-from fedprune_app.results.tables import group_runs, markdown, perplexity_rows
+from fedprune_app.results.tables import group_runs, markdown, perplexity_rows, write_tables
 
 
 def language_run(folder, density, seed=0, value=7.5):
@@ -95,6 +95,8 @@ def test_the_page_has_a_table_of_every_text_before_pruning_alone_and_together(ru
         ["5.00 ± 0.00", "101.00 ± 14.14", "100.00 ± 14.14"],
     ]
     assert len(header) == 7
+    (path,) = [path for path in write_tables([load_run(each) for each in runs], tmp_path) if path.stem == "perplexity"]
+    assert "| 101.00 ± 14.14 | 100.00 ± 14.14 |" in path.read_text()
     assert "ptb: 4 × 256 tokens, global model" in write_report(runs, tmp_path / "report.html").read_text()
 
 
