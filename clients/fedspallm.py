@@ -22,6 +22,7 @@ from torch import Tensor
 
 from clients.node import NDArrays, Node, never_private
 from fedprune_app.config import Config
+from fedprune_app.core.expansion import INPUT_NORMS
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.text import (
     Document,
@@ -59,13 +60,16 @@ def perplexities(config: Config, model: LanguageModel, own: LayerTensors, text: 
 
     A ``text`` that is given, called "own", is the only one.
     """
-    options = config.fedspallm
-    found = {}
-    texts = {"own": (text, 0)} if text else perplexity_texts(config.dataset, config.data_dir)
-    for name, (text, most) in texts.items():
+
+    def layers(layer: int) -> Mapping[str, Tensor]:
+        return {**model.layer_tensors(layer), **own(layer)}
+
+    options, found = config.fedspallm, {}
+    texts = {"own": (text, 0)} if text else perplexity_texts(config.dataset, config.data_dir, options.more_texts())
+    for name, (content, most) in texts.items():
         most = min(most or options.test_windows, options.test_windows or most)
-        windows = windows_of(model.encode(text), options.window, most)
-        found[name] = perplexity(model, lambda i: {**model.layer_tensors(i), **own(i)}, windows, config.batch_size)
+        windows = windows_of(model.encode(content), options.window, most)
+        found[name] = perplexity(model, layers, windows, config.batch_size)
     return found
 
 
@@ -99,7 +103,7 @@ class FedSpaLLMClient(Node):
 
     @property
     def num_examples(self) -> int:
-        return self.options.segments
+        return self.options.num_segments(self.partition)
 
     def message_schema(self) -> Schema:
         schemas = [Schema.like(self.model.layer_like(layer)) for layer in range(self.model.num_layers)]
@@ -120,7 +124,8 @@ class FedSpaLLMClient(Node):
             deal="own" if self.has_own_data else self.options.deal,
             partition=self.partition,
             num_partitions=self.share[1],
-            count=self.options.segments,
+            count=self.num_examples,
+            most=max(self.num_examples, *map(self.options.num_segments, range(self.share[1]))),
             length=self.options.segment_length,
             seed=self.config.seed,
         )
@@ -149,6 +154,9 @@ class FedSpaLLMClient(Node):
             self.layers.save(layer, round, payload)
             self.layers.drop_before(layer, pruned_at.get(str(layer), round))
             pruned_at[str(layer)], removed[str(layer)] = round, payload.num_elements() - payload.num_kept()
+            if self.options.ties == "wanda":
+                norms = {INPUT_NORMS + name: rms for name, rms in done.input_rms.items()}
+                payload = Payload({**payload.tensors, **norms}, payload.masks)
         else:
             hidden = torch.cat(list(self.model.run(module, hidden, self.config.batch_size)))
         is_last = layer == self.model.num_layers - 1

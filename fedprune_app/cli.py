@@ -54,6 +54,11 @@ def _absolute(values: dict[str, Scalar]) -> dict[str, Scalar]:
     for key in ("data-dir", "state-dir", "dp.ledger-dir", "dispfl.adjacency-file", "dpsgd.adjacency-file"):
         if isinstance(given := values.get(key), str) and given:
             values[key] = str(Path(given).expanduser().resolve())
+    if isinstance(given := values.get("fedspallm.evaluation-texts"), str):
+        parts = (part.partition("=") for part in given.split(","))
+        values["fedspallm.evaluation-texts"] = ",".join(
+            f"{name.strip()}={Path(path.strip()).expanduser().resolve()}" if path else name for name, _, path in parts
+        )
     return values
 
 
@@ -136,8 +141,16 @@ def _run_once(placement: Placement, settings: Config, out: Path) -> None:
     console.print(f"[green]completed[/] {info['rounds_completed']} rounds in {info.get('seconds', 0):.0f} s")
     if "final_sha256" in info:
         console.print(f"final models: sha256 {info['final_sha256'][:16]}…  results: {out}", highlight=False)
+        _say_sizes(info, out)
     else:
         console.print("results: in the ServerApp's run folder, on its machine", highlight=False)
+
+
+def _say_sizes(info: Mapping[str, Any], out: Path) -> None:
+    """Where a language model was written, and how large its weights are."""
+    for name, key in (("global", "checkpoint_bytes"), ("global-packed", "packed_bytes")):
+        if size := (info.get("final_model") or {}).get(key):
+            console.print(f"{out / 'models' / name}: {size / 1e6:,.2f} MB of weights", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -378,7 +391,7 @@ def demo(
             folder = (out / name).resolve()
             if (folder / "run.json").exists():
                 shutil.rmtree(folder)  # the demo's own folder, from an earlier demo
-            session.run(_placed(settings, folder, before=None), folder)
+            _say_sizes(session.run(_placed(settings, folder, before=None), folder), folder)
             folders.append(folder)
     page = out.resolve() / ("report-llm.html" if llm else "report.html")
     write_report(folders, page)

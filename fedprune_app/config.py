@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -399,14 +400,19 @@ class FedSpaLLMOptions:
         choices=("exact", "code"),
     )
     segments: int = option(32, "calibration segments of a client", least=1)
+    segment_counts: str = option("", "segments of the clients in turn, '32 8 2'; empty: fedspallm.segments for all")
     segment_length: int = option(2048, "tokens of a segment", least=2)
     deal: str = option(
         "documents",
-        "a client's text: its share of the documents, or of all segments; or data-dir is its own",
-        choices=("documents", "segments", "own"),
+        "a client's text: its share of the documents, one document alone, its share of all segments; or data-dir is "
+        "its own",
+        choices=("documents", "one", "segments", "own"),
     )
     window: int = option(2048, "tokens of a window that perplexity is measured on", least=2)
     test_windows: int = option(0, "measure perplexity on the first so many windows of a text; 0: all", least=0)
+    evaluation_texts: str = option(
+        "", "more texts to measure perplexity on, 'wikitext-2=/path/a.txt, ptb=/path/b.txt'; paths are absolute"
+    )
     dtype: str = option(
         "auto", "of the model; 'auto' is the checkpoint's", choices=("auto", "float32", "float16", "bfloat16")
     )
@@ -420,13 +426,13 @@ class FedSpaLLMOptions:
     )
     expansion: str = option(
         "matrix",
-        "prune the mean to density: of each matrix, or of each decoder layer; or not",
-        choices=("matrix", "layer", "none"),
+        "prune the mean to density: of each matrix, of each decoder layer, or of all together; or not",
+        choices=("matrix", "layer", "global", "none"),
     )
     ties: str = option(
         "magnitude",
-        "equally often pruned weights go by smallest mean magnitude, or by place",
-        choices=("magnitude", "index"),
+        "equally often pruned weights go by smallest mean |w|, by |w|·‖x‖ with the inputs clients saw, or by place",
+        choices=("magnitude", "wanda", "index"),
     )
     weights: str = option(
         "uniform", "clients count alike in the mean, or by their segments", choices=("uniform", "segments")
@@ -440,6 +446,28 @@ class FedSpaLLMOptions:
         if not (n.isdecimal() and m.isdecimal() and 0 < int(n) <= int(m)):
             raise ConfigError(f"fedspallm.pattern is {self.pattern!r}, allowed: n:m with n at least 1 and at most m")
         return int(n), int(m)
+
+    def num_segments(self, partition: int) -> int:
+        """Calibration segments of a client. Raises :class:`ConfigError`."""
+        texts = self.segment_counts.replace(",", " ").split() or [str(self.segments)]
+        if not all(text.isdecimal() and int(text) > 0 for text in texts):
+            raise ConfigError(
+                f"fedspallm.segment-counts is {self.segment_counts!r}, allowed: whole numbers, at least 1"
+            )
+        return int(texts[partition % len(texts)])
+
+    def more_texts(self) -> dict[str, Path]:
+        """``evaluation-texts`` as name → path, in its order. Raises :class:`ConfigError`."""
+        found: dict[str, Path] = {}
+        for text in filter(None, (part.strip() for part in self.evaluation_texts.split(","))):
+            name, _, path = (part.strip() for part in text.partition("="))
+            if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or name in found or not Path(path).is_absolute():
+                raise ConfigError(
+                    f"fedspallm.evaluation-texts has {text!r}, allowed: name=path, names of letters and digits, each "
+                    "once, and absolute paths"
+                )
+            found[name] = Path(path)
+        return found
 
     def layer_share(self, partition: int) -> float:
         """The share of the layers that a client prunes. Raises :class:`ConfigError`."""
@@ -641,6 +669,12 @@ def parse_config(values: Mapping[str, Any]) -> Config:
         raise ConfigError(f"robust-norm is {config.robust_norm}, allowed with robust {config.robust!r}: {allowed}")
     _check_fedp3(config)
     config.fedspallm.layer_share(0)
+    config.fedspallm.num_segments(0)
+    config.fedspallm.more_texts()
+    if config.fedspallm.ties == "wanda" and config.fedspallm.pruner == "magnitude":
+        raise ConfigError("fedspallm.ties is 'wanda', allowed with fedspallm.pruner 'magnitude': magnitude, index")
+    if config.fedspallm.expansion == "global" and config.fedspallm.pattern:
+        raise ConfigError("fedspallm.expansion is 'global', allowed with a pattern: matrix, layer, none")
     if (pattern := config.fedspallm.n_of_m()) and config.fedspallm.block_size % pattern[1]:
         allowed = f"a multiple of {pattern[1]}"
         raise ConfigError(f"fedspallm.block-size is {config.fedspallm.block_size}, allowed with a pattern: {allowed}")

@@ -29,10 +29,13 @@ def llm_settings(density: float) -> dict[str, Scalar]:
         "num-server-rounds": 1,
         "fraction-train": 1.0,
         "density": density,
-        "fedspallm.segments": 16,
-        "fedspallm.segment-length": 256,
-        "fedspallm.window": 256,
-        "fedspallm.test-windows": 128,
+        "batch-size": 64,
+        "fedspallm.deal": "one",
+        "fedspallm.block-size": 16,  # an eighth of the model's width
+        "fedspallm.segments": 32,
+        "fedspallm.segment-length": 128,
+        "fedspallm.window": 128,
+        "fedspallm.test-windows": 256,
     }
 
 

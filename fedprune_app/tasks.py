@@ -75,10 +75,11 @@ def text_strategy(
         recorder.annotate(
             dense_perplexity={
                 name: {"value": p.value, "window": p.window, "windows": p.windows, "tokens": p.tokens}
-                for name, p in sorted(found.items())
+                for name, p in found.items()
             }
         )
-    return FedSpaLLM(config, model, measure, write, roster, recorder, checkpoints, run_key)
+    texts = list(recorder.info["dense_perplexity"])
+    return FedSpaLLM(config, model, measure, write, texts, roster, recorder, checkpoints, run_key)
 
 
 BUILDS: dict[str, Build] = {"images": image_strategy, "text": text_strategy}

@@ -4,16 +4,17 @@ Bai, Li, Li, Zhao, Kim, "FedSpaLLM: Federated Pruning of Large Language Models",
 Where the text leaves a choice, or does not hold:
 
 * Equation (5) divides by one scalar; each entry's own count is meant (``core.aggregate.L0Mean``).
-* Ties in the expansion, which are most of it, go by smallest mean magnitude (``fedspallm.ties``); its scope is a matrix
-  (``fedspallm.expansion``). Nothing that all clients pruned comes back. Weights removed by the expansion are not made
-  up for.
+* Ties in the expansion, which are most of it, go by smallest mean magnitude (``fedspallm.ties``; for ``wanda`` clients
+  also send the root mean square of each matrix' inputs); its scope is a matrix (``fedspallm.expansion``). Nothing that
+  all clients pruned comes back. Weights removed by the expansion are not made up for.
 * A matrix is averaged over the clients that pruned it: equation (9) would add dense copies to the mean.
 * Corollary 4.1 asks that every layer be pruned by somebody: layers are dealt by a shuffled round-robin. One that nobody
   pruned stays as it is, and the record says so.
 * From round 2 on the cached dense layers of equation (9) are no longer the global model's; ``fedspallm.unsampled =
   "current"`` sends the current ones to those who do not prune them.
 
-A round is one exchange per decoder layer. The server holds one layer's sums, and writes each new layer to its disk.
+A round is one exchange per decoder layer. The server holds one layer's sums, and writes each new layer to its disk;
+with ``fedspallm.expansion = "global"`` the means and counts of all layers wait there until the last is in.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ import hashlib
 import itertools
 import json
 import logging
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, MessageType, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
@@ -36,6 +39,7 @@ from torch import Tensor
 from fedprune_app.config import Config
 from fedprune_app.core import metrics, rng
 from fedprune_app.core.aggregate import L0Mean
+from fedprune_app.core.expansion import INPUT_NORMS, Cut, Votes
 from fedprune_app.core.layers import assign_layers
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.payload import Payload
@@ -80,6 +84,23 @@ class Perplexity(Protocol):
     def tokens(self) -> int: ...
 
 
+_COUNTS = "pruned-by/"  # before a matrix' name: how many clients pruned each entry
+
+
+def _packed(votes: Votes) -> Payload:
+    """As one payload, for the disk."""
+    most = max((int(counts.max()) for counts in votes.pruned.values()), default=0)
+    dtype = torch.uint8 if most < 2**8 else torch.int32
+    counts = {_COUNTS + name: each.to(dtype) for name, each in votes.pruned.items()}
+    return Payload({**votes.mean.tensors, **counts}, votes.mean.masks)
+
+
+def _unpacked(payload: Payload) -> Votes:
+    counts = {name: payload.tensors[_COUNTS + name].int() for name in payload.masks}
+    mean = {name: tensor for name, tensor in payload.tensors.items() if not name.startswith(_COUNTS)}
+    return Votes(Payload(mean, payload.masks), counts)
+
+
 Layers = Callable[[int], Payload]
 Measure = Callable[[Layers], Mapping[str, Perplexity]]
 """Perplexities, by test text, of the model with these pruned layers."""
@@ -99,6 +120,7 @@ class FedSpaLLM(FederatedStrategy):
         dense: DenseModel,
         measure: Measure,
         write: Write,
+        texts: Sequence[str],
         roster: Roster,
         recorder: Recorder,
         checkpoints: VersionedStore,
@@ -107,7 +129,9 @@ class FedSpaLLM(FederatedStrategy):
         super().__init__(config, {}, frozenset(), roster, recorder, checkpoints, run_key)
         self.options = config.fedspallm
         self.dense, self.measure, self.write = dense, measure, write
+        self.texts = texts  # by name; the first is what the run is judged by
         self.layers = LayerFiles(recorder.folder / "layers")
+        self.pending = LayerFiles(recorder.folder / "layers" / "pending")
         self.versions = dict.fromkeys(range(dense.num_layers), _DENSE)  # layer -> round that wrote it
         self._of_round = self._layer = 0  # what is being pruned
         self._pruners: dict[int, list[int]] = {}
@@ -128,6 +152,14 @@ class FedSpaLLM(FederatedStrategy):
         """A layer's matrices, each with a mask."""
         like, names = self.dense.layer_like(layer), self.dense.prunable(layer)
         return wire.Schema.like({name: like[name] for name in names}, frozenset(names))
+
+    def answer(self, layer: int) -> wire.Schema:
+        """What those who prune a layer reply: :meth:`schema`, and the norms of its inputs where ties go by them."""
+        like, names = self.dense.layer_like(layer), self.dense.prunable(layer)
+        tensors = {name: like[name] for name in names}
+        if self.options.ties == "wanda":
+            tensors |= {INPUT_NORMS + name: torch.empty(like[name].shape[1], device="meta") for name in names}
+        return wire.Schema.like(tensors, frozenset(names))
 
     def model_digest(self) -> str:
         total = hashlib.sha256(self.dense.shell_digest().encode())
@@ -165,19 +197,22 @@ class FedSpaLLM(FederatedStrategy):
             self._prune_layer(grid, layer, timeout)
             self._by_layer[str(layer)]["seconds"] = time.monotonic() - started
             self._save_progress(layer + 1)
+        if self.options.expansion == "global":
+            self._expand_together(round)
         return self._round_metrics(round)
 
     def _prune_layer(self, grid: Grid, layer: int, timeout: float) -> None:
         self._layer, pruners = layer, self._pruners[layer]
         step = self.step(self._of_round, layer)
-        self._mean = L0Mean(max(1, len(pruners)), self.options.segments if self.options.weights == "segments" else 1)
+        largest = max((self._weight(self.roster[partition]) for partition in pruners), default=1)
+        self._mean = L0Mean(max(1, len(pruners)), largest)
         self._masks = {}
         receivers = self._receivers(layer)
         replies_before, failures_before = self.log.replies, len(self.log.failures)
         self._show_progress()
         if receivers:
             messages = self._by_partition(self._messages(self.outgoing(step, receivers), step, MessageType.TRAIN))
-            reply_bytes = self.schema(layer).max_bytes
+            reply_bytes = self.answer(layer).max_bytes
             self.take_in(step, rounds.exchange(grid, messages, timeout, reply_bytes=reply_bytes))
             what = f"decoder layer {layer} in round {self._of_round}"
             good, failures = self.log.replies - replies_before, self.log.failures[failures_before:]
@@ -209,7 +244,7 @@ class FedSpaLLM(FederatedStrategy):
             yield partition, Contents(encoded[is_cached], fields=fields)
 
     def reply_schema(self, partition: int) -> wire.Schema:
-        return self.schema(self._layer) if partition in self._pruners[self._layer] else wire.Schema.like({})
+        return self.answer(self._layer) if partition in self._pruners[self._layer] else wire.Schema.like({})
 
     def receive(self, peer: Peer, round: int, content: RecordDict) -> None:
         super().receive(peer, round, content)
@@ -219,10 +254,13 @@ class FedSpaLLM(FederatedStrategy):
         """Line 17, streamed: the reply is added to the layer's sums."""
         if not update.tensors:
             return
-        self._mean.add(update, peer.num_examples if self.options.weights == "segments" else 1)
+        self._mean.add(update, self._weight(peer))
         if peer.partition in list(self.roster)[:_COMPARED_UP_TO]:
             flat = np.concatenate([update.masks[name].numpy().reshape(-1) for name in sorted(update.masks)])
             self._masks[peer.partition] = np.packbits(flat)
+
+    def _weight(self, peer: Peer) -> int:
+        return peer.num_examples if self.options.weights == "segments" else 1
 
     def _close_layer(self, layer: int) -> None:
         """Lines 18 to 20."""
@@ -236,21 +274,44 @@ class FedSpaLLM(FederatedStrategy):
             return
         pattern = self.options.n_of_m()
         density = self.config.density if pattern is None else pattern[0] / pattern[1]
-        new = mean
-        if self.options.expansion != "none":
-            scope = "matrix" if self.options.expansion == "matrix" else "payload"
-            new = self._mean.expanded(density, n_of_m=pattern, ties=self.options.ties, scope=scope)
+        entries = sum(mask.numel() for mask in mean.masks.values())
+        row |= {
+            "weights": entries,
+            "kept_before_expansion": sum(int(mask.sum()) for mask in mean.masks.values()),
+            "mask_distance": self._compare_masks(entries),
+        }
+        if self.options.expansion == "global":
+            self.pending.save(layer, self._of_round, _packed(self._mean.votes()))
+            self.pending.drop_before(layer, self._of_round)
+        else:
+            new = mean
+            if self.options.expansion != "none":
+                scope = "matrix" if self.options.expansion == "matrix" else "payload"
+                new = self._mean.expanded(density, n_of_m=pattern, ties=self.options.ties, scope=scope)
+            self._install(layer, new)
         self._mean = L0Mean(1)
+
+    def _install(self, layer: int, new: Payload) -> None:
+        """A layer's matrices, expanded, become the global model's."""
+        new = Payload({name: new.tensors[name] for name in new.masks}, new.masks)
         self.layers.save(layer, self._of_round, new)
         self.layers.drop_before(layer, self.versions[layer])
         self.versions[layer] = self._of_round
-        row |= {
-            "weights": new.num_elements(),
-            "kept_before_expansion": mean.num_kept(),
+        self._by_layer[str(layer)] |= {
             "kept": new.num_kept(),
             "density": {name: float(mask.double().mean()) for name, mask in new.masks.items()},
-            "mask_distance": self._compare_masks(new.num_elements()),
         }
+
+    def _expand_together(self, round: int) -> None:
+        """Lines 18 to 20 with all matrices as one; may be begun again, since the means stay until the next round."""
+        waiting = [layer for layer in range(self.dense.num_layers) if "weights" in self._by_layer[str(layer)]]
+
+        def votes(layer: int) -> Votes:
+            return _unpacked(self.pending.load(layer, round, 8 * self.answer(layer).max_bytes))
+
+        cut = Cut(lambda: map(votes, waiting), self.config.density, self.options.ties)
+        for layer in waiting:
+            self._install(layer, cut.applied(votes(layer)))
 
     def _show_progress(self, arrived: int = 0) -> None:
         """Layers times clients, so far."""
@@ -332,20 +393,23 @@ class FedSpaLLM(FederatedStrategy):
     def evaluation_row(self, partition: int, fields: wire.Fields) -> dict[str, Any]:
         start = "perplexity/"
         found = {n.removeprefix(start): wire.number(fields, n, 0) for n in sorted(fields) if n.startswith(start)}
-        if not found:
-            raise ValueError("the evaluation has no field 'perplexity/...'")
+        judged = "own" if list(found) == ["own"] else self.texts[0]  # a client with text of its own has no other
+        if judged not in found:
+            raise ValueError(f"the evaluation has no field '{start}{judged}'")
         return {
             **self.evaluation_facts(partition, fields),
             "density": wire.number(fields, "density", 0, 1),
-            "perplexity_personal": next(iter(found.values())),
+            "perplexity_personal": found[judged],
             "perplexity": found,
         }
 
     def evaluation_metrics(self, round: int, rows: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
         by_text: dict[str, dict[str, Any]] = {}
-        for name, found in sorted(self.measure(self.global_layer).items()):
+        dense = self.recorder.info["dense_perplexity"]
+        for name, found in self.measure(self.global_layer).items():
             personal = metrics.summary([row["perplexity"][name] for row in rows.values() if name in row["perplexity"]])
             by_text[name] = {
+                "dense": dense[name]["value"],
                 "global": found.value,
                 "personal_mean": personal.mean,
                 "personal_std": personal.std,
@@ -353,7 +417,7 @@ class FedSpaLLM(FederatedStrategy):
                 "windows": found.windows,
                 "tokens": found.tokens,
             }
-        first = next(iter(by_text.values()))
+        first = by_text[self.texts[0]]
         personal = metrics.summary([row["perplexity_personal"] for row in rows.values()])
         return {
             "perplexity_global": first["global"],
@@ -376,6 +440,7 @@ class FedSpaLLM(FederatedStrategy):
 
     def write_model(self, folder: Path) -> None:
         self.recorder.annotate(final_model=dict(self.write(folder, self.global_layer)))
+        shutil.rmtree(self.pending.folder, ignore_errors=True)
 
     # --- resuming -----------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from fedprune_app.core.expansion import Votes, tie_break
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.scores import NOfM, check_n_of_m, smallest
@@ -165,7 +166,6 @@ def gossip_mix(payloads: Sequence[Payload]) -> dict[str, Tensor]:
     return masked_mean(payloads, fallback=zeros)
 
 
-TIES = ("magnitude", "index")
 SCOPES = ("matrix", "payload")
 
 
@@ -210,31 +210,34 @@ class L0Mean:
     ) -> Payload:
         """Equations (6) and (7): :meth:`mean`, pruned further to exactly ``keep_count(d, density)`` kept entries.
 
-        Those go first that most clients pruned, ``C`` largest; ``ties`` among them by smallest mean magnitude, then
-        lowest flat index, or by index alone. Where all clients together pruned more than that, nothing comes back
-        (``k`` would be negative). ``d`` is a matrix, or with ``scope="payload"`` all masked tensors together, in the
-        payload's order. With ``n_of_m`` every m neighbours of a row keep at most n, and ``density`` plays no part. What
-        is removed here is not compensated by other weights.
+        Those go first that most clients pruned, ``C`` largest; ``ties`` among them by smallest mean magnitude, or that
+        times the norm of its input, then lowest flat index, or by index alone (see ``core.expansion.tie_break``). Where
+        all clients together pruned more than that, nothing comes back (``k`` would be negative). ``d`` is a matrix, or
+        with ``scope="payload"`` all masked tensors together, in the payload's order. With ``n_of_m`` every m neighbours
+        of a row keep at most n, and ``density`` plays no part. What is removed here is not compensated by others.
         """
-        if ties not in TIES or scope not in SCOPES:
-            raise ValueError(f"ties {ties!r} and scope {scope!r}, allowed: {TIES} and {SCOPES}")
+        if scope not in SCOPES:
+            raise ValueError(f"scope is {scope!r}, allowed: {', '.join(SCOPES)}")
         mean = self.mean()
         masks = {}
         groups = [[name] for name in self._pruned] if scope == "matrix" else [list(self._pruned)]
         for names in filter(None, groups):
             num_clients = torch.cat([torch.full_like(self._pruned[n].view(-1), self._addends[n]) for n in names])
             counts = torch.cat([self._pruned[n].view(-1) for n in names])
-            magnitude = torch.cat([mean.tensors[n].reshape(-1).abs() for n in names])
-            tie_break = magnitude if ties == "magnitude" else torch.zeros_like(magnitude)
+            order = torch.cat([tie_break(mean, n, ties) for n in names])
             if n_of_m is not None:
-                pruned = _most_pruned_of_m(counts, tie_break, n_of_m, [self._pruned[n].shape[-1] for n in names])
+                pruned = _most_pruned_of_m(counts, order, n_of_m, [self._pruned[n].shape[-1] for n in names])
             else:
                 target = counts.numel() - keep_count(counts.numel(), density)
-                pruned = _most_pruned(counts, num_clients, tie_break, target)
+                pruned = _most_pruned(counts, num_clients, order, target)
             parts = torch.split(pruned, [self._pruned[n].numel() for n in names])
             for name, part in zip(names, parts, strict=True):
                 masks[name] = mean.masks[name] & ~part.view(self._pruned[name].shape)
         return Payload.pruned(mean.tensors, {name: masks[name] for name in self._pruned})
+
+    def votes(self) -> Votes:
+        """What an expansion over several layers together needs of this one; see ``core.expansion.Cut``."""
+        return Votes(self.mean(), {name: counts.clone() for name, counts in self._pruned.items()})
 
     def _device(self, name: str) -> torch.device:
         return self._pruned[name].device if name in self._pruned else self._mean.device(name)

@@ -20,19 +20,19 @@ TEXTS = {
     "stdlib": "the Python standard library's sources; clients hold packages of their own",
     "text": "files in data-dir: calibration/*.txt (a document each) or *.jsonl (one per line), and test/* likewise",
 }
-DEALS = ("documents", "segments", "own")
+DEALS = ("documents", "one", "segments", "own")
 Encoder = Callable[[str], Tensor]
 """Maps a text to its token ids (tokens,)."""
 
-# What clients hold and what perplexity is measured on is in no model that was trained on the rest.
+# What clients hold and what perplexity is measured on is in no model that was trained on the rest. The first are the
+# most unlike each other, and large: networking, mail, a window toolkit, tables of characters, tests, a parser maker.
 _PRIVATE = (
-    "asyncio", "email", "tkinter", "xml", "multiprocessing", "unittest", "importlib", "http", "logging", "urllib",
-    "html", "re", "xmlrpc", "concurrent", "ctypes", "wsgiref", "collections", "json", "zoneinfo",
+    "asyncio", "email", "tkinter", "encodings", "unittest", "lib2to3", "xml", "idlelib", "multiprocessing", "importlib",
+    "http", "logging", "urllib", "html", "re", "xmlrpc", "concurrent", "ctypes", "wsgiref", "collections", "json",
+    "zoneinfo",
 )  # fmt: skip
 _HELD_OUT = ("statistics", "textwrap", "fractions", "calendar", "bisect", "heapq")
-_SKIPPED = frozenset(
-    ("site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo", "encodings")
-)  # tests, demonstrations and tables
+_SKIPPED = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "turtledemo"))
 _JOINS = {"wikitext": "\n\n", "ptb": " ", "c4": " "}
 _LIMITS = {"c4": (1100, 256)}  # documents, and windows
 
@@ -100,28 +100,39 @@ def own_documents(data_dir: str, test_fraction: float, seed: int) -> tuple[list[
     )
 
 
-def perplexity_texts(dataset: str, data_dir: str) -> dict[str, tuple[str, int]]:
+def perplexity_texts(dataset: str, data_dir: str, more: Mapping[str, Path] | None = None) -> dict[str, tuple[str, int]]:
     """The texts that perplexity is measured on, by name, and how many windows of each at most (0: all).
 
-    ``stdlib`` has one, of modules that no client holds. The files ``wikitext*``, ``ptb*`` and ``c4*`` are joined as in
+    The dataset's own come first: ``stdlib`` has one, of modules that no client holds, ``text`` the files of its folder.
+    Then ``more``, files by the name to give them. Texts named ``wikitext*``, ``ptb*`` and ``c4*`` are joined as in
     SparseGPT's evaluation: lines by blank lines, lines by spaces, the first 1100 documents by spaces and of these 256
-    windows. Other files are taken as they are. ``ValueError`` where there is none.
+    windows. Other files are taken as they are. ``ValueError`` where there is none, or one that cannot be read.
     """
     if dataset == "stdlib":
-        return {"stdlib": ("\n".join(_stdlib()[name].text for name in _HELD_OUT if name in _stdlib()), 0)}
-    found = {}
-    for path in _files(data_dir, "test"):
-        corpus = next((name for name in _JOINS if path.stem.startswith(name)), None)
-        max_documents, max_windows = _LIMITS.get(corpus or "", (None, 0))
-        if corpus is None:
-            text = "\n".join(document.text for document in _documents(path))
-        elif path.suffix == ".jsonl":
-            text = _JOINS[corpus].join([d.text for d in _documents(path)][:max_documents])
-        else:
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=corpus == "wikitext")
-            text = _JOINS[corpus].join(line if corpus == "wikitext" else line.strip() for line in lines[:max_documents])
-        found[path.stem] = (text, max_windows)
+        found = {"stdlib": ("\n".join(_stdlib()[name].text for name in _HELD_OUT if name in _stdlib()), 0)}
+    else:
+        found = {path.stem: _joined(path.stem, path) for path in _files(data_dir, "test")}
+    for name, path in (more or {}).items():
+        if name in found:
+            raise ValueError(f"test text {name!r} is given twice, allowed: names that the dataset's own texts lack")
+        if not path.is_file():
+            raise ValueError(f"test text {name!r} is at {str(path)!r}, allowed: a file")
+        found[name] = _joined(name, path)
     return found
+
+
+def _joined(name: str, path: Path) -> tuple[str, int]:
+    """A file as its corpus is tested on, and of how many windows at most."""
+    corpus = next((each for each in _JOINS if name.startswith(each)), None)
+    max_documents, max_windows = _LIMITS.get(corpus or "", (None, 0))
+    if corpus is None:
+        text = "\n".join(document.text for document in _documents(path))
+    elif path.suffix == ".jsonl":
+        text = _JOINS[corpus].join([d.text for d in _documents(path)][:max_documents])
+    else:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=corpus == "wikitext")
+        text = _JOINS[corpus].join(line if corpus == "wikitext" else line.strip() for line in lines[:max_documents])
+    return text, max_windows
 
 
 def _files(data_dir: str, part: str) -> list[Path]:
@@ -137,7 +148,7 @@ def _texts_in(folder: Path) -> list[Path]:
 
 
 def _documents(path: Path) -> Iterator[Document]:
-    if path.suffix == ".txt":
+    if path.suffix != ".jsonl":
         yield Document(path.stem, path.read_text(encoding="utf-8"))
         return
     with path.open(encoding="utf-8") as file:
@@ -162,19 +173,22 @@ def calibration_segments(
     partition: int,
     num_partitions: int,
     count: int,
+    most: int,
     length: int,
     seed: int,
 ) -> tuple[Tensor, list[str]]:
-    """A client's segments (count, length) of token ids, and the names of the documents they are from.
+    """A client's segments (count, length) of token ids, and the names of the documents they are from; no client has
+    more than ``most``.
 
     A document is cut into segments side by side, its tail dropped; one shorter than a segment gives none.
 
     * ``documents``: document ``i`` belongs to client ``i mod num_partitions``; with fewer documents than clients, those
       of one document take turns at its segments.
+    * ``one``: client ``i`` draws from document ``i mod len(documents)`` alone; clients of one document take turns.
     * ``segments``: all segments of all documents are dealt out, at random.
     * ``own``: the documents are this client's alone.
 
-    In the first two no two clients share a segment, whatever the seed. ``ValueError`` where there are too few.
+    In the first three no two clients share a segment, whatever the seed. ``ValueError`` where there are too few.
     """
     if deal == "own":
         mine, turn, turns = list(documents), 0, 1
@@ -183,12 +197,12 @@ def calibration_segments(
         mine, turn, turns = list(documents), partition, num_partitions
         draw = rng.generator(seed, "segments")
     else:
-        owners = min(len(documents), num_partitions)
+        owners = len(documents) if deal == "one" else min(len(documents), num_partitions)
         owner = partition % owners
-        mine = list(documents[owner::owners])
+        mine = [documents[owner]] if deal == "one" else list(documents[owner::owners])
         turn, turns = partition // owners, len(range(owner, num_partitions, owners))
         draw = rng.generator(seed, "segments", owner)
-    wanted = count * (turn + 1) if deal == "segments" else None  # a large pool need not be read to its end
+    wanted = most * (turn + 1) if deal == "segments" else None  # a large pool need not be read to its end
     pool: list[tuple[str, Tensor]] = []
     for i in torch.randperm(len(mine), generator=draw).tolist():
         tokens = encode(mine[i].text)
@@ -198,7 +212,7 @@ def calibration_segments(
         if wanted is not None and len(pool) >= wanted:
             break
     if deal == "segments":
-        chosen = pool[count * turn : count * (turn + 1)]
+        chosen = pool[most * turn :][:count]
     else:
         shuffled = [pool[i] for i in torch.randperm(len(pool), generator=draw).tolist()]
         chosen = shuffled[turn::turns][:count]

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,11 @@ class Recipe:
     num_layers: int = 5
     num_heads: int = 4
     max_length: int = 2048
-    train_length: int = 256
-    batch_size: int = 16
-    steps: int = 400
+    train_length: int = 128
+    batch_size: int = 8
+    steps: int = 1600
     learning_rate: float = 4e-3
+    embedding_deviation: float = 0.05
     seed: int = 0
 
 
@@ -54,10 +56,15 @@ def cache_folder() -> Path:
 
 def embedded_folder(texts: Sequence[str], recipe: Recipe = DEFAULT) -> Path:
     """Where the model trained by this recipe on these texts is, or will be."""
+    return cache_folder() / f"{NAME}-{_digest(tuple(texts), recipe)[:12]}"
+
+
+@lru_cache(maxsize=1)
+def _digest(texts: tuple[str, ...], recipe: Recipe) -> str:
     total = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode())
     for text in texts:
         total.update(hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).digest())
-    return cache_folder() / f"{NAME}-{total.hexdigest()[:12]}"
+    return total.hexdigest()
 
 
 def train_embedded(texts: Sequence[str], recipe: Recipe = DEFAULT, on_step: OnStep | None = None) -> Path:
@@ -114,7 +121,7 @@ def _trained(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None) -> An
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
     draw = torch.Generator().manual_seed(recipe.seed)
-    _initialise(model, draw)
+    _initialise(model, recipe, draw)
     data = torch.frombuffer(bytearray("\n".join(texts).encode("utf-8", errors="replace")), dtype=torch.uint8)
     if len(data) <= recipe.train_length:
         raise ValueError(f"{len(data)} bytes of text to train on, allowed: more than {recipe.train_length}")
@@ -138,14 +145,21 @@ def _trained(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None) -> An
     return model.eval()
 
 
-def _initialise(model: torch.nn.Module, draw: torch.Generator) -> None:
-    """Normal with deviation 0.02 for matrices, 1 for norms: as transformers do, from a generator of our own."""
+def _initialise(model: torch.nn.Module, recipe: Recipe, draw: torch.Generator) -> None:
+    """Normal, a matrix with variance 1 / inputs, and less where it ends a residual branch; norms are 1.
+
+    transformers' own deviation of 0.02 is meant for widths in the thousands: at 128 the layers begin as next to
+    nothing, and the model is still at the statistics of byte pairs when this recipe is through.
+    """
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.02)
-            else:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
                 parameter.fill_(1.0)
+                continue
+            deviation = recipe.embedding_deviation if "embed" in name else parameter.shape[1] ** -0.5
+            if "o_proj" in name or "down_proj" in name:
+                deviation /= (2 * recipe.num_layers) ** 0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=draw) * deviation)
 
 
 def _next_token_loss(model: Any, batch: Tensor) -> Tensor:

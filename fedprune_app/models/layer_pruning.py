@@ -47,6 +47,7 @@ class PrunedLayer:
     payload: Payload
     hidden: Tensor
     relative_error: float  # ‖outputs - outputs before‖² / ‖outputs before‖²
+    input_rms: dict[str, Tensor]  # by matrix, of each of its inputs (in,), over the tokens; empty with "magnitude"
 
 
 def prune_layer(
@@ -68,13 +69,15 @@ def prune_layer(
             raise ValueError(f"{model.prefix}.{layer}.{name}: {error}") from None
         parameters[name].data = pruned
         tensors[name], masks[name] = pruned.cpu(), mask.cpu()
+    per_token = hidden.shape[1] ** -0.5  # statistics are by sequence
+    rms = {name: each.input_norms().cpu() * per_token for name, each in statistics.items()}
     del statistics
     moved, size, after = 0.0, 0.0, []
     for new, old in zip(model.run(module, hidden, batch_size), torch.split(before, batch_size), strict=True):
         moved += float((new.float() - old.float()).square().sum(dtype=torch.float64))
         size += float(old.float().square().sum(dtype=torch.float64))
         after.append(new)
-    return PrunedLayer(Payload(tensors, masks), torch.cat(after), moved / size if size else 0.0)
+    return PrunedLayer(Payload(tensors, masks), torch.cat(after), moved / size if size else 0.0, rms)
 
 
 def _observe(

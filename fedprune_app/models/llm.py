@@ -23,6 +23,8 @@ from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.models.checkpoints import TensorFiles, one_line
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+_LOGITS = 2**22  # logits in memory at a time, unless one sequence has more: they are many times wider than states
+_REMEMBERED = 2**22  # characters of a text
 LayerTensors = Callable[[int], Mapping[str, Tensor]]
 """The tensors of decoder layer i, by name within the layer."""
 
@@ -65,7 +67,9 @@ class LanguageModel:
             raise ValueError(f"checkpoint {str(folder)!r} cannot be read: {one_line(error)}") from None
         self._files = TensorFiles(folder)
         self._tokenizer: Any = None
+        self._encode_once = lru_cache(maxsize=32)(self._encode)
         self._digests: dict[int, str] = {}
+        self._called: tuple[tuple[int, int], dict[str, Any]] | None = None
         auto = transformers.AutoModelForCausalLM
         with torch.device("meta"):
             whole = auto.from_config(self.config)
@@ -90,7 +94,13 @@ class LanguageModel:
             raise ValueError(f"checkpoint {str(self.folder)!r} has no tokenizer: {one_line(error)}") from None
 
     def encode(self, text: str) -> Tensor:
-        """A text's token ids (tokens,), with what the tokenizer puts around a text."""
+        """A text's token ids (tokens,), with what the tokenizer puts around a text. Not to be written to.
+
+        Those of a few texts are remembered: a process that simulates many clients measures all of them on the same.
+        """
+        return self._encode_once(text) if len(text) <= _REMEMBERED else self._encode(text)
+
+    def _encode(self, text: str) -> Tensor:
         if self._tokenizer is None:
             self._tokenizer = self.tokenizer()
         return torch.tensor(self._tokenizer(text, verbose=False).input_ids, dtype=torch.int64)
@@ -165,14 +175,18 @@ class LanguageModel:
     @torch.no_grad()
     def losses(self, tokens: Tensor, hidden: Tensor) -> list[float]:
         """Mean cross entropy of each sequence's next tokens, given what the last layer made of the sequences."""
-        found = []
-        for ids, state in zip(tokens, hidden, strict=True):  # one by one: logits are many times wider than states
-            self._relay.result = state[None].to(self.device)
+        found: list[float] = []
+        at_once = max(1, _LOGITS // (self.config.vocab_size * tokens.shape[1]))
+        for ids, state in zip(torch.split(tokens, at_once), torch.split(hidden, at_once), strict=True):
+            self._relay.result = state.to(self.device)
             try:
-                logits = self._shell(ids[None].to(self.device), use_cache=False).logits[0]
+                logits = self._shell(ids.to(self.device), use_cache=False).logits
             finally:
                 self._relay.result = None
-            found.append(float(F.cross_entropy(logits[:-1].float(), ids[1:].to(self.device)).double()))
+            each = F.cross_entropy(
+                logits[:, :-1].float().transpose(1, 2), ids[:, 1:].to(self.device), reduction="none"
+            )  # (sequences, length - 1)
+            found += each.double().mean(1).tolist()
         return found
 
     # --- inside -------------------------------------------------------------------------------------------------
@@ -224,8 +238,11 @@ class LanguageModel:
         return self._relay.hidden, self._relay.keywords
 
     def _keywords(self, num_sequences: int, length: int) -> dict[str, Any]:
-        """How a layer is called for sequences of this length without padding."""
-        return self._enter(torch.zeros(num_sequences, length, dtype=torch.int64))[1]
+        """How a layer is called for sequences of this length without padding; the last answer is remembered."""
+        shape = (num_sequences, length)
+        if self._called is None or self._called[0] != shape:
+            self._called = shape, self._enter(torch.zeros(shape, dtype=torch.int64))[1]
+        return self._called[1]
 
 
 def _is_matrix(module: nn.Module) -> bool:

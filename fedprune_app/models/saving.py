@@ -54,8 +54,9 @@ def write_packed(model: LanguageModel, layers: PrunedLayers, folder: Path) -> in
     return sum((folder / name).stat().st_size for name in sizes)
 
 
-def load_packed(folder: Path) -> Any:
+def load_packed(folder: Path | str) -> Any:
     """A transformers model from what :func:`write_packed` wrote. ``ValueError`` for a folder that is not."""
+    folder = Path(folder)
     transformers = import_transformers()
     tensors: dict[str, Tensor] = {}
     try:

@@ -7,7 +7,7 @@ and dash and hides it with the legend. All text is escaped, since plotly reads a
 from __future__ import annotations
 
 import html
-import math
+import itertools
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ import numpy as np
 from fedprune_app.core.metrics import worst_decile
 from fedprune_app.results.reader import Run
 from fedprune_app.results.similarity import Comparison, compare
-from fedprune_app.results.tables import MEGABYTE, Group, Statistic, accuracy
+from fedprune_app.results.tables import MEGABYTE, MODELS, Group, Statistic, accuracy, perplexity_tables
 
 Trace = dict[str, Any]
 Curve = Mapping[int, tuple[float, float]]  # round -> (x, y)
@@ -113,15 +113,16 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
         Figure(
             "perplexity",
             "Perplexity by sparsity",
-            "The global model (diamonds) and the mean of the clients' own (circles), on each test text; lower is "
-            "better. A view's name says how many windows of how many tokens were measured.",
+            "The global model (diamonds, solid) and the mean of the clients' own (circles, dotted), on each test text; "
+            "lower is better, and the curves begin at the dense model. A view's name says how many windows of how many "
+            "tokens were measured.",
             _perplexity_variants(groups),
         ),
         Figure(
             "decoder-layers",
             "Decoder layers",
             "By layer of a language model, in the last round: how far the clients' masks agree, mean over pairs, and "
-            "the density of their mean before the server expands its masks.",
+            "the density of their mean before and after the server expands its masks.",
             _decoder_layer_variants(groups),
         ),
         Figure(
@@ -185,8 +186,24 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
             _mask_variants(groups),
             wide=True,
         ),
+        Figure(
+            "agreement",
+            "Agreement of the clients' masks",
+            "Each two clients: the share of a language model's weights that both keep or both prune, all decoder "
+            "layers together. A client of one document has its name.",
+            _agreement_variants(groups),
+            wide=True,
+        ),
     ]
-    return [figure for figure in drawn if figure.variants]
+    return [figure for figure in drawn if figure.variants and not (figure.key in _BY_ROUND and _is_a_point(figure))]
+
+
+_BY_ROUND = ("density", "loss", "epsilon")
+
+
+def _is_a_point(figure: Figure) -> bool:
+    """Whether no curve of it has a second point: a run of one round has nothing to show by round."""
+    return all(len(trace["x"]) == 1 for variant in figure.variants for trace in variant.traces)
 
 
 def _text(text: str) -> str:
@@ -605,12 +622,13 @@ def _layer_variants(groups: Sequence[Group]) -> list[Variant]:
         over_seeds = {layer: Statistic.of(densities.get(layer) for densities in last) for layer in layers}
         known = {layer: statistic.mean for layer, statistic in over_seeds.items() if statistic}
         if known:
+            start = _common_start(list(known))
             traces.append(
                 {
                     "type": "scatter",
                     "series": index,
                     "name": _text(group.label),
-                    "x": [_text(layer) for layer in known],
+                    "x": [_text(layer.removeprefix(start).removesuffix(".weight" if start else "")) for layer in known],
                     "y": list(known.values()),
                     "mode": "lines+markers",
                 }
@@ -622,34 +640,73 @@ def _layer_variants(groups: Sequence[Group]) -> list[Variant]:
     return [Variant("Layers", traces, layout)] if traces else []
 
 
+def _common_start(names: Sequence[str]) -> str:
+    """The modules that all of many names are in, with their dot: ``model.layers.`` of a language model."""
+    parts = [name.split(".")[:-2] for name in names]
+    shared = itertools.takewhile(lambda at: len(set(at)) == 1, zip(*parts, strict=False))
+    return "".join(f"{at[0]}." for at in shared) if len(names) > 1 else ""
+
+
 def _perplexity_variants(groups: Sequence[Group]) -> list[Variant]:
     """A view for each test text; runs that measured other windows of it have a view of their own."""
-    views: dict[str, list[Trace]] = {}
-    for index, group in enumerate(groups):
-        found = [_last_table(run, "perplexity_by_text") for run in group.runs]
-        for text in sorted(set.intersection(*(set(each) for each in found))):
-            rows = [each[text] for each in found]
-            title = f"{text}: {rows[0].get('windows')} × {rows[0].get('window')} tokens"
-            sparsity = 1 - statistics.fmean(run.last("density_global") or math.nan for run in group.runs)
-            for key, what, symbol in (("global", "global", "diamond"), ("personal_mean", "standalone", "circle-open")):
-                if any(row.get(key) is None for row in rows):
-                    continue
-                views.setdefault(title, []).append(
-                    {
-                        "type": "scatter",
-                        "series": index,
-                        "name": _text(f"{group.label}, {what}"),
-                        "x": [sparsity],
-                        "y": [statistics.fmean(row[key] for row in rows)],
-                        "mode": "markers",
-                        "marker": {"symbol": symbol, "size": 11},
-                    }
-                )
     layout = {
         "xaxis": {"title": {"text": "Sparsity of the global model's matrices"}, "tickformat": ".0%"},
         "yaxis": {"type": "log", "title": {"text": "Perplexity"}},
     }
-    return [Variant(title, traces, layout) for title, traces in views.items()]
+    tables = perplexity_tables(groups)
+    return [Variant(title, _perplexity_traces(groups, found), layout) for title, found in tables.items()]
+
+
+_MARKERS = {"personal_mean": ("circle-open", "dot"), "global": ("diamond", "solid")}  # and the line between them
+
+
+def _perplexity_traces(groups: Sequence[Group], found: Mapping[str, list[Mapping[str, float]]]) -> list[Trace]:
+    """A point for each group and model; lines join those that differ in density alone, and begin at the dense model."""
+    traces: list[Trace] = []
+    curves: dict[str, list[tuple[float, float, int]]] = {}  # (sparsity, perplexity, series)
+    for index, group in enumerate(groups):
+        rows = found.get(group.label, [])
+        sparsity = Statistic.of(
+            None if (kept := run.last("density_global")) is None else 1 - kept for run in group.runs
+        )
+        if not rows or sparsity is None:
+            continue
+        alike = repr((group.system, [(key, value) for key, value in group.settings.items() if key != "density"]))
+        for key, (symbol, _) in _MARKERS.items():
+            value = Statistic.of(row.get(key) for row in rows)
+            if value is None:
+                continue
+            curve = curves.setdefault(f"{key} {alike}", [])
+            if not curve and (dense := Statistic.of(row.get("dense") for row in rows)):
+                curve.append((0.0, dense.mean, index))
+            curve.append((sparsity.mean, value.mean, index))
+            trace: Trace = {
+                "type": "scatter",
+                "series": index,
+                "name": _text(f"{group.label}, {MODELS[key]}"),
+                "x": [sparsity.mean],
+                "y": [value.mean],
+                "mode": "markers",
+                "marker": {"symbol": symbol, "size": 10},
+            }
+            traces.append(trace)
+    lines: list[Trace] = []
+    for name, points in curves.items():
+        if len(points) > 1:
+            line = {"dash": _MARKERS[name.partition(" ")[0]][1], "width": 1.25}
+            ordered = sorted(points)
+            lines.append(
+                {
+                    "type": "scatter",
+                    "series": points[0][2],
+                    "x": [x for x, _, _ in ordered],
+                    "y": [y for _, y, _ in ordered],
+                    "mode": "lines",
+                    "hoverinfo": "skip",
+                    "line": line,
+                }
+            )
+    return lines + traces
 
 
 def _last_table(run: Run, name: str) -> Mapping[str, Any]:
@@ -658,17 +715,25 @@ def _last_table(run: Run, name: str) -> Mapping[str, Any]:
 
 
 def _decoder_layer_variants(groups: Sequence[Group]) -> list[Variant]:
-    layout = {"xaxis": {"title": {"text": "Decoder layer"}}, "yaxis": {"tickformat": ".0%", "hoverformat": ".1%"}}
+    layout = {
+        "xaxis": {"title": {"text": "Decoder layer"}, "dtick": 1},
+        "yaxis": {"tickformat": ".2~%", "hoverformat": ".2%"},
+    }
 
     def agreement(row: Mapping[str, Any]) -> float | None:
         return None if row.get("mask_distance") is None else 1 - row["mask_distance"]
 
-    def before(row: Mapping[str, Any]) -> float | None:
-        kept, weights = row.get("kept_before_expansion"), row.get("weights")
+    def share(row: Mapping[str, Any], key: str) -> float | None:
+        kept, weights = row.get(key), row.get("weights")
         return kept / weights if kept is not None and weights else None
 
+    views: dict[str, Callable[[Mapping[str, Any]], float | None]] = {
+        "Agreement of masks": agreement,
+        "Density before expansion": lambda row: share(row, "kept_before_expansion"),
+        "after": lambda row: share(row, "kept"),
+    }
     variants = []
-    for title, value in (("Agreement of masks", agreement), ("Density before expansion", before)):
+    for title, value in views.items():
         traces: list[Trace] = []
         for index, group in enumerate(groups):
             last = [_last_table(run, "layers") for run in group.runs]
@@ -766,6 +831,34 @@ def _mask_variant(name: str, found: Comparison) -> Variant:
         note += f" Shown is one client in {step}."
     axes = {"xaxis": {"type": "category"}, "yaxis": {"type": "category", "autorange": "reversed"}}
     return Variant(name, traces, axes, note, tuple(panels))
+
+
+def _agreement_variants(groups: Sequence[Group]) -> list[Variant]:
+    """A view for each run on a language model that compared its clients' masks."""
+    variants = []
+    for group in groups:
+        for run in group.runs:
+            rows = run.info.get("partition") or ()
+            documents = {row["partition"]: row["documents"] for row in rows if isinstance(row.get("documents"), list)}
+            if run.masks is None or not documents:
+                continue
+            names = []
+            for partition in run.masks.partitions:
+                own = documents.get(partition) or []
+                names.append(_text(f"{partition} {own[0]}" if len(own) == 1 else str(partition)))
+            shown = (1 - run.masks.distance).round(4).astype(object)
+            np.fill_diagonal(shown, None)
+            step = -(-len(names) // _HEATMAP_UP_TO)
+            trace: Trace = {
+                "type": "heatmap",
+                "x": names[::step],
+                "y": names[::step],
+                "z": shown[::step, ::step].tolist(),
+                "hovertemplate": "clients %{x} and %{y}<br>agree on %{z:.2%}<extra></extra>",
+            }
+            axes = {"xaxis": {"type": "category"}, "yaxis": {"type": "category", "autorange": "reversed"}}
+            variants.append(Variant(_run_name(group, run), [trace], axes, panels=("Share of equal mask entries",)))
+    return variants
 
 
 def _signed(value: float | None) -> str:

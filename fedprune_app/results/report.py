@@ -26,6 +26,7 @@ from fedprune_app.results.tables import (
     final_rows,
     formatted,
     group_runs,
+    perplexity_rows,
     statistics_of,
 )
 
@@ -82,7 +83,11 @@ def render(runs: Sequence[Run]) -> str:
         series=series,
         cards=[_card(group) for group in groups] if len(groups) <= _CARDS_UP_TO else [],
         problems=[run for run in runs if run.status != "completed"],
-        tables={"Final numbers": _table(groups, OUTCOME), "What it cost": _table(groups, COST)},
+        tables={
+            "Final numbers": _table(groups, OUTCOME),
+            "Perplexity": _perplexity_table(groups),
+            "What it cost": _table(groups, COST),
+        },
         figures=drawn,
         formulas=_formulas(runs),
         losses=_losses(runs),
@@ -121,6 +126,11 @@ def _table(groups: Sequence[Group], columns: Sequence[Column]) -> dict[str, Any]
     }
 
 
+def _perplexity_table(groups: Sequence[Group]) -> dict[str, Any]:
+    header, rows = perplexity_rows(groups)
+    return {"header": header, "rows": rows, "texts": 1, "measured": bool(rows)}
+
+
 def _title(runs: Sequence[Run]) -> str:
     systems = list(dict.fromkeys(run.system for run in runs))
     return systems[0] if len(systems) == 1 else f"{len(systems)} systems compared"
@@ -129,7 +139,8 @@ def _title(runs: Sequence[Run]) -> str:
 def _facts(runs: Sequence[Run]) -> list[str]:
     """What all runs have in common, for the line under the title."""
     facts = ["1 run" if len(runs) == 1 else f"{len(runs)} runs"]
-    for key in ("dataset", "partition"):
+    by_label = any(run.headline.startswith("accuracy") for run in runs)  # texts are not dealt by labels
+    for key in ("dataset", "partition") if by_label else ("dataset",):
         values = {str(run.config[key]) for run in runs if run.config.get(key) is not None}
         if len(values) == 1:
             facts.append(f"{key} {values.pop()}")
@@ -145,20 +156,27 @@ def _facts(runs: Sequence[Run]) -> list[str]:
 def _card(group: Group) -> dict[str, Any]:
     numbers = statistics_of(group)
     judged_by = "perplexity" if group.runs[0].headline.startswith("perplexity") else "accuracy"
-    shown = {"number": formatted(numbers[judged_by], _COLUMN[judged_by]), "judged_by": judged_by}
-    for key in ("worst_decile", "density", "rounds"):  # a card is for a glance: the table tells their spread
+    shown: dict[str, Any] = {"number": formatted(numbers[judged_by], _COLUMN[judged_by]), "judged_by": judged_by}
+
+    def short(key: str) -> str:  # a card is for a glance: the table tells their spread
         statistic = numbers[key]
-        shown[key] = formatted(statistic and replace(statistic, std=None), _COLUMN[key])
+        return formatted(statistic and replace(statistic, std=None), _COLUMN[key])
+
+    if judged_by == "perplexity":
+        facts = {"Mean of the clients' own": short("standalone_perplexity"), "Density": short("global_density")}
+    else:
+        worst = short("worst_decile")
+        facts = {
+            "Personal, worst decile": worst if worst == NOT_MEASURED else f"{worst} %",
+            "Density": short("density"),
+        }
     peers = numbers["peer_megabytes"]  # up and down would count what the server only relays twice
     traffic = [peers] if peers else [numbers[key] for key in ("megabytes_up", "megabytes_down")]
     total = sum(each.mean for each in traffic if each) / MEGABYTE if all(traffic) else None
     main = "global model" if group.runs[0].headline.endswith("_global") else "mean over clients"
     title = "Traffic, peer to peer" if peers else "Traffic"
-    return shown | {
-        "main": main,
-        "traffic_title": title,
-        "traffic": NOT_MEASURED if total is None else f"{total:,.1f} MB",
-    }
+    facts |= {title: NOT_MEASURED if total is None else f"{total:,.1f} MB", "Rounds": short("rounds")}
+    return shown | {"main": main, "facts": facts}
 
 
 def _formulas(runs: Sequence[Run]) -> dict[str, str]:

@@ -194,10 +194,46 @@ def final_rows(groups: Sequence[Group], columns: Sequence[Column] = COLUMNS) -> 
     return header, rows
 
 
+MODELS = {"dense": "dense model", "personal_mean": "standalone", "global": "global model"}
+"""Whose perplexity of a test text rounds.jsonl has: of the model before pruning, mean of the clients' own, global."""
+
+
+def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mapping[str, float]]]]:
+    """By text, and the windows of it that were measured, by label of a group: the last perplexities of its runs."""
+    found: dict[str, dict[str, list[Mapping[str, float]]]] = {}
+    for group in groups:
+        each = [
+            next((row["perplexity_by_text"] for row in reversed(run.rounds) if row.get("perplexity_by_text")), {})
+            for run in group.runs
+        ]
+        for text in (text for text in each[0] if all(text in other for other in each)):
+            title = f"{text}: {each[0][text].get('windows')} × {each[0][text].get('window')} tokens"
+            found.setdefault(title, {})[group.label] = [other[text] for other in each]
+    return found
+
+
+def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of the perplexities of every text; no rows where none was measured."""
+    columns: list[tuple[str, dict[str, str]]] = []
+    for title, by_group in perplexity_tables(groups).items():
+        for key, name in MODELS.items():
+            cells = {}
+            for label, rows in by_group.items():
+                statistic = Statistic.of(row.get(key) for row in rows)
+                cells[label] = formatted(statistic, Column(key, name, lambda run: None, 1, 2))
+            if any(cell != NOT_MEASURED for cell in cells.values()):
+                columns.append((f"{title}, {name}", cells))
+    rows = [[g.label, *(cells.get(g.label, NOT_MEASURED) for _, cells in columns)] for g in groups] if columns else []
+    return ["System", *(title for title, _ in columns)], rows
+
+
 def markdown(groups: Sequence[Group]) -> str:
     """The final table for a README."""
-    header, rows = final_rows(groups)
-    alignment = ["---"] * 3 + ["---:"] * (len(header) - 3)
+    return _markdown(*final_rows(groups), num_texts=3)
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int) -> str:
+    alignment = ["---"] * num_texts + ["---:"] * (len(header) - num_texts)
     lines = [header, alignment, *([_markdown_cell(cell) for cell in row] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -229,14 +265,20 @@ def comma_separated(groups: Sequence[Group]) -> str:
 
 
 def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:
-    """Write ``table.md``, ``table.csv`` and ``table.tex`` of the final numbers; returns their paths."""
+    """Write ``table.md``, ``table.csv`` and ``table.tex`` of the final numbers; returns their paths.
+
+    Where perplexities were measured, these of every text are in ``perplexity.md``.
+    """
     groups = group_runs(runs)
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
-    texts = {"md": markdown(groups), "csv": comma_separated(groups), "tex": latex(groups)}
-    for suffix, text in texts.items():
-        (out_dir / f"table.{suffix}").write_text(text, encoding="utf-8", errors="replace")
-    return [out_dir / f"table.{suffix}" for suffix in texts]
+    texts = {"table.md": markdown(groups), "table.csv": comma_separated(groups), "table.tex": latex(groups)}
+    header, rows = perplexity_rows(groups)
+    if rows:
+        texts["perplexity.md"] = _markdown(header, rows, num_texts=1)
+    for name, text in texts.items():
+        (out_dir / name).write_text(text, encoding="utf-8", errors="replace")
+    return [out_dir / name for name in texts]
 
 
 def _compared(run: Run) -> dict[str, Any]:

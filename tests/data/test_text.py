@@ -30,6 +30,8 @@ def numbered(count: int, segments: int, tail: int = 3) -> list[Document]:
 
 
 def dealt(documents, num_clients, count, deal="documents", seed=0):
+    """What each client holds; ``count`` segments, or of the clients in turn."""
+    counts = [count] * num_clients if isinstance(count, int) else count
     return [
         calibration_segments(
             documents,
@@ -37,7 +39,8 @@ def dealt(documents, num_clients, count, deal="documents", seed=0):
             deal=deal,
             partition=k,
             num_partitions=num_clients,
-            count=count,
+            count=counts[k],
+            most=max(counts),
             length=LENGTH,
             seed=seed,
         )
@@ -47,7 +50,14 @@ def dealt(documents, num_clients, count, deal="documents", seed=0):
 
 @pytest.mark.parametrize(
     ("deal", "num_documents", "num_clients", "count"),
-    [("documents", 5, 5, 6), ("documents", 3, 7, 3), ("documents", 12, 5, 9), ("segments", 4, 6, 5)],
+    [
+        ("documents", 5, 5, 6),
+        ("documents", 3, 7, 3),
+        ("documents", 12, 5, 9),
+        ("one", 5, 4, 9),
+        ("one", 3, 7, 3),
+        ("segments", 4, 6, 5),
+    ],
 )
 def test_no_two_clients_share_a_token(deal, num_documents, num_clients, count):
     shares = dealt(numbered(num_documents, segments=10), num_clients, count, deal)
@@ -56,7 +66,23 @@ def test_no_two_clients_share_a_token(deal, num_documents, num_clients, count):
     assert len(seen.unique()) == len(seen)
 
 
-@pytest.mark.parametrize("deal", ["documents", "segments", "own"])
+@pytest.mark.parametrize("deal", ["documents", "one", "segments"])
+def test_clients_of_different_numbers_of_segments_share_none(deal):
+    counts = [3, 1, 5, 1]
+    shares = dealt(numbered(4, segments=9), 4, counts, deal)
+    assert [len(segments) for segments, _ in shares] == counts
+    seen = torch.cat([segments.flatten() for segments, _ in shares])
+    assert len(seen.unique()) == len(seen) == sum(counts) * LENGTH
+
+
+def test_a_client_can_be_given_one_document_alone():
+    shares = dealt(numbered(6, segments=9), 4, 5, "one")
+    assert [names for _, names in shares] == [["d0"], ["d1"], ["d2"], ["d3"]]
+    shares = dealt(numbered(3, segments=9), 4, 4, "one")
+    assert [names for _, names in shares] == [["d0"], ["d1"], ["d2"], ["d0"]]
+
+
+@pytest.mark.parametrize("deal", ["documents", "one", "segments", "own"])
 def test_segments_are_runs_of_one_document(deal):
     for segments, names in dealt(numbered(4, segments=10), 3, 4, deal):
         assert segments.shape == (4, LENGTH)
@@ -129,6 +155,18 @@ def test_known_corpora_are_joined_as_the_papers_do(tmp_path):
         "ptb": ("no it was n't", 0),
         "wikitext-2": (" = A = \n\n\n b \n", 0),
     }
+
+
+def test_more_texts_come_after_the_datasets_own_and_are_joined_by_name(tmp_path):
+    (tmp_path / "x.tokens").write_text(" no it \n was n't \n")
+    more = {"ptb": tmp_path / "x.tokens", "mine": tmp_path / "x.tokens"}
+    found = perplexity_texts("stdlib", "", more)
+    assert list(found) == ["stdlib", "ptb", "mine"]
+    assert (found["ptb"], found["mine"]) == (("no it was n't", 0), (" no it \n was n't \n", 0))
+    with pytest.raises(ValueError, match=r"test text 'ptb' is at '.*', allowed: a file"):
+        perplexity_texts("stdlib", "", {"ptb": tmp_path})
+    with pytest.raises(ValueError, match="test text 'stdlib' is given twice"):
+        perplexity_texts("stdlib", "", {"stdlib": tmp_path / "x.tokens"})
 
 
 @pytest.mark.parametrize("part", ["calibration", "test"])

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedprune_app.core.aggregate import L0Mean, expand_masks, l0_mean
+from fedprune_app.core.expansion import INPUT_NORMS, Cut
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
@@ -25,8 +26,11 @@ def client(seed: int, density: float = 0.5, shape=(6, 8), dtype=torch.float32) -
     return Payload.pruned({"w": weight}, {"w": mask.view(shape)})
 
 
-def reference(payloads, density, ties="magnitude"):
-    """(mean, mask before expansion, mask after it), by equations (5) to (7) for each entry j in turn."""
+def reference(payloads, density, ties="magnitude", norms=None):
+    """(mean, mask before expansion, mask after it), by equations (5) to (7) for each entry j in turn.
+
+    ``norms``: of the input of each entry, for ties by Wanda's score.
+    """
     weights = [p.tensors["w"].flatten().tolist() for p in payloads]
     masks = [p.masks["w"].flatten().tolist() for p in payloads]
     d, n = len(weights[0]), len(payloads)
@@ -37,10 +41,9 @@ def reference(payloads, density, ties="magnitude"):
     ]
     union = [c < n for c in pruned_by]
     k = max(0, math.ceil(round((1 - density) * d, 6)) - sum(not kept for kept in union))
-    left = sorted(
-        (j for j in range(d) if union[j]),
-        key=lambda j: (-pruned_by[j], abs(mean[j]) if ties == "magnitude" else 0, j),
-    )
+    size = {"magnitude": abs, "index": lambda value: 0, "wanda": abs}[ties]
+    factor = norms if ties == "wanda" else [1.0] * d
+    left = sorted((j for j in range(d) if union[j]), key=lambda j: (-pruned_by[j], size(mean[j]) * factor[j], j))
     after = list(union)
     for j in left[:k]:
         after[j] = False
@@ -144,6 +147,80 @@ def test_a_pattern_survives_expansion():
     ):
         order = sorted(range(4), key=lambda i: (-int(count[i]), float(size[i]), i))
         assert [i for i in range(4) if not kept[i]] == sorted(order[:2]), group
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 10**6), min_size=2, max_size=5, unique=True), st.sampled_from([0.2, 0.4, 0.45]))
+def test_ties_can_go_by_the_weight_times_the_mean_norm_of_its_input(seeds, density):
+    norms = [torch.rand(8, generator=generator(seed, "norms")) * 10 + 0.01 for seed in seeds]
+    payloads = [client(seed) for seed in seeds]
+    told = [Payload({**p.tensors, INPUT_NORMS + "w": n}, p.masks) for p, n in zip(payloads, norms, strict=True)]
+    by_entry = (torch.stack(norms).double().mean(0).float().expand(6, 8)).flatten().tolist()
+    after = reference(payloads, density, "wanda", by_entry)[2]
+    expanded = expand_masks(told, l0_mean(told), density, ties="wanda")
+    assert expanded.masks["w"].flatten().tolist() == after
+    equal = [Payload({**p.tensors, INPUT_NORMS + "w": torch.full((8,), 3.0)}, p.masks) for p in payloads]
+    by_magnitude = expand_masks(payloads, l0_mean(payloads), density).masks["w"]
+    assert torch.equal(expand_masks(equal, l0_mean(equal), density, ties="wanda").masks["w"], by_magnitude)
+    with pytest.raises(ValueError, match="input-norms/w' is not there"):
+        expand_masks(payloads, l0_mean(payloads), density, ties="wanda")
+
+
+def layers_of(seeds, shapes, tied):
+    """For each layer the payloads of all clients; ``tied``: of few distinct values, so that values tie too."""
+    found = []
+    for number, shape in enumerate(shapes):
+        payloads = [client(seed + 1000 * number, 0.5, shape) for seed in seeds]
+        if tied:
+            payloads = [Payload.pruned({"w": p.tensors["w"].sign()}, p.masks) for p in payloads]
+        found.append(payloads)
+    return found
+
+
+def votes_of(payloads):
+    mean = L0Mean(len(payloads))
+    for payload in payloads:
+        mean.add(payload)
+    return mean.votes()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seeds=st.lists(st.integers(0, 500), min_size=1, max_size=5, unique=True),
+    shapes=st.lists(st.sampled_from([(6, 8), (3, 4), (1, 5)]), min_size=1, max_size=4),
+    density=st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.7, 1.0]),
+    ties=st.sampled_from(["magnitude", "index"]),
+    tied=st.booleans(),
+)
+def test_layers_expanded_one_at_a_time_are_expanded_as_one_matrix(seeds, shapes, density, ties, tied):
+    layers = layers_of(seeds, shapes, tied)
+    joined = [
+        Payload(
+            {"w": torch.cat([layer[k].tensors["w"].flatten() for layer in layers])},
+            {"w": torch.cat([layer[k].masks["w"].flatten() for layer in layers])},
+        )
+        for k in range(len(seeds))
+    ]
+    cut = Cut(lambda: map(votes_of, layers), density, ties)
+    expanded = [cut.applied(votes_of(layer)) for layer in layers]
+    after = reference(joined, density, ties)[2]
+    assert torch.cat([p.masks["w"].flatten() for p in expanded]).tolist() == after
+    for payload, layer in zip(expanded, layers, strict=True):
+        assert torch.equal(payload.tensors["w"], torch.where(payload.masks["w"], l0_mean(layer).tensors["w"], 0))
+
+
+def test_one_layer_can_be_pruned_more_than_another_when_they_are_expanded_together():
+    agreed = [client(1), client(1), client(1)]
+    apart = [client(2), client(3), client(4)]
+    cut = Cut(lambda: map(votes_of, (agreed, apart)), 0.5)
+    one, other = (cut.applied(votes_of(layer)) for layer in (agreed, apart))
+    assert one.num_kept() + other.num_kept() == 48
+    assert one.num_kept() == 24  # what all three kept goes only after what some did not
+    assert other.num_kept() == 24
+    cut = Cut(lambda: map(votes_of, (agreed, apart)), 0.6)
+    one, other = (cut.applied(votes_of(layer)) for layer in (agreed, apart))
+    assert one.num_kept() == 24  # nothing that all pruned comes back
+    assert other.num_kept() == keep_count(96, 0.6) - 24
 
 
 def test_the_count_may_be_shared_by_the_matrices_of_a_layer():

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pytest
 
 from fedprune_app.results.figures import figures
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.results.report import write_report
-from fedprune_app.results.tables import group_runs, markdown
+from fedprune_app.results.tables import group_runs, markdown, perplexity_rows, write_tables
 
 
 def language_run(folder, density, seed=0, value=7.5):
@@ -20,6 +21,7 @@ def language_run(folder, density, seed=0, value=7.5):
     partition = [{"partition": i, "segments": 32, "documents": ["json"]} for i in range(3)]
     recorder.start(config, seed, {"headline": "perplexity_global", "partition": partition, "model": {"name": "tiny"}})
     text = {
+        "dense": 5.0,
         "global": value,
         "personal_mean": value + 1,
         "personal_std": 0.1,
@@ -42,6 +44,7 @@ def language_run(folder, density, seed=0, value=7.5):
     }
     recorder.clients({"round": 1, "partition": i, "perplexity_personal": value + i} for i in range(3))
     recorder.round(row)
+    recorder.masks([0, 1, 2], np.array([[0, 0.1, 0.2], [0.1, 0, 0.3], [0.2, 0.3, 0]]))
     recorder.finish("completed", final_sha256="ab" * 32)
     return folder
 
@@ -66,15 +69,44 @@ def test_the_report_shows_each_text_with_its_windows_and_each_layer(runs, tmp_pa
     views = {variant.name: variant for variant in drawn["perplexity"].variants}
     assert views.keys() == {"ptb: 4 × 256 tokens", "stdlib: 9 × 256 tokens"}
     points = [(trace["x"], trace["y"]) for trace in views["stdlib: 9 × 256 tokens"].traces]
-    assert points == [([0.5], [8.0]), ([0.5], [9.0]), ([0.8], [100.0]), ([0.8], [101.0])]
+    curves = [([0.0, 0.5, 0.8], [5.0, 9.0, 101.0]), ([0.0, 0.5, 0.8], [5.0, 8.0, 100.0])]
+    assert points == [*curves, ([0.5], [9.0]), ([0.5], [8.0]), ([0.8], [101.0]), ([0.8], [100.0])]
     layers = {variant.name: variant for variant in drawn["decoder-layers"].variants}
     assert [trace["y"] for trace in layers["Agreement of masks"].traces] == [[0.875], [0.875]]
     assert [trace["y"] for trace in layers["Density before expansion"].traces] == [[0.7, 0.7], [0.7, 0.7]]
+    assert [trace["y"] for trace in layers["after"].traces] == [[0.5, 0.5], [0.5, 0.5]]
     page = write_report(runs, tmp_path / "report.html").read_text()
     card = re.search(r'<p class="number">(.*?)</p>\s*<p class="muted small">(.*?)</p>', page)
     assert card is not None
     assert "%" not in card.group(1)
     assert card.group(2) == "perplexity, global model"
+    assert "worst decile" not in page.split("</dl>")[0]
+    assert "partition shards" not in page
+
+
+def test_the_page_has_a_table_of_every_text_before_pruning_alone_and_together(runs, tmp_path):
+    header, rows = perplexity_rows(group_runs([load_run(each) for each in runs]))
+    assert header[0] == "System"
+    assert header[1:4] == [
+        f"stdlib: 9 × 256 tokens, {whose}" for whose in ("dense model", "standalone", "global model")
+    ]
+    assert [row[1:4] for row in rows] == [
+        ["5.00 ± 0.00", "9.00 ± 0.71", "8.00 ± 0.71"],
+        ["5.00 ± 0.00", "101.00 ± 14.14", "100.00 ± 14.14"],
+    ]
+    assert len(header) == 7
+    (path,) = [path for path in write_tables([load_run(each) for each in runs], tmp_path) if path.stem == "perplexity"]
+    assert "| 101.00 ± 14.14 | 100.00 ± 14.14 |" in path.read_text()
+    assert "ptb: 4 × 256 tokens, global model" in write_report(runs, tmp_path / "report.html").read_text()
+
+
+def test_the_clients_masks_are_compared_by_the_names_of_their_documents(runs):
+    drawn = {figure.key: figure for figure in figures(group_runs([load_run(each) for each in runs]))}
+    view, *others = drawn["agreement"].variants
+    assert len(others) == 3
+    assert view.traces[0]["x"] == ["0 json", "1 json", "2 json"]
+    assert view.traces[0]["z"] == [[None, 0.9, 0.8], [0.9, None, 0.7], [0.8, 0.7, None]]
+    assert "masks" not in drawn
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from fedprune_app.models.llm import import_transformers
 from fedprune_app.models.saving import load_packed
 from fedprune_app.registry import check_names
 from fedprune_app.results.reader import load_run
+from strategies.fedspallm import FedSpaLLM
 from tests.conftest import Finished, wrapped_app
 from tests.core.test_sparsegpt import reference as sparsegpt_reference
 from tests.laws.test_l0_laws import reference as l0_reference
@@ -195,6 +196,132 @@ def test_every_matrix_has_exactly_the_density_asked_for_and_more_before_expansio
         assert run(density=density, fedspallm_expansion="none").rounds[-1]["density_global"] == pytest.approx(
             row["density_before_expansion"]
         )
+
+
+def l0_reference_of(each, density, ties="magnitude", norms=None, counts=None):
+    """The slow reference on (weight, mask) pairs; a client counts as often as ``counts`` says in the mean alone."""
+
+    class One:
+        def __init__(self, weight, mask):
+            self.tensors, self.masks = {"w": weight}, {"w": mask}
+
+    mean, union, after = l0_reference([One(*pair) for pair in each], density, ties, norms)
+    if counts is not None:
+        repeated = [One(*pair) for pair, count in zip(each, counts, strict=True) for _ in range(count)]
+        mean = l0_reference(repeated, density)[0]
+    return mean, union, after
+
+
+def replies_of(result):
+    """(layer, name) -> (weight, mask) of each client in turn, as they were sent."""
+    found = {}
+    for message in sorted((m for m in result.wiretap.messages if m.kind == "train"), key=lambda m: m.partition):
+        for name, mask in message.up.masks.items():
+            found.setdefault((message.round - 1, name), []).append((message.up.tensors[name], mask))
+    return found
+
+
+def test_clients_can_count_by_their_segments_in_the_mean_but_not_in_the_vote(run, tmp_path):
+    result = run(fedspallm_segment_counts="4 1 2", fedspallm_weights="segments", fedspallm_ties="index")
+    assert [len(segments_of(result.config, k, CLIENTS, tmp_path)) for k in range(CLIENTS)] == [4, 1, 2]
+    plain = run(fedspallm_segment_counts="4 1 2", fedspallm_ties="index")
+    for key, (weight, mask) in global_layers(result).items():
+        mean, _, after = l0_reference_of(replies_of(result)[key], 0.5, "index", counts=[4, 1, 2])
+        assert mask.flatten().tolist() == after
+        torch.testing.assert_close(weight.flatten(), torch.tensor(mean) * torch.tensor(after))
+        assert torch.equal(mask, global_layers(plain)[key][1])
+    assert result.sha256 != plain.sha256
+
+
+def test_ties_can_go_by_the_inputs_that_clients_saw_and_these_travel_only_then(run, llm, tmp_path):
+    result = run(fedspallm_ties="wanda")
+    linears = {n: m for n, m in layers_of(whole(llm))[0].named_modules() if isinstance(m, nn.Linear)}
+    told = {}
+    for message in (m for m in result.wiretap.messages if m.kind == "train" and m.round == 1):
+        names = {f"input-norms/{name}.weight" for name in linears}
+        assert message.up.tensors.keys() - message.up.masks.keys() == names
+        model = whole(llm)
+        linears = {n: m for n, m in layers_of(model)[0].named_modules() if isinstance(m, nn.Linear)}
+        seen = {name: [] for name in linears}
+        for name, linear in linears.items():
+            linear.register_forward_hook(lambda m, arguments, output, into=seen[name]: into.append(arguments[0]))
+        with torch.no_grad():
+            for segment in segments_of(result.config, message.partition, CLIENTS, tmp_path):
+                model(segment[None])
+        for name in linears:
+            inputs = torch.cat([x.reshape(-1, x.shape[-1]) for x in seen[name]])
+            got = message.up.tensors[f"input-norms/{name}.weight"]
+            torch.testing.assert_close(got, inputs.square().mean(0).sqrt(), atol=1e-5, rtol=1e-4)
+            told.setdefault(name, []).append(got)
+    for (layer, matrix), (weight, mask) in global_layers(result).items():
+        if layer == 0:
+            norms = torch.stack(told[matrix.removesuffix(".weight")]).double().mean(0).float()
+            by_entry = norms.expand(weight.shape).flatten().tolist()
+            after = l0_reference_of(replies_of(result)[layer, matrix], 0.5, "wanda", by_entry)[2]
+            assert mask.flatten().tolist() == after, matrix
+    assert global_layers(result).keys() == global_layers(run()).keys()
+
+
+def test_all_matrices_can_be_expanded_as_one(run):
+    result = run(fedspallm_expansion="global", density=0.3)
+    found, replies = global_layers(result), replies_of(result)
+    joined = [
+        tuple(torch.cat([replies[key][k][part].flatten() for key in found]) for part in (0, 1)) for k in range(CLIENTS)
+    ]
+    mean, union, after = l0_reference_of(joined, 0.3)
+    assert torch.cat([mask.flatten() for _, mask in found.values()]).tolist() == after
+    torch.testing.assert_close(
+        torch.cat([weight.flatten() for weight, _ in found.values()]), torch.tensor(mean) * torch.tensor(after)
+    )
+    row = result.rounds[-1]
+    assert row["density_global"] == sum(after) / len(after)
+    assert row["density_before_expansion"] == sum(union) / len(union)
+    assert len({float(mask.float().mean()) for _, mask in found.values()}) > 1
+    assert not (result.folder / "layers" / "pending").exists()
+
+
+def test_a_global_expansion_that_was_cut_off_is_made_again(run, settings, tmp_path, monkeypatch):
+    installed = []
+
+    def fail(self, layer, new):
+        installed.append(layer)
+        if layer == 1:
+            raise KeyboardInterrupt
+        honest(self, layer, new)
+
+    honest = FedSpaLLM._install
+    monkeypatch.setattr(FedSpaLLM, "_install", fail)
+    folder = tmp_path / "run"
+    wanted = {**settings, "fedspallm.expansion": "global", "density": 0.3}
+    with pytest.raises(KeyboardInterrupt):
+        run_in_process(
+            server_app.app, client_app.app, CLIENTS, parse_config({**wanted, "out-dir": str(folder)}).to_dict()
+        )
+    assert installed == [0, 1]
+    monkeypatch.setattr(FedSpaLLM, "_install", honest)
+    asked = []
+
+    def listen(message, context, honest):
+        asked.append(message)
+        return honest(message, context)
+
+    again = parse_config({**wanted, "resume-from": str(folder)})
+    run_in_process(server_app.app, wrapped_app(listen), CLIENTS, again.to_dict())
+    assert asked == []
+    assert Finished(folder).sha256 == run(fedspallm_expansion="global", density=0.3).sha256
+
+
+def test_more_texts_are_measured_and_the_first_decides(run, texts):
+    words = texts / "test" / "second.txt"
+    result = run(fedspallm_evaluation_texts=f"a={words}, ptb={words}")
+    row = result.rounds[-1]
+    assert list(row["perplexity_by_text"]) == ["first", "second", "a", "ptb"]
+    assert list(result.info["dense_perplexity"]) == ["first", "second", "a", "ptb"]
+    assert row["perplexity_global"] == row["perplexity_by_text"]["first"]["global"]
+    assert row["perplexity_by_text"]["a"] == row["perplexity_by_text"]["second"]
+    for client in result.clients:
+        assert client["perplexity_personal"] == client["perplexity"]["first"]
+    assert result.sha256 == run().sha256
 
 
 def test_a_pattern_holds_in_the_global_model(run):
@@ -428,6 +555,9 @@ def test_half_precision_travels_as_such(run, dtype):
         ("fedspallm.pattern", "1:3", "fedspallm.block-size is 128, allowed with a pattern: a multiple of 3"),
         ("fedspallm.layer-shares", "0.5 2", "fedspallm.layer-shares is '0.5 2', allowed: numbers above 0"),
         ("dataset", "digits", "dataset is 'digits', allowed with system 'fedspallm': stdlib, text"),
+        ("fedspallm.evaluation-texts", "a=b", "fedspallm.evaluation-texts has 'a=b', allowed: name=path"),
+        ("fedspallm.evaluation-texts", "a=/x,a=/y", "fedspallm.evaluation-texts has 'a=/y', allowed: name=path"),
+        ("fedspallm.segment-counts", "4 0", "fedspallm.segment-counts is '4 0', allowed: whole numbers, at least 1"),
         ("fedspallm.pruner", "oracle", "fedspallm.pruner is 'oracle', allowed: sparsegpt, wanda, magnitude"),
     ],
 )
