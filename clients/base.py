@@ -72,7 +72,9 @@ class FederatedClient(Node):
         self.privacy: ClientPrivacy | None = None  # what dp.enabled adds
         if config.dp.enabled:
             plan = self.planned_epochs(), self.round_epochs()
-            self.privacy = ClientPrivacy(config, partition, len(self.data.train_labels), *plan, self.store.folder)
+            self.privacy = ClientPrivacy(
+                config, partition, len(self.data.train_labels), *plan, self.store.folder, self.round_counts()
+            )
 
     @property
     def num_examples(self) -> int:
@@ -90,6 +92,10 @@ class FederatedClient(Node):
     def round_epochs(self) -> int:
         """How many epochs of training the local part of one round has."""
         return self.config.local_epochs
+
+    def round_counts(self) -> int:
+        """How many counts of correct predictions every round asks for; with ``dp.enabled`` they are noised."""
+        return 0
 
     def planned_epochs(self) -> int:
         """How many epochs of training a client is planned to have in the whole run, for ``dp.target-epsilon``."""
@@ -155,6 +161,7 @@ class FederatedClient(Node):
             batch_size=config.batch_size,
             epochs=config.local_epochs if epochs is None else epochs,
             max_grad_norm=config.max_grad_norm or None,
+            steps_per_epoch=config.steps_per_epoch,
         )
         draw = rng.generator(config.seed, role, self.partition, round)
         images, labels = self.data.train_images.to(self.device), self.data.train_labels
@@ -162,7 +169,7 @@ class FederatedClient(Node):
         private = None
         if self.privacy is not None:
             begin = vision.state_tensors(self.model, include_buffers=True)
-            public = grouped(begin=begin, masks=how.get("masks") or {})
+            public = grouped(begin=begin, masks=how.get("masks") or how.get("active") or {})
             settings = f"{sgd} {self.received.digest()} {self.request.get('precision')}"
             private = self.privacy.dpsgd(sgd.epochs, role, round, public, settings)
         result = train(
@@ -180,7 +187,8 @@ class FederatedClient(Node):
     def training_flops(self, masks: Mapping[str, Tensor] | None = None, epochs: int | None = None) -> float:
         """FLOPs of training for so many epochs under these masks."""
         epochs = self.config.local_epochs if epochs is None else epochs
-        return training_flops(self.layer_flops(), len(self.data.train_labels) * epochs, masks)
+        sgd = SGD(1.0, batch_size=self.config.batch_size, steps_per_epoch=self.config.steps_per_epoch)
+        return training_flops(self.layer_flops(), sgd.examples_per_epoch(self.num_examples) * epochs, masks)
 
     def layer_flops(self) -> Mapping[str, int]:
         """FLOPs of one example's forward pass, by layer."""
@@ -231,7 +239,7 @@ class FederatedClient(Node):
     def fit(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[NDArrays, int, dict[str, Any]]:
         """As every client's; a private one does not begin what its budget does not bear to the end."""
         if self.privacy is not None:
-            self.privacy.require(self.round_epochs())
+            self.privacy.ledger.require(self.privacy.round_cost)
         return super().fit(parameters, config)
 
     def report(self, update: Update) -> dict[str, Any]:

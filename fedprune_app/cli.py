@@ -49,7 +49,7 @@ Engine = Annotated[str, typer.Option("--engine", help="ray, or inprocess for deb
 
 def _absolute(values: dict[str, Scalar]) -> dict[str, Scalar]:
     """Paths given on the command line are relative to where it was typed."""
-    for key in ("data-dir", "state-dir", "dispfl.adjacency-file", "dpsgd.adjacency-file"):
+    for key in ("data-dir", "state-dir", "fedltp.public-data-dir", "dispfl.adjacency-file", "dpsgd.adjacency-file"):
         if isinstance(given := values.get(key), str) and given:
             values[key] = str(Path(given).expanduser().resolve())
     return values

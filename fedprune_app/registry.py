@@ -15,8 +15,10 @@ from clients.fedavg import FedAvgClient
 from clients.fedavg_ft import FedAvgFTClient
 from clients.fedcr import FedCRClient
 from clients.fedfomo import FedFomoClient
+from clients.fedltp import FedLTPClient
 from clients.fedp3 import FedP3Client
 from clients.fedprox import FedProxClient
+from clients.fedspa import FedSPAClient
 from clients.fedspallm import FedSpaLLMClient
 from clients.fjord import FjORDClient
 from clients.lg_fedavg import LGFedAvgClient
@@ -34,14 +36,17 @@ from fedprune_app.models.vision import MODELS, architecture
 from strategies.base import FederatedStrategy
 from strategies.dispfl import DisPFL
 from strategies.ditto import Ditto
+from strategies.dpfed import DPFed
 from strategies.dpsgd import DPSGD
 from strategies.dpsgd_ft import DPSGDFT
 from strategies.fedavg import FedAvg
 from strategies.fedavg_ft import FedAvgFT
 from strategies.fedcr import FedCR
 from strategies.fedfomo import FedFomo
+from strategies.fedltp import FedLTP
 from strategies.fedp3 import FedP3
 from strategies.fedprox import FedProx
+from strategies.fedspa import FedSPA
 from strategies.fedspallm import FedSpaLLM
 from strategies.fjord import FjORD
 from strategies.lg_fedavg import LGFedAvg
@@ -68,10 +73,15 @@ SYSTEMS: dict[str, System] = {
     ),
     "dispfl": System(DisPFL, DisPFLClient, "Dis-PFL: sparse personal models gossip with neighbours, masks evolve"),
     "fedp3": System(FedP3, FedP3Client, "FedP3: clients train some layers, get the others pruned, send only theirs"),
+    "fedltp": System(
+        FedLTP, FedLTPClient, "Fed-LTP: a ticket from public data, sparse DP-SGD, noised validation of every round"
+    ),
     "fedspallm": System(
         FedSpaLLM, FedSpaLLMClient, "FedSpaLLM: clients prune a language model's layers with private text", "text"
     ),
     "fedavg": System(FedAvg, FedAvgClient, "FedAvg: one dense global model, averaged by sample counts"),
+    "dpfed": System(DPFed, FedAvgClient, "DP-Fed: FedAvg with DP-SGD, and a plain mean of the updates"),
+    "fedspa": System(FedSPA, FedSPAClient, "Fed-SPA: DP-SGD on random coordinates, an accelerated server"),
     "fedavg-ft": System(FedAvgFT, FedAvgFTClient, "FedAvg-FT: FedAvg's model, fine-tuned by every client"),
     "dpsgd": System(DPSGD, DPSGDClient, "D-PSGD: decentralised FedAvg, judged by the consensus model"),
     "dpsgd-ft": System(DPSGDFT, DPSGDFTClient, "D-PSGD-FT: D-PSGD's consensus model, fine-tuned by every client"),
@@ -94,6 +104,7 @@ def check_names(config: Config) -> Config:
         "system": SYSTEMS,
         "dataset": DATASETS,
         "partition": PARTITIONS,
+        "fedltp.public-dataset": {"": "", **DATASETS},
         "model": {"auto": "", **MODELS},
     }
     system = SYSTEMS.get(config.system)
@@ -109,7 +120,7 @@ def check_names(config: Config) -> Config:
             raise ConfigError(f"dataset is {config.dataset!r}, allowed with system {config.system!r}: {texts}")
         return config  # its model is a folder or a hub name, looked up when it is opened
     for key, names in allowed.items():
-        value = getattr(config, key)
+        value = config.to_dict()[key]
         if value not in names:
             raise ConfigError(f"{key} is {value!r}, allowed: {', '.join(names)}")
     if config.dp.enabled:

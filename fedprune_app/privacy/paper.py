@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from dp_accounting.rdp.rdp_privacy_accountant import RdpAccountant
 
-from fedprune_app.privacy.accounting import ORDERS, Steps
+from fedprune_app.privacy.accounting import ORDERS, Steps, divergence
 
 
 def paper_epsilon(
@@ -25,10 +24,9 @@ def paper_epsilon(
         raise ValueError(f"rounds is {rounds} and delta {delta}, allowed: at least 0, and between 0 and 1")
     if rounds == 0:
         return 0.0
-    training = RdpAccountant(ORDERS)
-    training.compose(Steps(noise_multiplier, sample_rate**2).event)  # μ₁ is the mixture already, and mixed again
+    training = divergence(Steps(noise_multiplier, sample_rate**2))  # μ₁ is the mixture already, and mixed again
     alpha = np.asarray(ORDERS)
-    rho = rounds * np.asarray(training.rdp)
+    rho = rounds * training
     if validation_scale:
         rho = rho + rounds * alpha * (alpha - 1) / (2 * validation_scale**2)
     values = rho + (math.log(1 / delta) - np.log(alpha)) / (alpha - 1) + np.log1p(-1 / alpha)
