@@ -50,6 +50,7 @@ class ClientPrivacy:
             self.noise_multiplier = noise_for(
                 options.target_epsilon, options.delta, self.sample_rate, steps, options.accountant, besides
             )
+        self.round_scale = options.count_scale if round_counts else 0.0
         self.round_cost = dict(self.steps(round_epochs))
         if round_counts:
             self.round_cost[Laplace(options.count_scale, 1.0)] = round_counts
@@ -135,7 +136,7 @@ class ClientPrivacy:
         from fedprune_app.privacy.paper import paper_epsilon
 
         options = self.options
-        paper = paper_epsilon(round, self.noise_multiplier, self.sample_rate, options.delta, options.count_scale)
+        paper = paper_epsilon(round, self.noise_multiplier, self.sample_rate, options.delta, self.round_scale)
         figures = {"epsilon": self.ledger.epsilon(options.delta), "epsilon-paper": paper}
         if options.second_delta:
             figures["epsilon-second"] = self.ledger.epsilon(options.second_delta)
