@@ -22,7 +22,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from flwr.app import MessageType
+from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 from torch import Tensor
 
@@ -139,8 +139,10 @@ class FedLTP(DPFed):
         told |= {"validation_bytes_up": up, "validation_bytes_down": down, "best_round": self.best[0]}
         return {**self.exchanged(round, len(self.participants)), **told}
 
-    def _questions(self, round: int) -> Any:
-        asked = self.participants if self.options.validators == "selected" else self.willing(round)
+    def _questions(self, round: int) -> Iterator[Message]:
+        absent = self.dropped(round)
+        everybody = [partition for partition in self.willing(round) if partition not in absent]
+        asked = self.participants if self.options.validators == "selected" else everybody
         arrays = wire.to_arrays(Payload(self.model, self.masks(1)))
         contents: Iterator[tuple[int, Contents]] = ((k, Contents(arrays, fields={"asks": "score"})) for k in asked)
         return self._messages(contents, round, MessageType.EVALUATE)
