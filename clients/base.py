@@ -186,9 +186,13 @@ class FederatedClient(Node):
 
     def training_flops(self, masks: Mapping[str, Tensor] | None = None, epochs: int | None = None) -> float:
         """FLOPs of training for so many epochs under these masks."""
-        epochs = self.config.local_epochs if epochs is None else epochs
-        sgd = SGD(1.0, batch_size=self.config.batch_size, steps_per_epoch=self.config.steps_per_epoch)
-        return training_flops(self.layer_flops(), sgd.examples_per_epoch(self.num_examples) * epochs, masks)
+        return training_flops(self.layer_flops(), self.examples_trained(epochs), masks)
+
+    def examples_trained(self, epochs: int | None = None) -> int:
+        """How many examples so many epochs take, by default a round's, counting one as often as it is taken."""
+        config = self.config
+        sgd = SGD(config.learning_rate, batch_size=config.batch_size, steps_per_epoch=config.steps_per_epoch)
+        return sgd.examples_per_epoch(self.num_examples) * (config.local_epochs if epochs is None else epochs)
 
     def layer_flops(self) -> Mapping[str, int]:
         """FLOPs of one example's forward pass, by layer."""

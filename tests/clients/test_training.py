@@ -180,7 +180,7 @@ def test_every_epoch_sees_every_example_once_in_another_order():
     assert len({tuple(seen[:10]), tuple(seen[10:]), tuple(range(10))}) == 3
 
 
-@pytest.mark.parametrize(("steps", "expected"), [(2, 16), (3, 20), (5, 36), (7, 56)])
+@pytest.mark.parametrize(("steps", "expected"), [(2, 16), (3, 20), (5, 36), (7, 48)])
 def test_an_epoch_can_have_its_number_of_steps_and_goes_through_the_examples_as_often_as_that_takes(steps, expected):
     model, (images, labels) = new_model(), new_data()
     sgd = SGD(0.05, momentum=0.5, batch_size=8, epochs=2, steps_per_epoch=steps)
@@ -201,7 +201,8 @@ def test_an_epoch_can_have_its_number_of_steps_and_goes_through_the_examples_as_
             loss.backward()
             optimizer.step()
             losses += [loss.item()] * len(batch)
-    assert_same_bits(model, other)
+    for name, tensor in state_tensors(model).items():
+        torch.testing.assert_close(tensor, state_tensors(other)[name], rtol=1e-5, atol=1e-6)
     assert len(losses) == 2 * expected
     assert result.loss_mean == pytest.approx(sum(losses) / len(losses))
 
