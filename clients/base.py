@@ -79,7 +79,8 @@ class FederatedClient(Node):
             whose = f"{partition:05d}"
             if self.has_own_data:  # its number may be another in the next run
                 whose = f"own-{hashlib.sha256(config.data_dir.encode()).hexdigest()[:16]}"
-            self.privacy = self.privacy_kind(config, partition, num_examples, *plan, self.store.folder, whose)
+            folder = self.store.folder
+            self.privacy = self.privacy_kind(config, partition, num_examples, *plan, folder, whose, self.round_counts())
 
     def local_data(self) -> ClientData:
         """What the client learns from, decides by and is tested on."""
@@ -101,6 +102,10 @@ class FederatedClient(Node):
     def round_epochs(self) -> int:
         """How many epochs of training the local part of one round has."""
         return self.config.local_epochs
+
+    def round_counts(self) -> int:
+        """How many counts of correct predictions every round asks for; with ``dp.enabled`` they are noised."""
+        return 0
 
     def planned_epochs(self) -> int:
         """How many epochs of training a client is planned to have in the whole run, for ``dp.target-epsilon``."""
@@ -166,6 +171,7 @@ class FederatedClient(Node):
             batch_size=config.batch_size,
             epochs=config.local_epochs if epochs is None else epochs,
             max_grad_norm=config.max_grad_norm or None,
+            steps_per_epoch=config.steps_per_epoch,
         )
         draw = rng.generator(config.seed, role, self.partition, round)
         images, labels = self.data.train_images.to(self.device), self.data.train_labels
@@ -173,7 +179,7 @@ class FederatedClient(Node):
         private = None
         if self.privacy is not None:
             begin = vision.state_tensors(self.model, include_buffers=True)
-            public = grouped(begin=begin, masks=how.get("masks") or {})
+            public = grouped(begin=begin, masks=how.get("masks") or how.get("active") or {})
             settings = f"{sgd} {self.received.digest()} {self.request.get('precision')}"
             private = self.privacy.dpsgd(sgd.epochs, role, round, public, settings)
         result = train(
@@ -195,8 +201,13 @@ class FederatedClient(Node):
 
     def training_flops(self, masks: Mapping[str, Tensor] | None = None, epochs: int | None = None) -> float:
         """FLOPs of training for so many epochs under these masks."""
-        epochs = self.config.local_epochs if epochs is None else epochs
-        return training_flops(self.layer_flops(), len(self.data.train_labels) * epochs, masks)
+        return training_flops(self.layer_flops(), self.examples_trained(epochs), masks)
+
+    def examples_trained(self, epochs: int | None = None) -> int:
+        """How many examples so many epochs take, by default a round's, counting one as often as it is taken."""
+        config = self.config
+        sgd = SGD(config.learning_rate, batch_size=config.batch_size, steps_per_epoch=config.steps_per_epoch)
+        return sgd.examples_per_epoch(self.num_examples) * (config.local_epochs if epochs is None else epochs)
 
     def layer_flops(self) -> Mapping[str, int]:
         """FLOPs of one example's forward pass, by layer."""
@@ -247,7 +258,7 @@ class FederatedClient(Node):
     def fit(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[NDArrays, int, dict[str, Any]]:
         """As every client's; a private one does not begin what its budget does not bear to the end."""
         if self.privacy is not None:
-            self.privacy.require(self.round_epochs())
+            self.privacy.ledger.require(self.privacy.round_cost)
         return super().fit(parameters, config)
 
     def report(self, update: Update) -> dict[str, Any]:

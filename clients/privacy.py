@@ -21,8 +21,9 @@ class ClientPrivacy:
     """One client's privacy in one run: ``num_examples`` of training data, neighbours differ by one example.
 
     ``planned_epochs`` is how many epochs the whole run is planned to have, for ``dp.target-epsilon``, and
-    ``round_epochs`` those of one round. The ledger is in ``folder``, or in ``dp.ledger-dir`` for all runs on the data,
-    whose name is ``whose``. Raises ``ValueError`` where the ledger is damaged.
+    ``round_epochs`` those of one round; ``round_counts`` is how many noised counts every round asks for. The ledger is
+    in ``folder``, or in ``dp.ledger-dir`` for all runs on the data, whose name is ``whose``. Raises ``ValueError``
+    where the ledger is damaged.
     """
 
     def __init__(
@@ -34,22 +35,28 @@ class ClientPrivacy:
         round_epochs: int,
         folder: Path,
         whose: str,
+        round_counts: int = 0,
     ) -> None:
-        from fedprune_app.privacy.accounting import noise_for
+        from fedprune_app.privacy.accounting import Laplace, noise_for
         from fedprune_app.privacy.ledger import Budget, Ledger
 
         self.options = options = config.dp
         self.seed = config.seed
         self.partition = partition
-        self.round_epochs = round_epochs
         self.sample_rate = min(1.0, config.batch_size / num_examples)
-        self.steps_per_epoch = math.ceil(num_examples / config.batch_size)
+        self.steps_per_epoch = config.steps_per_epoch or math.ceil(num_examples / config.batch_size)
         self.noise_multiplier = options.noise_multiplier
         if options.target_epsilon:
             steps = planned_epochs * self.steps_per_epoch
+            counts = round_counts * config.num_server_rounds
+            besides = ((Laplace(options.count_scale, 1.0), counts),) if counts else ()
             self.noise_multiplier = noise_for(
-                options.target_epsilon, options.delta, self.sample_rate, steps, options.accountant
+                options.target_epsilon, options.delta, self.sample_rate, steps, options.accountant, besides
             )
+        self.round_scale = options.count_scale if round_counts else 0.0
+        self.round_cost = dict(self.steps(round_epochs))
+        if round_counts:
+            self.round_cost[Laplace(options.count_scale, 1.0)] = round_counts
         limit = min((e for e in (options.epsilon_budget, options.target_epsilon) if e), default=None)
         budget = None if limit is None else Budget(limit, options.delta)
         path = Path(options.ledger_dir) / f"{whose}.jsonl" if options.ledger_dir else folder / "ledger.jsonl"
@@ -102,7 +109,12 @@ class ClientPrivacy:
     # --- counts ---------------------------------------------------------------------------------------------------
 
     def noised_count(self, correct: int, most: int, split: str, round: int, public: Mapping[str, Tensor]) -> float:
-        """A share of correct predictions, of a count that is noised, rounded and charged. One example counts once."""
+        """A share of correct predictions in [0, 1], of a count that is noised and charged."""
+        noised = self.noised_score(correct, split, round, public)
+        return min(max(noised, 0), most) / most
+
+    def noised_score(self, correct: int, split: str, round: int, public: Mapping[str, Tensor]) -> int:
+        """A count of correct predictions that is noised, rounded and charged. One example counts once."""
         from fedprune_app.privacy.noise import noisy_count
 
         options = self.options
@@ -110,7 +122,7 @@ class ClientPrivacy:
             raise ValueError("dp.count-scale is 0.0, allowed where a released count is asked for: above 0")
         noise = self.noise(f"count {split}", round, public, "")
         self.ledger.charge_laplace(options.count_scale, 1.0, f"correct on {split}, round {round}")
-        return noisy_count(correct, most, options.count_scale, noise) / most
+        return noisy_count(correct, options.count_scale, noise)
 
     # --- what is told ---------------------------------------------------------------------------------------------
 
@@ -132,7 +144,9 @@ class ClientPrivacy:
         from fedprune_app.privacy.paper import paper_epsilon
 
         options = self.options
-        paper = paper_epsilon(round, self.noise_multiplier, self.sample_rate, options.delta, options.count_scale)
+        paper = paper_epsilon(round, self.noise_multiplier, self.sample_rate, options.delta, self.round_scale)
         figures = {"epsilon": self.ledger.epsilon(options.delta), "epsilon-paper": paper}
+        if options.second_delta:
+            figures["epsilon-second"] = self.ledger.epsilon(options.second_delta)
         told: dict[str, Any] = {name: value for name, value in figures.items() if math.isfinite(value)}
-        return told | {"budget-spent": not self.affords(self.round_epochs)}
+        return told | {"budget-spent": not self.ledger.affords(self.round_cost)}

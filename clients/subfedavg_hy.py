@@ -117,11 +117,8 @@ class SubFedAvgHyClient(SubFedAvgClient):
                 first = proposals()
 
         result = self.train(round, masks=small_fc, after_epoch=after_epoch, adjust_gradients=self._scale_penalty())
-        flops = training_flops(
-            forward_flops(self.model, self.dataset.image_shape),
-            len(self.data.train_labels) * self.config.local_epochs,
-            small_fc,
-        )
+        layers = forward_flops(self.model, self.dataset.image_shape)
+        flops = training_flops(layers, self.examples_trained(), small_fc)
         last = proposals()
         tensors = scatter(vision.state_tensors(self.model, include_buffers=True), self.groups, kept, self.shapes)
 

@@ -50,7 +50,8 @@ class SGD:
     """How to train: the update rule of ``torch.optim.SGD`` and how often. Raises ``ValueError``.
 
     ``max_grad_norm`` bounds the global L2 norm of the dense gradient, before masks act (Dis-PFL's code);
-    None leaves it alone.
+    None leaves it alone. With ``steps_per_epoch`` an epoch has so many steps, however many times these go through the
+    examples; with 0 it goes through them once.
     """
 
     learning_rate: float
@@ -59,6 +60,7 @@ class SGD:
     batch_size: int = 10
     epochs: int = 1
     max_grad_norm: float | None = None
+    steps_per_epoch: int = 0
 
     def __post_init__(self) -> None:
         for key in ("learning_rate", "momentum", "weight_decay"):
@@ -70,6 +72,23 @@ class SGD:
                 raise ValueError(f"{key} is {getattr(self, key)}, allowed: an integer >= 1")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm is {self.max_grad_norm}, allowed: a number > 0, or None")
+        if self.steps_per_epoch < 0:
+            raise ValueError(f"steps_per_epoch is {self.steps_per_epoch}, allowed: an integer >= 0")
+
+    def examples_per_epoch(self, num_examples: int) -> int:
+        """How many examples an epoch takes, counting one as often as it is taken."""
+        if not self.steps_per_epoch:
+            return num_examples
+        rounds, rest = divmod(self.steps_per_epoch, math.ceil(num_examples / self.batch_size))
+        return rounds * num_examples + min(rest * self.batch_size, num_examples)
+
+    def batches(self, num_examples: int, rng: torch.Generator) -> Iterator[Tensor]:
+        """The positions of each step's examples in one epoch: permutations from ``rng``, cut into batches."""
+        left = self.steps_per_epoch or math.ceil(num_examples / self.batch_size)
+        while left > 0:
+            order = torch.randperm(num_examples, generator=rng)
+            yield from torch.split(order, self.batch_size)[:left]
+            left -= math.ceil(num_examples / self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -187,6 +206,7 @@ def train(
     *,
     rng: torch.Generator,
     masks: Mapping[str, Tensor] | None = None,
+    active: Mapping[str, Tensor] | None = None,
     frozen: Collection[str] = (),
     augment: Augmenter | None = None,
     adjust_gradients: GradientHook | None = None,
@@ -199,12 +219,14 @@ def train(
 ) -> TrainingResult:
     """Train ``model`` in place on images (N, ...) and labels (N,) by mean cross entropy, or another ``objective``.
 
-    Every epoch takes the examples in a fresh permutation from ``rng`` (a CPU generator); the last batch may
-    be smaller; with ``augment`` its images are ``augment(positions, rng)`` in place of rows of ``images``. The
-    optimiser starts fresh. A step is: gradient; ``adjust_gradients`` (a proximal term, say); clip to
-    ``sgd.max_grad_norm``; times ``masks``; weight decay, momentum and update of the parameters not in ``frozen``;
-    ``after_step`` on the new values (a decoupled proximal step, say). Weights where their mask is False are set to
-    0 first and stay exactly 0 (``after_step`` must keep them so: it is not masked).
+    Every epoch takes the examples in a fresh permutation from ``rng`` (a CPU generator), or with
+    ``sgd.steps_per_epoch`` in as many as that takes; the last batch of a permutation may be smaller; with ``augment``
+    its images are ``augment(positions, rng)`` in place of rows of ``images``. The optimiser starts fresh. A step is:
+    gradient; ``adjust_gradients`` (a proximal term, say); clip to ``sgd.max_grad_norm``; weight decay; times ``masks``;
+    momentum and update of the parameters not in ``frozen``; ``after_step`` on the new values (a decoupled proximal
+    step, say). Weights where their mask is False are set to 0 first and stay exactly 0 (``after_step`` must keep them
+    so: it is not masked). ``active``, in place of ``masks``, are masks as well, but where one is False a weight keeps
+    the value it has.
 
     ``part``, given how many examples a step has, says what of the network that step trains; hooks and clipping then see
     that part alone. Where it has a student, the loss is :func:`self_distillation`. How many examples a private step
@@ -223,6 +245,8 @@ def train(
     counts, or a mask or frozen name that does not fit the model.
     """
     _check_examples(images, labels)
+    if masks and active:
+        raise ValueError("masks and active are given, allowed: one of them")
     if private is not None and objective is not cross_entropy:
         raise ValueError("private training has no other objective than cross entropy")
     if private is not None and part is not None and not private.takes_parts:
@@ -244,7 +268,9 @@ def train(
         FlatParameters(model, frozen) as flat,
         ExitStack() as on,
     ):
-        kept = _apply_masks(model, flat, masks) if masks else None
+        kept = _flat_masks(model, flat, masks or active or {}) if masks or active else None
+        if masks:
+            _prune(model, masks)
         velocity = torch.zeros_like(flat.values) if sgd.momentum else None
         whole = Work(
             model,
@@ -262,8 +288,9 @@ def train(
             if private is not None:
                 batches = private.batches(num_examples)
             else:
-                batches = iter(torch.split(torch.randperm(num_examples, generator=rng).to(device), sgd.batch_size))
+                batches = sgd.batches(num_examples, rng)
             for batch in batches:
+                batch = batch.to(device)
                 size = len(batch) if private is None else round(private.sample_rate * num_examples)
                 with _work(whole, model, flat, velocity, kept, part and part(size)) as work:
                     if private is not None:
@@ -271,7 +298,7 @@ def train(
                             raise ValueError("private training has no students")
                         if part is not None:
                             gradient = gradient.of_part(work.network, work.named_gradients, work.trained())
-                        for some in torch.split(batch.to(device), private.physical_batch):
+                        for some in torch.split(batch, private.physical_batch):
                             if len(some):
                                 gradient.add(*examples(some))
                         gradient.finish(private.sample_rate * num_examples)
@@ -293,7 +320,8 @@ def train(
                 after_epoch(epoch)
                 flat.bind_gradients()
         finite = private is None or bool(flat.values.isfinite().all())
-    loss_mean = float(loss_sum) / (sgd.epochs * num_examples) if private is None else None
+    num_taken = sgd.epochs * sgd.examples_per_epoch(num_examples)
+    loss_mean = float(loss_sum) / num_taken if private is None else None
     return TrainingResult(loss_mean, num_steps, num_examples, finite)
 
 
@@ -327,16 +355,16 @@ def _step(work: Work, sgd: SGD) -> None:
         for gradient in work.gradients:
             gradient.mul_(scale)
     for i, (values, gradient) in enumerate(zip(work.values, work.gradients, strict=True)):
-        if work.kept is not None:
-            gradient.mul_(work.kept[i])
         if sgd.weight_decay:
             gradient.add_(values, alpha=sgd.weight_decay)
+        if work.kept is not None:  # after the decay: what is not active does not decay either
+            gradient.mul_(work.kept[i])
         change = gradient if work.velocity is None else work.velocity[i].mul_(sgd.momentum).add_(gradient)
         values.add_(change, alpha=-sgd.learning_rate)
 
 
-def _apply_masks(model: nn.Module, flat: FlatParameters, masks: Mapping[str, Tensor]) -> Tensor:
-    """Zero the masked weights; return the masks of the trained ones, 1 or 0, laid out like ``values``."""
+def _flat_masks(model: nn.Module, flat: FlatParameters, masks: Mapping[str, Tensor]) -> Tensor:
+    """The masks of the trained weights, 1 or 0, laid out like ``values``. ``ValueError`` for one that does not fit."""
     parameters = dict(model.named_parameters())
     _check_names("masks", masks, parameters)
     for name, mask in masks.items():
@@ -348,11 +376,17 @@ def _apply_masks(model: nn.Module, flat: FlatParameters, masks: Mapping[str, Ten
     kept = torch.ones_like(flat.values)
     kept_views = flat.views(kept)
     for name, mask in masks.items():
-        weight = parameters[name].data
-        weight.masked_fill_(~mask.to(weight.device), 0)  # and not times 0, which leaves -0 behind
         if name in kept_views:
             kept_views[name].copy_(mask)
     return kept
+
+
+def _prune(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
+    """Set the weights to 0 where their mask is False."""
+    parameters = dict(model.named_parameters())
+    for name, mask in masks.items():
+        weight = parameters[name].data
+        weight.masked_fill_(~mask.to(weight.device), 0)  # and not times 0, which leaves -0 behind
 
 
 def evaluate(
@@ -389,6 +423,29 @@ def proximal(anchor: Mapping[str, Tensor], strength: float) -> GradientHook:
         torch._foreach_add_([gradients[name] for name in names], away, alpha=strength)
 
     return pull
+
+
+def adam(beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8) -> GradientHook:
+    """Turns each gradient into Adam's step, ``m̂ / (√v̂ + ε)``: plain SGD without momentum then does what Adam does.
+
+    One hook serves one training, whose moments it holds. Source: Kingma and Ba, ICLR 2015, Algorithm 1.
+    """
+    first: dict[str, Tensor] = {}
+    second: dict[str, Tensor] = {}
+    steps = 0
+
+    def precondition(_: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+        nonlocal steps
+        steps += 1
+        for name, gradient in gradients.items():
+            if steps == 1:
+                first[name], second[name] = torch.zeros_like(gradient), torch.zeros_like(gradient)
+            m = first[name].mul_(beta1).add_(gradient, alpha=1 - beta1)
+            v = second[name].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            scale = (v / (1 - beta2**steps)).sqrt_().add_(epsilon)
+            gradient.copy_(m / (1 - beta1**steps) / scale)
+
+    return precondition
 
 
 def dense_gradient(

@@ -51,7 +51,8 @@ Engine = Annotated[str, typer.Option("--engine", help="ray, or inprocess for deb
 
 def _absolute(values: dict[str, Scalar]) -> dict[str, Scalar]:
     """Paths given on the command line are relative to where it was typed."""
-    for key in ("data-dir", "state-dir", "dp.ledger-dir", "dispfl.adjacency-file", "dpsgd.adjacency-file"):
+    paths = ("data-dir", "state-dir", "dp.ledger-dir", "fedltp.public-data-dir", "dispfl.adjacency-file")
+    for key in (*paths, "dpsgd.adjacency-file"):
         if isinstance(given := values.get(key), str) and given:
             values[key] = str(Path(given).expanduser().resolve())
     if isinstance(given := values.get("fedspallm.evaluation-texts"), str):

@@ -344,6 +344,73 @@ class FjORDOptions:
 
 
 @dataclass(frozen=True)
+class FedLTPOptions:
+    """Fed-LTP; the common key ``density`` is what a ticket keeps of each weight tensor (1 - P1), ``dp.count-scale`` the
+    scale of the noise on validation scores (λ_val)."""
+
+    public_dataset: str = option("", "the server's public data; empty: a share of dataset that no client gets")
+    public_data_dir: str = option("", "folder of the public data, on the server")
+    public_samples: int = option(0, "use so many of the public images, with their label law; 0: all", least=0)
+    public_head: str = option(
+        "same",
+        "the public classes number as many as the private ones; or the last layer is dense and not from the ticket",
+        choices=("same", "own"),
+    )
+    tickets: int = option(
+        3, "winning tickets to choose from (M); 0: the unpruned initial network in place of one", least=0
+    )
+    ticket_iterations: int = option(1000, "training steps of a ticket on public data (k)", least=1)
+    ticket_batch_size: int = option(60, "public images per step", least=1)
+    ticket_learning_rate: float = option(1.2e-3, "learning rate on public data", above=0)
+    ticket_optimizer: str = option("adam", "how tickets are trained", choices=("adam", "sgd"))
+    rule: str = option(
+        "quantile",
+        "a ticket keeps density of each tensor, by magnitude; or weights above (1 - density) times the largest",
+        choices=("quantile", "relative-threshold"),
+    )
+    selection: str = option(
+        "softmax",
+        "which ticket: by softmax of accuracies over temperature, by softmax of counts of correct images, or the best",
+        choices=("softmax", "counts", "argmax"),
+    )
+    temperature: float = option(0.01, "of the softmax of accuracies", above=0)
+    start: str = option(
+        "rewind",
+        "values that clients start from: the ticket's own before its training, those after it, or drawn anew",
+        choices=("rewind", "trained", "random"),
+    )
+    pruning: str = option(
+        "one-shot",
+        "all clients get the ticket; or each keeps one of nested sub-models, as many as clients take part in a round",
+        choices=("one-shot", "iterative"),
+    )
+    further_pruned: float = option(
+        0.1, "share of the survivors that each nested sub-model loses (P2)", least=0, below=1
+    )
+    validators: str = option(
+        "all",
+        "who scores each round's model, so that the best round's is the final one: all clients, the round's, or nobody",
+        choices=("all", "selected", "none"),
+    )
+
+
+@dataclass(frozen=True)
+class FedSPAOptions:
+    """Fed-SPA."""
+
+    share: float = option(
+        0.4, "share of all coordinates that a client trains and sends in a round (p)", above=0, most=1
+    )
+    acceleration: str = option(
+        "momentum", "the server's step along the mean update", choices=("momentum", "adam", "none")
+    )
+    server_momentum: float = option(0.5, "of the mean update, for 'momentum'; β₁ of 'adam'", least=0, below=1)
+    server_learning_rate: float = option(1.0, "factor on the server's step", above=0)
+    adam_beta2: float = option(0.99, "β₂ of 'adam'", least=0, below=1)
+    adam_epsilon: float = option(1e-3, "added to the root of the second moment, for 'adam'", above=0)
+
+
+@dataclass(frozen=True)
 class DPOptions:
     """Differential privacy of each client's examples against everyone else, the server included (docs/privacy.md)."""
 
@@ -359,6 +426,7 @@ class DPOptions:
     )
     clip_norm: float = option(1.0, "each example's gradient is clipped to this norm (C)", above=0)
     delta: float = option(1e-5, "δ of every ε; below 1 / (a client's examples) to mean something", above=0, below=1)
+    second_delta: float = option(0.0, "another δ, at which ε is told beside it; 0: none", least=0, below=1)
     epsilon_budget: float = option(0.0, "a client stops before its ε passes this; 0: no limit", least=0)
     accountant: str = option(
         "rdp", "how releases compose: Rényi divergences, or privacy loss distributions", choices=("rdp", "pld")
@@ -507,6 +575,13 @@ class Config:
     augmentation: str = option(
         "none", "of training images: nothing, or random crops (padding 4) and flips", choices=("none", "crop-flip")
     )
+    public_fraction: float = option(
+        0.0,
+        "share of the training images that no client gets, for a server that uses public data; with system 'fedltp' "
+        "and no public dataset 0 means 0.2",
+        least=0,
+        below=1,
+    )
     validation_fraction: float = option(0.1, "share of a client's training data held out", least=0, below=1)
     test_split: str = option("labels", "test data of a client", choices=("labels", "proportional", "holdout"))
     test_fraction: float = option(0.3, "share tested on when test-split is 'holdout'", above=0, below=1)
@@ -525,6 +600,7 @@ class Config:
     fraction_train: float = option(0.5, "share of the clients sampled per round", above=0, most=1)
     drop_probability: float = option(0.0, "probability that a sampled client drops out of the round", least=0, below=1)
     local_epochs: int = option(5, "epochs of local training per round", least=1)
+    steps_per_epoch: int = option(0, "steps of a local epoch; 0: as many as go through the examples once", least=0)
     batch_size: int = option(10, "samples per local step", least=1)
     learning_rate: float = option(0.01, "local learning rate in round 1", above=0)
     lr_decay: float = option(1.0, "factor on the learning rate per round", above=0, most=1)
@@ -571,6 +647,8 @@ class Config:
     fedp3: FedP3Options = field(default_factory=FedP3Options)
     fedcr: FedCROptions = field(default_factory=FedCROptions)
     fjord: FjORDOptions = field(default_factory=FjORDOptions)
+    fedltp: FedLTPOptions = field(default_factory=FedLTPOptions)
+    fedspa: FedSPAOptions = field(default_factory=FedSPAOptions)
     dp: DPOptions = field(default_factory=DPOptions)
     fedspallm: FedSpaLLMOptions = field(default_factory=FedSpaLLMOptions)
 
@@ -578,6 +656,13 @@ class Config:
     def learning_rates(self) -> _LearningRates:
         """``config.learning_rates[t]`` is the local learning rate of round ``t`` (1-based)."""
         return _LearningRates(self.learning_rate, self.lr_decay)
+
+    @property
+    def public_share(self) -> float:
+        """Share of the training images that no client gets."""
+        if self.public_fraction or self.system != "fedltp" or self.fedltp.public_dataset or not self.fedltp.tickets:
+            return self.public_fraction
+        return 0.2
 
     def to_dict(self) -> dict[str, Scalar]:
         """The flat kebab-case form, every key present."""
@@ -654,11 +739,12 @@ def parse_config(values: Mapping[str, Any]) -> Config:
             prefix = f"{item.name}."
             table = {k[len(prefix) :].replace("-", "_"): v for k, v in checked.items() if k.startswith(prefix)}
             top[item.name] = type(getattr(Config(), item.name))(**table)
-    for key in ("out-dir", "state-dir", "resume-from", "data-dir"):
+    for key in ("out-dir", "state-dir", "resume-from", "data-dir", "fedltp.public-data-dir"):
         path = str(checked[key])
         if path and not Path(path).expanduser().is_absolute():
             raise ConfigError(f"{key} is {path!r}, allowed: an absolute path")
-        top[key.replace("-", "_")] = str(Path(path).expanduser()) if path else ""
+        if "." not in key:
+            top[key.replace("-", "_")] = str(Path(path).expanduser()) if path else ""
     config = Config(**top)
     config.dispfl.density_of(0, config.density)
     config.fjord.width_of(0)
@@ -695,6 +781,10 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     if config.system == "fedfomo" and config.validation_fraction == 0:
         raise ConfigError("validation-fraction is 0.0, allowed with system 'fedfomo', which weighs by it: above 0")
     _check_private(config.dp)
+    if config.system == "fedltp" and config.fedltp.validators != "none" and config.validation_fraction == 0:
+        raise ConfigError(
+            f"validation-fraction is 0.0, allowed with fedltp.validators {config.fedltp.validators!r}: above 0"
+        )
     if config.resume_from and config.out_dir and config.out_dir != config.resume_from:
         raise ConfigError(f"out-dir is {config.out_dir!r}, allowed with resume-from: that same folder, or nothing")
     return config
@@ -752,6 +842,7 @@ _MAY_CHANGE_ON_RESUME = {
     "state-dir",
     "resume-from",
     "data-dir",
+    "fedltp.public-data-dir",
     "download",
     "tracking",
 }

@@ -15,8 +15,10 @@ from clients.fedavg import FedAvgClient
 from clients.fedavg_ft import FedAvgFTClient
 from clients.fedcr import FedCRClient
 from clients.fedfomo import FedFomoClient
+from clients.fedltp import FedLTPClient
 from clients.fedp3 import FedP3Client
 from clients.fedprox import FedProxClient
+from clients.fedspa import FedSPAClient
 from clients.fedspallm import FedSpaLLMClient
 from clients.fjord import FjORDClient
 from clients.ldp_fedp3 import LDPFedP3Client
@@ -35,14 +37,17 @@ from fedprune_app.models.vision import MODELS, architecture
 from strategies.base import FederatedStrategy
 from strategies.dispfl import DisPFL
 from strategies.ditto import Ditto
+from strategies.dpfed import DPFed
 from strategies.dpsgd import DPSGD
 from strategies.dpsgd_ft import DPSGDFT
 from strategies.fedavg import FedAvg
 from strategies.fedavg_ft import FedAvgFT
 from strategies.fedcr import FedCR
 from strategies.fedfomo import FedFomo
+from strategies.fedltp import FedLTP
 from strategies.fedp3 import FedP3
 from strategies.fedprox import FedProx
+from strategies.fedspa import FedSPA
 from strategies.fedspallm import FedSpaLLM
 from strategies.fjord import FjORD
 from strategies.ldp_fedp3 import LDPFedP3
@@ -73,10 +78,15 @@ SYSTEMS: dict[str, System] = {
     "ldp-fedp3": System(
         LDPFedP3, LDPFedP3Client, "LDP-FedP3: private local steps, each client sends its share of a random permutation"
     ),
+    "fedltp": System(
+        FedLTP, FedLTPClient, "Fed-LTP: a ticket from public data, sparse DP-SGD, noised validation of every round"
+    ),
     "fedspallm": System(
         FedSpaLLM, FedSpaLLMClient, "FedSpaLLM: clients prune a language model's layers with private text", "text"
     ),
     "fedavg": System(FedAvg, FedAvgClient, "FedAvg: one dense global model, averaged by sample counts"),
+    "dpfed": System(DPFed, FedAvgClient, "DP-Fed: FedAvg with DP-SGD, and a plain mean of the updates"),
+    "fedspa": System(FedSPA, FedSPAClient, "Fed-SPA: DP-SGD on random coordinates, an accelerated server"),
     "fedavg-ft": System(FedAvgFT, FedAvgFTClient, "FedAvg-FT: FedAvg's model, fine-tuned by every client"),
     "dpsgd": System(DPSGD, DPSGDClient, "D-PSGD: decentralised FedAvg, judged by the consensus model"),
     "dpsgd-ft": System(DPSGDFT, DPSGDFTClient, "D-PSGD-FT: D-PSGD's consensus model, fine-tuned by every client"),
@@ -99,6 +109,7 @@ def check_names(config: Config) -> Config:
         "system": SYSTEMS,
         "dataset": DATASETS,
         "partition": PARTITIONS,
+        "fedltp.public-dataset": {"": "", **DATASETS},
         "model": {"auto": "", **MODELS},
     }
     system = SYSTEMS.get(config.system)
@@ -114,7 +125,7 @@ def check_names(config: Config) -> Config:
             raise ConfigError(f"dataset is {config.dataset!r}, allowed with system {config.system!r}: {texts}")
         return config  # its model is a folder or a hub name, looked up when it is opened
     for key, names in allowed.items():
-        value = getattr(config, key)
+        value = config.to_dict()[key]
         if value not in names:
             raise ConfigError(f"{key} is {value!r}, allowed: {', '.join(names)}")
     if config.dp.enabled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from fedprune_app.models.saving import PrunedLayers, write_checkpoint, write_pac
 from fedprune_app.models.vision import prunable_names, state_tensors
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import Recorder
+from fedprune_app.tickets import winning_ticket
 from strategies.base import FederatedStrategy
+from strategies.fedltp import FedLTP
 from strategies.fedspallm import FedSpaLLM
 
 Build = Callable[[Config, Roster, Recorder, VersionedStore, str], FederatedStrategy]
@@ -42,7 +45,10 @@ def image_strategy(
         }
     )
     prunable = frozenset(prunable_names(model))
-    return SYSTEMS[config.system].strategy(config, shared, prunable, roster, recorder, checkpoints, run_key)
+    strategy, more = SYSTEMS[config.system].strategy, {}
+    if strategy is FedLTP:
+        more["find_ticket"] = partial(winning_ticket, config, first.image_shape, first.num_classes, model)
+    return strategy(config, shared, prunable, roster, recorder, checkpoints, run_key, **more)
 
 
 def text_strategy(

@@ -116,6 +116,7 @@ class FederatedStrategy(Strategy):
         self.digests: dict[int, str] = {}  # of the clients' models, from the latest evaluation
         self.epsilons: dict[int, float] = {}  # partition -> what the client says it has spent of its privacy
         self.paper_epsilons: dict[int, float] = {}
+        self.second_epsilons: dict[int, float] = {}  # at dp.second-delta
         self.spent: dict[int, int] = {}  # partition -> the round after which its budget bears no other
 
     averages = False  # whether it averages models by :meth:`averaging`, so that ``robust`` means something
@@ -138,6 +139,9 @@ class FederatedStrategy(Strategy):
         """What each client is sent to evaluate: by default :meth:`evaluation_payload`, the same for all."""
         return _encoded(dict.fromkeys(self.roster, self.evaluation_payload()))
 
+    def prepare(self) -> None:
+        """Before the first round; not where a run goes on from a checkpoint."""
+
     def open_round(self, round: int, participants: list[int]) -> None:
         """Before the first reply."""
 
@@ -154,6 +158,10 @@ class FederatedStrategy(Strategy):
 
     def close_round(self, round: int) -> None:
         """After the last reply."""
+
+    def after_round(self, grid: Grid, round: int, timeout: float) -> dict[str, Any]:
+        """What else is exchanged once the round is closed, by default nothing; what is recorded of it."""
+        return {}
 
     def averaging(self, count: int, max_weight: int = 1) -> MaskedMean | BoundedMean | TrimmedMean:
         """The average that ``robust`` asks for, of at most ``count`` models in the coordinates of the server's."""
@@ -211,6 +219,8 @@ class FederatedStrategy(Strategy):
         result = Result()
         arrays = initial_arrays
         self.summary()
+        if not rounds_completed:
+            self.prepare()
         train_config, evaluate_config = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
         for current in range(rounds_completed + 1, num_rounds + 1):
             if not self.willing(current):
@@ -221,6 +231,7 @@ class FederatedStrategy(Strategy):
             self.open_round(current, self.sample(current))
             train_metrics = self.train_round(grid, current, arrays, timeout, train_config)
             self.close_round(current)
+            train_metrics |= self.after_round(grid, current, timeout)
             row: dict[str, Any] = {"round": current, "seconds": time.monotonic() - started, **train_metrics}
 
             if self.evaluates(current) or not self.willing(current + 1):
@@ -262,6 +273,7 @@ class FederatedStrategy(Strategy):
         kept: dict[str, Mapping[int, float]] = {"state-rounds": self.state_rounds}
         if self.config.dp.enabled:
             kept |= {"epsilons": self.epsilons, "paper-epsilons": self.paper_epsilons, "spent": self.spent}
+            kept |= {"second-epsilons": self.second_epsilons}
         return State(self.model, {key: {str(p): v for p, v in sorted(of.items())} for key, of in kept.items()})
 
     def restore(self, state: State) -> None:
@@ -270,6 +282,7 @@ class FederatedStrategy(Strategy):
         self.state_rounds = {int(p): int(r) for p, r in state.meta["state-rounds"].items()}
         self.epsilons = {int(p): float(e) for p, e in state.meta.get("epsilons", {}).items()}
         self.paper_epsilons = {int(p): float(e) for p, e in state.meta.get("paper-epsilons", {}).items()}
+        self.second_epsilons = {int(p): float(e) for p, e in state.meta.get("second-epsilons", {}).items()}
         self.spent = {int(p): int(r) for p, r in state.meta.get("spent", {}).items()}
 
     def summary(self) -> None:
@@ -397,7 +410,8 @@ class FederatedStrategy(Strategy):
         """What a client says of its privacy, for its row; whoever has none left is not asked again."""
         if not self.config.dp.enabled:
             return {}
-        for name, known in (("epsilon", self.epsilons), ("epsilon-paper", self.paper_epsilons)):
+        kinds = {"epsilon": self.epsilons, "epsilon-paper": self.paper_epsilons, "epsilon-second": self.second_epsilons}
+        for name, known in kinds.items():
             if name in fields:
                 now = wire.number(fields, name, 0)
                 if now < known.get(partition, 0.0) * (1 - 1e-6):
@@ -405,13 +419,18 @@ class FederatedStrategy(Strategy):
                 known[partition] = now
         if fields.get("budget-spent") is True:
             self.spent.setdefault(partition, round)
-        return {"epsilon": self.epsilons.get(partition), "epsilon_paper": self.paper_epsilons.get(partition)}
+        return {
+            "epsilon": self.epsilons.get(partition),
+            "epsilon_second": self.second_epsilons.get(partition),
+            "epsilon_paper": self.paper_epsilons.get(partition),
+        }
 
     def _privacy_row(self) -> dict[str, Any]:
         if not self.config.dp.enabled:
             return {}
         return {
             "epsilon_max": max(self.epsilons.values(), default=None),
+            "epsilon_second_max": max(self.second_epsilons.values(), default=None),
             "epsilon_paper_max": max(self.paper_epsilons.values(), default=None),
             "budgets_spent": len(self.spent),
         }

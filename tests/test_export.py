@@ -36,6 +36,8 @@ TINY = {
     "subfedavg.accuracy-threshold": 0.0,
     "subfedavg.mask-distance": 0.0,
     "dispfl.neighbours": 2,
+    "fedltp.tickets": 1,
+    "fedltp.ticket-iterations": 20,
 }
 HYBRID = {
     "system": "subfedavg-hy",

@@ -84,6 +84,36 @@ def random_masks(
     return masks
 
 
+def random_coordinates(shapes: Mapping[str, torch.Size | tuple[int, ...]], density: float, seed: int) -> Masks:
+    """Masks that together keep exactly ``keep_count(d, density)`` of all d coordinates, uniformly placed.
+
+    Unlike :func:`random_masks` all tensors are drawn from at once, biases too; ``seed`` alone decides, so that it can
+    travel in place of the masks. Source: Fed-SPA's random sparsifier.
+    """
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    kept = torch.zeros(sum(sizes), dtype=torch.bool)
+    order = torch.randperm(len(kept), generator=torch.Generator().manual_seed(seed))
+    kept[order[: keep_count(len(kept), density)]] = True
+    parts = torch.split(kept, sizes)
+    return {name: part.view(tuple(shape)).clone() for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+
+
+def packed(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each masked tensor as the vector of its kept values: what is sent to somebody who knows the masks."""
+    return {name: tensor[masks[name]] if name in masks else tensor for name, tensor in tensors.items()}
+
+
+def unpacked(
+    values: Mapping[str, Tensor], masks: Mapping[str, Tensor], fallback: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The inverse of :func:`packed`; coordinates that were not sent are those of ``fallback``."""
+    tensors = dict(values)
+    for name in values.keys() & masks.keys():
+        tensors[name] = fallback[name].clone()
+        tensors[name][masks[name]] = values[name]
+    return tensors
+
+
 def magnitude_masks(weights: Mapping[str, Tensor], density: float) -> Masks:
     """Per tensor, keep the ``keep_count(n, density)`` weights of largest magnitude; ties go to the lowest flat index.
 

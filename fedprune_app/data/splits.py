@@ -30,7 +30,8 @@ class DataConfig:
 
     With ``samples_per_client`` only so many samples times clients are dealt out, drawn with the label law of the whole
     (all clients get as many unless the partition makes volumes unequal); 0 deals out everything. ``dirichlet_groups``
-    is ``num_groups`` of :func:`~fedprune_app.data.partitions.dirichlet_client`.
+    is ``num_groups`` of :func:`~fedprune_app.data.partitions.dirichlet_client`. ``public_share`` of the training images
+    are dealt to no client: :func:`public_part`.
 
     With ``is_own`` the folder is one client's alone, who takes all of it: nothing is dealt, the one client is number 0
     of 1, and its test data is the folder's, or where that has none ``test_fraction`` of the images. ``classes``, "cat,
@@ -51,6 +52,7 @@ class DataConfig:
     validation_fraction: float = 0.1
     test_split: str = "labels"
     test_fraction: float = 0.3
+    public_share: float = 0.0
     seed: int = 0
     classes: str = ""
     is_own: bool = False
@@ -76,6 +78,8 @@ class DataConfig:
             )
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(f"validation-fraction is {self.validation_fraction:g}, allowed: 0 to below 1")
+        if not 0 <= self.public_share < 1:
+            raise ValueError(f"public-fraction is {self.public_share:g}, allowed: 0 to below 1")
         if not 0 < self.test_fraction < 1:
             raise ValueError(f"test-fraction is {self.test_fraction:g}, allowed: above 0 to below 1")
 
@@ -121,6 +125,12 @@ def client_data(config: DataConfig, partition_id: int, num_clients: int) -> Clie
     Tensors are made when first read, and a process keeps those of its last two clients only.
     """
     return _client_data(config, partition_id, num_clients)
+
+
+def public_part(config: DataConfig) -> tuple[Tensor, Tensor]:
+    """Images and labels of the training images that no client has, as clients have theirs: normalised, float32."""
+    pool, held = _pool(config), _set_aside(config)
+    return pool.images(held), torch.from_numpy(pool.labels[held])
 
 
 def label_counts(config: DataConfig, partition_id: int, num_clients: int) -> dict[str, list[int]]:
@@ -229,16 +239,27 @@ def _partition(config: DataConfig, num_clients: int) -> tuple[Indices, ...]:
 
 
 def _dealt(labels: Labels, config: DataConfig, num_clients: int) -> Indices:
-    """Sorted indices of the samples that are dealt out at all: everything, or ``samples_per_client`` times clients."""
+    """Sorted indices of the samples that are dealt out at all: everything, or ``samples_per_client`` times clients.
+
+    Never what is public.
+    """
+    private = np.setdiff1d(np.arange(len(labels)), _set_aside(config), assume_unique=True)
     if not config.samples_per_client:
-        return np.arange(len(labels))
+        return private
     size = config.samples_per_client * num_clients
-    if size > len(labels):
+    if size > len(private):
         raise ValueError(
-            f"samples-per-client is {config.samples_per_client}, allowed: at most {len(labels) // num_clients} for "
-            f"{num_clients} clients and {len(labels)} samples"
+            f"samples-per-client is {config.samples_per_client}, allowed: at most {len(private) // num_clients} for "
+            f"{num_clients} clients and {len(private)} samples"
         )
-    return partitions.stratified_sample(labels, size, numpy_generator(config.seed, "samples dealt"))
+    return private[partitions.stratified_sample(labels[private], size, numpy_generator(config.seed, "samples dealt"))]
+
+
+def _set_aside(config: DataConfig) -> Indices:
+    """Sorted indices of the training images that are public: a share of each label."""
+    labels = _pool(config).dataset.train_labels
+    rng = numpy_generator(config.seed, "public split")
+    return partitions.stratified_holdout(labels, config.public_share, rng)[1]
 
 
 @lru_cache(maxsize=256)

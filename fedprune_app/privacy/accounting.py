@@ -96,10 +96,10 @@ def _epsilon(counted: tuple[tuple[Release, int], ...], delta: float, accountant:
         for release, count in counted:
             composed.compose(release.event, count)
         return float(composed.get_epsilon(delta))
-    divergence = sum((count * divergence(release) for release, count in counted), np.zeros(len(ORDERS)))
-    if not np.isfinite(divergence).any():
+    rho = sum((count * divergence(release) for release, count in counted), np.zeros(len(ORDERS)))
+    if not np.isfinite(rho).any():
         return math.inf
-    return float(compute_epsilon(ORDERS, divergence, delta)[0])
+    return float(compute_epsilon(ORDERS, rho, delta)[0])
 
 
 @lru_cache(maxsize=128)
@@ -117,15 +117,23 @@ def divergence(release: Release) -> np.ndarray[tuple[int], np.dtype[np.float64]]
 
 
 @lru_cache(maxsize=128)
-def noise_for(target_epsilon: float, delta: float, sample_rate: float, steps: int, accountant: str = "rdp") -> float:
+def noise_for(
+    target_epsilon: float,
+    delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: str = "rdp",
+    besides: tuple[tuple[Release, int], ...] = (),
+) -> float:
     """The least noise multiplier, of three decimals, for which so many steps are (target_epsilon, delta)-DP.
 
-    Raises ``ValueError`` when not even a multiplier of 1000 is enough.
+    ``besides`` is what else will be released, and how often. Raises ``ValueError`` when not even a multiplier of 1000
+    is enough.
     """
     enough, too_little = 1000, 0  # whole thousandths, so every machine finds the same
 
     def spends(thousandths: int) -> float:
-        return epsilon({Steps(thousandths / 1000, sample_rate): steps}, delta, accountant)
+        return epsilon({Steps(thousandths / 1000, sample_rate): steps, **dict(besides)}, delta, accountant)
 
     while spends(enough) > target_epsilon:
         too_little, enough = enough, enough * 2

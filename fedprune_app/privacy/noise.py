@@ -92,9 +92,9 @@ def noise_source(
     return Seeded(rng.generator(seed, f"noise of {role} {digest.hexdigest()}", partition, round))
 
 
-def noisy_count(count: int, most: int, scale: float, noise: Noise) -> int:
-    """A count of examples plus Laplace noise, as a whole number from 0 to ``most``.
+def noisy_count(count: int, scale: float, noise: Noise) -> int:
+    """A count of examples plus Laplace noise, as a whole number: below 0 too, and above what can be counted.
 
-    Rounding and clamping cost no privacy, and the low bits of a floating-point sum stay here (Mironov 2012).
+    Rounding costs no privacy, and the low bits of a floating-point sum stay here (Mironov 2012).
     """
-    return min(max(round(count + noise.laplace(scale)), 0), most)
+    return round(count + noise.laplace(scale))

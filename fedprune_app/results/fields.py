@@ -37,7 +37,13 @@ ROUND_FIELDS = (
     "density_by_layer",  # name -> mean density
     "flops",  # sum over the clients that trained
     "epsilon_max",  # over all clients, what each has spent of its privacy so far; null without dp.enabled
+    "epsilon_second_max",  # the same at dp.second-delta
     "epsilon_paper_max",  # Fed-LTP's printed formula, which is no guarantee
+    "validation_score",  # Fed-LTP: (noised) share of correct predictions that the round is judged by
+    "validations",  # clients that told a score
+    "validation_bytes_up",  # within bytes_up
+    "validation_bytes_down",
+    "best_round",  # by validation_score, so far: the round whose model is evaluated, and final
     "budgets_spent",  # clients that take part no more, because their privacy budget would not bear it
 )
 CLIENT_FIELDS = (
@@ -54,6 +60,7 @@ CLIENT_FIELDS = (
     "bytes_up",
     "bytes_down",
     "epsilon",
+    "epsilon_second",
     "epsilon_paper",
     "seconds",
 )

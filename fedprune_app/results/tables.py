@@ -20,7 +20,8 @@ MEGABYTE = 1e6  # bytes, as the papers count
 
 # Where a run lives and how it was executed; none of it changes what was computed.
 _BOOKKEEPING = {
-    "out-dir", "state-dir", "data-dir", "resume-from", "device", "tracking", "download", "startup-seconds"
+    "out-dir", "state-dir", "data-dir", "fedltp.public-data-dir", "resume-from", "device", "tracking", "download",
+    "startup-seconds",
 }  # fmt: skip
 
 
@@ -79,6 +80,8 @@ OUTCOME = (
     Column("global_density", "of the global matrices", lambda run: run.last("density_global"), 1, 3),
     Column("union_density", "before expansion", lambda run: run.last("density_before_expansion"), 1, 3),
     Column("epsilon", "ε", lambda run: run.last("epsilon_max"), 1, 2),
+    Column("second_epsilon", "ε at the second δ", lambda run: run.last("epsilon_second_max"), 1, 2),
+    Column("paper_epsilon", "ε, Fed-LTP's formula", lambda run: run.last("epsilon_paper_max"), 1, 3),
     Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0),
     Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1),
 )

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from clients.training import SGD, Evaluation, FlatParameters, dense_gradient, evaluate, train
+from clients.training import SGD, Evaluation, FlatParameters, adam, dense_gradient, evaluate, train
 from fedprune_app.data.augmentation import CropFlip
 from fedprune_app.models import build_model, prunable_names, state_tensors
 
@@ -178,6 +178,76 @@ def test_every_epoch_sees_every_example_once_in_another_order():
     train(Spy(1, 2), images, torch.zeros(10).long(), SGD(0.0, batch_size=4, epochs=2), rng=generator())
     assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
     assert len({tuple(seen[:10]), tuple(seen[10:]), tuple(range(10))}) == 3
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(2, 16), (3, 20), (5, 36), (7, 48)])
+def test_an_epoch_can_have_its_number_of_steps_and_goes_through_the_examples_as_often_as_that_takes(steps, expected):
+    model, (images, labels) = new_model(), new_data()
+    sgd = SGD(0.05, momentum=0.5, batch_size=8, epochs=2, steps_per_epoch=steps)
+    result = train(model, images, labels, sgd, rng=generator())
+    assert result.num_steps == 2 * steps
+    assert sgd.examples_per_epoch(20) == expected
+
+    other, rng = new_model(), generator()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.05, momentum=0.5)
+    losses: list[float] = []
+    for _ in range(2):
+        queue: list[torch.Tensor] = []
+        for _ in range(steps):
+            queue = queue or list(torch.split(torch.randperm(20, generator=rng), 8))
+            batch = queue.pop(0)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(other(images[batch]), labels[batch])
+            loss.backward()
+            optimizer.step()
+            losses += [loss.item()] * len(batch)
+    for name, tensor in state_tensors(model).items():
+        torch.testing.assert_close(tensor, state_tensors(other)[name], rtol=1e-5, atol=1e-6)
+    assert len(losses) == 2 * expected
+    assert result.loss_mean == pytest.approx(sum(losses) / len(losses))
+
+
+def test_what_is_not_active_keeps_its_value_and_the_rest_trains_as_if_it_were_constant():
+    model, (images, labels) = new_model(), new_data()
+    active = {n: torch.rand(p.shape, generator=generator(3)) < 0.4 for n, p in model.named_parameters()}
+    start = state_tensors(model)
+    train(model, images, labels, EVERYTHING, rng=generator(), active=active)
+
+    other, rng = new_model(), generator()
+    velocity = {n: torch.zeros_like(p) for n, p in other.named_parameters()}
+    for _ in range(2):
+        for batch in torch.split(torch.randperm(20, generator=rng), 8):
+            other.zero_grad()
+            F.cross_entropy(other(images[batch]), labels[batch]).backward()
+            nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+            for n, p in other.named_parameters():
+                velocity[n] = 0.5 * velocity[n] + torch.where(active[n], p.grad + 0.1 * p.data, 0.0)
+                p.data -= 0.05 * velocity[n]
+    for n, tensor in state_tensors(model).items():
+        assert torch.equal(tensor[~active[n]], start[n][~active[n]])
+        assert not torch.equal(tensor[active[n]], start[n][active[n]])
+        torch.testing.assert_close(tensor, state_tensors(other)[n])
+
+
+def test_masks_and_active_coordinates_exclude_each_other():
+    model, (images, labels) = new_model(), new_data()
+    masks = half_masks(model)
+    with pytest.raises(ValueError, match="masks and active are given, allowed: one of them"):
+        train(model, images, labels, SGD(0.1), rng=generator(), masks=masks, active=masks)
+
+
+def test_the_adam_hook_makes_plain_sgd_adam():
+    model, other, (images, labels) = new_model(), new_model(), new_data()
+    sgd = SGD(0.01, batch_size=8, epochs=4)
+    train(model, images, labels, sgd, rng=generator(), adjust_gradients=adam())
+    optimizer, rng = torch.optim.Adam(other.parameters(), lr=0.01), generator()
+    for _ in range(4):
+        for batch in torch.split(torch.randperm(20, generator=rng), 8):
+            optimizer.zero_grad()
+            F.cross_entropy(other(images[batch]), labels[batch]).backward()
+            optimizer.step()
+    for name, tensor in state_tensors(model).items():
+        torch.testing.assert_close(tensor, state_tensors(other)[name], rtol=1e-4, atol=1e-5)
 
 
 def test_weights_can_be_read_after_every_epoch_and_gradients_reset_by_the_reader():

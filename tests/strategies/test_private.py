@@ -30,6 +30,9 @@ ADMISSIBLE = {
     "lg-fedavg": {},
     "mtl": {},
     "standalone": {},
+    "dpfed": {},
+    "fedspa": {},
+    "fedltp": {"fedltp_validators": "none", "fedltp_tickets": 1, "fedltp_ticket_iterations": 5},
 }
 
 
@@ -128,6 +131,10 @@ def test_masked_coordinates_get_no_noise(federation):
         (
             {"system": "fedp3", "fedp3.local": "uniform", "dp.grad-sample": "hooks"},
             r"dp\.grad-sample is 'hooks', allowed with fedp3\.local 'uniform': auto, one-pass",
+        ),
+        (
+            {"system": "fedltp"},
+            r"fedltp\.validators is 'all', allowed with dp\.enabled: 'none', or with dp\.count-scale above 0",
         ),
         ({"system": "fedavg", "model": "cnn-small-bn"}, "model is 'cnn-small-bn', allowed with dp.enabled: one witho"),
         ({"system": "fedavg", "dp.noise-multiplier": 0.0}, "allowed with dp.enabled: one of them above 0"),

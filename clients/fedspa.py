@@ -1,0 +1,41 @@
+"""Fed-SPA, the client half: DP-SGD on a random set of coordinates, all others stay where the server has them.
+
+Hu, Gong, Guo, IJCAI 2021. Each example's gradient is cut down to the set before it is clipped, and noise falls on the
+set alone. Nothing is pruned: the client computes with, and receives, the whole network.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from clients.base import Update
+from clients.fedavg import FedAvgClient
+from fedprune_app.config import Config
+from fedprune_app.core.masks import packed, random_coordinates
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine import wire
+from fedprune_app.engine.store import State, grouped
+from fedprune_app.models import vision
+
+
+class FedSPAClient(FedAvgClient):
+    """Sends the values of its round's coordinates, in their order; the server has drawn the same."""
+
+    @classmethod
+    def why_not_private(cls, config: Config) -> str:
+        """The coordinates follow from a number that the server sends, and it has nothing but what was released."""
+        return ""
+
+    def coordinates(self) -> dict[str, Tensor]:
+        """This round's set, of the tensors that travel. ``ValueError`` for a seed that is none."""
+        seed = int(wire.number(self.request, "coordinates", 0, 2**63 - 1))
+        tensors = vision.named_tensors(self.model)
+        return random_coordinates({name: tensors[name].shape for name in self.shared}, self.config.fedspa.share, seed)
+
+    def local_update(self, received: Payload, state: State, round: int) -> Update:
+        chosen = self.coordinates()
+        vision.load_state_tensors(self.model, self.begin(received, state))
+        result = self.train(round, active={name: mask for name, mask in chosen.items() if name in self.sizes})
+        tensors = vision.state_tensors(self.model, include_buffers=True)
+        payload = Payload(packed({name: tensors[name] for name in self.shared}, chosen))
+        return Update(payload, State(grouped(weights=tensors)), result, self.training_flops())

@@ -1,0 +1,89 @@
+"""Winning tickets: which of several to take, and the nested sub-models that iterative pruning makes of one.
+
+Source: Fed-LTP, section 4; Frankle and Carbin, "The Lottery Ticket Hypothesis", ICLR 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedprune_app.core.masks import Masks, keep_count, relative_threshold_masks
+from fedprune_app.core.scores import magnitude_mask, smallest
+
+RULES = ("quantile", "relative-threshold")
+SELECTIONS = ("softmax", "counts", "argmax")
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A pruned network: the values to start from, the masks, and the trained weights that these were read from."""
+
+    start: Mapping[str, Tensor]
+    trained: Mapping[str, Tensor]
+    masks: Mapping[str, Tensor]
+    about: Mapping[str, Any] = field(default_factory=dict)  # plain values, for the record
+
+
+def ticket_masks(weights: Mapping[str, Tensor], density: float, rule: str = "quantile") -> Masks:
+    """The masks of trained weights, tensor by tensor.
+
+    ``quantile`` keeps exactly ``keep_count(n, density)`` weights of largest magnitude, so that ``p = 1 - Pr`` (equation
+    11); ``relative-threshold`` keeps ``|w| > Pr max |w|`` (equation 9 as printed) with ``Pr = 1 - density``: how many
+    that are depends on the weights. ``ValueError`` for another rule, and for NaN.
+    """
+    if rule not in RULES:
+        raise ValueError(f"rule is {rule!r}, allowed: {', '.join(RULES)}")
+    if rule == "quantile":
+        return {name: magnitude_mask(weight, density) for name, weight in weights.items()}
+    return relative_threshold_masks(weights, 1 - density)
+
+
+def selection_probabilities(counts: Sequence[int], total: int, selection: str, temperature: float = 1.0) -> list[float]:
+    """With what probability each ticket is taken, given its number of correct predictions of ``total``.
+
+    ``softmax`` is that of accuracies over ``temperature``, ``counts`` that of the counts themselves (equation 10 as
+    printed: all but certain to take the best, unless counts are within a few), ``argmax`` the best, the first of
+    equals. The largest exponent is 0, so nothing overflows. ``ValueError`` for no tickets, another selection, or a
+    temperature that is not above 0.
+    """
+    if not counts or selection not in SELECTIONS or not temperature > 0 or total < 1:
+        given = f"{len(counts)} tickets, total {total}, selection {selection!r}, temperature {temperature}"
+        raise ValueError(f"{given}, allowed: at least 1, at least 1, {', '.join(SELECTIONS)}, above 0")
+    best = max(counts)
+    if selection == "argmax":
+        return [float(j == counts.index(best)) for j in range(len(counts))]
+    unit = total * temperature if selection == "softmax" else 1.0
+    powers = np.exp([(count - best) / unit for count in counts])  # differences first: exact, and never positive
+    return [float(power) for power in powers / powers.sum()]
+
+
+def nested_levels(
+    weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], num_models: int, pruned_share: float
+) -> dict[str, Tensor]:
+    """How many of the nested sub-models ``M_1 ⊃ M_2 ⊃ ... ⊃ M_K`` keep each coordinate: int16, 0 outside ``masks``.
+
+    ``M_i`` keeps ``keep_count(kept, (1 - pruned_share)^i)`` of a tensor's ``kept`` coordinates, those of largest
+    magnitude: equation 15, and so a ``pruned_share`` of the survivors goes at a time. Equation 12 with rule (9), read
+    literally, removes nothing after its first pass: all that survived exceeds the threshold. :func:`at_level` gives the
+    masks. ``ValueError`` for NaN.
+    """
+    levels = {}
+    for name, mask in masks.items():
+        scores = torch.where(mask, weights[name].detach().abs().float(), -1.0)
+        kept = int(mask.count_nonzero())
+        levels[name] = torch.zeros(mask.shape, dtype=torch.int16)
+        for i in range(1, num_models + 1):
+            count = keep_count(kept, (1 - pruned_share) ** i)
+            levels[name] += ~smallest(scores, scores.numel() - count)
+    return levels
+
+
+def at_level(levels: Mapping[str, Tensor], model: int) -> Masks:
+    """The masks of sub-model ``model``, from 1."""
+    return {name: level >= model for name, level in levels.items()}

@@ -1,0 +1,109 @@
+"""Winning tickets on the server's public data: Fed-LTP's Algorithm 1. Nothing private is read here."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+from torch import Tensor, nn
+
+from clients.base import data_config
+from clients.node import device_of
+from clients.training import SGD, adam, evaluate, train
+from fedprune_app.config import Config, ConfigError
+from fedprune_app.core import rng
+from fedprune_app.core.layers import layers_of
+from fedprune_app.core.masks import full_masks
+from fedprune_app.core.payload import Payload
+from fedprune_app.core.tickets import Ticket, selection_probabilities, ticket_masks
+from fedprune_app.data.public import public_dataset, some_of
+from fedprune_app.data.splits import public_part
+from fedprune_app.models import vision
+from fedprune_app.models.initial import chosen_name
+
+log = logging.getLogger("flwr.fedprune")
+
+
+def winning_ticket(config: Config, shape: tuple[int, int, int], num_classes: int, model: nn.Module) -> Ticket:
+    """Train and prune ``fedltp.tickets`` networks on public data and draw one, for images of ``shape``.
+
+    ``model`` is the run's initial one. The score of a ticket is that of the trained and pruned network, on the
+    images it was trained on. Raises :class:`ConfigError` for public data of other classes, unless they need not match.
+    """
+    options = config.fedltp
+    initial = vision.state_tensors(model, include_buffers=True)
+    weights = vision.prunable_names(model)
+    if not options.tickets:
+        masks = full_masks({name: initial[name].shape for name in weights})
+        return Ticket(initial, initial, masks, {"tickets": 0, "public_images": 0})
+    started = time.monotonic()
+    images, labels, public_classes = public_images(config, shape, num_classes)
+    if public_classes != num_classes and options.public_head == "same":
+        raise ConfigError(
+            f"fedltp.public-dataset is {options.public_dataset!r} of {public_classes} classes, allowed with "
+            f"fedltp.public-head 'same': one of {num_classes}, as the private data"
+        )
+    network = chosen_name(config.model, config.dataset)
+    tickets, counts = [], []
+    for j in range(options.tickets):
+        draw = rng.generator(config.seed, "ticket", j)
+        model = vision.build_model(network, shape, public_classes, rng=draw, init=config.init)
+        before = vision.state_tensors(model, include_buffers=True)  # w_0
+        _train(config, model, images, labels, j)
+        trained = vision.state_tensors(model, include_buffers=True)  # w_j
+        masks = ticket_masks({name: trained[name] for name in weights}, config.density, options.rule)
+        vision.load_state_tensors(model, Payload.pruned(trained, masks).tensors)
+        counts.append(evaluate(model, images, labels, device=device_of(config)).correct)
+        tickets.append((before, trained, masks))
+        log.info("ticket %d: %d of %d public images", j, counts[-1], len(labels))
+    probabilities = selection_probabilities(counts, len(labels), options.selection, options.temperature)
+    chosen = int(rng.numpy_generator(config.seed, "ticket selection").choice(len(tickets), p=np.array(probabilities)))
+    before, trained, masks = tickets[chosen]
+    start = {"rewind": before, "trained": trained, "random": dict(initial)}[options.start]
+    if options.public_head == "own":  # what belongs to the public classes alone is not taken over
+        *_, head = layers_of(list(trained), masks.keys()).values()
+        start = {**start, **{name: initial[name] for name in head}}
+        masks = masks | full_masks({name: initial[name].shape for name in head if name in masks})
+        trained = {**trained, **{name: initial[name] for name in head}}
+    about = {
+        "tickets": options.tickets,
+        "public_images": len(labels),
+        "correct": counts,
+        "probabilities": probabilities,
+        "chosen": chosen,
+        "seconds": time.monotonic() - started,
+    }
+    return Ticket(start, trained, masks, about)
+
+
+def _train(config: Config, model: nn.Module, images: Tensor, labels: Tensor, ticket: int) -> None:
+    """Line 4: k steps. With the learning rate 1.2e-3 of the text Adam is what Frankle and Carbin train with."""
+    options = config.fedltp
+    is_adam = options.ticket_optimizer == "adam"
+    sgd = SGD(
+        options.ticket_learning_rate,
+        momentum=0.0 if is_adam else config.momentum,
+        batch_size=options.ticket_batch_size,
+        steps_per_epoch=options.ticket_iterations,
+    )
+    draw = rng.generator(config.seed, "ticket training", ticket)
+    hook = adam() if is_adam else None
+    result = train(model, images, labels, sgd, rng=draw, adjust_gradients=hook, device=device_of(config))
+    if result.diverged:
+        raise ConfigError(
+            f"fedltp.ticket-learning-rate is {options.ticket_learning_rate}, allowed: one with which training on "
+            f"public data does not diverge (loss {result.loss_mean})"
+        )
+
+
+def public_images(config: Config, shape: tuple[int, int, int], num_classes: int) -> tuple[Tensor, Tensor, int]:
+    """The public data and how many classes it has: a dataset of its own in the private one's shape, or the share of the
+    private one that no client has."""
+    options = config.fedltp
+    if options.public_dataset:
+        folder, samples = options.public_data_dir, options.public_samples
+        return public_dataset(options.public_dataset, folder, shape, samples, config.seed, config.download)
+    images, labels = public_part(data_config(config))
+    chosen = some_of(labels.numpy(), options.public_samples, config.seed)
+    return images[chosen], labels[chosen], num_classes

@@ -1,0 +1,30 @@
+"""DP-Fed: FedAvg whose clients train with DP-SGD; the server takes the plain mean of their updates.
+
+The baseline of Fed-LTP (Shi et al.): McMahan et al. 2017 with instance-level privacy, Abadi et al. 2016. Dense, no
+acceleration, no validation. The client half is FedAvg's: what is private about it is ``dp.enabled``.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine.rounds import Peer
+from strategies.fedavg import FedAvg
+
+log = logging.getLogger("flwr.fedprune")
+
+
+class DPFed(FedAvg):
+    """``θ^{t+1} = θ^t + 1/K Σ_i Δ_i^t``: clients count alike, whatever their numbers of examples."""
+
+    def summary(self) -> None:
+        super().summary()
+        if not self.config.dp.enabled:
+            log.warning("dp.enabled is false: this run of %s protects nobody", self.config.system)
+
+    def open_round(self, round: int, participants: list[int]) -> None:
+        self.mean = self.averaging(len(participants))
+
+    def accept(self, peer: Peer, update: Payload) -> None:
+        self.mean.add(update)

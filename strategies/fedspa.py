@@ -1,0 +1,104 @@
+"""Fed-SPA, the server half: clients train a random set of coordinates, the server takes an accelerated step.
+
+Hu, Gong, Guo, "Federated Learning with Sparsification-Amplified Privacy and Adaptive Optimization", IJCAI 2021, as
+Fed-LTP (Shi et al.) compares with it. The client half is ``clients/fedspa.py``.
+
+* Each round and client has a set of its own of ``⌊p d⌋`` of all d coordinates, biases too. Its seed travels, the set
+  does not: the client returns the values in the set's order.
+* The mean is over all participants, and a coordinate outside of a client's set has not moved there.
+* The acceleration is named and not given in Fed-LTP's text. Here: momentum on the mean update (default), Adam on it
+  (Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2), or none (``fedspa.acceleration``).
+* ε is that of plain subsampled Gaussians with sensitivity C: the paper's amplification by sparsification rests on
+  sparsified gradients being shorter, which clipping to C does not guarantee.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fedprune_app.config import FedSPAOptions
+from fedprune_app.core import rng
+from fedprune_app.core.masks import keep_count, packed, random_coordinates, unpacked
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine.rounds import Peer
+from fedprune_app.engine.store import State, grouped
+from fedprune_app.engine.wire import Schema
+from strategies.base import Contents
+from strategies.dpfed import DPFed
+
+
+class FedSPA(DPFed):
+    """``θ^{t+1} = θ^t + step(1/K Σ_i Δ_i^t)``, Δ_i sparse."""
+
+    paper_formula = "32 bits per parameter down, per chosen parameter up"
+    round = 0
+
+    @property
+    def options(self) -> FedSPAOptions:
+        return self.config.fedspa
+
+    # --- what is sent -----------------------------------------------------------------------------------------------
+
+    def seed_of(self, partition: int) -> int:
+        """Of the client's coordinates this round."""
+        return rng.derive_seed(self.config.seed, "coordinates", partition, self.round)
+
+    def coordinates(self, partition: int) -> dict[str, Tensor]:
+        shapes = {name: tensor.shape for name, tensor in self.model.items()}
+        return random_coordinates(shapes, self.options.share, self.seed_of(partition))
+
+    def outgoing(self, round: int, participants: list[int]) -> Iterator[tuple[int, Contents]]:
+        for partition, contents in super().outgoing(round, participants):
+            yield partition, replace(contents, fields={"coordinates": self.seed_of(partition)})
+
+    # --- what comes back --------------------------------------------------------------------------------------------
+
+    def reply_schema(self, partition: int) -> Schema:
+        return Schema.like(packed(self.model, self.coordinates(partition)))
+
+    def open_round(self, round: int, participants: list[int]) -> None:
+        super().open_round(round, participants)
+        self.round = round
+        if round == 1:
+            self.momentum = {name: torch.zeros_like(tensor) for name, tensor in self.model.items()}
+            self.variance = {name: torch.zeros_like(tensor) for name, tensor in self.model.items()}
+
+    def accept(self, peer: Peer, update: Payload) -> None:
+        super().accept(peer, Payload(unpacked(update.tensors, self.coordinates(peer.partition), self.model)))
+
+    def close_round(self, round: int) -> None:
+        mean = self.mean.mean(self.model)
+        step = self.step({name: mean[name] - old for name, old in self.model.items()})
+        rate = self.options.server_learning_rate
+        self.model = {name: old + rate * step[name] for name, old in self.model.items()}
+
+    def step(self, change: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Where the mean update leads, after those before it."""
+        options = self.options
+        beta1, beta2 = options.server_momentum, options.adam_beta2
+        if options.acceleration == "none":
+            return change
+        if options.acceleration == "momentum":
+            self.momentum = {name: beta1 * self.momentum[name] + delta for name, delta in change.items()}
+            return self.momentum
+        self.momentum = {name: beta1 * self.momentum[name] + (1 - beta1) * delta for name, delta in change.items()}
+        self.variance = {name: beta2 * self.variance[name] + (1 - beta2) * delta**2 for name, delta in change.items()}
+        return {name: m / (self.variance[name].sqrt() + options.adam_epsilon) for name, m in self.momentum.items()}
+
+    def paper_bytes(self, num_participants: int) -> tuple[float, float]:
+        size = sum(tensor.numel() for tensor in self.model.values())
+        return 4.0 * num_participants * size, 4.0 * num_participants * keep_count(size, self.options.share)
+
+    # --- resume -----------------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        state = super().state()
+        return State({**state.tensors, **grouped(momentum=self.momentum, variance=self.variance)}, state.meta)
+
+    def restore(self, state: State) -> None:
+        super().restore(state)
+        self.momentum, self.variance = state.group("momentum"), state.group("variance")
