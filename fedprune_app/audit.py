@@ -43,6 +43,7 @@ from fedprune_app.registry import SYSTEMS
 MOST_CANARIES = 1000  # unless more are asked for
 PIXELS, AMPLITUDE = 1 / 16, 4.0  # of a canary: the share that is not 0, and their standard deviation
 _IGNORED = -100  # the label that cross entropy ignores
+_MOST_OTHERS = 1000  # examples that are no canaries whose part in the upload is sought one by one
 _LARGEST = 100_000_000  # numbers in memory at a time, about
 Tensors = Mapping[str, Tensor]
 
@@ -164,7 +165,9 @@ def audit(config: Config, question: Question) -> Finding:
     if not (config.dp.enabled and issubclass(kind, FederatedClient)):
         raise ConfigError(f"dp.enabled is {str(config.dp.enabled).lower()}, allowed with audit: true")
     number, guesses = _numbers(config, question)
-    watch = _Watch(question.client, config.seed, number, Evidence(number))
+    examples = client_data(data_config(config), question.client, question.clients).num_examples
+    rows = min(examples, number + _MOST_OTHERS)
+    watch = _Watch(question.client, config.seed, number, Evidence(rows))
     privacy = {"privacy_kind": WithoutNoise} if question.without_noise else {}
     watched = type(f"Watched{kind.__name__}", (Watched, kind), {"watch": watch, **privacy})
     logging.getLogger("flwr").setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))
@@ -185,7 +188,7 @@ def audit(config: Config, question: Question) -> Finding:
         raise LaunchError(f"client {question.client} sent no model in {config.num_server_rounds} rounds")
     delta = question.delta or config.dp.delta
     claim = client.privacy.ledger.epsilon(delta)
-    return Finding.of(watch.evidence.scores, client.coins, guesses, delta, question.confidence, claim)
+    return Finding.of(watch.evidence.scores[:number], client.coins, guesses, delta, question.confidence, claim)
 
 
 def _numbers(config: Config, question: Question) -> tuple[int, int]:
@@ -235,7 +238,7 @@ def _app(watch: _Watch, watched: type[FederatedClient]) -> ClientApp:
 
 
 def consider(evidence: Evidence, client: Watched, trainings: list[_Training], sent: Payload) -> bool:
-    """Add what one upload says: along which canaries' gradients it lies from where its training started.
+    """Add what one upload says: along which examples' gradients it lies from where its training started.
 
     False where nothing trained was sent. Of several trainings the one counts whose outcome is closest to what was sent.
     """
@@ -250,17 +253,26 @@ def consider(evidence: Evidence, client: Watched, trainings: list[_Training], se
 
     update = flat(training.before) - flat(sent.tensors)
     kept = torch.cat([masks.get(n, torch.ones_like(sent.tensors[n])).flatten() != 0 for n in parameters])
-    chosen = _coordinates(kept, len(client.coins))
-    directions, others = torch.zeros(len(client.coins), len(chosen)), []
-    for model in (training.before, sent.tensors):
-        at = {**training.before, **model}
-        norm = client.config.dp.clip_norm
-        for start, rows in _clipped(client, at, client.canary_images, client.canary_labels, masks, parameters, norm):
-            directions[start : start + len(rows)] += rows[:, chosen]
-        parts = _clipped(client, at, *client.real, masks, parameters, norm)
-        others.append(sum((rows.sum(0)[chosen] for _, rows in parts), torch.zeros(len(chosen))))
+    images = torch.cat([client.canary_images, client.real[0]])
+    labels = torch.cat([client.canary_labels, client.real[1]])
+    rows = evidence.rows
+    chosen = _coordinates(kept, rows)
+    directions, others = torch.zeros(rows, len(chosen)), []
+    for model in _between(training.before, {**training.before, **sent.tensors}):
+        total = torch.zeros(2, len(chosen))  # of the canaries, of the others
+        for start, found in _clipped(client, model, images, labels, masks, parameters):
+            part = found[:, chosen]
+            own = max(len(client.coins) - start, 0)  # how many of them are canaries
+            total += torch.stack([part[:own].sum(0), part[own:].sum(0)])
+            directions[start : start + len(part)] += part[: max(rows - start, 0)]
+        others += list(total)
     evidence.add(update[chosen], directions, others)
     return True
+
+
+def _between(before: Tensors, after: Tensors) -> list[dict[str, Tensor]]:
+    """The model before a training, after it, and half way: gradients change on the way."""
+    return [{n: torch.lerp(t, after[n], share) for n, t in before.items()} for share in (0.0, 0.5, 1.0)]
 
 
 def _distance(one: Tensors, other: Tensors, names: list[str]) -> float:
@@ -283,7 +295,6 @@ def _clipped(
     labels: Tensor,
     masks: Tensors,
     names: list[str],
-    clip_norm: float,
 ) -> Iterator[tuple[int, Tensor]]:
     """Where each part begins, and its rows of the gradients (n, d) by ``names``, under the masks, clipped over all."""
     model = client.model
@@ -300,7 +311,7 @@ def _clipped(
             found = per_example(leaves, images[start : start + step], labels[start : start + step])
             found = {n: (g * masks[n] if n in masks else g).flatten(1) for n, g in found.items()}
             norms = torch.stack([g.square().sum(1) for g in found.values()]).sum(0).sqrt()
-            factors = (clip_norm / (norms + 1e-6)).clamp(max=1).nan_to_num(0.0)
+            factors = (client.config.dp.clip_norm / (norms + 1e-6)).clamp(max=1).nan_to_num(0.0)
             yield start, torch.cat([found[n] for n in names], dim=1).nan_to_num(0.0) * factors[:, None]
 
 

@@ -137,20 +137,22 @@ class Finding:
 
 
 class Evidence:
-    """What several releases say together about ``canaries`` coins.
+    """What several releases say together about the parts that ``rows`` examples have in them.
 
-    A release is taken to be ``u = a (g_0 + Σ_i s_i g_i) + n``: an update u of the weights, the direction g_i in which
-    canary i pulls, the one g_0 of all else, coins s_i, an unknown scale a, and noise n that is equal in all directions.
-    Then the best guess of x_i = 2 s_i - 1 is a ridge regression. Its strength λ (noise over signal) is what makes the
+    A release is taken to be ``u = a (g_0 + Σ_i x_i g_i) + n``: an update u of the weights, the direction g_i in which
+    example i pulls, how much more or less than the mean it does so, x_i of unit variance (a canary by its coin, others
+    by how often they were sampled), what all have in common g_0, an unknown scale a, and noise n that is equal in all
+    directions. Then the best guess of x is a ridge regression. Its strength λ (noise over signal) is what makes the
     release most likely, so neither the noise nor the learning rate need be known.
     """
 
-    def __init__(self, canaries: int) -> None:
-        self._precision = torch.eye(canaries, dtype=torch.float64)
-        self._pull = torch.zeros(canaries, dtype=torch.float64)
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.scores = torch.zeros(rows, dtype=torch.float64)
+        """The sum over releases of the posterior means of x (rows,): the larger, the likelier a canary was in."""
 
     def add(self, update: Tensor, directions: Tensor, others: Sequence[Tensor] = ()) -> None:
-        """``update`` u (d,), ``directions`` (m, d); what lies along ``others`` (d,), and along the mean direction,
+        """``update`` u (d,), ``directions`` (rows, d); what lies along ``others`` (d,), and along the mean direction,
         says nothing of single coins and is taken out. A release without any signal adds nothing."""
         basis = _orthonormal([directions.mean(0), *others])
         u, g = _outside(update, basis), _outside(directions, basis)
@@ -161,13 +163,9 @@ class Evidence:
         noise, scale = _most_likely(
             gram / unit, projections / math.sqrt(unit), float(u.double().square().sum()), len(u)
         )
-        self._precision += gram / unit / noise
-        self._pull += projections / math.sqrt(unit) / (noise * scale)
-
-    @property
-    def scores(self) -> Tensor:
-        """The posterior mean of x (m,): the larger, the likelier the canary was in."""
-        return torch.linalg.solve(self._precision, self._pull)
+        # each release by itself: where the model is wrong and not the noise large, errors differ between releases
+        system = gram / unit + noise * torch.eye(self.rows, dtype=torch.float64)
+        self.scores += torch.linalg.solve(system, projections / math.sqrt(unit)) / scale
 
 
 def _orthonormal(vectors: Sequence[Tensor]) -> Tensor:
