@@ -102,8 +102,8 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
         _close(recorder, "interrupted", "interrupted")
         raise
     except BaseException as error:
-        text = str(error).strip().splitlines() or [type(error).__name__]
-        _close(recorder, "failed", text[-1])
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        _close(recorder, "failed", lines[-1])
         raise
 
 

@@ -172,12 +172,14 @@ def _orthonormal(vectors: Sequence[Tensor]) -> Tensor:
     """(k, d) -> (<= k, d), an orthonormal basis of what they span."""
     stacked = torch.stack(list(vectors))
     _, values, basis = torch.linalg.svd(stacked, full_matrices=False)
-    return basis[values > 1e-6 * values.max()] if float(values.max()) > 0 else basis[:0]
+    spanning: Tensor = basis[values > 1e-6 * values.max()] if float(values.max()) > 0 else basis[:0]
+    return spanning
 
 
 def _outside(vectors: Tensor, basis: Tensor) -> Tensor:
     """The part of each vector (..., d) that is orthogonal to an orthonormal basis (k, d)."""
-    return vectors - (vectors @ basis.T) @ basis
+    outside: Tensor = vectors - (vectors @ basis.T) @ basis
+    return outside
 
 
 def _most_likely(gram: Tensor, projections: Tensor, squared_norm: float, dimensions: int) -> tuple[float, float]:
