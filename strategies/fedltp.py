@@ -39,7 +39,7 @@ from strategies.base import Contents
 from strategies.dpfed import DPFed
 
 log = logging.getLogger("flwr.fedprune")
-_MOST = 2**53  # of a noised count, in size
+_SCALES = 40  # how far noise may take a score: beyond with probability e^-40, or by a client that makes it up
 
 
 class FedLTP(DPFed):
@@ -151,10 +151,13 @@ class FedLTP(DPFed):
         """A client's (noised) number of correct predictions, and of how many. ``ValueError`` refuses it."""
         if answer.content is None:
             raise ValueError(answer.error)
-        fields = wire.fields_of(answer.content)
-        told = int(wire.number(fields, "score", -_MOST, _MOST)), int(wire.number(fields, "num-validation", 1, 2**31))
+        fields, share = wire.fields_of(answer.content), self.config.validation_fraction
+        most = int((share * self.roster[answer.partition].num_examples + 0.5) / (1 - share))  # of val + train
+        num_examples = int(wire.number(fields, "num-validation", 1, max(1, most)))
+        noise = _SCALES * self.config.dp.count_scale if self.config.dp.enabled else 0.0
+        score = int(wire.number(fields, "score", 0 - noise, num_examples + noise))
         self.log.clients[answer.partition] |= self._privacy_of(answer.partition, fields, round)
-        return told
+        return score, num_examples
 
     def evaluation_payload(self) -> Payload:
         return Payload(self.best_model, self.masks(1))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from clients.base import data_config
+from clients.fedltp import FedLTPClient
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.rng import generator
@@ -212,6 +213,24 @@ def test_the_best_rounds_model_is_the_final_one_and_the_one_evaluated(federation
         assert torch.equal(tensor, sent[name])
     accuracies = [row["accuracy_global"] for row in run.rounds]
     assert accuracies[-1] == accuracies[best - 1]
+
+
+def test_a_made_up_score_is_refused_and_does_not_choose_the_model(federation, monkeypatch):
+    real = FedLTPClient.score
+
+    def boast(self, round):
+        told = real(self, round)
+        lies = {1: {"score": told["num-validation"] + 1}, 2: {"score": 900, "num-validation": 900}}
+        return told | lies.get(self.partition, {})
+
+    monkeypatch.setattr(FedLTPClient, "score", boast)
+    run = federation(system="fedltp", fresh=True, num_server_rounds=1, **QUICK)
+    row = run.rounds[0]
+    assert row["validations"] == 2
+    assert row["failures"] == 2
+    assert "field 'score' is 9, allowed: 0 to 8" in row["failure_reasons"][0]
+    assert "field 'num-validation' is 900, allowed: 1 to 8" in row["failure_reasons"][1]
+    assert 0 <= row["validation_score"] <= 1
 
 
 def test_scores_are_measured_traffic(federation):
