@@ -202,7 +202,7 @@ def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mappi
     """By text, and the windows of it that were measured, by label of a group: the last perplexities of its runs."""
     found: dict[str, dict[str, list[Mapping[str, float]]]] = {}
     for group in groups:
-        each = [
+        each: list[Mapping[str, Mapping[str, float]]] = [
             next((row["perplexity_by_text"] for row in reversed(run.rounds) if row.get("perplexity_by_text")), {})
             for run in group.runs
         ]
@@ -218,8 +218,8 @@ def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]
     for title, by_group in perplexity_tables(groups).items():
         for key, name in MODELS.items():
             cells = {}
-            for label, rows in by_group.items():
-                statistic = Statistic.of(row.get(key) for row in rows)
+            for label, each in by_group.items():
+                statistic = Statistic.of(row.get(key) for row in each)
                 cells[label] = formatted(statistic, Column(key, name, lambda run: None, 1, 2))
             if any(cell != NOT_MEASURED for cell in cells.values()):
                 columns.append((f"{title}, {name}", cells))
