@@ -20,7 +20,8 @@ MEGABYTE = 1e6  # bytes, as the papers count
 
 # Where a run lives and how it was executed; none of it changes what was computed.
 _BOOKKEEPING = {
-    "out-dir", "state-dir", "data-dir", "resume-from", "device", "tracking", "download", "startup-seconds"
+    "out-dir", "state-dir", "data-dir", "fedltp.public-data-dir", "resume-from", "device", "tracking", "download",
+    "startup-seconds",
 }  # fmt: skip
 
 
@@ -79,6 +80,8 @@ OUTCOME = (
     Column("global_density", "of the global matrices", lambda run: run.last("density_global"), 1, 3),
     Column("union_density", "before expansion", lambda run: run.last("density_before_expansion"), 1, 3),
     Column("epsilon", "ε", lambda run: run.last("epsilon_max"), 1, 2),
+    Column("second_epsilon", "ε at the second δ", lambda run: run.last("epsilon_second_max"), 1, 2),
+    Column("paper_epsilon", "ε, Fed-LTP's formula", lambda run: run.last("epsilon_paper_max"), 1, 3),
     Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0),
     Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1),
 )
@@ -202,7 +205,7 @@ def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mappi
     """By text, and the windows of it that were measured, by label of a group: the last perplexities of its runs."""
     found: dict[str, dict[str, list[Mapping[str, float]]]] = {}
     for group in groups:
-        each: list[Mapping[str, Mapping[str, float]]] = [
+        each: list[dict[str, Any]] = [
             next((row["perplexity_by_text"] for row in reversed(run.rounds) if row.get("perplexity_by_text")), {})
             for run in group.runs
         ]
@@ -218,8 +221,8 @@ def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]
     for title, by_group in perplexity_tables(groups).items():
         for key, name in MODELS.items():
             cells = {}
-            for label, each in by_group.items():
-                statistic = Statistic.of(row.get(key) for row in each)
+            for label, found in by_group.items():
+                statistic = Statistic.of(row.get(key) for row in found)
                 cells[label] = formatted(statistic, Column(key, name, lambda run: None, 1, 2))
             if any(cell != NOT_MEASURED for cell in cells.values()):
                 columns.append((f"{title}, {name}", cells))
