@@ -28,6 +28,8 @@ SHAPES = {
     "cnn-gn": (3, 32, 32),
     "cnn-fedp3": (3, 32, 32),
     "cnn-fedp3-fmnist": (1, 28, 28),
+    "cnn-fedltp-mnist": (1, 28, 28),
+    "cnn-fedltp-fmnist": (1, 28, 28),
     "mlp3": (1, 28, 28),
     "mlp4": (1, 28, 28),
     "cnn-fedp3-cr": (3, 32, 32),
@@ -40,6 +42,7 @@ SHAPES = {
     "vgg11-bn": (3, 32, 32),
 }
 SMALLEST = {
+    "cnn-fedltp-fmnist": 10,
     "cnn-small": 4,
     "cnn-small-bn": 4,
     "cnn-gn": 7,
