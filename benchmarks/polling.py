@@ -111,10 +111,10 @@ def measure(num_nodes: int, num_rounds: int, values: int) -> list[dict[str, Any]
             settings = {"num-server-rounds": num_rounds, "shard-size": values, "min-clients": num_nodes}
             config = parse_config({**settings, "out-dir": str(folder)})
             run_id = launch.submit(deployment.link, app, config.to_dict(), None)
-            deadline = time.monotonic() + 60 * num_rounds + 120
+            deadline = time.monotonic() + 2 * num_rounds * _DEADLINE
             while not (folder / "rows.json").exists():
                 if time.monotonic() > deadline:
-                    raise SystemExit(f"the run ended not: {launch.failure(deployment.link, run_id)}")
+                    raise SystemExit(f"the run did not end: {launch.failure(deployment.link, run_id)}")
                 time.sleep(0.5)
             rows = json.loads((folder / "rows.json").read_text())
     if any(row["replies"] != num_nodes for row in rows):
