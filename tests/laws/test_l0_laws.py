@@ -223,6 +223,17 @@ def test_one_layer_can_be_pruned_more_than_another_when_they_are_expanded_togeth
     assert other.num_kept() == keep_count(96, 0.6) - 24
 
 
+def test_what_all_of_fewer_clients_pruned_is_no_candidate_among_the_entries_of_a_layer_that_more_pruned():
+    def clients(*masks):
+        return [Payload.pruned({"w": torch.full((4,), 5.0)}, {"w": torch.tensor(mask).bool()}) for mask in masks]
+
+    two = clients([1, 1, 0, 0], [1, 1, 0, 0])  # pruned by 0, 0, 2, 2 of 2
+    three = clients([1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1])  # by 0, 2, 2, 2 of 3
+    cut = Cut(lambda: map(votes_of, (two, three)), 0.5, "index")
+    assert cut.applied(votes_of(two)).masks["w"].tolist() == [True, True, False, False]
+    assert cut.applied(votes_of(three)).masks["w"].tolist() == [True, False, False, True]
+
+
 def test_the_count_may_be_shared_by_the_matrices_of_a_layer():
     draw = generator(9, "two")
     payloads = []
