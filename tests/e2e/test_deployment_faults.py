@@ -139,10 +139,10 @@ def test_client_apps_that_raise_die_or_are_late_cost_their_part_of_a_round(deplo
         run.config, tmp_path / "here", NODES, absent((2, 0), (3, 1), (4, 0))
     )
     lost = "its part of 1 round"
-    measured("ClientApp raises", "named in the record, left out", lost, run.recovery(raised, 0))
-    measured("ClientApp killed", f"left out: {reasons[2][0].split(': ', 1)[1]}", lost, run.recovery(died, 1))
+    measured("ClientApp raises", "named in the record, left out", lost, run.recorded[2] - raised)
+    measured("ClientApp killed", f"left out: {reasons[2][0].split(': ', 1)[1]}", lost, run.recorded[3] - died)
     happens = f"left out at `deadline-seconds` ({deadline:g}); the reply is never read"
-    measured("reply late", happens, lost, run.recovery(late, 0))
+    measured("reply late", happens, lost, run.recorded[4] - late)
 
 
 def test_a_supernode_killed_and_back_has_its_state_and_its_ledger(deployment, deadline, tmp_path, measured):
