@@ -20,7 +20,7 @@ from torch import Tensor
 from clients.node import NDArrays, Node, received_payload
 from clients.privacy import ClientPrivacy
 from clients.training import SGD, TrainingResult, evaluate, train
-from fedprune_app.config import Config
+from fedprune_app.config import Config, class_names
 from fedprune_app.core import rng
 from fedprune_app.core.flops import sparse_flops, training_flops
 from fedprune_app.core.layers import layers_of
@@ -47,8 +47,9 @@ class Update:
 
 def data_config(config: Config, is_own: bool = False) -> DataConfig:
     """The part of the configuration that determines every client's data."""
-    names = set(DataConfig.__dataclass_fields__) - {"is_own"}
-    return DataConfig(is_own=is_own, **{name: getattr(config, name) for name in names})
+    names = set(DataConfig.__dataclass_fields__) - {"is_own", "classes"}
+    same = {name: getattr(config, name) for name in names}
+    return DataConfig(is_own=is_own, classes=class_names(config.classes), **same)
 
 
 class FederatedClient(Node):

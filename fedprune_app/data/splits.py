@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedprune_app.config import class_names
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.data import partitions
 from fedprune_app.data.datasets import Dataset, Labels, load_dataset
@@ -34,8 +33,8 @@ class DataConfig:
     are dealt to no client: :func:`public_part`.
 
     With ``is_own`` the folder is one client's alone, who takes all of it: nothing is dealt, the one client is number 0
-    of 1, and its test data is the folder's, or where that has none ``test_fraction`` of the images. ``classes``, "cat,
-    dog", fixes an image folder's classes and their order.
+    of 1, and its test data is the folder's, or where that has none ``test_fraction`` of the images. ``classes`` fixes
+    the names of an image folder's classes and their order.
     """
 
     dataset: str = "digits"
@@ -54,7 +53,7 @@ class DataConfig:
     test_fraction: float = 0.3
     public_share: float = 0.0
     seed: int = 0
-    classes: str = ""
+    classes: tuple[str, ...] = ()
     is_own: bool = False
 
     def __post_init__(self) -> None:
@@ -207,8 +206,7 @@ def _client_data(config: DataConfig, partition_id: int, num_clients: int) -> Cli
 
 @lru_cache(maxsize=2)
 def _pool(config: DataConfig) -> _Pool:
-    classes, needs_test = class_names(config.classes), not config.is_own
-    return _Pool(load_dataset(config.dataset, config.data_dir, config.download, classes, needs_test))
+    return _Pool(load_dataset(config.dataset, config.data_dir, config.download, config.classes, not config.is_own))
 
 
 @lru_cache(maxsize=4)

@@ -29,7 +29,7 @@ def strategy_of(sizes_of, num_clients=100, **settings):
     """The server half alone, for a network of which only the shapes matter."""
     config = parse_config({"system": "fedp3", **{k.replace("_", "-"): v for k, v in settings.items()}})
     tensors, prunable = sizes_of
-    peers = {k: ImagePeer(k, k, 10, None, (1, 8, 8), 10) for k in range(num_clients)}
+    peers = {k: ImagePeer(k, k, 10, None, False, (1, 8, 8), 10) for k in range(num_clients)}
     return FedP3(config, tensors, frozenset(prunable), peers, None, None, "key")  # type: ignore[arg-type]
 
 
