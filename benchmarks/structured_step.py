@@ -1,8 +1,9 @@
 """Time of a local training step when half the channels are gone: masked to zero, or physically removed.
 
 The dense, the masked and the small network train in turn, ``--repeats`` times, through the one training loop; every
-ratio is the median over the turns. Evaluation likewise. A convolution whose inputs and outputs are both halved has a
-quarter of the multiplications; small layers do not get that much faster.
+ratio is the median over the turns, of CPU seconds, which a busy machine hardly lengthens. Evaluation likewise. A
+convolution whose inputs and outputs are both halved has a quarter of the multiplications; small layers do not get that
+much faster.
 
 Example: ``python benchmarks/structured_step.py --models lenet5-bn vgg11-bn``.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -65,7 +67,7 @@ def measure(table: Table, name: str, arguments: argparse.Namespace) -> None:
     for label, (network, mask) in networks.items():
         work[label, "training"] = partial(training, network, mask)
         work[label, "evaluation"] = partial(partial, evaluate, network, steps.images, steps.labels)
-    seconds = in_turns(work, arguments.repeats)
+    seconds = in_turns(work, arguments.repeats, time.process_time)
 
     def against_dense(label: str, what: str) -> str:
         return f"{ratio(seconds[label, what], seconds['dense', what]):.3f}"
