@@ -100,7 +100,7 @@ def private_superlink(folder: Path, ray_address: str = "") -> Iterator[Link]:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
         LAUNCHER_VARIABLE: launcher_identity(),
-        **({"RAY_ADDRESS": ray_address} if ray_address else {}),
+        "RAY_ADDRESS": ray_address or "local",  # without one, Ray would join whatever cluster it finds here
     }
     log_file = folder / "superlink.log"
     command = [tool("flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess"]

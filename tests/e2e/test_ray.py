@@ -48,6 +48,12 @@ def train(message, context):
 '''
 
 
+@pytest.fixture(autouse=True)
+def gone_cluster(monkeypatch):
+    """What a cluster that is no more left behind; a run without --ray-address must not look for it."""
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+
+
 def read(folder: Path, name: str) -> list[dict]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +28,10 @@ def cluster(tmp_path):
     """Its address and its two raylets, of one CPU each."""
     (port,) = launch.free_ports(1)
     ray = [launch.tool("ray"), "start", "--block", "--num-cpus", "1", "--disable-usage-stats"]
+    folder = tempfile.mkdtemp(prefix="ray")  # in the common one, later simulations would look for this cluster; short,
+    # for its sockets' paths have 107 characters
     head = ["--head", "--port", str(port), "--node-ip-address", "127.0.0.1", "--include-dashboard", "false"]
+    head += ["--temp-dir", folder]
     other = ["--address", f"127.0.0.1:{port}", "--node-ip-address", "127.0.0.1"]
     environment = {**os.environ, "RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "300"}
     started = []
@@ -41,6 +46,7 @@ def cluster(tmp_path):
     finally:
         for process in reversed(started):
             launch.end(process)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _until(condition, process, log: Path) -> None:
