@@ -9,8 +9,6 @@ what it received and sent before), and knows all of its data but the coins. See 
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,7 +31,7 @@ from fedprune_app.core import rng
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.splits import ClientData, client_data
 from fedprune_app.engine import wire
-from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.engine.inprocess import quiet, run_in_process
 from fedprune_app.launch import LaunchError
 from fedprune_app.models import vision
 from fedprune_app.privacy.audit import Evidence, Finding
@@ -170,8 +168,7 @@ def audit(config: Config, question: Question) -> Finding:
     watch = _Watch(question.client, config.seed, number, Evidence(rows))
     privacy = {"privacy_kind": WithoutNoise} if question.without_noise else {}
     watched = type(f"Watched{kind.__name__}", (Watched, kind), {"watch": watch, **privacy})
-    logging.getLogger("flwr").setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))
-    with TemporaryDirectory(prefix="fedprune-audit-") as folder:
+    with quiet(), TemporaryDirectory(prefix="fedprune-audit-") as folder:
         private = replace(config.dp, ledger_dir="")
         here = replace(config, out_dir=folder, state_dir="", resume_from="", tracking="none", dp=private)
         app = _app(watch, cast(type[FederatedClient], watched))

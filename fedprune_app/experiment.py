@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import signal
 import tempfile
@@ -120,10 +119,9 @@ class Session:
 
     def _run_here(self, config: Config, progress: _Progress) -> None:
         from fedprune_app import client_app, server_app
-        from fedprune_app.engine.inprocess import run_in_process
+        from fedprune_app.engine.inprocess import quiet, run_in_process
 
-        logging.getLogger("flwr").setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))  # the bar shows what matters
-        with progress.in_background():
+        with quiet(), progress.in_background():
             try:
                 run_in_process(server_app.app, client_app.app, self.placement.num_clients, config.to_dict())
             except Exception as error:

@@ -7,7 +7,10 @@ dictionary. Clients are run one after the other, when their reply is asked for.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
@@ -20,6 +23,18 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedprune_app.core.rng import derive_seed
 
 _RUN_ID = 1
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Meanwhile Flower logs errors alone, or from the level in FEDPRUNE_LOG on; a progress bar shows what matters."""
+    logger = logging.getLogger("flwr")
+    level = logger.level
+    logger.setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 class InProcessGrid(Grid):
