@@ -45,6 +45,13 @@ def step_arguments(
     return parser
 
 
+def measure_each(arguments: argparse.Namespace, measure: Callable[[str, int, int, int], None]) -> None:
+    """``measure(model, batch_size, steps, repeats)`` of every model that was asked for."""
+    torch.set_num_threads(arguments.threads)
+    for name in arguments.models:
+        measure(name, arguments.batch_size, arguments.steps, arguments.repeats)
+
+
 class Steps:
     """So many steps on noise: what each turn of a benchmark trains."""
 

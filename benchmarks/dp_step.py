@@ -11,8 +11,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-import torch
-from _turns import Steps, in_turns, print_ratios, step_arguments
+from _turns import Steps, in_turns, measure_each, print_ratios, step_arguments
 
 from clients.training import train
 from fedprune_app.core.rng import generator
@@ -24,10 +23,7 @@ METHODS = ("one-pass", "ghost", "hooks", "functorch")
 
 def main() -> None:
     parser = step_arguments(__doc__, models=["lenet5", "cnn-gn", "cnn5"], batch_size=15, steps=30, repeats=9)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    for name in arguments.models:
-        measure(name, arguments.batch_size, arguments.steps, arguments.repeats)
+    measure_each(parser.parse_args(), measure)
 
 
 def measure(name: str, batch_size: int, num_steps: int, repeats: int) -> None:

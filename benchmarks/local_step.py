@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from _turns import Steps, in_turns, print_ratios, step_arguments
+from _turns import Steps, in_turns, measure_each, print_ratios, step_arguments
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -48,10 +48,7 @@ def loader_loop(model: nn.Module, images: Tensor, labels: Tensor, sgd: SGD) -> N
 
 def main() -> None:
     parser = step_arguments(__doc__, models=["lenet5", "cnn-small"], batch_size=10, steps=60, repeats=15)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    for name in arguments.models:
-        measure(name, arguments.batch_size, arguments.steps, arguments.repeats)
+    measure_each(parser.parse_args(), measure)
 
 
 def measure(name: str, batch_size: int, num_steps: int, repeats: int) -> None:

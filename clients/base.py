@@ -76,12 +76,13 @@ class FederatedClient(Node):
         self.privacy: ClientPrivacy | None = None  # what dp.enabled adds
         if config.dp.enabled:
             plan = self.planned_epochs(), self.round_epochs()
-            num_examples = len(self.data.train_labels)
             whose = f"{partition:05d}"
             if self.has_own_data:  # its number may be another in the next run
                 whose = f"own-{hashlib.sha256(config.data_dir.encode()).hexdigest()[:16]}"
             folder = self.store.folder
-            self.privacy = self.privacy_kind(config, partition, num_examples, *plan, folder, whose, self.round_counts())
+            self.privacy = self.privacy_kind(
+                config, partition, self.num_examples, *plan, folder, whose, self.round_counts()
+            )
 
     def local_data(self) -> ClientData:
         """What the client learns from, decides by and is tested on."""

@@ -82,11 +82,14 @@ class SGD:
         rounds, rest = divmod(self.steps_per_epoch, math.ceil(num_examples / self.batch_size))
         return rounds * num_examples + min(rest * self.batch_size, num_examples)
 
-    def batches(self, num_examples: int, rng: torch.Generator) -> Iterator[Tensor]:
-        """The positions of each step's examples in one epoch: permutations from ``rng``, cut into batches."""
+    def batches(self, num_examples: int, rng: torch.Generator, device: torch.device | None = None) -> Iterator[Tensor]:
+        """The positions of each step's examples in one epoch: permutations from ``rng``, cut into batches.
+
+        Each permutation goes to ``device`` whole, not batch by batch.
+        """
         left = self.steps_per_epoch or math.ceil(num_examples / self.batch_size)
         while left > 0:
-            order = torch.randperm(num_examples, generator=rng)
+            order = torch.randperm(num_examples, generator=rng).to(device)
             yield from torch.split(order, self.batch_size)[:left]
             left -= math.ceil(num_examples / self.batch_size)
 
@@ -288,20 +291,20 @@ def train(
             if private is not None:
                 batches = private.batches(num_examples)
             else:
-                batches = sgd.batches(num_examples, rng)
+                batches = sgd.batches(num_examples, rng, device)
             for batch in batches:
-                batch = batch.to(device)
                 size = len(batch) if private is None else round(private.sample_rate * num_examples)
                 with _work(whole, model, flat, velocity, kept, part and part(size)) as work:
                     if private is not None:
                         if work.student is not None:
                             raise ValueError("private training has no students")
+                        summed = gradient
                         if part is not None:
-                            gradient = gradient.of_part(work.network, work.named_gradients, work.trained())
-                        for some in torch.split(batch, private.physical_batch):
+                            summed = gradient.of_part(work.network, work.named_gradients, work.trained())
+                        for some in torch.split(batch.to(device), private.physical_batch):
                             if len(some):
-                                gradient.add(*examples(some))
-                        gradient.finish(private.sample_rate * num_examples)
+                                summed.add(*examples(some))
+                        summed.finish(private.sample_rate * num_examples)
                     else:
                         image_batch, label_batch = examples(batch)
                         if work.student is None:

@@ -126,13 +126,8 @@ class _Step:
         self, network: Callable[[Tensor], Tensor], gradients: Mapping[str, Tensor], kept: Mapping[str, Tensor]
     ) -> _Step:
         """The same of a part of the model, of the same layers: ``gradients`` and ``kept`` have its shapes."""
-        clipped_sum = self.clipped_sum.func if isinstance(self.clipped_sum, partial) else self.clipped_sum
-        return replace(
-            self,
-            clipped_sum=partial(clipped_sum, network=network, masks=_masks(kept)),
-            gradients=gradients,
-            kept=kept,
-        )
+        clipped_sum = partial(self.clipped_sum, network=network, masks=_masks(kept))
+        return replace(self, clipped_sum=clipped_sum, gradients=gradients, kept=kept)
 
     def add(self, images: Tensor, labels: Tensor) -> None:
         """Add the clipped gradients of some examples of the batch."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from flwr.clientapp import ClientApp
 
 from fedprune_app import client_app, launch, server_app
 from fedprune_app.config import parse_config
-from fedprune_app.deploy import Deployment
+from fedprune_app.deploy import Deployment, local_deployment
 from fedprune_app.engine.inprocess import run_in_process
 
 SETTINGS = {"num-server-rounds": 2, "local-epochs": 1, "fraction-train": 1.0, "evaluate-every": 0, "min-replies": 1}
@@ -25,6 +26,15 @@ def until(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) ->
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.1)
+
+
+@contextmanager
+def nodes_with_the_app(folder: Path, num_nodes: int) -> Iterator[Deployment]:
+    """A deployment whose nodes share the data, and the app to submit to it."""
+    nodes = [{"partition-id": k, "num-partitions": num_nodes} for k in range(num_nodes)]
+    with local_deployment(folder, nodes) as running:
+        launch.stage_app(folder / "app")
+        yield running
 
 
 @dataclass

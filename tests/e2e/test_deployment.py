@@ -9,18 +9,14 @@ import sys
 import psutil
 import pytest
 
-from fedprune_app import launch
-from fedprune_app.deploy import local_deployment
-from tests.e2e.deployed import SETTINGS, DeployedRun, in_process_sha256
+from tests.e2e.deployed import SETTINGS, DeployedRun, in_process_sha256, nodes_with_the_app
 
 NODES = 3
 
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("deployment")
-    with local_deployment(folder, [{"partition-id": k, "num-partitions": NODES} for k in range(NODES)]) as running:
-        launch.stage_app(folder / "app")
+    with nodes_with_the_app(tmp_path_factory.mktemp("deployment"), NODES) as running:
         yield running
 
 

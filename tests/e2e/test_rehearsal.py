@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from fedprune_app import launch
-from fedprune_app.deploy import local_deployment, make_node_key
-from tests.e2e.deployed import DeployedRun, in_process_sha256, until
+from fedprune_app.deploy import make_node_key
+from tests.e2e.deployed import DeployedRun, in_process_sha256, nodes_with_the_app, until
 from tests.models.tiny_llm import text_folder, tiny_byte_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -20,9 +20,7 @@ SYSTEMS = ["subfedavg", "dispfl", "fedp3", "fedltp", "fedspallm"]
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("deployment")
-    with local_deployment(folder, [{"partition-id": k, "num-partitions": NODES} for k in range(NODES)]) as running:
-        launch.stage_app(folder / "app")
+    with nodes_with_the_app(tmp_path_factory.mktemp("deployment"), NODES) as running:
         yield running
 
 
