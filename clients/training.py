@@ -37,7 +37,8 @@ def self_distillation(teacher: Network, student: Network, images: Tensor, labels
     """FjORD's loss at its best values α = T = 1: the teacher's mean cross entropy, and KL(teacher ‖ student).
 
     The teacher learns from the labels, the student from the teacher, which is taken as it is there. Source: Horváth et
-    al. 2021, section 3.3.
+    al. 2021, section 3.3; same gradients as in Flower's FjORD baseline, whose student has the cross entropy with the
+    teacher's probabilities.
     """
     logits = teacher(images)
     imitated = F.log_softmax(logits.detach(), dim=1)

@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor
 
-from fedprune_app.config import Config
+from fedprune_app.config import Config, ConfigError
 from fedprune_app.core import metrics, rng
 from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.payload import Payload
@@ -118,6 +118,7 @@ class FederatedStrategy(Strategy):
         self.paper_epsilons: dict[int, float] = {}
         self.second_epsilons: dict[int, float] = {}  # at dp.second-delta
         self.spent: dict[int, int] = {}  # partition -> the round after which its budget bears no other
+        self.check_robust()
 
     averages = False  # whether it averages models by :meth:`averaging`, so that ``robust`` means something
 
@@ -169,6 +170,16 @@ class FederatedStrategy(Strategy):
             return TrimmedMean(self.config.robust_trim)
         mean = MaskedMean(count, max_weight)
         return BoundedMean(mean, self.model, self.config.robust_norm) if self.config.robust == "clip" else mean
+
+    def check_robust(self) -> None:
+        """Refuse a robust average that would never move anything. Raises :class:`ConfigError`."""
+        trim, count = self.config.robust_trim, self._sample_size(len(self.roster))
+        if self.config.robust == "trimmed-mean" and trim and int(trim * count + 1e-9) < 1:
+            allowed = f"{math.ceil(1000 / count) / 1000:g} to below 0.5" if count > 2 else "another value of robust"
+            raise ConfigError(
+                f"robust-trim is {trim:g}, allowed with {count} clients a round: {allowed} "
+                "(a coordinate of which no value can be left out stays where it is)"
+            )
 
     def evaluation_payload(self) -> Payload:
         """What a client evaluates as the received model."""
@@ -303,9 +314,11 @@ class FederatedStrategy(Strategy):
     def sampled(self, round: int) -> list[int]:
         """``max(⌊fraction · K⌋, 1)`` distinct ones of the K who are willing, drawn from (seed, round) alone."""
         partitions = self.willing(round)
-        count = max(int(self.config.fraction_train * len(partitions) + 1e-9), 1)
         drawn = rng.numpy_generator(self.config.seed, "sample", round=round).permutation(len(partitions))
-        return sorted(partitions[i] for i in drawn[:count])
+        return sorted(partitions[i] for i in drawn[: self._sample_size(len(partitions))])
+
+    def _sample_size(self, willing: int) -> int:
+        return max(int(self.config.fraction_train * willing + 1e-9), 1)
 
     def dropped(self, round: int) -> list[int]:
         """Those of the sampled who drop out, each with ``drop-probability``, but never the last one."""

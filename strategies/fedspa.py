@@ -20,7 +20,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fedprune_app.config import FedSPAOptions
+from fedprune_app.config import ConfigError, FedSPAOptions
 from fedprune_app.core import rng
 from fedprune_app.core.masks import keep_count, packed, random_coordinates, unpacked
 from fedprune_app.core.payload import Payload
@@ -40,6 +40,15 @@ class FedSPA(DPFed):
     @property
     def options(self) -> FedSPAOptions:
         return self.config.fedspa
+
+    def check_robust(self) -> None:
+        """Where no more clients have a coordinate than are left out at an end, these are the ones left out."""
+        super().check_robust()
+        if self.config.robust == "trimmed-mean" and self.options.share <= self.config.robust_trim:
+            raise ConfigError(
+                f"fedspa.share is {self.options.share:g}, allowed with robust 'trimmed-mean': "
+                f"above robust-trim, which is {self.config.robust_trim:g}"
+            )
 
     # --- what is sent -----------------------------------------------------------------------------------------------
 

@@ -81,6 +81,18 @@ def test_without_attackers_an_ample_bound_changes_nothing(federate):
         ({"system": "fedavg", "robust": "clip"}, "robust-norm is 0.0, allowed with robust 'clip': above 0"),
         ({"system": "fedavg", "robust_norm": 1.0}, "robust-norm is 1.0, allowed with robust 'none': 0"),
         ({"system": "fedavg", "robust": "trimmed-mean", "robust_trim": 0.5}, "robust-trim is 0.5, allowed: "),
+        (
+            {"system": "fedavg", "robust": "trimmed-mean", "clients": 4, "fraction_train": 1.0},
+            "robust-trim is 0.2, allowed with 4 clients a round: 0.25 to below 0.5",
+        ),
+        (
+            {"system": "fedavg", "robust": "trimmed-mean", "clients": 2, "fraction_train": 1.0},
+            "robust-trim is 0.2, allowed with 2 clients a round: another value of robust",
+        ),
+        (
+            {"system": "fedspa", "robust": "trimmed-mean", "clients": 10, "fraction_train": 1.0, "fedspa.share": 0.2},
+            "fedspa.share is 0.2, allowed with robust 'trimmed-mean': above robust-trim, which is 0.2",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_on_one_line(federate, settings, says):
