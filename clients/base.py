@@ -125,6 +125,13 @@ class FederatedClient(Node):
         payload = Payload({name: tensors[name] for name in self.shared})
         return Update(payload, State(grouped(weights=tensors)), result, self.training_flops())
 
+    def uploaded(self, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
+        """An upload of this round in the coordinates of the model, as an onlooker reads it who knows the model before.
+
+        Masks say which coordinates were sent; the others are as ``before``. By default the payload itself.
+        """
+        return sent
+
     def personal_model(self, received: Payload, state: State) -> dict[str, Tensor]:
         """The model the client answers for: its last local one, or where training would start if it never trained."""
         return state.group("weights") or self.begin(received, state)

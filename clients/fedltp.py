@@ -8,6 +8,7 @@ is divided by the batch size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,7 @@ from clients.fedavg import FedAvgClient
 from clients.node import NDArrays, received_payload
 from clients.training import evaluate
 from fedprune_app.config import Config
-from fedprune_app.core.masks import packed
+from fedprune_app.core.masks import packed, unpacked
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models import vision
@@ -51,6 +52,10 @@ class FedLTPClient(FedAvgClient):
         tensors = vision.state_tensors(self.model, include_buffers=True)
         payload = Payload(packed({name: tensors[name] for name in self.shared}, masks))  # line 17
         return Update(payload, State(grouped(weights=tensors, masks=masks)), result, self.training_flops(masks))
+
+    def uploaded(self, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
+        masks = dict(self.received.masks)
+        return Payload(unpacked(sent.tensors, masks, before), masks)
 
     def received_scores(self, received: Payload, state: State) -> dict[str, float | None]:
         """Of the global model as it is, whatever sub-model of it this client trains."""

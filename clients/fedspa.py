@@ -6,12 +6,14 @@ set alone. Nothing is pruned: the client computes with, and receives, the whole 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from clients.base import Update
 from clients.fedavg import FedAvgClient
 from fedprune_app.config import Config
-from fedprune_app.core.masks import packed, random_coordinates
+from fedprune_app.core.masks import packed, random_coordinates, unpacked
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import State, grouped
@@ -39,3 +41,7 @@ class FedSPAClient(FedAvgClient):
         tensors = vision.state_tensors(self.model, include_buffers=True)
         payload = Payload(packed({name: tensors[name] for name in self.shared}, chosen))
         return Update(payload, State(grouped(weights=tensors)), result, self.training_flops())
+
+    def uploaded(self, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
+        chosen = self.coordinates()
+        return Payload(unpacked(sent.tensors, chosen, before), chosen)

@@ -75,3 +75,6 @@ class FjORDClient(FederatedClient):
         sent = {name: lead(tensors[name], reach.get(name)).contiguous() for name in self.shared}
         masks = {n: m for n, m in lead_masks(reach, self.shapes).items() if n in tensors}
         return Update(Payload(sent), State(grouped(weights=tensors, masks=masks)), result, dropout.flops)
+
+    def uploaded(self, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
+        return Payload(widen(sent.tensors, self.shapes), lead_masks(self.reach(), self.shapes))

@@ -17,6 +17,7 @@ nothing. A server that feigns a round of one client and gets the whole learns no
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -56,6 +57,17 @@ class LDPFedP3Client(FederatedClient):
         updated = torch.cat([tensors[name].flatten() for name in self.order])
         payload = Payload({"part": num_clients * updated[mine]})  # line 9: S_i ũ_i without its zeros
         return Update(payload, State(grouped(weights=tensors)), result, self.training_flops())
+
+    def uploaded(self, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
+        num_clients, mine = self.sketch(int(self.request["round"]))
+        values = torch.cat([before[name].flatten() for name in self.order])
+        values[mine] = sent.tensors["part"] / num_clients
+        shapes = {name: before[name].shape for name in self.order}
+        return Payload(self._cut(values, shapes), self._cut(mine, shapes))
+
+    def _cut(self, flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+        parts = flat.split([self.sizes[name] for name in self.order])
+        return {name: part.view(shapes[name]) for name, part in zip(self.order, parts, strict=True)}
 
     def sketch(self, round: int) -> tuple[int, Tensor]:
         """n and which coordinates are this client's, bool (d,). ``ValueError`` for a place that cannot be."""

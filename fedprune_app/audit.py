@@ -110,7 +110,7 @@ class Watched(FederatedClient):
         before = vision.state_tensors(self.model)
         result = super().train(round, **how)
         after = vision.state_tensors(self.model)
-        self.watch.trainings.append(_Training(before, after, dict(how.get("masks") or {})))
+        self.watch.trainings.append(_Training(before, after, dict(how.get("masks") or how.get("active") or {})))
         return result
 
 
@@ -239,10 +239,13 @@ def consider(evidence: Evidence, client: Watched, trainings: list[_Training], se
 
     False where nothing trained was sent. Of several trainings the one counts whose outcome is closest to what was sent.
     """
-    parameters = [name for name in vision.parameter_names(client.model) if name in sent.tensors]
-    if not (trainings and parameters):
+    if not trainings:
         return False
-    training = min(trainings, key=lambda each: _distance(each.after, sent.tensors, parameters))
+    sent = client.uploaded(sent, trainings[0].before)
+    parameters = [name for name in vision.parameter_names(client.model) if name in sent.tensors]
+    if not parameters:
+        return False
+    training = min(trainings, key=lambda each: _distance(each.after, sent, parameters))
     masks = {**training.masks, **sent.masks}
 
     def flat(tensors: Tensors) -> Tensor:
@@ -257,7 +260,7 @@ def consider(evidence: Evidence, client: Watched, trainings: list[_Training], se
     directions, others = torch.zeros(rows, len(chosen)), []
     for model in _between(training.before, {**training.before, **sent.tensors}):
         total = torch.zeros(2, len(chosen))  # of the canaries, of the others
-        for start, found in _clipped(client, model, images, labels, masks, parameters):
+        for start, found in _clipped(client, model, images, labels, training.masks, parameters):
             part = found[:, chosen]
             own = max(len(client.coins) - start, 0)  # how many of them are canaries
             total += torch.stack([part[:own].sum(0), part[own:].sum(0)])
@@ -272,8 +275,9 @@ def _between(before: Tensors, after: Tensors) -> list[dict[str, Tensor]]:
     return [{n: torch.lerp(t, after[n], share) for n, t in before.items()} for share in (0.0, 0.5, 1.0)]
 
 
-def _distance(one: Tensors, other: Tensors, names: list[str]) -> float:
-    return sum(float((one[name] - other[name]).square().sum()) for name in names)
+def _distance(model: Tensors, sent: Payload, names: list[str]) -> float:
+    apart = {name: (model[name] - sent.tensors[name]).square() for name in names}
+    return sum(float((apart[name] * sent.masks[name] if name in sent.masks else apart[name]).sum()) for name in names)
 
 
 def _coordinates(kept: Tensor, rows: int) -> Tensor:

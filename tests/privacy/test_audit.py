@@ -213,7 +213,12 @@ SYSTEMS = {
     "subfedavg": {"subfedavg.gate-split": "none", "subfedavg.mask-distance": 0.0, "subfedavg.prune-step": 20.0},
     "dispfl": {"dispfl.growth": "random"},
     "fedp3": {"fedp3.layer-set": "all"},
+    "fedspa": {"fedspa.share": 0.6},
+    "fedltp": {"fedltp.pruning": "iterative", "density": 0.9, "dp.count-scale": 20.0},
+    "fjord": {},
+    "ldp-fedp3": {},
 }
+SENDS_PARTS = {"fedspa", "fjord", "ldp-fedp3"}  # in a form of their own
 
 
 def configured(**settings):
@@ -221,7 +226,8 @@ def configured(**settings):
 
 
 @pytest.mark.parametrize(
-    "system", ["fedavg", *(pytest.param(name, marks=pytest.mark.slow) for name in SYSTEMS if name != "fedavg")]
+    "system",
+    [name if name in {"fedavg", *SENDS_PARTS} else pytest.param(name, marks=pytest.mark.slow) for name in SYSTEMS],
 )
 def test_the_bound_stays_below_the_claim_and_without_noise_rises_clearly_above_it(system):
     config = configured(system=system, **SYSTEMS[system])
