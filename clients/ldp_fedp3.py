@@ -66,7 +66,7 @@ class LDPFedP3Client(FederatedClient):
         return Payload(self._cut(values, shapes), self._cut(mine, shapes))
 
     def _cut(self, flat: Tensor, shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-        parts = flat.split([self.sizes[name] for name in self.order])
+        parts = torch.split(flat, [self.sizes[name] for name in self.order])
         return {name: part.view(shapes[name]) for name, part in zip(self.order, parts, strict=True)}
 
     def sketch(self, round: int) -> tuple[int, Tensor]:
