@@ -66,7 +66,7 @@ def test_strangers_are_refused(deployment, transcript):
         assert process.returncode != 0
         said = deployment.log_file(name).read_text().splitlines()
         deployment.kill(name)
-        reason = next((line for line in said if "rror" in line or "denied" in line), said[-1]).strip()
+        reason = next((line for line in said if any(w in line for w in ("rror", "denied", "Failed"))), said[-1]).strip()
         transcript(f"{what} is refused, exit code {process.returncode}: {reason[:160]}")
     listed = launch.flwr(deployment.link, "supernode", "list", "local")["nodes"]
     assert [node["status"] for node in listed] == ["online"] * NODES
