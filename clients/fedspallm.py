@@ -214,6 +214,7 @@ class FedSpaLLMClient(Node):
             own = self.own_layer(layer, state)
             total.update((own.digest() if own.tensors else self.model.layer_digest(layer)).encode())
         metrics |= {"digest": total.hexdigest(), "density": self.density(state)}
+        metrics["pruned-layers"] = len(state.meta.get("pruned", {}))
         text = self.own_text[1]
         found_in = perplexities(self.config, self.model, lambda i: self.own_layer(i, state).tensors, text)
         for name, found in found_in.items():

@@ -77,7 +77,7 @@ def _summary(row: Mapping[str, Any]) -> str:
         if key in row and math.isfinite(row[key]):
             parts.append(f"{name} accuracy {100 * row[key]:.1f} %")
     for name, key in (("personal", "perplexity_personal_mean"), ("global", "perplexity_global")):
-        if key in row:
+        if key in row and math.isfinite(row[key]):
             parts.append(f"{name} perplexity {row[key]:.2f}")
     return ", ".join(parts)
 

@@ -399,15 +399,18 @@ class FedSpaLLM(FederatedStrategy):
         return {
             **self.evaluation_facts(partition, fields),
             "density": wire.number(fields, "density", 0, 1),
+            "pruned_layers": int(wire.number(fields, "pruned-layers", 0, self.dense.num_layers)),
             "perplexity_personal": found[judged],
             "perplexity": found,
         }
 
     def evaluation_metrics(self, round: int, rows: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+        """Own models count where all layers are pruned: part of a dense model is no standalone result."""
         by_text: dict[str, dict[str, Any]] = {}
+        whole = [row for row in rows.values() if row["pruned_layers"] == self.dense.num_layers]
         dense = self.recorder.info["dense_perplexity"]
         for name, found in self.measure(self.global_layer).items():
-            personal = metrics.summary([row["perplexity"][name] for row in rows.values() if name in row["perplexity"]])
+            personal = metrics.summary([row["perplexity"][name] for row in whole if name in row["perplexity"]])
             by_text[name] = {
                 "dense": dense[name]["value"],
                 "global": found.value,
@@ -418,10 +421,11 @@ class FedSpaLLM(FederatedStrategy):
                 "tokens": found.tokens,
             }
         first = by_text[self.texts[0]]
-        personal = metrics.summary([row["perplexity_personal"] for row in rows.values()])
+        personal = metrics.summary([row["perplexity_personal"] for row in whole])
         return {
             "perplexity_global": first["global"],
             "perplexity_personal_mean": personal.mean,  # on the first text, or on clients' own
+            "personal_models": len(whole),
             "perplexity_personal_std": personal.std,
             "perplexity_by_text": by_text,
             "density_mean": metrics.summary([row["density"] for row in rows.values()]).mean,

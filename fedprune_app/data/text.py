@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -130,8 +131,13 @@ def _joined(name: str, path: Path) -> tuple[str, int]:
     elif path.suffix == ".jsonl":
         text = _JOINS[corpus].join([d.text for d in _documents(path)][:max_documents])
     else:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=corpus == "wikitext")
-        text = _JOINS[corpus].join(line if corpus == "wikitext" else line.strip() for line in lines[:max_documents])
+        with path.open(encoding="utf-8") as file:
+            lines = list(itertools.islice(file, max_documents))
+        if corpus == "wikitext":  # with their ends, as the hub's dataset has them, but for blank lines, which are empty
+            lines = [line if line.strip() else "" for line in lines]
+        else:
+            lines = [line.strip() for line in lines]
+        text = _JOINS[corpus].join(lines)
     return text, max_windows
 
 
@@ -185,7 +191,7 @@ def calibration_segments(
     * ``documents``: document ``i`` belongs to client ``i mod num_partitions``; with fewer documents than clients, those
       of one document take turns at its segments.
     * ``one``: client ``i`` draws from document ``i mod len(documents)`` alone; clients of one document take turns.
-    * ``segments``: all segments of all documents are dealt out, at random.
+    * ``segments``: of each document in turn a random segment, then of each a second one, dealt out to all clients.
     * ``own``: the documents are this client's alone.
 
     In the first three no two clients share a segment, whatever the seed. ``ValueError`` where there are too few.
@@ -202,18 +208,11 @@ def calibration_segments(
         mine = [documents[owner]] if deal == "one" else list(documents[owner::owners])
         turn, turns = partition // owners, len(range(owner, num_partitions, owners))
         draw = rng.generator(seed, "segments", owner)
-    wanted = most * (turn + 1) if deal == "segments" else None  # a large pool need not be read to its end
-    pool: list[tuple[str, Tensor]] = []
-    for i in torch.randperm(len(mine), generator=draw).tolist():
-        tokens = encode(mine[i].text)
-        pieces = tokens[: len(tokens) // length * length].view(-1, length)
-        order = torch.randperm(len(pieces), generator=draw)
-        pool += [(mine[i].name, pieces[j]) for j in order.tolist()]
-        if wanted is not None and len(pool) >= wanted:
-            break
+    cut = _cut(mine, encode, length, draw)
     if deal == "segments":
-        chosen = pool[most * turn :][:count]
+        chosen = list(itertools.islice(_in_turn(cut), most * turn, most * turn + count))
     else:
+        pool = [piece for pieces in cut for piece in pieces]
         shuffled = [pool[i] for i in torch.randperm(len(pool), generator=draw).tolist()]
         chosen = shuffled[turn::turns][:count]
     if len(chosen) < count:
@@ -222,6 +221,29 @@ def calibration_segments(
             "allowed: a smaller fedspallm.segments or segment-length, or more text"
         )
     return torch.stack([piece for _, piece in chosen]), sorted({name for name, _ in chosen})
+
+
+Piece = tuple[str, Tensor]  # the document's name, and a segment of it
+
+
+def _cut(documents: Sequence[Document], encode: Encoder, length: int, draw: torch.Generator) -> Iterator[list[Piece]]:
+    """Each document's segments, both in random order; a large collection need not be read to its end."""
+    for i in torch.randperm(len(documents), generator=draw).tolist():
+        tokens = encode(documents[i].text)
+        pieces = tokens[: len(tokens) // length * length].view(-1, length)
+        yield [(documents[i].name, pieces[j]) for j in torch.randperm(len(pieces), generator=draw).tolist()]
+
+
+def _in_turn(cut: Iterable[list[Piece]]) -> Iterator[Piece]:
+    """One piece of each document, then a second one of each, and so on."""
+    opened = []
+    for pieces in cut:
+        yield from pieces[:1]
+        opened.append(pieces)
+    for n in range(1, max(map(len, opened), default=0)):
+        opened = [pieces for pieces in opened if len(pieces) > n]
+        for pieces in opened:
+            yield pieces[n]
 
 
 def windows_of(tokens: Tensor, length: int, most: int = 0) -> Tensor:

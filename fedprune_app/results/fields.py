@@ -27,6 +27,7 @@ ROUND_FIELDS = (
     "accuracy_global",
     "perplexity_personal_mean",  # language models: on the run's first test text, see perplexity_by_text
     "perplexity_personal_std",
+    "personal_models",  # over how many clients these are: those whose own model has every layer pruned
     "perplexity_global",
     "loss_mean",
     "density_mean",
@@ -54,6 +55,7 @@ CLIENT_FIELDS = (
     "accuracy_received",
     "accuracy_validation",
     "perplexity_personal",
+    "pruned_layers",  # of its own model
     "density",
     "channel_density",
     "inference_flops",

@@ -99,6 +99,27 @@ def test_with_documents_of_ones_own_nobody_else_has_any_of_them():
             assert owners.setdefault(name, client) == client
 
 
+def test_segments_of_everything_are_of_as_many_documents_as_there_are():
+    for _, names in dealt(numbered(6, segments=50), 3, 4, "segments"):
+        assert len(names) == 4
+    for _, names in dealt(numbered(3, segments=50), 2, 9, "segments"):
+        assert len(names) == 3
+
+
+def test_segments_of_everything_leave_documents_unread_that_nobody_needs():
+    documents = numbered(40, segments=2)
+    read = []
+
+    def encode(text):
+        read.append(text)
+        return torch.arange(2 * LENGTH)
+
+    calibration_segments(
+        documents, encode, deal="segments", partition=1, num_partitions=8, count=3, most=4, length=LENGTH, seed=0
+    )
+    assert len(read) == 7  # of the first client four, of this one three
+
+
 def test_the_seed_decides_which_segments_and_nothing_else_does():
     documents = numbered(4, segments=30)
     first = dealt(documents, 2, 5)
@@ -145,7 +166,7 @@ def test_text_files_are_documents_and_lines_of_jsonl_are_too(tmp_path):
 
 def test_known_corpora_are_joined_as_the_papers_do(tmp_path):
     (tmp_path / "test").mkdir()
-    (tmp_path / "test" / "wikitext-2.txt").write_text(" = A = \n b \n")
+    (tmp_path / "test" / "wikitext-2.txt").write_text(" \n = A = \n \n b\x0bc\u2028d \n")
     (tmp_path / "test" / "ptb.txt").write_text(" no it \n was n't \n")
     (tmp_path / "test" / "c4.jsonl").write_text("".join(json.dumps({"text": f"t{i}"}) + "\n" for i in range(1200)))
     (tmp_path / "test" / "mine.txt").write_text("as\nit is\n")
@@ -153,7 +174,7 @@ def test_known_corpora_are_joined_as_the_papers_do(tmp_path):
         "c4": (" ".join(f"t{i}" for i in range(1100)), 256),
         "mine": ("as\nit is\n", 0),
         "ptb": ("no it was n't", 0),
-        "wikitext-2": (" = A = \n\n\n b \n", 0),
+        "wikitext-2": ("\n\n = A = \n\n\n\n\n b\x0bc\u2028d \n", 0),
     }
 
 
