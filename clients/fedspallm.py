@@ -68,7 +68,10 @@ def perplexities(config: Config, model: LanguageModel, own: LayerTensors, text: 
     texts = {"own": (text, 0)} if text else perplexity_texts(config.dataset, config.data_dir, options.more_texts())
     for name, (content, most) in texts.items():
         most = min(most or options.test_windows, options.test_windows or most)
-        windows = windows_of(model.encode(content), options.window, most)
+        try:
+            windows = windows_of(model.encode(content), options.window, most)
+        except ValueError as error:
+            raise ValueError(f"test text '{name}': {error}") from None
         found[name] = perplexity(model, layers, windows, config.batch_size)
     return found
 
@@ -197,6 +200,8 @@ class FedSpaLLMClient(Node):
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
         """Who this client is: its partition, how much text it has, and which dense model."""
         _, documents = self.segments()
+        if self.own_text[1]:
+            windows_of(self.model.encode(self.own_text[1]), self.options.window)  # better now than after all pruning
         return {
             **self.introduction(),
             "documents": [] if self.has_own_data else documents[:32],

@@ -55,6 +55,8 @@ def _absolute(values: dict[str, Scalar]) -> dict[str, Scalar]:
     for key in (*paths, "dpsgd.adjacency-file"):
         if isinstance(given := values.get(key), str) and given:
             values[key] = str(Path(given).expanduser().resolve())
+    if isinstance(given := values.get("model"), str) and given and (folder := Path(given).expanduser()).is_dir():
+        values["model"] = str(folder.resolve())  # a checkpoint; else the name of a model
     if isinstance(given := values.get("fedspallm.evaluation-texts"), str):
         parts = (part.partition("=") for part in given.split(","))
         values["fedspallm.evaluation-texts"] = ",".join(

@@ -29,6 +29,7 @@ from fedprune_app.config import Config, ConfigError, Scalar
 from fedprune_app.deploy import local_deployment
 from fedprune_app.engine.store import exclusive
 from fedprune_app.launch import LaunchError, Link
+from fedprune_app.results.fields import tested_on
 from fedprune_app.results.files import replace_file
 
 ENGINES = ("ray", "inprocess")
@@ -267,6 +268,7 @@ class _Progress:
         shown = [f"{name} {100 * row[field]:.1f} %  " for name, field in fields if row.get(field) is not None]
         fields = (("standalone", "perplexity_personal_mean"), ("global", "perplexity_global"))
         shown += [f"{name} {row[field]:.2f}  " for name, field in fields if row.get(field) is not None]
+        shown += [f"({text})  "] if (text := tested_on(row)) else []
         if shown:
             self._accuracy = "".join(shown)
         failed = f"  [yellow]{row['failures']} failed[/]" if row.get("failures") else ""

@@ -29,6 +29,7 @@ from fedprune_app.core.robust import BoundedMean, TrimmedMean
 from fedprune_app.engine import rounds, wire
 from fedprune_app.engine.rounds import Answer, Peer, Roster
 from fedprune_app.engine.store import State, VersionedStore, write_tensors
+from fedprune_app.results.fields import tested_on
 from fedprune_app.results.recorder import Recorder
 
 log = logging.getLogger("flwr.fedprune")
@@ -78,7 +79,7 @@ def _summary(row: Mapping[str, Any]) -> str:
             parts.append(f"{name} accuracy {100 * row[key]:.1f} %")
     for name, key in (("personal", "perplexity_personal_mean"), ("global", "perplexity_global")):
         if key in row and math.isfinite(row[key]):
-            parts.append(f"{name} perplexity {row[key]:.2f}")
+            parts.append(f"{name} perplexity {row[key]:.2f} ({tested_on(row)})")
     return ", ".join(parts)
 
 

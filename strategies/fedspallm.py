@@ -36,7 +36,7 @@ from flwr.app import ArrayRecord, ConfigRecord, MessageType, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
-from fedprune_app.config import Config
+from fedprune_app.config import Config, ConfigError
 from fedprune_app.core import metrics, rng
 from fedprune_app.core.aggregate import L0Mean
 from fedprune_app.core.expansion import INPUT_NORMS, Cut, Votes
@@ -101,6 +101,10 @@ def _unpacked(payload: Payload) -> Votes:
     return Votes(Payload(mean, payload.masks), counts)
 
 
+def _first_differing(ones: Sequence[str], others: Sequence[str]) -> int | None:
+    return next((i for i, (one, other) in enumerate(zip(ones, others, strict=True)) if one != other), None)
+
+
 Layers = Callable[[int], Payload]
 Measure = Callable[[Layers], Mapping[str, Perplexity]]
 """Perplexities, by test text, of the model with these pruned layers."""
@@ -126,8 +130,10 @@ class FedSpaLLM(FederatedStrategy):
         checkpoints: VersionedStore,
         run_key: str,
     ) -> None:
-        super().__init__(config, {}, frozenset(), roster, recorder, checkpoints, run_key)
         self.options = config.fedspallm
+        self._check_pattern(dense)
+        roster = self._with_the_model(dense, roster, recorder)
+        super().__init__(config, {}, frozenset(), roster, recorder, checkpoints, run_key)
         self.dense, self.measure, self.write = dense, measure, write
         self.texts = texts  # by name; the first is what the run is judged by
         self.layers = LayerFiles(recorder.folder / "layers")
@@ -139,6 +145,53 @@ class FedSpaLLM(FederatedStrategy):
         self._masks: dict[int, np.ndarray[Any, Any]] = {}  # of the layer in work, by client, a bit per entry
         self._by_layer: dict[str, dict[str, Any]] = {}  # what the round's record says of each layer
         self._differing: dict[tuple[int, int], int] = {}
+
+    def _check_pattern(self, dense: DenseModel) -> None:
+        """Refuse a pattern that does not go into every row. Raises :class:`ConfigError`."""
+        if not (pattern := self.options.n_of_m()):
+            return
+        for layer in range(dense.num_layers):
+            like = dense.layer_like(layer)
+            for name in dense.prunable(layer):
+                if like[name].shape[1] % pattern[1]:
+                    raise ConfigError(
+                        f"fedspallm.pattern is {self.options.pattern!r}, allowed: one whose length divides the "
+                        f"{like[name].shape[1]} inputs of '{name}' in decoder layer {layer}"
+                    )
+
+    def _with_the_model(self, dense: DenseModel, roster: Roster, recorder: Recorder) -> Roster:
+        """Those clients whose dense model is the server's; the others are left out, and named in the record.
+
+        A decoder layer may differ where the client is sent it: with a share of 1 it is sent all of them. Raises
+        :class:`ConfigError` where nobody is left.
+        """
+        digests = [dense.layer_digest(layer) for layer in range(dense.num_layers)]
+        found: Roster = {}
+        reasons = []
+        for partition, peer in roster.items():
+            assert isinstance(peer, TextPeer)
+            if len(peer.layer_digests) != len(digests):
+                reasons.append(
+                    f"client {partition} has a model of {len(peer.layer_digests)} layers, the server's has "
+                    f"{len(digests)}"
+                )
+            elif peer.shell_digest != dense.shell_digest():
+                reasons.append(f"client {partition} has other embeddings or norms than the server's model")
+            elif self._share(peer) < 1 and (differing := _first_differing(peer.layer_digests, digests)) is not None:
+                reasons.append(f"client {partition} has another decoder layer {differing} than the server's model")
+            else:
+                found[partition] = peer
+        for reason in reasons:
+            log.warning("a client is left out of the run: %s", reason)
+        if reasons:
+            recorder.annotate(clients_left_out=[*recorder.info.get("clients_left_out", []), *reasons])
+        if not found:
+            raise ConfigError(f"no client has the model of the server: {reasons[0]}")
+        return found
+
+    def _share(self, peer: Peer) -> float:
+        """Of the layers, how many the client prunes in a round."""
+        return peer.capacity or self.options.layer_share(peer.partition)
 
     # --- the global model ---------------------------------------------------------------------------------------
 
@@ -176,8 +229,7 @@ class FedSpaLLM(FederatedStrategy):
         for partition in self.sample(round):
             peer = self.roster[partition]
             assert isinstance(peer, TextPeer)
-            share = peer.capacity or self.options.layer_share(partition)
-            counts[partition] = max(1, keep_count(self.dense.num_layers, share))
+            counts[partition] = max(1, keep_count(self.dense.num_layers, self._share(peer)))
         draw = rng.numpy_generator(self.config.seed, "layers", round=round)
         assigned = assign_layers(self.dense.num_layers, counts, draw)
         return {layer: [p for p, own in assigned.items() if layer in own] for layer in range(self.dense.num_layers)}

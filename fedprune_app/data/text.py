@@ -8,9 +8,11 @@ import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import Tensor
@@ -131,7 +133,7 @@ def _joined(name: str, path: Path) -> tuple[str, int]:
     elif path.suffix == ".jsonl":
         text = _JOINS[corpus].join([d.text for d in _documents(path)][:max_documents])
     else:
-        with path.open(encoding="utf-8") as file:
+        with _opened(path) as file:
             lines = list(itertools.islice(file, max_documents))
         if corpus == "wikitext":  # with their ends, as the hub's dataset has them, but for blank lines, which are empty
             lines = [line if line.strip() else "" for line in lines]
@@ -139,6 +141,16 @@ def _joined(name: str, path: Path) -> tuple[str, int]:
             lines = [line.strip() for line in lines]
         text = _JOINS[corpus].join(lines)
     return text, max_windows
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
+    """``ValueError`` naming the file where it is not UTF-8."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            yield file
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is no text in UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def _files(data_dir: str, part: str) -> list[Path]:
@@ -155,9 +167,11 @@ def _texts_in(folder: Path) -> list[Path]:
 
 def _documents(path: Path) -> Iterator[Document]:
     if path.suffix != ".jsonl":
-        yield Document(path.stem, path.read_text(encoding="utf-8"))
+        with _opened(path) as file:
+            whole = file.read()
+        yield Document(path.stem, whole)
         return
-    with path.open(encoding="utf-8") as file:
+    with _opened(path) as file:
         for number, line in enumerate(file, start=1):
             try:
                 text = json.loads(line)["text"]

@@ -6,7 +6,7 @@ Only safetensors are read: nothing is unpickled.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -85,6 +85,9 @@ class TensorFiles:
             raise ValueError(f"checkpoint {str(folder)!r} cannot be read: {error}") from None
         if not self._file_of:
             raise ValueError(f"checkpoint {str(folder)!r} holds no safetensors, allowed: at least one file")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
 
     def __contains__(self, name: str) -> bool:
         return name in self._file_of

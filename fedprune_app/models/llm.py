@@ -7,6 +7,7 @@ Works for any transformers model that keeps its decoder layers, all of one kind,
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.models.checkpoints import TensorFiles, one_line
 
+log = logging.getLogger("flwr.fedprune")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 _LOGITS = 2**22  # logits in memory at a time, unless one sequence has more: they are many times wider than states
 _REMEMBERED = 2**22  # characters of a text
@@ -39,6 +41,19 @@ def import_transformers() -> Any:
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     return transformers
+
+
+def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """``module``, its weights in ``dtype``. Buffers that are in no checkpoint stay as they are.
+
+    ``module.to(dtype)`` would round these too: rotary frequencies, which are float32 in a model of any dtype.
+    """
+    stored = module.state_dict()
+    tensors = [*module.parameters(), *(buffer for name, buffer in module.named_buffers() if name in stored)]
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+    return module
 
 
 class _Relay(nn.Module):
@@ -71,11 +86,21 @@ class LanguageModel:
         self._digests: dict[int, str] = {}
         self._called: tuple[tuple[int, int], dict[str, Any]] | None = None
         auto = transformers.AutoModelForCausalLM
-        with torch.device("meta"):
-            whole = auto.from_config(self.config)
+        try:
+            with torch.device("meta"):
+                whole = auto.from_config(self.config)
+        except ValueError:
+            kind = type(self.config).__name__
+            raise ValueError(f"checkpoint {str(folder)!r} is of {kind}, allowed: a causal language model") from None
         self.prefix, self._layers = _decoder_layers(whole)
+        more = self.prefix + f".{self.num_layers}."
+        if beyond := next((name for name in self._files if name.startswith(more)), None):
+            log.warning(
+                "checkpoint %r has tensor '%s', its config says %d layers", str(folder), beyond, self.num_layers
+            )
         self.dtype = self._dtype(dtype)
         self._shell, self._relay = self._build_shell(auto)
+        self._try()
 
     @property
     def num_layers(self) -> int:
@@ -151,6 +176,8 @@ class LanguageModel:
     def layer(self, layer: int, tensors: Mapping[str, Tensor]) -> nn.Module:
         """A decoder layer with these weights, on the device, in eval mode."""
         module = copy.deepcopy(self._layers[layer])
+        for name, tensor in self.layer_like(layer).items():
+            self._check_shape(f"{self.prefix}.{layer}.{name}", tensors[name].shape, tensor.shape)
         module.load_state_dict(
             {name: tensor.to(self.device, self.dtype) for name, tensor in tensors.items()}, assign=True
         )
@@ -162,7 +189,15 @@ class LanguageModel:
 
     @torch.no_grad()
     def embed(self, tokens: Tensor, batch_size: int) -> Tensor:
-        """Hidden states (sequences, length, width), on the CPU, that enter the first layer for these token ids."""
+        """Hidden states (sequences, length, width), on the CPU, that enter the first layer for these token ids.
+
+        ``ValueError`` for sequences longer than the model was made for.
+        """
+        if self.max_length and tokens.shape[1] > self.max_length:
+            raise ValueError(
+                f"sequences have {tokens.shape[1]} tokens, allowed with this model: {self.max_length} "
+                "(fedspallm.segment-length, fedspallm.window)"
+            )
         return torch.cat([self._enter(batch)[0].cpu() for batch in torch.split(tokens, batch_size)])
 
     @torch.no_grad()
@@ -199,6 +234,25 @@ class LanguageModel:
             for name, other in stored.items()
         }
 
+    def _check_shape(self, name: str, found: torch.Size, expected: torch.Size) -> None:
+        if found != expected:
+            raise ValueError(
+                f"checkpoint {str(self.folder)!r} has tensor '{name}' of shape {tuple(found)}, its config says "
+                f"{tuple(expected)}"
+            )
+
+    def _try(self) -> None:
+        """Refuse a family whose decoder layers are not called, or do not answer, as the relay does."""
+        ids = torch.zeros((1, 2), dtype=torch.int64)
+        try:
+            self.losses(ids, self.embed(ids, 1))
+        except (TypeError, IndexError, AttributeError, KeyError, RuntimeError) as error:
+            kind = type(self.config).__name__
+            raise ValueError(
+                f"checkpoint {str(self.folder)!r} is of {kind}, whose decoder layers are not called like OPT's and "
+                f"LLaMA's ({one_line(error)[:200]})"
+            ) from None
+
     def _stored(self, name: str) -> str | None:
         """The checkpoint's name of a tensor: old ones lack the head model's prefix."""
         return next((each for each in (name, name.partition(".")[2]) if each in self._files), None)
@@ -224,14 +278,17 @@ class LanguageModel:
         relay = _Relay()
         shell.get_submodule(self.prefix)[0] = relay
         shell.tie_weights()
-        wanted = [name for name in shell.state_dict() if self._stored(name)]
-        shell.load_state_dict(dict(self._read(wanted)), strict=False)
+        expected = {name: tensor.shape for name, tensor in shell.state_dict().items() if self._stored(name)}
+        wanted = self._read(expected)
+        for name, shape in expected.items():
+            self._check_shape(name, wanted[name].shape, shape)
+        shell.load_state_dict(wanted, strict=False)
         shell.tie_weights()
-        pointers = {tensor.data_ptr() for name, tensor in shell.state_dict().items() if name in set(wanted)}
+        pointers = {tensor.data_ptr() for name, tensor in shell.state_dict().items() if name in wanted}
         lacking = [name for name, tensor in shell.state_dict().items() if tensor.data_ptr() not in pointers]
         if lacking:  # neither stored nor tied to what is
             raise ValueError(f"checkpoint {str(self.folder)!r} lacks tensor '{lacking[0]}'")
-        return shell.to(self.device, self.dtype).eval().requires_grad_(False), relay
+        return cast(shell, self.dtype).to(self.device).eval().requires_grad_(False), relay
 
     def _enter(self, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
         self._shell.base_model(tokens.to(self.device), use_cache=False)

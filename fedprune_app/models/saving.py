@@ -14,11 +14,15 @@ from torch import Tensor
 
 from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
-from fedprune_app.models.llm import LanguageModel, import_transformers
+from fedprune_app.models.llm import LanguageModel, cast, import_transformers
 
 PrunedLayers = Callable[[int], Payload]
 """The pruned matrices of decoder layer i with their masks; empty where they are the dense model's."""
 _INDEX = "packed.json"
+_COPIED = (  # of the checkpoint's folder, files whose names begin so: the tokenizer, and how to generate
+    "tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece", "chat_template",
+    "generation_config",
+)  # fmt: skip
 
 
 def write_checkpoint(model: LanguageModel, layers: PrunedLayers, folder: Path) -> int:
@@ -68,7 +72,7 @@ def load_packed(folder: Path | str) -> Any:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"packed model {str(folder)!r} cannot be read: {error}") from None
     dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
-    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    model: Any = cast(transformers.AutoModelForCausalLM.from_config(config), dtype)
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     model.tie_weights()
     known = {tensor.data_ptr() for name, tensor in model.state_dict().items() if name in tensors}
@@ -97,6 +101,5 @@ def _write_config(model: LanguageModel, folder: Path) -> None:
     config.dtype = model.dtype
     config.save_pretrained(folder)
     for path in sorted(model.folder.iterdir()):
-        names = ("tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "generation_config")
-        if path.is_file() and path.name.startswith(names):
+        if path.is_file() and path.name.startswith(_COPIED):
             shutil.copyfile(path, folder / path.name)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 ROUND_FIELDS = (
     "round",
     "seconds",
@@ -68,3 +71,13 @@ CLIENT_FIELDS = (
 )
 HEADLINES = ("accuracy_personal_mean", "accuracy_global", "perplexity_global")
 STATUSES = ("running", "completed", "failed", "interrupted")
+
+
+def windows_of_text(text: str, found: Mapping[str, Any]) -> str:
+    """What a perplexity was measured on: ``ptb: 64 × 128 tokens``, windows by length."""
+    return f"{text}: {found.get('windows')} × {found.get('window')} tokens"
+
+
+def tested_on(row: Mapping[str, Any]) -> str:
+    """The same of the text that a round's ``perplexity_global`` is about, the first; empty where it has none."""
+    return next((windows_of_text(text, found) for text, found in (row.get("perplexity_by_text") or {}).items()), "")

@@ -26,6 +26,7 @@ from fedprune_app.results.tables import (
     final_rows,
     formatted,
     group_runs,
+    measured_on,
     perplexity_rows,
     statistics_of,
 )
@@ -164,6 +165,8 @@ def _card(group: Group) -> dict[str, Any]:
 
     if judged_by == "perplexity":
         facts = {"Mean of the clients' own": short("standalone_perplexity"), "Density": short("global_density")}
+        if text := measured_on(group.runs[0]):
+            facts["Tested on"] = text
     else:
         worst = short("worst_decile")
         facts = {

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedprune_app.results.fields import tested_on, windows_of_text
 from fedprune_app.results.reader import Run
 
 NOT_MEASURED = "–"
@@ -210,7 +211,7 @@ def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mappi
             for run in group.runs
         ]
         for text in (text for text in each[0] if all(text in other for other in each)):
-            title = f"{text}: {each[0][text].get('windows')} × {each[0][text].get('window')} tokens"
+            title = windows_of_text(text, each[0][text])
             found.setdefault(title, {})[group.label] = [other[text] for other in each]
     return found
 
@@ -326,8 +327,13 @@ def _value(value: Any) -> str:
 
 
 def _data(group: Group) -> tuple[str, str]:
-    config = group.runs[0].config
-    return _value(config.get("dataset")), _value(config.get("partition"))
+    config, text = group.runs[0].config, measured_on(group.runs[0])
+    return _value(config.get("dataset")) + (f", tested on {text}" if text else ""), _value(config.get("partition"))
+
+
+def measured_on(run: Run) -> str:
+    """What a run's perplexities were measured on, empty where there are none."""
+    return next((text for row in reversed(run.rounds) if (text := tested_on(row))), "")
 
 
 def _markdown_cell(text: str) -> str:

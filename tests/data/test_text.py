@@ -178,6 +178,16 @@ def test_known_corpora_are_joined_as_the_papers_do(tmp_path):
     }
 
 
+def test_a_file_that_is_no_text_is_named(tmp_path):
+    for part in ("calibration", "test"):
+        (tmp_path / part).mkdir()
+        (tmp_path / part / "latin.txt").write_bytes("\u00e9t\u00e9".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.txt' is no text in UTF-8: .* at byte 0"):
+        list(calibration_documents("text", str(tmp_path)))
+    with pytest.raises(ValueError, match=r"latin\.txt' is no text in UTF-8"):
+        perplexity_texts("text", str(tmp_path))
+
+
 def test_more_texts_come_after_the_datasets_own_and_are_joined_by_name(tmp_path):
     (tmp_path / "x.tokens").write_text(" no it \n was n't \n")
     more = {"ptb": tmp_path / "x.tokens", "mine": tmp_path / "x.tokens"}

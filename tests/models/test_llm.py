@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fedprune_app.core.payload import Payload
 from fedprune_app.core.sparsegpt import sparsegpt
 from fedprune_app.models.checkpoints import TensorFiles, resolve_checkpoint
 from fedprune_app.models.layer_pruning import Pruner, prune_layer
 from fedprune_app.models.llm import LanguageModel, import_transformers, perplexity
+from fedprune_app.models.saving import load_packed, write_packed
 from tests.models.tiny_llm import FAMILIES, tiny_checkpoint, tiny_model, tokens
 
 
@@ -142,6 +144,48 @@ def test_half_precision_models_stay_what_they_are(tmp_path, dtype):
     assert {t.dtype for t in pruned.payload.tensors.values()} == {hidden.dtype} == {model.dtype}
     assert math.isfinite(perplexity(model, model.layer_tensors, ids, 2).value)
     assert LanguageModel(folder, "float32").dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_half_precision_models_compute_what_transformers_does_far_into_a_text_too(tmp_path, family, dtype):
+    folder = tiny_checkpoint(tmp_path / "model", family, dtype=dtype)
+    model, ids = LanguageModel(folder), tokens(2, 64)
+    with torch.no_grad():
+        logits = whole(folder)(ids).logits
+        losses = F.cross_entropy(logits[:, :-1].float().transpose(1, 2), ids[:, 1:], reduction="none")
+        assert model.losses(ids, walk(model, ids)) == pytest.approx(losses.double().mean(1).tolist(), rel=1e-3)
+        write_packed(model, lambda layer: Payload({}), tmp_path / "packed")
+        assert torch.equal(load_packed(tmp_path / "packed")(ids).logits, logits)
+
+
+def test_families_that_cannot_be_taken_apart_are_refused_in_one_line(tmp_path):
+    transformers = import_transformers()
+    config = transformers.BloomConfig(vocab_size=37, hidden_size=16, n_layer=2, n_head=2)
+    transformers.BloomForCausalLM(config).save_pretrained(tmp_path / "bloom")
+    with pytest.raises(ValueError, match="is of BloomConfig, whose decoder layers are not called like OPT's"):
+        LanguageModel(tmp_path / "bloom")
+    config = transformers.T5Config(vocab_size=37, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2)
+    transformers.T5Model(config).save_pretrained(tmp_path / "t5")
+    with pytest.raises(ValueError, match="is of T5Config, allowed: a causal language model") as refused:
+        LanguageModel(tmp_path / "t5")
+    assert "\n" not in str(refused.value)
+
+
+def test_more_tokens_than_the_model_was_made_for_are_refused(tmp_path):
+    model = LanguageModel(tiny_checkpoint(tmp_path, "opt"))
+    with pytest.raises(ValueError, match="sequences have 65 tokens, allowed with this model: 64"):
+        model.embed(tokens(1, 65), 1)
+
+
+@pytest.mark.parametrize(("key", "name"), [("intermediate_size", "layers.0.mlp"), ("vocab_size", "embed_tokens")])
+def test_a_config_of_other_widths_is_refused_in_one_line(tmp_path, key, name):
+    folder = tiny_checkpoint(tmp_path, "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, key: config[key] + 4}))
+    with pytest.raises(ValueError, match=f"has tensor 'model.{name}.*' of shape .*, its config says") as refused:
+        walk(LanguageModel(folder), tokens(1, 4))
+    assert "\n" not in str(refused.value)
 
 
 def test_a_matrix_that_cannot_be_pruned_is_named(tmp_path):

@@ -444,6 +444,72 @@ def test_a_client_with_another_dense_layer_is_sent_the_servers(run, settings, tm
     assert Finished(tmp_path / "run").sha256 == run().sha256
 
 
+def introducing(**lies):
+    """The app, in which client 1 says these things of itself."""
+
+    def query(message, context):
+        reply = client_app.query(message, context)
+        if context.node_config["partition-id"] == 1:
+            fields = {**wire.fields_of(reply.content), **lies}
+            reply.content = RecordDict({"fields": wire.pack(None, fields)["fields"]})
+        return reply
+
+    app = ClientApp()
+    app.query()(query)
+    app.train()(client_app.train)
+    app.evaluate()(client_app.evaluate)
+    return app
+
+
+@pytest.mark.parametrize(
+    ("lies", "more", "said"),
+    [
+        ({"shell-digest": "0" * 64}, {}, "client 1 has other embeddings or norms than the server's model"),
+        ({"layer-digests": ["0" * 64]}, {}, "client 1 has a model of 1 layers, the server's has 2"),
+        (
+            {"layer-digests": ["0" * 64] * 2},
+            {"fedspallm.layer-shares": "0.5"},
+            "client 1 has another decoder layer 0 than the server's model",
+        ),
+    ],
+)
+def test_a_client_with_another_model_than_the_servers_is_left_out_and_named(settings, tmp_path, lies, more, said):
+    config = parse_config({**settings, **more, "out-dir": str(tmp_path / "run")})
+    run_in_process(server_app.app, introducing(**lies), CLIENTS, config.to_dict())
+    done = Finished(tmp_path / "run")
+    assert any(said in reason or "the first" in reason for reason in done.info["clients_left_out"])
+    assert {row["partition"] for row in done.clients} == {*range(CLIENTS)} - {1}
+
+
+def test_where_everybody_has_another_model_than_the_server_nothing_begins(settings, tmp_path):
+    def query(message, context):
+        reply = client_app.query(message, context)
+        fields = {**wire.fields_of(reply.content), "shell-digest": "0" * 64}
+        reply.content = RecordDict({"fields": wire.pack(None, fields)["fields"]})
+        return reply
+
+    app = ClientApp()
+    app.query()(query)
+    config = parse_config({**settings, "out-dir": str(tmp_path / "run")})
+    with pytest.raises(ConfigError, match="no client has the model of the server: client 0 has other embeddings"):
+        run_in_process(server_app.app, app, CLIENTS, config.to_dict())
+
+
+def test_partly_pruned_models_are_no_standalone_result(run):
+    done = run(**{"fedspallm.layer-shares": "0.5"})
+    assert {row["pruned_layers"] for row in done.clients if row["pruned_layers"] is not None} == {1}
+    assert (done.rounds[-1]["personal_models"], done.rounds[-1]["perplexity_personal_mean"]) == (0, None)
+    assert done.rounds[-1]["perplexity_global"] > 1
+    assert run().rounds[-1]["personal_models"] == CLIENTS
+
+
+def test_a_pattern_that_does_not_fit_the_matrices_is_refused_before_anything_is_measured(settings, tmp_path):
+    more = {"fedspallm.pattern": "3:5", "fedspallm.block-size": 5}
+    config = parse_config({**settings, **more, "out-dir": str(tmp_path / "run")})
+    with pytest.raises(ConfigError, match=r"fedspallm\.pattern is '3:5', allowed: .* divides the 16 inputs of"):
+        run_in_process(server_app.app, client_app.app, CLIENTS, config.to_dict())
+
+
 def test_a_run_cut_off_between_two_layers_goes_on_with_the_next(run, settings, tmp_path):
     asked = []
 
