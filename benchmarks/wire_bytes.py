@@ -32,6 +32,7 @@ from fedprune_app.config import Scalar, parse_config
 from fedprune_app.deploy import Deployment, local_deployment
 
 _SAMPLE_SECONDS = 0.2
+_MARK_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -101,12 +102,18 @@ def measure(
     config = parse_config({**settings, "out-dir": str(folder)})
     run_id = launch.submit(deployment.link, app, config.to_dict(), None)
     marks: list[tuple[float, Bytes]] = []
+    stop = threading.Event()
 
-    def tick() -> None:
-        if len(rows_of(folder)) > len(marks):
-            marks.append((time.monotonic(), meter.read()))
+    def mark() -> None:  # at once: nodes fetch the next round's messages within seconds
+        while not stop.wait(_MARK_SECONDS):
+            if len(rows_of(folder)) > len(marks):
+                marks.append((time.monotonic(), meter.read()))
 
-    outcome = launch.follow(deployment.link, run_id, folder, tick)
+    marker = threading.Thread(target=mark, daemon=True)
+    marker.start()
+    outcome = launch.follow(deployment.link, run_id, folder, lambda: None)
+    stop.set()
+    marker.join()
     if outcome != "finished:completed":
         raise SystemExit(f"{settings}: {outcome}: {launch.failure(deployment.link, run_id)}")
     rows = rows_of(folder)
