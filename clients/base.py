@@ -313,7 +313,7 @@ class FederatedClient(Node):
     def _state(self, config: Mapping[str, Any], before: int) -> tuple[State, str]:
         state, lost = super()._state(config, before)
         if self.privacy is not None:
-            self.privacy.require_memory(int(state.meta.get("charges", 0)))
+            self.privacy.require_memory(int(state.meta.get("charges", 0)), float(config.get("epsilon", 0.0)))
         return state, lost
 
     def test_accuracy(self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None) -> float | None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # Opacus and dp-accounting take seconds to import, and most r
     from fedprune_app.privacy.dpsgd import DPSGD
     from fedprune_app.privacy.noise import Noise
 
+_ROUNDING = 1e-6  # another version of a library may round otherwise; a lost charge is more
+
 
 class ClientPrivacy:
     """One client's privacy in one run: ``num_examples`` of training data, neighbours differ by one example.
@@ -131,11 +133,18 @@ class ClientPrivacy:
         """How many charges the ledger holds; the client's state remembers it."""
         return len(self.ledger)
 
-    def require_memory(self, charges: int) -> None:
-        """``ValueError`` where the ledger holds fewer charges than the client's state has seen."""
+    def require_memory(self, charges: int, told: float) -> None:
+        """``ValueError`` where the ledger holds fewer charges than the client's state has seen, or less ε than the
+        client has ``told``, as the server remembers it: ledger and state may be lost together."""
         if len(self.ledger) < charges:
             raise ValueError(
                 f"ledger '{self.ledger.path}' holds {len(self.ledger)} charges, the client's state knows of {charges}: "
+                "what was spent is not known"
+            )
+        spent = self.ledger.epsilon(self.options.delta)
+        if spent < told * (1 - _ROUNDING):
+            raise ValueError(
+                f"ledger '{self.ledger.path}' holds epsilon {spent:.4g}, the client has told {told:.4g}: "
                 "what was spent is not known"
             )
 

@@ -567,6 +567,8 @@ class FederatedStrategy(Strategy):
                 "state-round": self.state_rounds.get(partition, 0),
                 "evaluates": self.evaluates(round),
             }
+            if partition in self.epsilons:
+                fields["epsilon"] = self.epsilons[partition]  # its ledger must hold as much
             if self.roster[partition].own_data:
                 fields["partition"] = partition  # its operator gave it none
             content = wire.pack(contents.payload, fields, contents.letters)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 
-from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.config import ConfigError, check_resumable, parse_config
 from fedprune_app.engine.rounds import TooFewReplies
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
 from fedprune_app.privacy.ledger import Ledger
@@ -247,6 +248,26 @@ def test_a_client_whose_ledger_is_gone_trains_no_more(federation):
     again = federation(system="standalone", fresh=True, fraction_train=1.0, resume_from=str(run.folder), **settings)
     assert again.rounds[-1]["failures"] == 1
     assert "holds 0 charges, the client's state knows of 2" in again.rounds[-1]["failure_reasons"][0]
+
+
+def test_a_client_that_lost_ledger_and_state_trains_no_more(federation):
+    settings = DP | {"system": "fedavg", "fresh": True, "fraction_train": 1.0}
+    run = federation(**settings)
+    shutil.rmtree(run.folder / "clients" / "00001")
+    again = federation(**settings | {"num_server_rounds": 3}, resume_from=str(run.folder))
+    last = again.rounds[-1]
+    assert (last["round"], last["replies"], last["failures"], last["evaluation_failures"]) == (3, 3, 1, 1)
+    told = f"{run.rows(2)[1]['epsilon']:.4g}"
+    assert f"holds epsilon 0, the client has told {told}: what was spent is not" in last["failure_reasons"][0]
+    assert not ledger(again, 1).spent
+
+
+def test_the_folder_of_the_ledgers_cannot_change_on_a_resume():
+    config = parse_config({"dp.enabled": True, "dp.noise-multiplier": 1.0, "state-dir": "/there"})
+    with pytest.raises(ConfigError, match="state-dir is '/there', allowed when resuming: '/here', as the run began"):
+        check_resumable({**config.to_dict(), "state-dir": "/here"}, config)
+    open_config = parse_config({"state-dir": "/there"})
+    check_resumable({**open_config.to_dict(), "state-dir": "/here"}, open_config)
 
 
 def test_one_ledger_can_serve_all_runs_on_the_same_data(federation, tmp_path):
