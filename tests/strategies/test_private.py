@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from clients.base import FederatedClient
 from fedprune_app.config import ConfigError, check_resumable, parse_config
 from fedprune_app.engine.rounds import TooFewReplies
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
@@ -171,7 +172,7 @@ def test_a_gate_asks_for_noised_counts_and_each_is_charged(federation):
 
 
 def test_noised_evaluations_are_charged_and_are_counts(federation):
-    run = federation(system="standalone", **DP, dp_accuracies="noised", dp_count_scale=3.0)
+    run = federation(system="standalone", **DP, dp_accuracies="noised", dp_count_scale=3.0, test_split="holdout")
     last = run.rows(2)
     for partition in range(4):
         # personal and validation accuracy at each evaluation, from the cache where the model has not changed
@@ -223,6 +224,95 @@ def test_a_target_is_reached_by_those_who_join_every_round_and_passed_by_nobody(
     assert run.info["rounds_completed"] == 2
     spent = [row["epsilon"] for row in run.rows(2).values()]
     assert all(2.98 < value <= 3.0 for value in spent)
+
+
+GATE = {"system": "subfedavg", "dp_count_scale": 2.0, "subfedavg_mask_distance": 0.0}
+NOISED = {"system": "fedavg", "dp_accuracies": "noised", "test_split": "holdout", "shard_size": 0}
+TARGET = DP | {"num_server_rounds": 3, "fraction_train": 1.0, "dp_noise_multiplier": 0.0, "dp_target_epsilon": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "counts"),
+    [
+        (GATE, 3),
+        (NOISED | {"dp_count_scale": 12.0}, 3 * 4),
+        (NOISED | {"system": "fedavg-ft", "dp_count_scale": 12.0, "evaluate_every": 2}, 2 * 3),
+    ],
+    ids=["gate", "evaluations", "fine-tuning"],
+)
+def test_a_target_counts_what_will_be_counted(federation, settings, counts):
+    """All planned rounds and evaluations fit in it, and not much is left."""
+    run = federation(clients=2, **TARGET | settings)
+    assert [row["round"] for row in run.rounds] == [1, 2, 3]
+    assert all((row["replies"], row["failures"], row.get("evaluation_failures", 0)) == (2, 0, 0) for row in run.rounds)
+    for partition in range(2):
+        spent = ledger(run, partition).spent
+        assert sum(number for release, number in spent.items() if isinstance(release, Laplace)) == counts
+        assert 2.4 < ledger(run, partition).epsilon(DELTA) <= 3.0
+        assert run.rows(3)[partition]["accuracy_personal"] is not None
+
+
+def test_a_client_that_cannot_pay_for_its_gate_does_not_train(federation, tmp_path):
+    budget = epsilon({STEP: ROUND_STEPS}, DELTA) * 1.01  # the steps, but not the count after them
+    with pytest.raises(TooFewReplies, match="no client could afford to train; first reason: the privacy budget is"):
+        federation(**DP | GATE, dp_epsilon_budget=budget, fraction_train=1.0, out_dir=str(tmp_path))
+    assert not any(ledger_of.stat().st_size for ledger_of in tmp_path.glob("clients/*/ledger.jsonl"))
+
+
+def test_an_evaluation_leaves_out_what_the_budget_does_not_bear(federation):
+    settings = DP | NOISED | {"dp_count_scale": 1.0, "num_server_rounds": 6, "fraction_train": 1.0}
+    run = federation(**settings | {"dp_noise_multiplier": 4.0, "dp_epsilon_budget": 3.0})
+    assert run.info["status"] == "completed"
+    assert all((row["failures"], row["evaluation_failures"]) == (0, 0) for row in run.rounds)
+    told = [name for row in run.clients for name in row if name.startswith("accuracy") and row[name] is not None]
+    missing = [name for row in run.clients for name in row if name.startswith("accuracy") and row[name] is None]
+    assert told and missing
+    assert [row["replies"] for row in run.rounds] == [4] * 6
+    assert all(2.0 < ledger(run, partition).epsilon(DELTA) <= 3.0 for partition in range(4))
+
+
+def test_whoever_has_too_few_examples_declines_and_holds_up_nobody(federation):
+    """Fewer examples are sampled more often each. A round in which nobody can pay leaves the model as it is."""
+    settings = {"partition": "dirichlet-class", "dirichlet_alpha": 0.1, "samples_per_client": 60, "shard_size": 0}
+    settings |= DP | {"system": "fedavg", "fraction_train": 0.25, "num_server_rounds": 12, "evaluate_every": 0}
+    run = federation(**settings, dp_epsilon_budget=2.5)  # two rounds for the second client, none for the others
+    assert run.info["status"] == "completed"
+    assert sorted(row["replies"] for row in run.rounds) == [0, 0, 0, 1, 1]
+    assert all(row["failures"] == 0 for row in run.rounds)
+    assert [ledger(run, partition).spent.get(Steps(SIGMA, 10 / 112), 0) for partition in range(4)] == [0, 2 * 24, 0, 0]
+    assert not any(ledger(run, partition).spent for partition in (0, 2, 3))
+    assert run.rounds[-1]["budgets_spent"] == 4
+    sent = [next(iter(run.wiretap.of("train", round).values())).down.digest() for round in range(1, 6)]
+    for row, before, after in zip(run.rounds, sent, sent[1:], strict=False):
+        assert (before == after) == (row["replies"] == 0)
+        assert row["replies"] or "the privacy budget is 2.5 at delta 0.001, 0 of it are spent" in row["notes"][0]
+
+
+def test_a_score_that_cannot_be_paid_is_no_failure(federation):
+    settings = {"system": "fedltp", "fedltp_tickets": 1, "fedltp_ticket_iterations": 5, "fraction_train": 0.25}
+    settings |= DP | {"dp_count_scale": 1.0, "num_server_rounds": 8}
+    budget = epsilon({STEP: ROUND_STEPS, Laplace(1.0, 1.0): 1}, DELTA) * 1.01
+    run = federation(**settings, dp_epsilon_budget=budget)
+    assert run.info["status"] == "completed"
+    assert all(row["failures"] == 0 for row in run.rounds)
+    assert run.rounds[-1]["budgets_spent"] == 4
+    assert all(0 < ledger(run, partition).epsilon(DELTA) <= budget for partition in range(4))
+
+
+def test_a_private_round_whose_evaluation_fails_is_kept(federation, tmp_path, monkeypatch):
+    """It was paid for: a resumed run must not repeat it."""
+    settings = DP | {"system": "fedavg", "fraction_train": 1.0, "fresh": True}
+
+    def evaluate(self, parameters, config):
+        raise ValueError("no power")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FederatedClient, "evaluate", evaluate)
+        with pytest.raises(TooFewReplies, match="no power"):
+            federation(**settings, out_dir=str(tmp_path))
+    run = federation(**settings, resume_from=str(tmp_path))
+    assert [row["round"] for row in run.rounds] == [1, 2]
+    assert all(ledger(run, partition).spent == {STEP: 2 * ROUND_STEPS} for partition in range(4))
 
 
 # --- never forgotten --------------------------------------------------------------------------------------------------
