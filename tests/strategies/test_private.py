@@ -142,6 +142,10 @@ def test_masked_coordinates_get_no_noise(federation):
         ({"system": "fedavg", "dp.noise-multiplier": 0.0}, "allowed with dp.enabled: one of them above 0"),
         ({"system": "fedavg", "dp.target-epsilon": 3.0}, "allowed with dp.enabled: one of them above 0"),
         ({"system": "fedavg", "dp.accuracies": "noised"}, r"dp\.count-scale is 0\.0, allowed with dp\.accuracies"),
+        (
+            {"system": "fedavg", "augmentation": "crop-flip", "dp.secure-rng": True},
+            r"augmentation is 'crop-flip', allowed with dp\.enabled: 'none'; a batch draws its crops in turn",
+        ),
         ({"system": "fedavg", "dp.ledger-dir": "here"}, "dp.ledger-dir is 'here', allowed: an absolute path"),
         ({"system": "fedavg", "dp.delta": 0.0}, "dp.delta is 0.0, allowed: above 0"),
     ],
