@@ -23,8 +23,8 @@ class ClientPrivacy:
     """One client's privacy in one run: ``num_examples`` of training data, neighbours differ by one example.
 
     ``planned_epochs`` and ``planned_counts`` are how many epochs and noised counts the whole run is planned to have,
-    for ``dp.target-epsilon``, and ``round_epochs`` and ``round_counts`` those of the training of one round. The ledger is
-    in ``folder``, or in ``dp.ledger-dir`` for all runs on the data, whose name is ``whose``. Raises ``ValueError``
+    for ``dp.target-epsilon``, and ``round_epochs`` and ``round_counts`` those of the training of one round. The ledger
+    is in ``folder``, or in ``dp.ledger-dir`` for all runs on the data, whose name is ``whose``. Raises ``ValueError``
     where the ledger is damaged.
     """
 

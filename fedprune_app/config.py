@@ -434,7 +434,7 @@ class DPOptions:
     accuracies: str = option(
         "open",
         "evaluations, of examples never trained on: as they are (no guarantee for those examples), as noised counts "
-        "that are charged, or not at all",
+        "that are charged (with test-split=holdout), or not at all",
         choices=("open", "noised", "none"),
     )
     count_scale: float = option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from fedprune_app.core import rng
 
+log = logging.getLogger("flwr.fedprune")
 TEXTS = {
     "stdlib": "the Python standard library's sources; clients hold packages of their own",
     "text": "files in data-dir: calibration/*.txt (a document each) or *.jsonl (one per line), and test/* likewise",
@@ -178,7 +180,9 @@ def _documents(path: Path) -> Iterator[Document]:
             except (ValueError, KeyError, TypeError):
                 text = None
             if not isinstance(text, str):
-                raise ValueError(f"{str(path)!r}, line {number}, is no object with a text under 'text'")
+                why = "is no object with a text under 'text'"
+                log.error("%r, line %d, %s", str(path), number, why)  # only here: the name may tell whose it is
+                raise ValueError(f"a line of a .jsonl file {why}; the node's log says which")
             yield Document(f"{path.stem}:{number}", text)
 
 

@@ -152,7 +152,7 @@ def test_what_clients_hold_is_neither_trained_nor_tested_on():
     assert not any(document in tested for document in private | {t for t in training if t.strip()})
 
 
-def test_text_files_are_documents_and_lines_of_jsonl_are_too(tmp_path):
+def test_text_files_are_documents_and_lines_of_jsonl_are_too(tmp_path, caplog):
     (tmp_path / "calibration").mkdir()
     (tmp_path / "calibration" / "b.txt").write_text("one\ntwo\n")
     rows = [{"text": "x", "url": "y"}, {"text": "z"}]
@@ -160,8 +160,10 @@ def test_text_files_are_documents_and_lines_of_jsonl_are_too(tmp_path):
     found = [(d.name, d.text) for d in calibration_documents("text", str(tmp_path))]
     assert found == [("a:1", "x"), ("a:2", "z"), ("b", "one\ntwo\n")]
     (tmp_path / "calibration" / "a.jsonl").write_text("[]\n")
-    with pytest.raises(ValueError, match="line 1, is no object with a text"):
+    with pytest.raises(ValueError, match="^a line of a .jsonl file is no object with a text") as error:
         list(calibration_documents("text", str(tmp_path)))
+    assert "a.jsonl" not in str(error.value)  # which goes to a server; whoever has the file sees its name here
+    assert any("a.jsonl', line 1, is no object with a text" in line for line in caplog.messages)
 
 
 def test_known_corpora_are_joined_as_the_papers_do(tmp_path):

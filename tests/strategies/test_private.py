@@ -83,6 +83,14 @@ def test_losses_and_labels_do_not_leave(federation, system):
     assert all(row[part] == [] for row in run.info["partition"] for part in ("train", "validation", "test"))
 
 
+def test_how_many_test_examples_a_client_has_does_not_leave(federation):
+    private, open_run = federation(system="fedavg", **DP), federation(system="fedavg", num_server_rounds=2)
+    for partition in range(4):
+        told, in_the_open = (run.wiretap.of("evaluate")[partition].told for run in (private, open_run))
+        assert told["num-examples"] == 0
+        assert in_the_open["num-examples"] > 0
+
+
 @pytest.mark.parametrize("system", ["fedavg", "subfedavg", "dispfl"])
 def test_the_same_seed_gives_the_same_run_and_noise_makes_it_another(federation, system):
     settings = {"system": system, **DP, **ADMISSIBLE[system]}
@@ -142,6 +150,10 @@ def test_masked_coordinates_get_no_noise(federation):
         ({"system": "fedavg", "dp.noise-multiplier": 0.0}, "allowed with dp.enabled: one of them above 0"),
         ({"system": "fedavg", "dp.target-epsilon": 3.0}, "allowed with dp.enabled: one of them above 0"),
         ({"system": "fedavg", "dp.accuracies": "noised"}, r"dp\.count-scale is 0\.0, allowed with dp\.accuracies"),
+        (
+            {"system": "fedavg", "dp.accuracies": "noised", "dp.count-scale": 1.0},
+            r"test-split is 'labels', allowed with dp\.accuracies 'noised': 'holdout'; else the labels",
+        ),
         (
             {"system": "fedavg", "augmentation": "crop-flip", "dp.secure-rng": True},
             r"augmentation is 'crop-flip', allowed with dp\.enabled: 'none'; a batch draws its crops in turn",
@@ -270,7 +282,8 @@ def test_an_evaluation_leaves_out_what_the_budget_does_not_bear(federation):
     assert all((row["failures"], row["evaluation_failures"]) == (0, 0) for row in run.rounds)
     told = [name for row in run.clients for name in row if name.startswith("accuracy") and row[name] is not None]
     missing = [name for row in run.clients for name in row if name.startswith("accuracy") and row[name] is None]
-    assert told and missing
+    assert told
+    assert missing
     assert [row["replies"] for row in run.rounds] == [4] * 6
     assert all(2.0 < ledger(run, partition).epsilon(DELTA) <= 3.0 for partition in range(4))
 
