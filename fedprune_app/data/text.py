@@ -147,12 +147,16 @@ def _joined(name: str, path: Path) -> tuple[str, int]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
-    """``ValueError`` naming the file where it is not UTF-8."""
+    """``ValueError`` where it cannot be read. It may go to a server: this machine's log alone names the file."""
     try:
         with path.open(encoding="utf-8") as file:
             yield file
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is no text in UTF-8: {error.reason} at byte {error.start}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = f"cannot be read ({type(error).__name__})"
+        if isinstance(error, UnicodeDecodeError):
+            why = f"is no text in UTF-8: {error.reason} at byte {error.start}"
+        log.error("%r %s", str(path), why)
+        raise ValueError(f"a text file {why}; the node's log names it") from None
 
 
 def _files(data_dir: str, part: str) -> list[Path]:
@@ -182,7 +186,7 @@ def _documents(path: Path) -> Iterator[Document]:
             if not isinstance(text, str):
                 why = "is no object with a text under 'text'"
                 log.error("%r, line %d, %s", str(path), number, why)  # only here: the name may tell whose it is
-                raise ValueError(f"a line of a .jsonl file {why}; the node's log says which")
+                raise ValueError(f"a line of a jsonl file {why}; the node's log says which")
             yield Document(f"{path.stem}:{number}", text)
 
 
