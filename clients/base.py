@@ -47,9 +47,10 @@ class Update:
 
 def data_config(config: Config, is_own: bool = False) -> DataConfig:
     """The part of the configuration that determines every client's data."""
-    names = set(DataConfig.__dataclass_fields__) - {"is_own", "classes"}
+    names = set(DataConfig.__dataclass_fields__) - {"is_own", "classes", "public_scale"}
     same = {name: getattr(config, name) for name in names}
-    return DataConfig(is_own=is_own, classes=class_names(config.classes), **same)
+    classes = class_names(config.classes)
+    return DataConfig(is_own=is_own, classes=classes, public_scale=config.dp.enabled, **same)
 
 
 class FederatedClient(Node):

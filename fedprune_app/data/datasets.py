@@ -79,20 +79,24 @@ def load_dataset(
     download: bool = False,
     classes: tuple[str, ...] = (),
     needs_test: bool = True,
+    public_scale: bool = False,
 ) -> Dataset:
     """The dataset of a name in :data:`DATASETS`; loaded once per process.
 
     ``data_dir`` is where its files are (unused for digits); with ``download`` they are fetched there when
     missing. An image folder has the classes that it has folders for, empty ones too, or just ``classes``, in that
-    order; unless ``needs_test`` it may be without test/, and there are then no test images. Raises a one-line
+    order; unless ``needs_test`` it may be without test/, and there are then no test images. It is normalised by
+    the statistics of its training images, or with ``public_scale`` to [-1, 1], whatever is in it. Raises a one-line
     ``ValueError`` for an unknown name, missing files (saying what is expected and how to get it) and damaged files
     (naming the file, but for images of folders, which only the log names).
     """
-    return _load(name, str(data_dir), download, classes, needs_test)
+    return _load(name, str(data_dir), download, classes, needs_test, public_scale)
 
 
 @lru_cache(maxsize=2)
-def _load(name: str, data_dir: str, download: bool, classes: tuple[str, ...], needs_test: bool) -> Dataset:
+def _load(
+    name: str, data_dir: str, download: bool, classes: tuple[str, ...], needs_test: bool, public_scale: bool
+) -> Dataset:
     if name not in DATASETS:
         raise ValueError(f"dataset is '{name}', allowed: {', '.join(DATASETS)}")
     if name == "digits":
@@ -105,7 +109,8 @@ def _load(name: str, data_dir: str, download: bool, classes: tuple[str, ...], ne
     if name == "tiny-imagenet":
         return _tiny_imagenet(folder, download)
     if name == "image-folder":
-        return _image_folder(name, folder, fixed=classes, needs_test=needs_test)
+        half = (0.5,) if public_scale else ()
+        return _image_folder(name, folder, half, half, fixed=classes, needs_test=needs_test)
     if name == "cifar10" and (images := _first_folder(folder / "cifar10", folder, inside="train")):
         return _image_folder(name, images, *_CIFAR10_NORM)
     return _cifar_binary(name, folder, download)
@@ -303,6 +308,8 @@ def _from_folder(
         raise ValueError(f"data-dir '{folder}': images have shape {shapes} (channels, height, width)")
     if not mean:
         mean, std = _channel_stats(train[0])
+    elif len(mean) == 1:
+        mean, std = mean * train[0].shape[1], std * train[0].shape[1]
     return Dataset(name, *train, *test, classes, mean, std)
 
 

@@ -160,15 +160,13 @@ def test_text_files_are_documents_and_lines_of_jsonl_are_too(tmp_path, caplog):
     found = [(d.name, d.text) for d in calibration_documents("text", str(tmp_path))]
     assert found == [("a:1", "x"), ("a:2", "z"), ("b", "one\ntwo\n")]
     (tmp_path / "calibration" / "a.jsonl").write_text("[]\n")
-    with pytest.raises(ValueError, match="^a line of a jsonl file is no object with a text") as error:
+    with pytest.raises(ValueError, match=r"^a line of a jsonl file is no object with a text") as error:
         list(calibration_documents("text", str(tmp_path)))
     assert "a.jsonl" not in str(error.value)  # which goes to a server; whoever has the file sees its name here
     assert any("a.jsonl', line 1, is no object with a text" in line for line in caplog.messages)
     (tmp_path / "calibration" / "a.jsonl").unlink()
     (tmp_path / "calibration" / "c.txt").symlink_to("nowhere")
-    with pytest.raises(
-        ValueError, match=r"^a text file cannot be read \(FileNotFoundError\); the node's log names it$"
-    ):
+    with pytest.raises(ValueError, match=r"^a text file cannot be read .FileNotFoundError.; the node's log"):
         list(calibration_documents("text", str(tmp_path)))
     assert any("c.txt' cannot be read" in line for line in caplog.messages)
 
