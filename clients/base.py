@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from clients.node import NDArrays, Node, received_payload
+from clients.node import NDArrays, Node, payload_names, received_payload
 from clients.privacy import ClientPrivacy
 from clients.training import SGD, TrainingResult, evaluate, train
 from fedprune_app.config import Config, class_names
@@ -47,9 +47,10 @@ class Update:
 
 def data_config(config: Config, is_own: bool = False) -> DataConfig:
     """The part of the configuration that determines every client's data."""
-    names = set(DataConfig.__dataclass_fields__) - {"is_own", "classes"}
+    names = set(DataConfig.__dataclass_fields__) - {"is_own", "classes", "public_scale"}
     same = {name: getattr(config, name) for name in names}
-    return DataConfig(is_own=is_own, classes=class_names(config.classes), **same)
+    classes = class_names(config.classes)
+    return DataConfig(is_own=is_own, classes=classes, public_scale=config.dp.enabled, **same)
 
 
 class FederatedClient(Node):
@@ -81,7 +82,7 @@ class FederatedClient(Node):
                 whose = f"own-{hashlib.sha256(config.data_dir.encode()).hexdigest()[:16]}"
             folder = self.store.folder
             self.privacy = self.privacy_kind(
-                config, partition, self.num_examples, *plan, folder, whose, self.round_counts()
+                config, partition, self.num_examples, *plan, folder, whose, self.round_counts(), self.planned_counts()
             )
 
     def local_data(self) -> ClientData:
@@ -109,9 +110,29 @@ class FederatedClient(Node):
         """How many counts of correct predictions every round asks for; with ``dp.enabled`` they are noised."""
         return 0
 
+    def evaluation_counts(self) -> int:
+        """At most how many an evaluation asks for, with that of what a client starts from before it trains."""
+        return 4 + (self.validates == "received")  # personal, received and global model, and what is validated
+
+    def planned_counts(self) -> int:
+        """At most how many noised counts a client is planned to tell in the whole run, for ``dp.target-epsilon``."""
+        noised = self.config.dp.accuracies == "noised"
+        evaluations = self.evaluations * self.evaluation_counts() if noised else 0
+        return self.planned_rounds() * self.round_counts() + evaluations
+
+    def planned_rounds(self) -> int:
+        """How many rounds a client is planned to join."""
+        return self.config.dp.planned_rounds or self.config.num_server_rounds
+
+    @property
+    def evaluations(self) -> int:
+        """How often all clients are evaluated, in a run that has all its rounds."""
+        rounds, every = self.config.num_server_rounds, self.config.evaluate_every
+        return -(-rounds // every) if every else 1
+
     def planned_epochs(self) -> int:
         """How many epochs of training a client is planned to have in the whole run, for ``dp.target-epsilon``."""
-        return (self.config.dp.planned_rounds or self.config.num_server_rounds) * self.round_epochs()
+        return self.planned_rounds() * self.round_epochs()
 
     def masks(self, state: State) -> dict[str, Tensor]:
         """The client's masks; none for dense systems."""
@@ -227,7 +248,7 @@ class FederatedClient(Node):
         """Accuracy in [0, 1] of the model as it is on ``validation`` or ``test``; None for an empty split.
 
         ``decides``: something that is released depends on it. With ``dp.enabled`` it is then always a noised count,
-        and charged; a mere evaluation is what ``dp.accuracies`` says.
+        and charged; a mere evaluation is what ``dp.accuracies`` says, and None where the budget does not bear it.
         """
         if self.privacy is not None and not decides and self.config.dp.accuracies == "none":
             return None
@@ -238,7 +259,8 @@ class FederatedClient(Node):
         if self.privacy is None or (not decides and self.config.dp.accuracies == "open"):
             return result.accuracy
         public = vision.state_tensors(self.model, include_buffers=True)
-        return self.privacy.noised_count(result.correct, result.total, split, int(self.request["round"]), public)
+        count = self.privacy.noised_count if decides else self.privacy.affordable_count
+        return count(result.correct, result.total, split, int(self.request["round"]), public)
 
     def density(self, masks: Mapping[str, Tensor]) -> float:
         """Kept share of all parameters, unpruned biases and norms included."""
@@ -265,10 +287,17 @@ class FederatedClient(Node):
         }
 
     def fit(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[NDArrays, int, dict[str, Any]]:
-        """As every client's; a private one does not begin what its budget does not bear to the end."""
-        if self.privacy is not None:
+        """As every client's; a private one declines, without a payload, what its budget does not bear to the end."""
+        if self.privacy is None:
+            return super().fit(parameters, config)
+        from fedprune_app.privacy.ledger import Overspent
+
+        try:
             self.privacy.ledger.require(self.privacy.round_cost)
-        return super().fit(parameters, config)
+            return super().fit(parameters, config)
+        except Overspent as error:
+            told = self.privacy.declined(int(config["round"]), error)
+            return [], self.num_examples, {**told, **payload_names(Payload({}))}
 
     def report(self, update: Update) -> dict[str, Any]:
         """Loss, or what privacy cost, density and FLOPs. Raises ``ValueError`` when training diverged."""
@@ -302,7 +331,8 @@ class FederatedClient(Node):
         metrics |= {name: score for name, score in scores.items() if score is not None}
         if self.privacy is not None:
             metrics |= self.privacy.report(int(config["round"]))
-        return 0.0, len(self.data.test_labels), metrics
+        # which labels a client holds may decide how many test examples it has
+        return 0.0, 0 if self.privacy is not None else len(self.data.test_labels), metrics
 
     def kept_state(self, update: Update) -> State:
         """How much was charged so far is remembered apart from the ledger, which must not shrink."""
@@ -313,7 +343,7 @@ class FederatedClient(Node):
     def _state(self, config: Mapping[str, Any], before: int) -> tuple[State, str]:
         state, lost = super()._state(config, before)
         if self.privacy is not None:
-            self.privacy.require_memory(int(state.meta.get("charges", 0)))
+            self.privacy.require_memory(int(state.meta.get("charges", 0)), float(config.get("epsilon", 0.0)))
         return state, lost
 
     def test_accuracy(self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None) -> float | None:

@@ -42,6 +42,11 @@ class FedLTPClient(FedAvgClient):
         """At most one score a round: whether this client is asked is not for it to say."""
         return int(self.config.fedltp.validators != "none")
 
+    def planned_counts(self) -> int:
+        """Scores are asked for in rounds that the client does not join, too."""
+        unjoined = self.config.num_server_rounds - self.planned_rounds()
+        return super().planned_counts() + unjoined * self.round_counts()
+
     def masks(self, state: State) -> dict[str, Tensor]:
         return state.group("masks") or dict(self.received.masks)
 
@@ -80,5 +85,10 @@ class FedLTPClient(FedAvgClient):
         if self.privacy is None:
             return {"score": correct, "num-validation": len(labels)}
         public = vision.state_tensors(self.model, include_buffers=True)
-        noised = self.privacy.noised_score(correct, "validation", round, public)
+        from fedprune_app.privacy.ledger import Overspent
+
+        try:
+            noised = self.privacy.noised_score(correct, "validation", round, public)
+        except Overspent as error:
+            return self.privacy.declined(round, error)
         return {"score": noised, "num-validation": len(labels), **self.privacy.report(round)}

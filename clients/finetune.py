@@ -24,8 +24,7 @@ class FineTuned(FederatedClient):
     def planned_epochs(self) -> int:
         """Under dp.enabled fine-tuning is private and charged: what comes of it is evaluated."""
         config = self.config
-        evaluations = -(-config.num_server_rounds // config.evaluate_every) if config.evaluate_every else 1
-        return super().planned_epochs() + evaluations * (config.finetune.epochs or config.local_epochs)
+        return super().planned_epochs() + self.evaluations * (config.finetune.epochs or config.local_epochs)
 
     def personal_model(self, received: Payload, state: State) -> dict[str, Tensor]:
         options = self.config.finetune

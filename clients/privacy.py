@@ -16,13 +16,15 @@ if TYPE_CHECKING:  # Opacus and dp-accounting take seconds to import, and most r
     from fedprune_app.privacy.dpsgd import DPSGD
     from fedprune_app.privacy.noise import Noise
 
+_ROUNDING = 1e-6  # another version of a library may round otherwise; a lost charge is more
+
 
 class ClientPrivacy:
     """One client's privacy in one run: ``num_examples`` of training data, neighbours differ by one example.
 
-    ``planned_epochs`` is how many epochs the whole run is planned to have, for ``dp.target-epsilon``, and
-    ``round_epochs`` those of one round; ``round_counts`` is how many noised counts every round asks for. The ledger is
-    in ``folder``, or in ``dp.ledger-dir`` for all runs on the data, whose name is ``whose``. Raises ``ValueError``
+    ``planned_epochs`` and ``planned_counts`` are how many epochs and noised counts the whole run is planned to have,
+    for ``dp.target-epsilon``, and ``round_epochs`` and ``round_counts`` those of the training of one round. The ledger
+    is in ``folder``, or in ``dp.ledger-dir`` for all runs on the data, whose name is ``whose``. Raises ``ValueError``
     where the ledger is damaged.
     """
 
@@ -36,6 +38,7 @@ class ClientPrivacy:
         folder: Path,
         whose: str,
         round_counts: int = 0,
+        planned_counts: int = 0,
     ) -> None:
         from fedprune_app.privacy.accounting import Laplace, noise_for
         from fedprune_app.privacy.ledger import Budget, Ledger
@@ -48,8 +51,7 @@ class ClientPrivacy:
         self.noise_multiplier = options.noise_multiplier
         if options.target_epsilon:
             steps = planned_epochs * self.steps_per_epoch
-            counts = round_counts * config.num_server_rounds
-            besides = ((Laplace(options.count_scale, 1.0), counts),) if counts else ()
+            besides = ((Laplace(options.count_scale, 1.0), planned_counts),) if planned_counts else ()
             self.noise_multiplier = noise_for(
                 options.target_epsilon, options.delta, self.sample_rate, steps, options.accountant, besides
             )
@@ -113,6 +115,17 @@ class ClientPrivacy:
         noised = self.noised_score(correct, split, round, public)
         return min(max(noised, 0), most) / most
 
+    def affordable_count(
+        self, correct: int, most: int, split: str, round: int, public: Mapping[str, Tensor]
+    ) -> float | None:
+        """As :meth:`noised_count`; None, and nothing charged, where the budget does not bear it."""
+        from fedprune_app.privacy.ledger import Overspent
+
+        try:
+            return self.noised_count(correct, most, split, round, public)
+        except Overspent:
+            return None
+
     def noised_score(self, correct: int, split: str, round: int, public: Mapping[str, Tensor]) -> int:
         """A count of correct predictions that is noised, rounded and charged. One example counts once."""
         from fedprune_app.privacy.noise import noisy_count
@@ -131,13 +144,24 @@ class ClientPrivacy:
         """How many charges the ledger holds; the client's state remembers it."""
         return len(self.ledger)
 
-    def require_memory(self, charges: int) -> None:
-        """``ValueError`` where the ledger holds fewer charges than the client's state has seen."""
+    def require_memory(self, charges: int, told: float) -> None:
+        """``ValueError`` where the ledger holds fewer charges than the client's state has seen, or less ε than the
+        client has ``told``, as the server remembers it: ledger and state may be lost together."""
         if len(self.ledger) < charges:
             raise ValueError(
                 f"ledger '{self.ledger.path}' holds {len(self.ledger)} charges, the client's state knows of {charges}: "
                 "what was spent is not known"
             )
+        spent = self.ledger.epsilon(self.options.delta)
+        if spent < told * (1 - _ROUNDING):
+            raise ValueError(
+                f"ledger '{self.ledger.path}' holds epsilon {spent:.4g}, the client has told {told:.4g}: "
+                "what was spent is not known"
+            )
+
+    def declined(self, round: int, why: Exception) -> dict[str, Any]:
+        """The answer to a request that the budget does not bear: what is told of it, and nothing else."""
+        return {**self.report(round), "budget-spent": True, "declined": str(why)}
 
     def report(self, round: int) -> dict[str, Any]:
         """ε so far, Fed-LTP's printed figure beside it, and whether the budget bears no other round."""

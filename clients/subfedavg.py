@@ -39,6 +39,10 @@ class SubFedAvgClient(FederatedClient):
             "(the gate then asks for a noised count of correct predictions, which is charged)"
         )
 
+    def round_counts(self) -> int:
+        """At most one for the gate."""
+        return int(self.config.subfedavg.gate_split != "none")
+
     def masks(self, state: State) -> dict[str, Tensor]:
         parameters = dict(self.model.named_parameters())
         return state.group("masks") or full_masks({name: parameters[name].shape for name in self.prunable})

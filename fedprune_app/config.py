@@ -434,7 +434,7 @@ class DPOptions:
     accuracies: str = option(
         "open",
         "evaluations, of examples never trained on: as they are (no guarantee for those examples), as noised counts "
-        "that are charged, or not at all",
+        "that are charged (with test-split=holdout), or not at all",
         choices=("open", "noised", "none"),
     )
     count_scale: float = option(
@@ -850,8 +850,9 @@ _MAY_CHANGE_ON_RESUME = {
 
 def check_resumable(before: Mapping[str, Any], config: Config) -> None:
     """Raise :class:`ConfigError` where ``config`` would not continue a run that began with the settings ``before``."""
+    fixed = {"state-dir"} if config.dp.enabled else set()  # where the clients' ledgers are
     for key, value in config.to_dict().items():
-        if key not in _MAY_CHANGE_ON_RESUME and before.get(key) != value:
+        if key not in _MAY_CHANGE_ON_RESUME - fixed and before.get(key) != value:
             raise ConfigError(f"{key} is {value!r}, allowed when resuming: {before.get(key)!r}, as the run began")
 
 

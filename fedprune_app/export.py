@@ -129,7 +129,13 @@ def find_model(run: Path, client: int | None, *, state_dir: str = "", data_dir: 
     else:
         round, state = _client_state(run, info, config, client, state_dir)
     folder, needs_test = data_dir or config.data_dir, "nodes" not in info  # or it is a client's own
-    dataset = load_dataset(config.dataset, folder, classes=class_names(config.classes), needs_test=needs_test)
+    dataset = load_dataset(
+        config.dataset,
+        folder,
+        classes=class_names(config.classes),
+        needs_test=needs_test,
+        public_scale=config.dp.enabled,
+    )
     return _exportable(config, dataset, client, round, state)
 
 

@@ -42,6 +42,7 @@ class RoundLog:
 
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # what clients say they lost
+    declined: dict[int, str] = field(default_factory=dict)  # whose privacy budget does not bear the round, and why
     stragglers: int = 0
     replies: int = 0
     bytes_up: int = 0
@@ -242,12 +243,19 @@ class FederatedStrategy(Strategy):
             started = time.monotonic()
             self.open_round(current, self.sample(current))
             train_metrics = self.train_round(grid, current, arrays, timeout, train_config)
-            self.close_round(current)
+            if self.log.replies:
+                self.close_round(current)
             train_metrics |= self.after_round(grid, current, timeout)
             row: dict[str, Any] = {"round": current, "seconds": time.monotonic() - started, **train_metrics}
 
+            failed = None
             if self.evaluates(current) or not self.willing(current + 1):
-                row |= self._evaluate(grid, current, arrays, timeout, evaluate_config)
+                try:
+                    row |= self._evaluate(grid, current, arrays, timeout, evaluate_config)
+                except rounds.TooFewReplies as error:
+                    if not self.config.dp.enabled:
+                        raise
+                    failed = error  # the round itself is not repeated on a resume: its privacy is spent
             row["notes"] = self.log.notes[:_REASONS_KEPT]
             # the record comes first: killed between the two, the run repeats the round and its record is dropped
             self.recorder.clients(
@@ -256,7 +264,12 @@ class FederatedStrategy(Strategy):
             )
             self.recorder.round(row)
             self.checkpoints.save(current, self.state())
+            if failed is not None:
+                raise failed
             log.info("round %d/%d: %s", current, num_rounds, _summary(row))
+        if self.config.dp.enabled and not self.state_rounds:
+            first = next(iter(self.log.declined.values()), "none was asked")
+            raise rounds.TooFewReplies(f"no client could afford to train; first reason: {first}")
         if not self.digests:  # killed after its last checkpoint: only the final models' digests are lacking
             self._evaluate(grid, num_rounds, arrays, timeout, evaluate_config)
         self.finish()
@@ -351,7 +364,8 @@ class FederatedStrategy(Strategy):
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Take in each reply as it arrives."""
         asked = self.take_in(server_round, replies)
-        rounds.require(self.log.replies, self.config.min_replies, f"round {server_round}", self.log.failures)
+        good = self.log.replies + len(self.log.declined)
+        rounds.require(good, self.config.min_replies, f"round {server_round}", self.log.failures)
         private = self.config.dp.enabled
         trained = [row for _, row in sorted(self.log.clients.items()) if "loss" in row]
         return (
@@ -374,6 +388,8 @@ class FederatedStrategy(Strategy):
             row["bytes_up"] += answer.bytes_up
             row["bytes_down"] += answer.bytes_down
             try:
+                if self.declines(round, answer):
+                    continue
                 row |= self._accept(round, answer)
             except ValueError as error:
                 self.log.fail(f"round {round}", answer, str(error))
@@ -381,6 +397,20 @@ class FederatedStrategy(Strategy):
             self.log.replies += 1
             self.state_rounds[answer.partition] = round
         return asked
+
+    def declines(self, round: int, answer: Answer) -> bool:
+        """Whether a client says that its privacy budget does not bear what it was asked for: no failure, and it is not
+        asked again."""
+        if not self.config.dp.enabled or answer.content is None:
+            return False
+        fields = wire.fields_of(answer.content)
+        if "declined" not in fields:
+            return False
+        told = self._privacy_of(answer.partition, {**fields, "budget-spent": True}, round)
+        self.log.clients[answer.partition] |= told
+        self.log.declined[answer.partition] = why = str(fields["declined"])[:200]
+        self.note(answer.partition, why)
+        return True
 
     def exchanged(self, round: int, asked: int) -> dict[str, Any]:
         """What is recorded of a round's exchange, whatever was exchanged."""
@@ -567,6 +597,8 @@ class FederatedStrategy(Strategy):
                 "state-round": self.state_rounds.get(partition, 0),
                 "evaluates": self.evaluates(round),
             }
+            if partition in self.epsilons:
+                fields["epsilon"] = self.epsilons[partition]  # its ledger must hold as much
             if self.roster[partition].own_data:
                 fields["partition"] = partition  # its operator gave it none
             content = wire.pack(contents.payload, fields, contents.letters)

@@ -125,6 +125,8 @@ class FedLTP(DPFed):
             row["bytes_up"] += answer.bytes_up
             row["bytes_down"] += answer.bytes_down
             try:
+                if self.declines(round, answer):
+                    continue
                 score, num_examples = self._score(round, answer)
             except ValueError as error:
                 self.log.fail(f"validation after round {round}", answer, str(error))

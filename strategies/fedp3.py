@@ -183,7 +183,7 @@ class FedP3(FederatedStrategy):
                     }
         for partition, row in self.log.clients.items():
             chosen = " ".join(self.assigned(partition)[0])
-            if row["bytes_up"]:
+            if row["bytes_up"] and partition not in self.log.declined:
                 self.bytes_by_set[chosen] = [row["bytes_down"], row["bytes_up"]]
 
     def _attention(self) -> dict[str, Tensor]:

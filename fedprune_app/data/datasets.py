@@ -7,6 +7,7 @@ from ``.npy`` files.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable
@@ -22,6 +23,7 @@ from fedprune_app.core.rng import numpy_generator
 from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.data.partitions import stratified_holdout
 
+log = logging.getLogger("flwr.fedprune")
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
 Split = tuple[Images, Labels]
@@ -77,20 +79,24 @@ def load_dataset(
     download: bool = False,
     classes: tuple[str, ...] = (),
     needs_test: bool = True,
+    public_scale: bool = False,
 ) -> Dataset:
     """The dataset of a name in :data:`DATASETS`; loaded once per process.
 
     ``data_dir`` is where its files are (unused for digits); with ``download`` they are fetched there when
     missing. An image folder has the classes that it has folders for, empty ones too, or just ``classes``, in that
-    order; unless ``needs_test`` it may be without test/, and there are then no test images. Raises a one-line
+    order; unless ``needs_test`` it may be without test/, and there are then no test images. It is normalised by
+    the statistics of its training images, or with ``public_scale`` to [-1, 1], whatever is in it. Raises a one-line
     ``ValueError`` for an unknown name, missing files (saying what is expected and how to get it) and damaged files
-    (naming the file).
+    (naming the file, but for images of folders, which only the log names).
     """
-    return _load(name, str(data_dir), download, classes, needs_test)
+    return _load(name, str(data_dir), download, classes, needs_test, public_scale)
 
 
 @lru_cache(maxsize=2)
-def _load(name: str, data_dir: str, download: bool, classes: tuple[str, ...], needs_test: bool) -> Dataset:
+def _load(
+    name: str, data_dir: str, download: bool, classes: tuple[str, ...], needs_test: bool, public_scale: bool
+) -> Dataset:
     if name not in DATASETS:
         raise ValueError(f"dataset is '{name}', allowed: {', '.join(DATASETS)}")
     if name == "digits":
@@ -103,7 +109,8 @@ def _load(name: str, data_dir: str, download: bool, classes: tuple[str, ...], ne
     if name == "tiny-imagenet":
         return _tiny_imagenet(folder, download)
     if name == "image-folder":
-        return _image_folder(name, folder, fixed=classes, needs_test=needs_test)
+        half = (0.5,) if public_scale else ()
+        return _image_folder(name, folder, half, half, fixed=classes, needs_test=needs_test)
     if name == "cifar10" and (images := _first_folder(folder / "cifar10", folder, inside="train")):
         return _image_folder(name, images, *_CIFAR10_NORM)
     return _cifar_binary(name, folder, download)
@@ -301,6 +308,8 @@ def _from_folder(
         raise ValueError(f"data-dir '{folder}': images have shape {shapes} (channels, height, width)")
     if not mean:
         mean, std = _channel_stats(train[0])
+    elif len(mean) == 1:
+        mean, std = mean * train[0].shape[1], std * train[0].shape[1]
     return Dataset(name, *train, *test, classes, mean, std)
 
 
@@ -319,7 +328,7 @@ def _decoded(folder: Path, part: str, members: list[tuple[os.DirEntry[str], int]
         try:
             status = item.stat()
         except OSError as error:  # a link to nothing
-            raise ValueError(f"'{item.path}' cannot be read as an image ({type(error).__name__})") from error
+            raise _refused(item.path, folder, f"cannot be read as an image ({type(error).__name__})") from None
         inner = item.path.removeprefix(str(folder))
         digest.update(os.fsencode(f"{inner}/{status.st_size}/{status.st_mtime_ns}\n"))
     paths = [item.path for item, _ in members]
@@ -332,15 +341,15 @@ def _decoded(folder: Path, part: str, members: list[tuple[os.DirEntry[str], int]
                 directory.mkdir(parents=True, exist_ok=True)
                 with FileLock(directory / f"{part}.lock"):
                     if not file.exists():
-                        images = _decode(paths) if images is None else images
+                        images = _decode(folder, paths) if images is None else images
                         _write_atomically(file, images)
             return np.load(file, mmap_mode="r", allow_pickle=False), labels
         except OSError:  # read-only or full: try the next place
             continue
-    return (_decode(paths) if images is None else images), labels
+    return (_decode(folder, paths) if images is None else images), labels
 
 
-def _decode(paths: list[str]) -> Images:
+def _decode(folder: Path, paths: list[str]) -> Images:
     """(N, C, H, W); one channel if every image is grey, else three."""
     from PIL import Image, UnidentifiedImageError
 
@@ -352,14 +361,21 @@ def _decode(paths: list[str]) -> Images:
                 all_grey = all_grey and image.mode in ("1", "L")
                 pixels = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
         except (UnidentifiedImageError, OSError, SyntaxError, ValueError) as error:
-            raise ValueError(f"'{path}' cannot be read as an image ({type(error).__name__})") from error
+            raise _refused(path, folder, f"cannot be read as an image ({type(error).__name__})") from None
         if i == 0:
             images = np.empty((len(paths), *pixels.shape), dtype=np.uint8)
         if pixels.shape != images.shape[1:]:
             size, first = "x".join(map(str, pixels.shape[1:])), "x".join(map(str, images.shape[2:]))
-            raise ValueError(f"'{path}' is {size} (height x width), the images before it are {first}")
+            raise _refused(path, folder, f"is {size} (height x width), the images before it are {first}")
         images[i] = pixels
     return images[:, :1].copy() if all_grey else images
+
+
+def _refused(path: str, folder: Path, why: str) -> ValueError:
+    """The error, which may go to a server, says whereabouts in ``folder`` the image is; this machine's log alone names
+    it, for the name of a file may tell who is on it."""
+    log.error("'%s' %s", path, why)
+    return ValueError(f"an image in {os.path.dirname(os.path.relpath(path, folder))} {why}; the node's log names it")
 
 
 def _cache_directories(folder: Path) -> list[Path]:

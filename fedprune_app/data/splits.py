@@ -34,7 +34,8 @@ class DataConfig:
 
     With ``is_own`` the folder is one client's alone, who takes all of it: nothing is dealt, the one client is number 0
     of 1, and its test data is the folder's, or where that has none ``test_fraction`` of the images. ``classes`` fixes
-    the names of an image folder's classes and their order.
+    the names of an image folder's classes and their order; with ``public_scale`` it is not normalised by its own
+    statistics.
     """
 
     dataset: str = "digits"
@@ -55,6 +56,7 @@ class DataConfig:
     seed: int = 0
     classes: tuple[str, ...] = ()
     is_own: bool = False
+    public_scale: bool = False
 
     def __post_init__(self) -> None:
         for key, value, allowed in (
@@ -206,7 +208,10 @@ def _client_data(config: DataConfig, partition_id: int, num_clients: int) -> Cli
 
 @lru_cache(maxsize=2)
 def _pool(config: DataConfig) -> _Pool:
-    return _Pool(load_dataset(config.dataset, config.data_dir, config.download, config.classes, not config.is_own))
+    needs_test = not config.is_own
+    return _Pool(
+        load_dataset(config.dataset, config.data_dir, config.download, config.classes, needs_test, config.public_scale)
+    )
 
 
 @lru_cache(maxsize=4)

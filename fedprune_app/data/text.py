@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from fedprune_app.core import rng
 
+log = logging.getLogger("flwr.fedprune")
 TEXTS = {
     "stdlib": "the Python standard library's sources; clients hold packages of their own",
     "text": "files in data-dir: calibration/*.txt (a document each) or *.jsonl (one per line), and test/* likewise",
@@ -145,12 +147,16 @@ def _joined(name: str, path: Path) -> tuple[str, int]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
-    """``ValueError`` naming the file where it is not UTF-8."""
+    """``ValueError`` where it cannot be read. It may go to a server: this machine's log alone names the file."""
     try:
         with path.open(encoding="utf-8") as file:
             yield file
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is no text in UTF-8: {error.reason} at byte {error.start}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = f"cannot be read ({type(error).__name__})"
+        if isinstance(error, UnicodeDecodeError):
+            why = f"is no text in UTF-8: {error.reason} at byte {error.start}"
+        log.error("%r %s", str(path), why)
+        raise ValueError(f"a text file {why}; the node's log names it") from None
 
 
 def _files(data_dir: str, part: str) -> list[Path]:
@@ -178,7 +184,9 @@ def _documents(path: Path) -> Iterator[Document]:
             except (ValueError, KeyError, TypeError):
                 text = None
             if not isinstance(text, str):
-                raise ValueError(f"{str(path)!r}, line {number}, is no object with a text under 'text'")
+                why = "is no object with a text under 'text'"
+                log.error("%r, line %d, %s", str(path), number, why)  # only here: the name may tell whose it is
+                raise ValueError(f"a line of a jsonl file {why}; the node's log says which")
             yield Document(f"{path.stem}:{number}", text)
 
 

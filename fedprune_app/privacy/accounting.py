@@ -138,7 +138,9 @@ def noise_for(
     while spends(enough) > target_epsilon:
         too_little, enough = enough, enough * 2
         if enough > 1_000_000:
-            raise ValueError(f"target_epsilon is {target_epsilon}, which {steps} steps reach with no noise up to 1000")
+            counts = f" beside {sum(count for _, count in besides)} noised counts" if besides else ""
+            what = f"{steps} steps{counts} reach with no noise up to 1000"
+            raise ValueError(f"target_epsilon is {target_epsilon}, which {what}")
     while enough - too_little > 1:
         middle = (enough + too_little) // 2
         too_little, enough = (too_little, middle) if spends(middle) <= target_epsilon else (middle, enough)

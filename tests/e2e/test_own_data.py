@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from PIL import Image
 from rich.console import Console
 from sklearn.datasets import load_digits
 
+from clients.base import data_config
 from fedprune_app import client_app, server_app
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.data.splits import DataConfig, client_data, dataset_of, label_counts
@@ -252,6 +254,22 @@ def test_train_validation_and_test_share_no_image_and_leave_none(folders):
     assert [len(part) for part in parts] == [54, 6, 20]
     assert len(rows_of(parts[0]) | rows_of(parts[1]) | rows_of(parts[2])) == 80
     assert label_counts(config, 0, 1)["test"] == [5, 5, 5, 5], "the label law of the whole"
+
+
+def test_one_image_more_does_not_change_how_a_private_client_sees_the_others(folders, tmp_path):
+    white = shutil.copytree(folders[0], tmp_path / "white")
+    Image.fromarray(np.full((8, 8), 255, np.uint8)).save(white / "train" / "0" / "white.png")
+    seen = {}
+    for name, folder in (("without", folders[0]), ("with", white)):
+        given = {"dataset": "image-folder", "data-dir": str(folder), "dp.enabled": True, "dp.noise-multiplier": 1.0}
+        config = data_config(parse_config(given), is_own=True)
+        data = client_data(config, 0, 1)
+        seen[name] = set.union(*map(rows_of, (data.train_images, data.validation_images, data.test_images)))
+        assert (dataset_of(config).mean, dataset_of(config).std) == ((0.5,), (0.5,))
+    assert len(seen["without"]) == 48
+    assert seen["without"] < seen["with"]
+    in_the_open = [rows_of(client_data(settings_of(folder), 0, 1).train_images) for folder in (folders[0], white)]
+    assert not in_the_open[0] & in_the_open[1], "there each image is seen in the light of all"
 
 
 def test_a_test_folder_is_the_test_set(folders):

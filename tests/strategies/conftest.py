@@ -45,6 +45,7 @@ class Exchanged:
     bytes_up: int
     letters: Mapping[int, Payload]  # from other clients, by their partition
     letter_bytes: Mapping[int, int]
+    told: wire.Fields  # the reply's named values
 
 
 @dataclass
@@ -74,9 +75,10 @@ class Wiretap:
             letters = {sender: wire.payload_of(request, 10**9, name) for sender, name in senders.items()}
             sizes = {sender: _bytes(RecordDict({name: request[name]})) for sender, name in senders.items()}
             reply = real(message, context)
-            up = wire.payload_of(reply.content, 10**9)
+            up, told = wire.payload_of(reply.content, 10**9), wire.fields_of(reply.content)
             round, partition = request["fields"]["round"], context.node_config["partition-id"]
-            self.messages.append(Exchanged(kind, round, partition, down, up, bytes_down, _size(reply), letters, sizes))
+            seen = Exchanged(kind, round, partition, down, up, bytes_down, _size(reply), letters, sizes, told)
+            self.messages.append(seen)
             return reply
 
         return handle

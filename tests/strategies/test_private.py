@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 
-from fedprune_app.config import ConfigError, parse_config
+from clients.base import FederatedClient
+from fedprune_app.config import ConfigError, check_resumable, parse_config
 from fedprune_app.engine.rounds import TooFewReplies
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
 from fedprune_app.privacy.ledger import Ledger
@@ -81,6 +83,14 @@ def test_losses_and_labels_do_not_leave(federation, system):
     assert all(row[part] == [] for row in run.info["partition"] for part in ("train", "validation", "test"))
 
 
+def test_how_many_test_examples_a_client_has_does_not_leave(federation):
+    private, open_run = federation(system="fedavg", **DP), federation(system="fedavg", num_server_rounds=2)
+    for partition in range(4):
+        told, in_the_open = (run.wiretap.of("evaluate")[partition].told for run in (private, open_run))
+        assert told["num-examples"] == 0
+        assert in_the_open["num-examples"] > 0
+
+
 @pytest.mark.parametrize("system", ["fedavg", "subfedavg", "dispfl"])
 def test_the_same_seed_gives_the_same_run_and_noise_makes_it_another(federation, system):
     settings = {"system": system, **DP, **ADMISSIBLE[system]}
@@ -140,6 +150,14 @@ def test_masked_coordinates_get_no_noise(federation):
         ({"system": "fedavg", "dp.noise-multiplier": 0.0}, "allowed with dp.enabled: one of them above 0"),
         ({"system": "fedavg", "dp.target-epsilon": 3.0}, "allowed with dp.enabled: one of them above 0"),
         ({"system": "fedavg", "dp.accuracies": "noised"}, r"dp\.count-scale is 0\.0, allowed with dp\.accuracies"),
+        (
+            {"system": "fedavg", "dp.accuracies": "noised", "dp.count-scale": 1.0},
+            r"test-split is 'labels', allowed with dp\.accuracies 'noised': 'holdout'; else the labels",
+        ),
+        (
+            {"system": "fedavg", "augmentation": "crop-flip", "dp.secure-rng": True},
+            r"augmentation is 'crop-flip', allowed with dp\.enabled: 'none'; a batch draws its crops in turn",
+        ),
         ({"system": "fedavg", "dp.ledger-dir": "here"}, "dp.ledger-dir is 'here', allowed: an absolute path"),
         ({"system": "fedavg", "dp.delta": 0.0}, "dp.delta is 0.0, allowed: above 0"),
     ],
@@ -170,7 +188,7 @@ def test_a_gate_asks_for_noised_counts_and_each_is_charged(federation):
 
 
 def test_noised_evaluations_are_charged_and_are_counts(federation):
-    run = federation(system="standalone", **DP, dp_accuracies="noised", dp_count_scale=3.0)
+    run = federation(system="standalone", **DP, dp_accuracies="noised", dp_count_scale=3.0, test_split="holdout")
     last = run.rows(2)
     for partition in range(4):
         # personal and validation accuracy at each evaluation, from the cache where the model has not changed
@@ -224,6 +242,96 @@ def test_a_target_is_reached_by_those_who_join_every_round_and_passed_by_nobody(
     assert all(2.98 < value <= 3.0 for value in spent)
 
 
+GATE = {"system": "subfedavg", "dp_count_scale": 2.0, "subfedavg_mask_distance": 0.0}
+NOISED = {"system": "fedavg", "dp_accuracies": "noised", "test_split": "holdout", "shard_size": 0}
+TARGET = DP | {"num_server_rounds": 3, "fraction_train": 1.0, "dp_noise_multiplier": 0.0, "dp_target_epsilon": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "counts"),
+    [
+        (GATE, 3),
+        (NOISED | {"dp_count_scale": 12.0}, 3 * 4),
+        (NOISED | {"system": "fedavg-ft", "dp_count_scale": 12.0, "evaluate_every": 2}, 2 * 3),
+    ],
+    ids=["gate", "evaluations", "fine-tuning"],
+)
+def test_a_target_counts_what_will_be_counted(federation, settings, counts):
+    """All planned rounds and evaluations fit in it, and not much is left."""
+    run = federation(clients=2, **TARGET | settings)
+    assert [row["round"] for row in run.rounds] == [1, 2, 3]
+    assert all((row["replies"], row["failures"], row.get("evaluation_failures", 0)) == (2, 0, 0) for row in run.rounds)
+    for partition in range(2):
+        spent = ledger(run, partition).spent
+        assert sum(number for release, number in spent.items() if isinstance(release, Laplace)) == counts
+        assert 2.4 < ledger(run, partition).epsilon(DELTA) <= 3.0
+        assert run.rows(3)[partition]["accuracy_personal"] is not None
+
+
+def test_a_client_that_cannot_pay_for_its_gate_does_not_train(federation, tmp_path):
+    budget = epsilon({STEP: ROUND_STEPS}, DELTA) * 1.01  # the steps, but not the count after them
+    with pytest.raises(TooFewReplies, match="no client could afford to train; first reason: the privacy budget is"):
+        federation(**DP | GATE, dp_epsilon_budget=budget, fraction_train=1.0, out_dir=str(tmp_path))
+    assert not any(ledger_of.stat().st_size for ledger_of in tmp_path.glob("clients/*/ledger.jsonl"))
+
+
+def test_an_evaluation_leaves_out_what_the_budget_does_not_bear(federation):
+    settings = DP | NOISED | {"dp_count_scale": 1.0, "num_server_rounds": 6, "fraction_train": 1.0}
+    run = federation(**settings | {"dp_noise_multiplier": 4.0, "dp_epsilon_budget": 3.0})
+    assert run.info["status"] == "completed"
+    assert all((row["failures"], row["evaluation_failures"]) == (0, 0) for row in run.rounds)
+    told = [name for row in run.clients for name in row if name.startswith("accuracy") and row[name] is not None]
+    missing = [name for row in run.clients for name in row if name.startswith("accuracy") and row[name] is None]
+    assert told
+    assert missing
+    assert [row["replies"] for row in run.rounds] == [4] * 6
+    assert all(2.0 < ledger(run, partition).epsilon(DELTA) <= 3.0 for partition in range(4))
+
+
+def test_whoever_has_too_few_examples_declines_and_holds_up_nobody(federation):
+    """Fewer examples are sampled more often each. A round in which nobody can pay leaves the model as it is."""
+    settings = {"partition": "dirichlet-class", "dirichlet_alpha": 0.1, "samples_per_client": 60, "shard_size": 0}
+    settings |= DP | {"system": "fedavg", "fraction_train": 0.25, "num_server_rounds": 12, "evaluate_every": 0}
+    run = federation(**settings, dp_epsilon_budget=2.5)  # two rounds for the second client, none for the others
+    assert run.info["status"] == "completed"
+    assert sorted(row["replies"] for row in run.rounds) == [0, 0, 0, 1, 1]
+    assert all(row["failures"] == 0 for row in run.rounds)
+    assert [ledger(run, partition).spent.get(Steps(SIGMA, 10 / 112), 0) for partition in range(4)] == [0, 2 * 24, 0, 0]
+    assert not any(ledger(run, partition).spent for partition in (0, 2, 3))
+    assert run.rounds[-1]["budgets_spent"] == 4
+    sent = [next(iter(run.wiretap.of("train", round).values())).down.digest() for round in range(1, 6)]
+    for row, before, after in zip(run.rounds, sent, sent[1:], strict=False):
+        assert (before == after) == (row["replies"] == 0)
+        assert row["replies"] or "the privacy budget is 2.5 at delta 0.001, 0 of it are spent" in row["notes"][0]
+
+
+def test_a_score_that_cannot_be_paid_is_no_failure(federation):
+    settings = {"system": "fedltp", "fedltp_tickets": 1, "fedltp_ticket_iterations": 5, "fraction_train": 0.25}
+    settings |= DP | {"dp_count_scale": 1.0, "num_server_rounds": 8}
+    budget = epsilon({STEP: ROUND_STEPS, Laplace(1.0, 1.0): 1}, DELTA) * 1.01
+    run = federation(**settings, dp_epsilon_budget=budget)
+    assert run.info["status"] == "completed"
+    assert all(row["failures"] == 0 for row in run.rounds)
+    assert run.rounds[-1]["budgets_spent"] == 4
+    assert all(0 < ledger(run, partition).epsilon(DELTA) <= budget for partition in range(4))
+
+
+def test_a_private_round_whose_evaluation_fails_is_kept(federation, tmp_path, monkeypatch):
+    """It was paid for: a resumed run must not repeat it."""
+    settings = DP | {"system": "fedavg", "fraction_train": 1.0, "fresh": True}
+
+    def evaluate(self, parameters, config):
+        raise ValueError("no power")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FederatedClient, "evaluate", evaluate)
+        with pytest.raises(TooFewReplies, match="no power"):
+            federation(**settings, out_dir=str(tmp_path))
+    run = federation(**settings, resume_from=str(tmp_path))
+    assert [row["round"] for row in run.rounds] == [1, 2]
+    assert all(ledger(run, partition).spent == {STEP: 2 * ROUND_STEPS} for partition in range(4))
+
+
 # --- never forgotten --------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +355,26 @@ def test_a_client_whose_ledger_is_gone_trains_no_more(federation):
     again = federation(system="standalone", fresh=True, fraction_train=1.0, resume_from=str(run.folder), **settings)
     assert again.rounds[-1]["failures"] == 1
     assert "holds 0 charges, the client's state knows of 2" in again.rounds[-1]["failure_reasons"][0]
+
+
+def test_a_client_that_lost_ledger_and_state_trains_no_more(federation):
+    settings = DP | {"system": "fedavg", "fresh": True, "fraction_train": 1.0}
+    run = federation(**settings)
+    shutil.rmtree(run.folder / "clients" / "00001")
+    again = federation(**settings | {"num_server_rounds": 3}, resume_from=str(run.folder))
+    last = again.rounds[-1]
+    assert (last["round"], last["replies"], last["failures"], last["evaluation_failures"]) == (3, 3, 1, 1)
+    told = f"{run.rows(2)[1]['epsilon']:.4g}"
+    assert f"holds epsilon 0, the client has told {told}: what was spent is not" in last["failure_reasons"][0]
+    assert not ledger(again, 1).spent
+
+
+def test_the_folder_of_the_ledgers_cannot_change_on_a_resume():
+    config = parse_config({"dp.enabled": True, "dp.noise-multiplier": 1.0, "state-dir": "/there"})
+    with pytest.raises(ConfigError, match="state-dir is '/there', allowed when resuming: '/here', as the run began"):
+        check_resumable({**config.to_dict(), "state-dir": "/here"}, config)
+    open_config = parse_config({"state-dir": "/there"})
+    check_resumable({**open_config.to_dict(), "state-dir": "/here"}, open_config)
 
 
 def test_one_ledger_can_serve_all_runs_on_the_same_data(federation, tmp_path):
