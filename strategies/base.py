@@ -34,6 +34,7 @@ from fedprune_app.results.recorder import Recorder
 
 log = logging.getLogger("flwr.fedprune")
 _REASONS_KEPT = 20  # per round, in the record
+_EPSILONS = ("epsilon", "epsilon-paper", "epsilon-second")  # fields: by the ledger, by the paper, at dp.second-delta
 
 
 @dataclass
@@ -405,6 +406,7 @@ class FederatedStrategy(Strategy):
             raise ValueError(f"field 'num-examples' is {row['num_examples']}, it said {peer.num_examples} before")
         if "note" in fields:
             self.note(answer.partition, str(fields["note"]))
+        self._epsilons_of(fields)  # all that may refuse the reply comes before it moves anything
         self.receive(peer, round, answer.content)
         return row | self._privacy_of(answer.partition, fields, round)
 
@@ -420,17 +422,21 @@ class FederatedStrategy(Strategy):
             row["accuracy_received"] = wire.number(fields, "accuracy-received", 0, 1)
         return row
 
+    @staticmethod
+    def _epsilons_of(fields: wire.Fields) -> dict[str, float]:
+        """What a client says it has spent, checked, by the field's name."""
+        return {name: wire.number(fields, name, 0) for name in _EPSILONS if name in fields}
+
     def _privacy_of(self, partition: int, fields: wire.Fields, round: int) -> dict[str, Any]:
         """What a client says of its privacy, for its row; whoever has none left is not asked again."""
         if not self.config.dp.enabled:
             return {}
-        kinds = {"epsilon": self.epsilons, "epsilon-paper": self.paper_epsilons, "epsilon-second": self.second_epsilons}
-        for name, known in kinds.items():
-            if name in fields:
-                now = wire.number(fields, name, 0)
-                if now < known.get(partition, 0.0) * (1 - 1e-6):
-                    self.note(partition, f"its {name} was {known[partition]:.4g} and is {now:.4g}: a ledger is lost")
-                known[partition] = now
+        kinds = dict(zip(_EPSILONS, (self.epsilons, self.paper_epsilons, self.second_epsilons), strict=True))
+        for name, now in self._epsilons_of(fields).items():
+            known = kinds[name]
+            if now < known.get(partition, 0.0) * (1 - 1e-6):
+                self.note(partition, f"its {name} was {known[partition]:.4g} and is {now:.4g}: a ledger is lost")
+            known[partition] = now
         if fields.get("budget-spent") is True:
             self.spent.setdefault(partition, round)
         return {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -63,6 +65,67 @@ def test_values_of_1e30_are_refused_and_move_nothing(federate):
     for row in run.rounds:
         assert (row["replies"], row["failures"]) == (8, 2)
         assert all("magnitude 1e+30" in reason for reason in row["failure_reasons"])
+
+
+# --- replies that are refused -----------------------------------------------------------------------------------------
+
+LIES = {"num-examples": 7, "loss": math.nan, "density": 2.0, "seconds": -1.0, "flops": -1, "epsilon": -1.0}
+"""What no honest client says of its training, one of them each."""
+PRIVATE = {"dp.enabled": True, "dp.noise-multiplier": 1.0, "dp.delta": 1e-3}
+SHORT = {"num_server_rounds": 1, "local_epochs": 1, "fraction_train": 1.0, "shard_size": 20, "learning_rate": 0.05}
+AVERAGING = {
+    "fedavg": {},
+    "dpfed": PRIVATE,
+    "fedavg-ft": {},
+    "ditto": {},
+    "fedprox": {},
+    "lg-fedavg": {},
+    "subfedavg": {"subfedavg.accuracy-threshold": 0.0},
+    "subfedavg-hy": {"model": "cnn-small-bn"},
+    "fjord": {},
+    "fedspa": PRIVATE,
+    "fedp3": {"fedp3.layer-set": "all"},
+    "fedp3 by attention": {"fedp3.layer-set": "all", "fedp3.aggregation": "attention"},
+    "fedcr": {"model": "cnn-small-cr"},
+    "ldp-fedp3": PRIVATE,
+}
+
+
+@pytest.mark.parametrize("system", AVERAGING)
+def test_a_reply_that_is_refused_moves_nothing(federate, system):
+    """Whether for values that are too large, or for what is said beside them: as if its client had sent none."""
+    settings = {"system": system.partition(" ")[0], **SHORT, **AVERAGING[system]}
+    private = "dp.enabled" in settings
+    lies = [name for name in LIES if name != ("loss" if private else "epsilon")]
+    clients = 2 * len(lies) + 1
+
+    def lying(request, reply, partition):
+        if partition > len(lies):
+            return reply
+        size = 5.0 if partition else 1e30
+        honest = wire.payload_of(reply.content, 10**7)
+        tensors = {name: torch.full_like(tensor, size) for name, tensor in honest.tensors.items()}
+        reply.content[wire.PAYLOAD] = wire.to_arrays(Payload(tensors, honest.masks))
+        if partition:
+            name = lies[partition - 1]
+            reply.content["fields"][name] = LIES[name]
+        return reply
+
+    def silent(request, reply, partition):
+        if partition <= len(lies):
+            raise ValueError("none")
+        return reply
+
+    run = federate(name="lying", app=tampered_app(lying), clients=clients, **settings)
+    without = federate(name="silent", app=tampered_app(silent), clients=clients, **settings)
+    (row,) = run.rounds
+    assert (row["replies"], row["failures"]) == (len(lies), len(lies) + 1)
+    reasons = dict(reason.split(": ", 1) for reason in row["failure_reasons"])
+    assert "magnitude 1e+30" in reasons["client 0"]
+    for partition, name in enumerate(lies, start=1):
+        assert f"'{name}'" in reasons[f"client {partition}"]
+    moved, still = ((each.folder / "models" / "global.safetensors").read_bytes() for each in (run, without))
+    assert moved == still
 
 
 def test_without_attackers_an_ample_bound_changes_nothing(federate):
