@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import re
+import reprlib
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -54,7 +56,7 @@ class RoundLog:
         self.bytes_down += answer.bytes_down
 
     def fail(self, what: str, answer: Answer, reason: str) -> None:
-        text = f"client {answer.partition}: {reason}"
+        text = f"client {answer.partition}: {wire.one_line(reason)}"
         self.failures.append(text)
         self.stragglers += answer.late
         log.warning("%s: %s", what, text)
@@ -172,6 +174,10 @@ class FederatedStrategy(Strategy):
             return TrimmedMean(self.config.robust_trim)
         mean = MaskedMean(count, max_weight)
         return BoundedMean(mean, self.model, self.config.robust_norm) if self.config.robust == "clip" else mean
+
+    def weight_of(self, partition: int) -> int:
+        """What a client counts where numbers of examples do: that number, which it chose; alike under ``robust``."""
+        return self.roster[partition].num_examples if self.config.robust == "none" else 1
 
     def check_robust(self) -> None:
         """Refuse a robust average that would never move anything. Raises :class:`ConfigError`."""
@@ -457,7 +463,7 @@ class FederatedStrategy(Strategy):
 
     def note(self, partition: int, text: str) -> None:
         """Record, once, what a client lost or what was left out because of it."""
-        line = f"client {partition}: {text[:200]}"
+        line = f"client {partition}: {wire.one_line(text)[:200]}"
         if line not in self.log.notes:
             self.log.notes.append(line)
             log.warning("%s", line)
@@ -479,7 +485,7 @@ class FederatedStrategy(Strategy):
                 row = self.evaluation_row(answer.partition, fields)
                 rows[answer.partition] = row | self._privacy_of(answer.partition, fields, server_round)
             except ValueError as error:
-                failures.append(f"client {answer.partition}: {error}")
+                failures.append(f"client {answer.partition}: {wire.one_line(str(error))}")
                 log.warning("evaluation of round %d: %s", server_round, failures[-1])
         rounds.require(len(rows), self.config.min_replies, f"the evaluation of round {server_round}", failures)
         rows = dict(sorted(rows.items()))
@@ -543,8 +549,8 @@ class FederatedStrategy(Strategy):
     def evaluation_facts(self, partition: int, fields: wire.Fields) -> dict[str, Any]:
         """What every evaluation says, whatever was evaluated; its notes are kept."""
         digest = fields.get("digest")
-        if not (isinstance(digest, str) and len(digest) == 64):
-            raise ValueError(f"field 'digest' is {digest!r}, allowed: 64 hexadecimal digits")
+        if not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
+            raise ValueError(f"field 'digest' is {reprlib.repr(digest)}, allowed: 64 hexadecimal digits")
         if "note" in fields:
             self.note(partition, str(fields["note"]))
         return {"num_examples": self.roster[partition].num_examples, "digest": digest}
