@@ -198,9 +198,9 @@ def test_clients_of_text_have_the_model_that_most_have():
     assert honest.unlike(text_client(2, layer_digests=["c", "d"])) == ""
     assert "model of 1 layers, allowed: as most have, 2" in text_client(0, layer_digests=["a"]).unlike(honest)
     assert "other embeddings" in text_client(0, shell_digest="t").unlike(honest)
-    with pytest.raises(ValueError, match="field 'documents' is .*, allowed: at most 64 texts"):
+    with pytest.raises(ValueError, match=r"field 'documents' is .*, allowed: at most 64 texts"):
         text_client(0, documents=["x"] * 10**6)
-    with pytest.raises(ValueError, match="field 'layer-digests' is .*, allowed: at most 1024 texts"):
+    with pytest.raises(ValueError, match=r"field 'layer-digests' is .*, allowed: at most 1024 texts"):
         text_client(0, layer_digests=["x"] * 10**6)
 
 
