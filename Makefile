@@ -29,7 +29,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-FUZZ := codec_bytes reply state run_config matrix jsonl run_info
+FUZZ := codec_bytes reply introduction statement state run_config matrix jsonl run_info image_folder
 fuzz: $(DEV_STAMP)
 	$(PIP) install --quiet --editable '.[fuzz]'
 	for target in $(FUZZ); do \

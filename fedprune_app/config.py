@@ -875,6 +875,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"config file {str(path)!r} does not exist") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"config file {str(path)!r} cannot be read: it is nested too deeply") from None
 
 
 def parse_override(text: str) -> tuple[str, Scalar]:
@@ -884,7 +886,7 @@ def parse_override(text: str) -> tuple[str, Scalar]:
         raise ConfigError(f"{text!r} is not of the form key=value")
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         parsed = value
     if not isinstance(parsed, bool | int | float | str):
         raise ConfigError(f"{key.strip()} is {value!r}, allowed: a number, true, false or a text")

@@ -72,8 +72,6 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
             say=recorder.waiting,
         )
         recorder.done_waiting()
-        for reason in left_out:
-            log.warning("a client is left out of the run: %s", reason)
         partition = [{"partition": p, **peer.description()} for p, peer in roster.items()]
         if before.get("partition") not in (None, partition):
             clients, now = len(before["partition"]), len(partition)

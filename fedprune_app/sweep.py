@@ -74,6 +74,8 @@ def read_matrix(path: Path) -> Matrix:
         raise ConfigError(f"matrix {str(path)!r} does not exist") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"matrix {str(path)!r} cannot be read: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"matrix {str(path)!r} cannot be read: it is nested too deeply") from None
     if not isinstance(document, dict):
         raise ConfigError(f"matrix {str(path)!r} holds no table, allowed: {', '.join(_SECTIONS)}")
     for key in document:
@@ -110,7 +112,10 @@ _short = reprlib.repr  # a few lines of YAML aliases can stand for billions of e
 def _settings(path: Path, section: str, table: Any) -> dict[str, Any]:
     if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
         raise ConfigError(f"matrix {str(path)!r}: an entry of {section} is {_short(table)}, allowed: key: value pairs")
-    settings = flatten(table)
+    try:
+        settings = flatten(table)
+    except RecursionError:  # an alias of itself
+        raise ConfigError(f"matrix {str(path)!r}: an entry of {section} is nested too deeply") from None
     for key, value in settings.items():
         if not isinstance(value, bool | int | float | str):
             raise ConfigError(f"matrix {str(path)!r}: {key} in {section} is {_short(value)}, allowed: one value")

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -17,19 +19,26 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["fedprune_app"]):
+with atheris.instrument_imports(include=["fedprune_app", "strategies.base"]):
     from fedprune_app.config import DEFAULTS, ConfigError, parse_config, read_toml, to_toml
     from fedprune_app.core import codec
     from fedprune_app.core.payload import Payload
+    from fedprune_app.data.datasets import _image_folder
     from fedprune_app.engine import wire
+    from fedprune_app.engine.rounds import ImagePeer, Peer, TextPeer
     from fedprune_app.engine.store import State, read_tensors, write_tensors
     from fedprune_app.results.reader import read_info, read_masks, read_rows
     from fedprune_app.sweep import read_matrix
+    from strategies.base import RoundLog
+    from strategies.fedavg import FedAvg
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from PIL import Image
 
 MAX_BYTES = 1 << 20  # what a decoder may make of its input here
+CONFIG = parse_config({})
+HONEST = Peer(partition=7, node_id=7, num_examples=9, capacity=None, own_data=False)
 Target = Callable[[bytes], object]
 TARGETS: dict[str, tuple[Target, Callable[[], Iterable[bytes]]]] = {}
 FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-"))
@@ -93,6 +102,28 @@ def infos() -> Iterable[bytes]:
 
 def replies() -> Iterable[bytes]:
     return (bytes([kind]) + data for data in encoded_payloads() for kind in range(4))
+
+
+def introductions() -> Iterable[bytes]:
+    who = {"partition": 1, "num-examples": 9, "capacity": 0.5}
+    counts = {f"labels-{part}": [3, 4] for part in ("train", "validation", "test")}
+    yield json.dumps({**who, "image-shape": [3, 8, 8], "num-classes": 2, **counts}).encode()
+    own = {"own-data": True, "classes": ["a", "b"]}
+    yield json.dumps({**who, "image-shape": [1, 8, 8], "num-classes": 2, **own}).encode()
+    yield json.dumps({**who, "shell-digest": "0", "layer-digests": ["0", "1"], "documents": ["a"]}).encode()
+
+
+def statements() -> Iterable[bytes]:
+    yield json.dumps({"loss": 0.5, "density": 1.0, "seconds": 2.5, "flops": 10, "epsilon": 1.5, "note": "x"}).encode()
+    digest = {"digest": "0" * 64, "density": 0.5, "inference-flops": 10, "density/fc.weight": 0.5}
+    yield json.dumps({**digest, "accuracy-personal": 0.5, "accuracy-global": 0.25, "channel-density": 1.0}).encode()
+
+
+def images() -> Iterable[bytes]:
+    for mode, format in (("L", "PNG"), ("RGB", "PNG"), ("P", "PNG"), ("L", "JPEG"), ("RGB", "BMP"), ("RGB", "GIF")):
+        file = io.BytesIO()
+        Image.new(mode, (5, 4), 7 if mode != "RGB" else (1, 2, 3)).save(file, format)
+        yield file.getvalue()
 
 
 # --- targets ----------------------------------------------------------------------------------------------------------
@@ -164,6 +195,61 @@ def run_info(data: bytes) -> None:
         with contextlib.suppress(ValueError):
             read(FOLDER)
         path.unlink()
+
+
+def fields_in(data: bytes) -> dict[str, object]:
+    """A message's fields, of any kinds that JSON has."""
+    with contextlib.suppress(RecursionError):  # it is JSON's, which no message is made of
+        found = json.loads(data)
+        if isinstance(found, dict):
+            return found
+    raise ValueError("no fields")
+
+
+@target(introductions)
+def introduction(data: bytes) -> None:
+    """What a client says of itself: what is accepted is small, and can be compared with what others say."""
+    fields = fields_in(data)
+    honest = [json.loads(seed) for seed in introductions()]
+    for kind, others in ((ImagePeer, honest[:2]), (TextPeer, honest[2:])):
+        with contextlib.suppress(ValueError):
+            peer = kind.read(7, fields)
+            hash(peer.common())
+            for other in others:
+                peer.contradicts(kind.read(8, other))
+                if kind is TextPeer or peer.own_data == ("own-data" in other):
+                    peer.unlike(kind.read(8, other))
+            assert len(json.dumps(peer.description(), allow_nan=False)) < max(10_000, 2 * len(data))
+
+
+@target(statements)
+def statement(data: bytes) -> None:
+    """What a client says of its training and evaluation: what is accepted can be recorded."""
+    fields = fields_in(data)
+    strategy = object.__new__(FedAvg)
+    strategy.config, strategy.prunable = CONFIG, frozenset({"fc.weight"})
+    strategy.roster = {7: HONEST}
+    strategy.log = RoundLog()
+    kept: list[object] = []
+    with contextlib.suppress(ValueError):
+        kept += [strategy.training_row(HONEST, fields), strategy._epsilons_of(fields)]
+    with contextlib.suppress(ValueError):
+        kept.append(strategy.evaluation_row(7, fields))
+    assert len(json.dumps([kept, strategy.log.notes], allow_nan=False)) < 5000
+
+
+@target(images)
+def image_folder(data: bytes) -> None:
+    """One bad file among a client's images."""
+    folder = FOLDER / "images"
+    for name, content in (("a", data), ("b", next(iter(images())))):
+        (folder / "train" / name).mkdir(parents=True, exist_ok=True)
+        written(f"images/train/{name}/x.png", content)
+    try:
+        dataset = _image_folder("image-folder", folder, needs_test=False)
+        assert len(dataset.train_images) == len(dataset.train_labels) == 2
+    finally:
+        shutil.rmtree(folder)
 
 
 def main() -> None:

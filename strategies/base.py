@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import re
+import reprlib
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,6 +36,7 @@ from fedprune_app.results.recorder import Recorder
 
 log = logging.getLogger("flwr.fedprune")
 _REASONS_KEPT = 20  # per round, in the record
+_EPSILONS = ("epsilon", "epsilon-paper", "epsilon-second")  # fields: by the ledger, by the paper, at dp.second-delta
 
 
 @dataclass
@@ -54,7 +57,7 @@ class RoundLog:
         self.bytes_down += answer.bytes_down
 
     def fail(self, what: str, answer: Answer, reason: str) -> None:
-        text = f"client {answer.partition}: {reason}"
+        text = f"client {answer.partition}: {wire.one_line(reason)}"
         self.failures.append(text)
         self.stragglers += answer.late
         log.warning("%s: %s", what, text)
@@ -172,6 +175,10 @@ class FederatedStrategy(Strategy):
             return TrimmedMean(self.config.robust_trim)
         mean = MaskedMean(count, max_weight)
         return BoundedMean(mean, self.model, self.config.robust_norm) if self.config.robust == "clip" else mean
+
+    def weight_of(self, partition: int) -> int:
+        """What a client counts where numbers of examples do: that number, which it chose; alike under ``robust``."""
+        return self.roster[partition].num_examples if self.config.robust == "none" else 1
 
     def check_robust(self) -> None:
         """Refuse a robust average that would never move anything. Raises :class:`ConfigError`."""
@@ -435,6 +442,7 @@ class FederatedStrategy(Strategy):
             raise ValueError(f"field 'num-examples' is {row['num_examples']}, it said {peer.num_examples} before")
         if "note" in fields:
             self.note(answer.partition, str(fields["note"]))
+        self._epsilons_of(fields)  # all that may refuse the reply comes before it moves anything
         self.receive(peer, round, answer.content)
         return row | self._privacy_of(answer.partition, fields, round)
 
@@ -450,17 +458,21 @@ class FederatedStrategy(Strategy):
             row["accuracy_received"] = wire.number(fields, "accuracy-received", 0, 1)
         return row
 
+    @staticmethod
+    def _epsilons_of(fields: wire.Fields) -> dict[str, float]:
+        """What a client says it has spent, checked, by the field's name."""
+        return {name: wire.number(fields, name, 0) for name in _EPSILONS if name in fields}
+
     def _privacy_of(self, partition: int, fields: wire.Fields, round: int) -> dict[str, Any]:
         """What a client says of its privacy, for its row; whoever has none left is not asked again."""
         if not self.config.dp.enabled:
             return {}
-        kinds = {"epsilon": self.epsilons, "epsilon-paper": self.paper_epsilons, "epsilon-second": self.second_epsilons}
-        for name, known in kinds.items():
-            if name in fields:
-                now = wire.number(fields, name, 0)
-                if now < known.get(partition, 0.0) * (1 - 1e-6):
-                    self.note(partition, f"its {name} was {known[partition]:.4g} and is {now:.4g}: a ledger is lost")
-                known[partition] = now
+        kinds = dict(zip(_EPSILONS, (self.epsilons, self.paper_epsilons, self.second_epsilons), strict=True))
+        for name, now in self._epsilons_of(fields).items():
+            known = kinds[name]
+            if now < known.get(partition, 0.0) * (1 - 1e-6):
+                self.note(partition, f"its {name} was {known[partition]:.4g} and is {now:.4g}: a ledger is lost")
+            known[partition] = now
         if fields.get("budget-spent") is True:
             self.spent.setdefault(partition, round)
         return {
@@ -481,7 +493,7 @@ class FederatedStrategy(Strategy):
 
     def note(self, partition: int, text: str) -> None:
         """Record, once, what a client lost or what was left out because of it."""
-        line = f"client {partition}: {text[:200]}"
+        line = f"client {partition}: {wire.one_line(text)[:200]}"
         if line not in self.log.notes:
             self.log.notes.append(line)
             log.warning("%s", line)
@@ -503,7 +515,7 @@ class FederatedStrategy(Strategy):
                 row = self.evaluation_row(answer.partition, fields)
                 rows[answer.partition] = row | self._privacy_of(answer.partition, fields, server_round)
             except ValueError as error:
-                failures.append(f"client {answer.partition}: {error}")
+                failures.append(f"client {answer.partition}: {wire.one_line(str(error))}")
                 log.warning("evaluation of round %d: %s", server_round, failures[-1])
         rounds.require(len(rows), self.config.min_replies, f"the evaluation of round {server_round}", failures)
         rows = dict(sorted(rows.items()))
@@ -567,8 +579,8 @@ class FederatedStrategy(Strategy):
     def evaluation_facts(self, partition: int, fields: wire.Fields) -> dict[str, Any]:
         """What every evaluation says, whatever was evaluated; its notes are kept."""
         digest = fields.get("digest")
-        if not (isinstance(digest, str) and len(digest) == 64):
-            raise ValueError(f"field 'digest' is {digest!r}, allowed: 64 hexadecimal digits")
+        if not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
+            raise ValueError(f"field 'digest' is {reprlib.repr(digest)}, allowed: 64 hexadecimal digits")
         if "note" in fields:
             self.note(partition, str(fields["note"]))
         return {"num_examples": self.roster[partition].num_examples, "digest": digest}

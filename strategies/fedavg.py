@@ -14,7 +14,7 @@ from strategies.base import FederatedStrategy
 
 
 class FedAvg(FederatedStrategy):
-    """``w_{t+1} = Σ_k n_k w_k / Σ_k n_k`` over the clients that replied."""
+    """``w_{t+1} = Σ_k n_k w_k / Σ_k n_k`` over the clients that replied; under ``robust`` every n_k is 1."""
 
     averages = True
     headline = "accuracy_global"
@@ -26,11 +26,11 @@ class FedAvg(FederatedStrategy):
         return Schema.like(self.model)
 
     def open_round(self, round: int, participants: list[int]) -> None:
-        largest = max(self.roster[partition].num_examples for partition in participants)
+        largest = max(map(self.weight_of, participants))
         self.mean = self.averaging(len(participants), max_weight=largest)
 
     def accept(self, peer: Peer, update: Payload) -> None:
-        self.mean.add(update, weight=peer.num_examples)
+        self.mean.add(update, weight=self.weight_of(peer.partition))
 
     def close_round(self, round: int) -> None:
         self.model = self.mean.mean(self.model)

@@ -8,17 +8,20 @@ Figure 2, right); layer sets follow ``fedp3.assignment``, and so on.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from fedprune_app.config import FedP3Options
 from fedprune_app.core.gaussians import product_with_standard_normal
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.rounds import Peer
-from fedprune_app.engine.wire import Schema
+from fedprune_app.engine.wire import LARGEST, Schema
 from strategies.fedp3 import FedP3
 
 MEAN, STD = "prior.mean", "prior.std"
 PRECISION, WEIGHTED = "experts.precision", "experts.weighted-mean"
+_MOST_PRECISE = 1e30  # σ of 1e-15: divergences from it are finite in float32
 
 
 class FedCR(FedP3):
@@ -33,7 +36,8 @@ class FedCR(FedP3):
     def reply_schema(self, partition: int) -> Schema:
         chosen, _ = self.assigned(partition)
         experts = {name: self.model[MEAN].double() for name in (PRECISION, WEIGHTED)}
-        return Schema.like({name: self.model[name] for name in self.travelling(chosen)} | experts)
+        schema = Schema.like({name: self.model[name] for name in self.travelling(chosen)} | experts)
+        return replace(schema, unscaled=frozenset(experts))
 
     def open_round(self, round: int, participants: list[int]) -> None:
         super().open_round(round, participants)
@@ -41,8 +45,17 @@ class FedCR(FedP3):
 
     def accept(self, peer: Peer, update: Payload) -> None:
         experts = {name: update.tensors[name] for name in (PRECISION, WEIGHTED)}
-        if bool((experts[PRECISION] < 0).any()):
+        precision, weighted = experts[PRECISION], experts[WEIGHTED]
+        if bool((precision < 0).any()):
             raise ValueError(f"tensor '{PRECISION}' has negative values, allowed: 0 or more")
+        if bool((precision > _MOST_PRECISE).any()):
+            largest = float(precision.max())
+            raise ValueError(f"tensor '{PRECISION}' has magnitude {largest:g}, allowed: at most {_MOST_PRECISE:g}")
+        if bool((weighted.abs() > precision * LARGEST).any()):
+            raise ValueError(
+                f"tensor '{WEIGHTED}' has magnitude {float(weighted.abs().max()):g}, "
+                f"allowed: at most {LARGEST:g} times the precision"
+            )
         super().accept(peer, Payload({n: t for n, t in update.tensors.items() if n not in experts}))
         self.experts[peer.partition] = Payload(experts)
 

@@ -52,6 +52,8 @@ class FedFomo(Relay):
         names, weights = fields.get("candidates", []), fields.get("weights", [])
         if not (isinstance(names, list) and isinstance(weights, list) and len(names) == len(weights)):
             raise ValueError("fields 'candidates' and 'weights' are not lists of one length")
+        if not all(type(name) is int for name in names):
+            raise ValueError(f"field 'candidates' is {names!r}, allowed: whole numbers")
         if len(set(names)) < len(names) or not set(names) <= set(self.candidates(round, peer.partition)):
             raise ValueError(f"field 'candidates' is {names!r}, allowed: those it was sent")
         if not all(isinstance(weight, float) and 0 <= weight <= 1 for weight in weights):

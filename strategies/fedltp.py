@@ -12,13 +12,15 @@ Edge Computing", Algorithms 1 and 2. The client half is ``clients/fedltp.py``; t
 * A coordinate is averaged over those participants that have it, as the text says; line 9 divides by all.
 * Every round's model is scored *after* the round, by all clients (``fedltp.validators``; the formulas say the round's).
   A score is the share of correct predictions among the validation examples of those who answered: with equal answers
-  the order is that of the sum (18), and rounds with missing answers compare fairly.
+  the order is that of the sum (18), and rounds with missing answers compare fairly. Under ``robust`` it is the mean of
+  the clients' own shares: how many examples a client has is what it says.
 * The model that is evaluated after a round is the best so far, which would be the final one (equation 19).
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -118,6 +120,7 @@ class FedLTP(DPFed):
             self.best, self.best_model = (round, 0.0), self.model
             return {}
         before = self.log.bytes_up, self.log.bytes_down
+        shares: list[float] = []
         correct = examples = answers = 0
         for answer in rounds.exchange(grid, self._by_partition(self._questions(round)), timeout):
             self.log.count(answer)
@@ -132,9 +135,11 @@ class FedLTP(DPFed):
                 self.log.fail(f"validation after round {round}", answer, str(error))
                 continue
             correct, examples, answers = correct + score, examples + num_examples, answers + 1
+            shares.append(min(max(score / num_examples, 0.0), 1.0))
         told: dict[str, Any] = {"validations": answers, "validation_score": None}
         if examples:
-            told["validation_score"] = score_now = correct / examples
+            by_client = math.fsum(shares) / answers  # in whatever order they came
+            told["validation_score"] = score_now = correct / examples if self.config.robust == "none" else by_client
             if self.best[0] == 0 or score_now > self.best[1]:
                 self.best, self.best_model = (round, score_now), self.model
         up, down = self.log.bytes_up - before[0], self.log.bytes_down - before[1]

@@ -444,7 +444,8 @@ class FedSpaLLM(FederatedStrategy):
 
     def evaluation_row(self, partition: int, fields: wire.Fields) -> dict[str, Any]:
         start = "perplexity/"
-        found = {n.removeprefix(start): wire.number(fields, n, 0) for n in sorted(fields) if n.startswith(start)}
+        names = sorted(name for name in {*self.texts, "own"} if start + name in fields)
+        found = {name: wire.number(fields, start + name, 0) for name in names}
         judged = "own" if list(found) == ["own"] else self.texts[0]  # a client with text of its own has no other
         if judged not in found:
             raise ValueError(f"the evaluation has no field '{start}{judged}'")

@@ -3,8 +3,8 @@
 Horváth, Laskaridis, Almeida, Leontiadis, Venieris, Lane, "FjORD: Fair and Accurate Federated Learning under
 heterogeneous targets with Ordered Dropout", NeurIPS 2021, Algorithm 1. The client half is ``clients/fjord.py``.
 
-Only the leading units of a client's largest sub-network travel, as smaller tensors. Weighted by numbers of examples, so
-that with all clients at full width it is FedAvg.
+Only the leading units of a client's largest sub-network travel, as smaller tensors. Weighted by numbers of examples
+(alike under ``robust``), so that with all clients at full width it is FedAvg.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class FjORD(FederatedStrategy):
 
     def open_round(self, round: int, participants: list[int]) -> None:
         self.participants = participants
-        largest = max(self.roster[partition].num_examples for partition in participants)
+        largest = max(map(self.weight_of, participants))
         self.mean = self.averaging(len(participants), max_weight=largest)
 
     def accept(self, peer: Peer, update: Payload) -> None:
         masks = lead_masks(self.reach(peer.partition), self.shapes)
         full = Payload(widen(update.tensors, self.shapes), masks)
-        self.mean.add(full, weight=peer.num_examples)
+        self.mean.add(full, weight=self.weight_of(peer.partition))
 
     def close_round(self, round: int) -> None:
         self.model = self.mean.mean(self.model)

@@ -62,11 +62,22 @@ def wrapped_app(train: Callable[..., Message]) -> ClientApp:
     return app
 
 
-def tampered_app(tamper: Tamper) -> ClientApp:
-    """The real ClientApp whose training replies pass through ``tamper`` on their way out."""
-    return wrapped_app(
-        lambda message, context, honest: tamper(message, honest(message, context), context.node_config["partition-id"])
-    )
+def honest(request: Message, reply: Message, partition: int) -> Message:
+    """Tampers with nothing."""
+    return reply
+
+
+def tampered_app(train: Tamper = honest, query: Tamper = honest, evaluate: Tamper = honest) -> ClientApp:
+    """The real ClientApp whose replies, to each kind of message, pass through these on their way out."""
+    app = ClientApp()
+
+    def tampered(tamper: Tamper, real: Callable[[Message, Any], Message]) -> Callable[[Message, Any], Message]:
+        return lambda message, context: tamper(message, real(message, context), context.node_config["partition-id"])
+
+    app.query()(tampered(query, client_app.query))
+    app.train()(tampered(train, client_app.train))
+    app.evaluate()(tampered(evaluate, client_app.evaluate))
+    return app
 
 
 @pytest.fixture

@@ -160,6 +160,8 @@ for depth in range(12):  # a hundred bytes a level, ten times the entries
         ("systems: [fedavg]\nseeds: [a]", "seeds is ['a'], allowed: a list of whole numbers"),
         ("systems: [fedavg]\nclients: 0", "clients is 0, allowed: a whole number, at least 1"),
         ("systems: [fedavg\n", "cannot be read"),
+        ("systems: " + "[" * 100_000, "nested too deeply"),
+        ("systems: [fedavg]\ncommon: &a {subfedavg: *a}", "an entry of common is nested too deeply"),
         ("- 1", "holds no table"),
         ("systems: [fedavg]\ncommon: {bogus: 1}", "unknown key 'bogus'"),
         ("systems: [fedavg]\ncommon: {seed: 1}", "common sets 'seed', allowed: in seeds"),

@@ -28,7 +28,8 @@ def move_norm(update: Payload, base: Mapping[str, Tensor]) -> float:
 def clipped(update: Payload, base: Mapping[str, Tensor], bound: float) -> Payload:
     """``base + (update - base) · min(1, bound / ‖update - base‖)`` on kept coordinates; 0 stays where it keeps none.
 
-    What one client can move the average by is then ``bound`` over the number of its contributors, whatever it sends.
+    What one client can move an average of equal weights by is then ``bound`` over the number of its contributors,
+    whatever it sends; the weights must not be the clients' to choose.
     """
     norm = move_norm(update, base)
     if norm <= bound:

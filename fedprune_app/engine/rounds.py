@@ -7,8 +7,11 @@ every client's model at once. Here a reply is yielded when it arrives and droppe
 from __future__ import annotations
 
 import logging
+import math
 import re
+import reprlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -27,6 +30,9 @@ _PULL_BATCH = 32
 _PULL_BYTES = 64 * 2**20
 _TTL_MARGIN_SECONDS = 10.0
 _NAMES_SHOWN = 12
+_MOST_VALUES = 2**24  # of an image
+_MOST_OUTPUTS = 2**32  # an image's values times the classes: what a linear layer between them would hold
+_MOST_LAYERS, _MOST_DOCUMENTS = 1024, 64  # that a client of text names
 _POLL_SECONDS = (0.01, 0.25)  # the shortest pause between polls, and the longest
 _EXCEPTION = re.compile(r"^<class '[^']*'>:<'")  # how a SuperNode begins the message of one
 _POLL_SHARE = 0.05  # a reply is seen late by at most this share of the time it was waited for
@@ -79,12 +85,16 @@ class Peer:
         """What the client holds, for run.json."""
         return {}
 
+    def common(self) -> tuple[Any, ...]:
+        """What all clients of a run must say alike."""
+        return (self.own_data,)
+
     def unlike(self, first: Peer) -> str:
         """Why this client cannot take part in a run with the ``first`` one; empty if it can."""
         return ""
 
     def contradicts(self, first: Peer) -> str:
-        """Why there can be no run with both, and nobody knows which of them is wrong; empty if there can."""
+        """Why there can be no run with both, if as many are like the one as like the other; empty if there can."""
         if self.own_data == first.own_data:
             return ""
         own, dealt = (self, first) if self.own_data else (first, self)
@@ -108,18 +118,23 @@ class ImagePeer(Peer):
     def facts(cls, fields: wire.Fields) -> dict[str, Any]:
         shape = fields.get("image-shape")
         sizes = shape if isinstance(shape, list) else []
-        if not (len(sizes) == 3 and all(isinstance(n, int) and 0 < n <= 4096 for n in sizes)):
-            raise ValueError(f"field 'image-shape' is {shape!r}, allowed: three sizes")
+        if not (len(sizes) == 3 and all(type(n) is int and 0 < n <= 4096 for n in sizes)):
+            raise ValueError(f"field 'image-shape' is {reprlib.repr(shape)}, allowed: three sizes")
+        num_classes = int(wire.number(fields, "num-classes", 2, 10**6))
+        if math.prod(sizes) > _MOST_VALUES or math.prod(sizes) * num_classes > _MOST_OUTPUTS:
+            allowed = f"at most {_MOST_VALUES} values, {_MOST_OUTPUTS} times the classes"
+            raise ValueError(f"field 'image-shape' is {sizes!r} with {num_classes} classes, allowed: {allowed}")
         counts = {}
         for part in ("train", "validation", "test"):
             values = fields.get(f"labels-{part}", [])
-            if not (isinstance(values, list) and all(isinstance(n, int) and 0 <= n < 2**53 for n in values)):
-                raise ValueError(f"field 'labels-{part}' is {values!r}, allowed: counts per class")
+            is_list = isinstance(values, list) and len(values) in (0, num_classes)
+            if not (is_list and all(type(n) is int and 0 <= n < 2**53 for n in values)):
+                raise ValueError(f"field 'labels-{part}' is {reprlib.repr(values)}, allowed: counts per class")
             counts[part] = list(values)
-        num_classes = int(wire.number(fields, "num-classes", 2, 10**6))
         classes = fields.get("classes", [])
-        if not (isinstance(classes, list) and all(isinstance(name, str) and len(name) <= 256 for name in classes)):
-            raise ValueError(f"field 'classes' is {classes!r:.80}, allowed: a list of names")
+        is_list = isinstance(classes, list) and len(classes) in (0, num_classes)
+        if not (is_list and all(isinstance(name, str) and len(name) <= 256 for name in classes)):
+            raise ValueError(f"field 'classes' is {reprlib.repr(classes)}, allowed: a name per class")
         return {
             "image_shape": (sizes[0], sizes[1], sizes[2]),
             "num_classes": num_classes,
@@ -127,6 +142,9 @@ class ImagePeer(Peer):
             "classes": tuple(classes),
             "data_dir": str(fields.get("data-dir", ""))[:1024],
         }
+
+    def common(self) -> tuple[Any, ...]:
+        return (self.own_data, self.own_data and self.classes, self.image_shape, self.num_classes)
 
     def description(self) -> dict[str, Any]:
         return dict(self.label_counts)
@@ -151,7 +169,8 @@ class ImagePeer(Peer):
         assert isinstance(first, ImagePeer)
         if (self.image_shape, self.num_classes) == (first.image_shape, first.num_classes):
             return ""
-        return f"has images {self.image_shape} of {self.num_classes} classes, the first others"
+        there = f"{first.image_shape} of {first.num_classes}"
+        return f"has images {self.image_shape} of {self.num_classes} classes, allowed: as most have, {there}"
 
 
 @dataclass(frozen=True)
@@ -165,14 +184,18 @@ class TextPeer(Peer):
     @classmethod
     def facts(cls, fields: wire.Fields) -> dict[str, Any]:
         digests, documents = fields.get("layer-digests"), fields.get("documents", [])
-        for name, values in (("layer-digests", digests), ("documents", documents)):
-            if not (isinstance(values, list) and all(isinstance(v, str) and len(v) <= 256 for v in values)):
-                raise ValueError(f"field '{name}' is {values!r:.80}, allowed: a list of texts")
+        for name, values, most in (("layer-digests", digests, _MOST_LAYERS), ("documents", documents, _MOST_DOCUMENTS)):
+            is_list = isinstance(values, list) and len(values) <= most
+            if not (is_list and all(isinstance(v, str) and len(v) <= 256 for v in values)):
+                raise ValueError(f"field '{name}' is {reprlib.repr(values)}, allowed: at most {most} texts")
         return {
-            "shell_digest": str(fields.get("shell-digest")),
+            "shell_digest": str(fields.get("shell-digest"))[:256],
             "layer_digests": tuple(digests or ()),
             "documents": tuple(documents),
         }
+
+    def common(self) -> tuple[Any, ...]:
+        return (self.own_data, len(self.layer_digests), self.shell_digest)
 
     def description(self) -> dict[str, Any]:
         return {"segments": self.num_examples, "documents": list(self.documents)}
@@ -180,8 +203,10 @@ class TextPeer(Peer):
     def unlike(self, first: Peer) -> str:
         assert isinstance(first, TextPeer)
         if len(self.layer_digests) != len(first.layer_digests):
-            return f"has a model of {len(self.layer_digests)} layers, the first one of {len(first.layer_digests)}"
-        return "" if self.shell_digest == first.shell_digest else "has other embeddings or norms than the first"
+            here, there = len(self.layer_digests), len(first.layer_digests)
+            return f"has a model of {here} layers, allowed: as most have, {there}"
+        same = self.shell_digest == first.shell_digest
+        return "" if same else "has a model of other embeddings or norms than most have"
 
 
 Roster = dict[int, Peer]  # by partition id, ascending: Flower's node ids are random and unordered
@@ -194,7 +219,7 @@ def _error_line(message: Message) -> str:
     text = _EXCEPTION.sub("", lines[-1].removesuffix("'>")).split("Message: ")[-1]
     if "ActorDiedError" in reason or "ActorUnavailableError" in reason:
         text = "its process died"
-    return f"{text} (error code {message.error.code})"
+    return f"{wire.one_line(text)} (error code {message.error.code})"
 
 
 @dataclass(frozen=True)
@@ -307,8 +332,9 @@ def gather_roster(
     Waits for ``least`` nodes, and ``say``s how many there are. Clients with data of their own are numbered by the order
     of their node ids, or as in ``numbers`` (node id to partition), and other nodes are then not asked. Raises
     :class:`TooFewReplies` when fewer than ``least`` come or can start, with the first reason given, and ``ValueError``
-    when two nodes claim one partition, or contradict each other (:meth:`Peer.contradicts`). Nodes that fail, or are
-    unlike the first (:meth:`Peer.unlike`), are left out of the run; the reasons are returned beside the roster.
+    where as many contradict the others as not (:meth:`Peer.contradicts`). What most say is what the run is about
+    (:meth:`Peer.common`; among equals what the lowest partition says). Nodes that fail, say something else, or claim
+    the same partition are left out of the run; the reasons are returned beside the roster.
     """
     node_ids = _wait_for_nodes(grid, startup_seconds, least, numbers, say)
     numbers = numbers or {node: k for k, node in enumerate(node_ids)}
@@ -322,26 +348,30 @@ def gather_roster(
     errors: list[str] = []
     for answer in exchange(grid, messages(), startup_seconds):
         try:
-            peer = _read_peer(answer, kind)
+            found.append(_read_peer(answer, kind, numbers))
         except ValueError as error:
-            errors.append(str(error))
-            log.warning("a client is left out of the run: %s", error)
-            continue
-        found.append(peer)
+            errors.append(wire.one_line(str(error)))
     if not found:
         raise TooFewReplies(f"no client could start: {errors[0]}")
     found.sort(key=lambda peer: (peer.partition, peer.node_id))
-    peers: Roster = {}
+    votes = Counter(peer.common() for peer in found)
+    first = max(found, key=lambda peer: votes[peer.common()])  # the first of the most
+    alike = []
     for peer in found:
-        if reason := peer.contradicts(found[0]):
-            raise ValueError(reason)
-        if peer.partition in peers:
-            raise ValueError(f"partition-id {peer.partition} is claimed by two nodes, allowed: one each")
-        peers[peer.partition] = peer
-    for partition, peer in list(peers.items()):
-        if reason := peer.unlike(found[0]):
-            errors.append(f"client {partition} {reason}")
-            del peers[partition]
+        contradiction = peer.contradicts(first)
+        if contradiction and votes[peer.common()] == votes[first.common()]:
+            raise ValueError(contradiction)
+        if reason := contradiction or peer.unlike(first):
+            errors.append(wire.one_line(f"client {peer.partition} is unlike most: {reason}"))
+        else:
+            alike.append(peer)
+    claims = Counter(peer.partition for peer in alike)
+    peers = {peer.partition: peer for peer in alike if claims[peer.partition] == 1}
+    for peer in alike:
+        if peer.partition not in peers:
+            errors.append(f"node {peer.node_id} and another claim partition-id {peer.partition}, allowed: one each")
+    for text in errors:
+        log.warning("a client is left out of the run: %s", text)
     if len(peers) < least:
         reason = f"; first reason: {errors[0]}" if errors else ""
         raise TooFewReplies(f"{len(peers)} of the {least} clients that the run waits for can take part{reason}")
@@ -377,10 +407,14 @@ def _listed(names: Sequence[str]) -> str:
     return (shown + (f" and {more} more" if more > 0 else "")) or "none"
 
 
-def _read_peer(answer: Answer, kind: type[Peer]) -> Peer:
+def _read_peer(answer: Answer, kind: type[Peer], numbers: Mapping[int, int]) -> Peer:
+    """What a node says of itself; in this exchange an answer's ``partition`` is the node's id."""
     if answer.content is None:
         raise ValueError(answer.error)
-    return kind.read(answer.partition, wire.fields_of(answer.content))
+    peer = kind.read(answer.partition, wire.fields_of(answer.content))
+    if peer.own_data and peer.partition != numbers[peer.node_id]:
+        raise ValueError(f"node {peer.node_id} says that it is {peer.partition}, allowed: its {numbers[peer.node_id]}")
+    return peer
 
 
 def require(good: int, least: int, what: str, failures: Iterable[str]) -> None:

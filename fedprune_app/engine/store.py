@@ -59,7 +59,7 @@ def read_tensors(path: Path) -> State:
         with safe_open(path, framework="pt") as file:
             meta = json.loads((file.metadata() or {})["fedprune"])
             return State({name: file.get_tensor(name) for name in file.keys()}, meta)  # noqa: SIM118 - no dict
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
+    except (OSError, SafetensorError, KeyError, ValueError, RecursionError) as error:
         raise ValueError(f"state file {str(path)!r} is damaged: {error}") from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,13 @@ from fedprune_app.core.payload import Payload
 
 Fields = Mapping[str, Any]
 PAYLOAD = "payload"
+LARGEST = 2.0**23
+"""The largest magnitude of a value in a reply or letter: what exact sums of one addend could bear."""
 _LETTER = "letter/"
 _STYPE = "fedprune.codec"
+LARGEST_SAID = 1e100
+"""The largest number that a client may say of itself: sums over clients, and their squares, stay finite."""
+_LINE = 500
 
 
 class EncodedArrays(ArrayRecord):
@@ -142,23 +148,33 @@ def letters_of(content: RecordDict, schema: Schema) -> tuple[dict[int, Payload],
     return dict(sorted(letters.items())), refused
 
 
-def number(fields: Fields, name: str, least: float = -math.inf, most: float = math.inf) -> float:
-    """A finite number from a message's fields, within bounds, else ``ValueError``."""
+def number(fields: Fields, name: str, least: float = -LARGEST_SAID, most: float = LARGEST_SAID) -> float:
+    """A number from a message's fields, within bounds, else ``ValueError``."""
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"field '{name}' is {value!r}, allowed: a number")
-    if not (math.isfinite(value) and least <= value <= most):
-        raise ValueError(f"field '{name}' is {value!r}, allowed: {least:g} to {most:g}")
+        raise ValueError(f"field '{name}' is {reprlib.repr(value)}, allowed: a number")
+    if not least <= value <= most:  # also refuses NaN
+        raise ValueError(f"field '{name}' is {reprlib.repr(value)}, allowed: {least:g} to {most:g}")
     return value
+
+
+def one_line(text: str) -> str:
+    """What a client said, as it may stand in a log or a record: one line, printable, of no more than 500 characters."""
+    start = " ".join(text[: 4 * _LINE].split())
+    return "".join(character for character in start if character.isprintable())[:_LINE]
 
 
 @dataclass(frozen=True)
 class Schema:
-    """What a reply must hold: exactly these tensors, and masks for exactly those of them."""
+    """What a reply must hold: exactly these tensors, and masks for exactly those of them.
+
+    Values are finite and at most :data:`LARGEST`; those of ``unscaled`` tensors, which are no weights, only finite.
+    """
 
     shapes: Mapping[str, torch.Size]
     dtypes: Mapping[str, torch.dtype]
     masked: frozenset[str] = frozenset()
+    unscaled: frozenset[str] = frozenset()
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor], masked: frozenset[str] = frozenset()) -> Schema:
@@ -175,7 +191,7 @@ class Schema:
         return sum(count * (size + 1) for count, size in sizes)
 
     def check(self, payload: Payload) -> None:
-        """Raise ``ValueError`` unless the payload fits: names, shapes, dtypes, masks, finite values."""
+        """Raise ``ValueError`` unless the payload fits: names, shapes, dtypes, masks, finite values within bounds."""
         if payload.tensors.keys() != self.shapes.keys():
             missing = sorted(self.shapes.keys() - payload.tensors.keys())
             extra = sorted(payload.tensors.keys() - self.shapes.keys())
@@ -190,5 +206,8 @@ class Schema:
                 )
             if tensor.dtype != self.dtypes[name]:
                 raise ValueError(f"tensor '{name}' has dtype {tensor.dtype}, allowed: {self.dtypes[name]}")
-            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            low, high = map(float, tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
+            if not (math.isfinite(low) and math.isfinite(high)):
                 raise ValueError(f"tensor '{name}' has values that are NaN or infinite")
+            if max(-low, high) > LARGEST and name not in self.unscaled:
+                raise ValueError(f"tensor '{name}' has magnitude {max(-low, high):g}, allowed: at most {LARGEST:g}")

@@ -142,7 +142,7 @@ def read_info(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"'{folder}' is not a run folder: it has no run.json")
     _check_size(path, MAX_JSON_BYTES)
-    info = _parse(path.read_bytes(), str(path))
+    info = _parse(path.read_bytes(), str(path), _int64)
     for key, (kinds, allowed) in _INFO_TYPES.items():
         if type(info.get(key)) not in kinds:
             raise ValueError(f"{path}: '{key}' is {_short(info.get(key))}, allowed: {allowed}")
@@ -194,9 +194,9 @@ def read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
             yield line, row
 
 
-def _parse(text: bytes, where: str) -> dict[str, Any]:
+def _parse(text: bytes, where: str, parse_int: Callable[[str], int | None] = int) -> dict[str, Any]:
     try:
-        value = json.loads(text, parse_constant=lambda _: None, parse_float=_finite)
+        value = json.loads(text, parse_constant=lambda _: None, parse_float=_finite, parse_int=parse_int)
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, json.JSONDecodeError) else type(error).__name__
         raise ValueError(f"{where}: not valid JSON ({reason})") from None
@@ -210,8 +210,13 @@ def _finite(text: str) -> float | None:
     return value if math.isfinite(value) else None  # 1e999 is valid JSON
 
 
+def _int64(text: str) -> int | None:
+    value = int(text)
+    return value if abs(value) < 1 << 63 else None  # beyond, what is computed with it overflows
+
+
 def _check_row(row: dict[str, Any], where: str) -> None:
-    if type(row.get("round")) is not int:
+    if not _is_count(row.get("round")):
         raise ValueError(f"{where}: 'round' is {_short(row.get('round'))}, allowed: an integer")
     layers = row.get("density_by_layer") or {}
     if not isinstance(layers, dict):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from fedprune_app.config import ConfigError
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
+from strategies.fedavg import FedAvg
 from tests.conftest import tampered_app
 
 HOSTILE = (0, 5)  # two of ten
@@ -22,6 +26,9 @@ SETTINGS = {
 }
 
 
+SHORT = {"num_server_rounds": 1, "local_epochs": 1, "fraction_train": 1.0, "shard_size": 20, "learning_rate": 0.05}
+
+
 def inverted(request, reply, partition):
     """An honest client's reply, or for a hostile one its weights times -4: two of them cancel the other eight."""
     if partition in HOSTILE:
@@ -34,6 +41,10 @@ def inverted(request, reply, partition):
 
 def accuracy(run) -> float:
     return run.rounds[-1]["accuracy_global"]
+
+
+def model_of(run) -> bytes:
+    return (run.folder / "models" / "global.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("system", ["fedavg", "subfedavg"])
@@ -65,9 +76,138 @@ def test_values_of_1e30_are_refused_and_move_nothing(federate):
         assert all("magnitude 1e+30" in reason for reason in row["failure_reasons"])
 
 
+@pytest.mark.parametrize("system", ["fedavg", "fjord"])
+def test_under_a_robust_average_a_client_weighs_the_same_whatever_it_says_it_has(federate, system):
+    def weighty(request, reply, partition):
+        if partition in HOSTILE:
+            reply.content["fields"]["num-examples"] = 2**31
+        return reply
+
+    def weighty_inverted(request, reply, partition):
+        return weighty(request, inverted(request, reply, partition), partition)
+
+    settings = {"system": system, "clients": 10, "robust": "clip", "robust_norm": 0.5, **SHORT}
+    modest = federate(name="modest", app=tampered_app(inverted), **settings)
+    boasting = federate(name="boasting", app=tampered_app(weighty_inverted, query=weighty), **settings)
+    assert boasting.rounds[0]["replies"] == 10
+    assert model_of(boasting) == model_of(modest)
+
+
+# --- replies that are refused -----------------------------------------------------------------------------------------
+
+LIES = {"num-examples": 7, "loss": math.nan, "density": 2.0, "seconds": -1.0, "flops": -1, "epsilon": -1.0}
+"""What no honest client says of its training, one of them each."""
+PRIVATE = {"dp.enabled": True, "dp.noise-multiplier": 1.0, "dp.delta": 1e-3}
+AVERAGING = {
+    "fedavg": {},
+    "dpfed": PRIVATE,
+    "fedavg-ft": {},
+    "ditto": {},
+    "fedprox": {},
+    "lg-fedavg": {},
+    "subfedavg": {"subfedavg.accuracy-threshold": 0.0},
+    "subfedavg-hy": {"model": "cnn-small-bn"},
+    "fjord": {},
+    "fedspa": PRIVATE,
+    "fedp3": {"fedp3.layer-set": "all"},
+    "fedp3 by attention": {"fedp3.layer-set": "all", "fedp3.aggregation": "attention"},
+    "fedcr": {"model": "cnn-small-cr", "learning_rate": 0.005, "max_grad_norm": 10.0},
+    "ldp-fedp3": PRIVATE,
+}
+
+
+@pytest.mark.parametrize("system", AVERAGING)
+def test_a_reply_that_is_refused_moves_nothing(federate, system):
+    """Whether for values that are too large, or for what is said beside them: as if its client had sent none."""
+    settings = {"system": system.partition(" ")[0], **SHORT, **AVERAGING[system]}
+    private = "dp.enabled" in settings
+    lies = [name for name in LIES if name != ("loss" if private else "epsilon")]
+    clients = 2 * len(lies) + 1
+
+    def lying(request, reply, partition):
+        if partition > len(lies):
+            return reply
+        size = 5.0 if partition else 1e30
+        honest = wire.payload_of(reply.content, 10**7)
+        tensors = {name: torch.full_like(tensor, size) for name, tensor in honest.tensors.items()}
+        reply.content[wire.PAYLOAD] = wire.to_arrays(Payload(tensors, honest.masks))
+        if partition:
+            name = lies[partition - 1]
+            reply.content["fields"][name] = LIES[name]
+        return reply
+
+    def silent(request, reply, partition):
+        if partition <= len(lies):
+            raise ValueError("none")
+        return reply
+
+    run = federate(name="lying", app=tampered_app(lying), clients=clients, **settings)
+    without = federate(name="silent", app=tampered_app(silent), clients=clients, **settings)
+    (row,) = run.rounds
+    assert (row["replies"], row["failures"]) == (len(lies), len(lies) + 1)
+    reasons = dict(reason.split(": ", 1) for reason in row["failure_reasons"])
+    assert "magnitude 1e+30" in reasons["client 0"]
+    for partition, name in enumerate(lies, start=1):
+        assert f"'{name}'" in reasons[f"client {partition}"]
+    assert model_of(run) == model_of(without)
+
+
+# --- what clients say ---------------------------------------------------------------------------------------------
+
+LOUD = "\x1b[2J\x00line\n\u202e" * 10**5
+
+
+def test_what_clients_say_is_kept_short_and_on_one_line(federate, caplog):
+    def loud(request, reply, partition):
+        if partition == 0:
+            raise ValueError(LOUD)
+        reply.content["fields"].update([{}, {"density": LOUD}, {"note": LOUD}][partition % 3])
+        if partition == 3:
+            honest = wire.payload_of(reply.content, 10**7)
+            reply.content[wire.PAYLOAD] = wire.to_arrays(Payload({**honest.tensors, LOUD[:60_000]: torch.ones(1)}))
+        return reply
+
+    def loud_digest(request, reply, partition):
+        reply.content["fields"].update({"digest": LOUD} if partition == 5 else {})
+        return reply
+
+    settings = {**SHORT, "num_server_rounds": 2, "system": "fedavg", "evaluate_every": 1}
+    run = federate(app=tampered_app(loud, evaluate=loud_digest), **settings)
+    for row in run.rounds:
+        assert (row["replies"], row["failures"]) == (2, 4), "0 raises, 1 and 4 have no density, 3 a tensor too many"
+        assert len(row["notes"]) == 2
+        assert all(text.isprintable() and len(text) < 600 for text in (*row["failure_reasons"], *row["notes"]))
+        assert row["evaluation_failures"] == 1
+    assert (run.folder / "rounds.jsonl").stat().st_size < 10_000
+    assert caplog.messages
+    assert all(text.isprintable() and len(text) < 700 for text in caplog.messages)
+
+
+WILD = {
+    "accuracy-personal": [2.0, -0.1, math.nan, "x", True, 10**400],
+    "density": [math.inf, []],
+    "inference-flops": [-1, 1e301, 10**400],
+    "digest": ["", "g" * 64, "a" * 65, 3],
+    "density/conv1.weight": [1.5, b"x"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WILD.items() for value in values])
+def test_an_evaluation_that_cannot_be_is_left_out_of_the_means(name, value):
+    """As the server reads it, whatever a client's fields hold."""
+    strategy = object.__new__(FedAvg)
+    strategy.prunable, strategy.roster = frozenset({"conv1.weight"}), {0: SimpleNamespace(num_examples=3)}
+    honest = {"digest": "a" * 64, "density": 1.0, "inference-flops": 10, "accuracy-personal": 0.5}
+    assert strategy.evaluation_row(0, honest)["accuracy_personal"] == 0.5
+    with pytest.raises(ValueError, match=f"field '{name}' is ") as error:
+        strategy.evaluation_row(0, {**honest, name: value})
+    assert len(str(error.value)) < 200
+
+
 def test_without_attackers_an_ample_bound_changes_nothing(federate):
-    plain = federate(name="plain", system="fedavg", **SETTINGS)
-    bounded = federate(name="bounded", system="fedavg", robust="clip", robust_norm=1e6, **SETTINGS)
+    """Of a plain mean: one by numbers of examples is made plain by ``robust``."""
+    plain = federate(name="plain", system="dpfed", **SETTINGS)
+    bounded = federate(name="bounded", system="dpfed", robust="clip", robust_norm=1e6, **SETTINGS)
     assert plain.sha256 == bounded.sha256
 
 

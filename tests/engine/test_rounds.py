@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 
@@ -14,6 +15,7 @@ from fedprune_app import client_app
 from fedprune_app.config import DEFAULTS
 from fedprune_app.engine import rounds, wire
 from fedprune_app.engine.inprocess import InProcessGrid
+from tests.conftest import tampered_app
 
 KEY = "0123456789abcdef"
 
@@ -142,12 +144,64 @@ def test_a_node_that_cannot_start_is_left_out_with_its_reason():
     assert "data-dir" in left_out[0]
 
 
-def test_two_nodes_of_one_partition_are_refused():
-    grid = InProcessGrid(client_app.app, 2, DEFAULTS)
-    for context in grid._contexts.values():
-        context.node_config["partition-id"] = 1
-    with pytest.raises(ValueError, match="partition-id 1 is claimed by two nodes"):
-        rounds.gather_roster(grid, 30, KEY)
+def introduced(*said: tuple[int, dict[str, object]], clients: int = 4):
+    """The roster, and who is left out of it, where these partitions say this of themselves."""
+
+    def lie(request, reply, partition):
+        reply.content["fields"].update(dict(said).get(partition, {}))
+        return reply
+
+    return rounds.gather_roster(InProcessGrid(tampered_app(query=lie), clients, DEFAULTS), 30, KEY)
+
+
+def test_two_nodes_of_one_partition_are_both_left_out_and_the_others_go_on():
+    roster, left_out = introduced((3, {"partition": 1}))
+    assert list(roster) == [0, 2]
+    assert len(left_out) == 2
+    assert all("and another claim partition-id 1, allowed: one each" in reason for reason in left_out)
+
+
+@pytest.mark.parametrize(
+    ("lie", "says"),
+    [
+        ({"image-shape": [3, 32, 32]}, "has images (3, 32, 32) of 10 classes, allowed: as most have, (1, 8, 8) of 10"),
+        ({"image-shape": [4096, 4096, 4096]}, "field 'image-shape' is"),
+        ({"image-shape": [1, 4096, 4096], "num-classes": 10**6, "labels-train": []}, "field 'image-shape' is"),
+        ({"num-classes": 10**5}, "field 'labels-train' is"),
+        ({"labels-train": [1] * 2_000_000}, "field 'labels-train' is"),
+        ({"labels-test": ["\x1b[2J" * 10**6] * 10}, "field 'labels-test' is"),
+        ({"classes": ["x"] * 10**6}, "field 'classes' is"),
+        ({"num-examples": 0}, "field 'num-examples' is 0"),
+        ({"num-examples": "9" * 10**6}, "field 'num-examples' is '999"),
+        ({"partition": 2**40}, "field 'partition' is"),
+        ({"capacity": math.nan}, "field 'capacity' is nan"),
+        ({"own-data": True, "partition": 99}, "says that it is 99, allowed: its"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_who_says_of_itself_what_cannot_be_is_left_out_alone(lie, says):
+    roster, left_out = introduced((0, lie))
+    assert list(roster) == [1, 2, 3]
+    (reason,) = left_out
+    assert says in reason
+    assert len(reason) < 600
+    assert reason.isprintable()
+
+
+def text_client(partition: int, **said) -> rounds.TextPeer:
+    fields = {"partition": partition, "num-examples": 5, "shell-digest": "s", "layer-digests": ["a", "b"]}
+    return rounds.TextPeer.read(partition, {**fields, **{key.replace("_", "-"): value for key, value in said.items()}})
+
+
+def test_clients_of_text_have_the_model_that_most_have():
+    honest = text_client(1)
+    assert honest.unlike(text_client(2, layer_digests=["c", "d"])) == ""
+    assert "model of 1 layers, allowed: as most have, 2" in text_client(0, layer_digests=["a"]).unlike(honest)
+    assert "other embeddings" in text_client(0, shell_digest="t").unlike(honest)
+    with pytest.raises(ValueError, match=r"field 'documents' is .*, allowed: at most 64 texts"):
+        text_client(0, documents=["x"] * 10**6)
+    with pytest.raises(ValueError, match=r"field 'layer-digests' is .*, allowed: at most 1024 texts"):
+        text_client(0, layer_digests=["x"] * 10**6)
 
 
 @pytest.mark.parametrize("partition", [None, "1", -1, 2])
