@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ from clients.base import with_letters
 from clients.node import Node, payload_names
 from fedprune_app.config import Config, ConfigError, parse_config
 from fedprune_app.core.payload import Payload
+from fedprune_app.data.errors import FileError
 from fedprune_app.engine import wire
 from fedprune_app.engine.ray_actors import replace_dead_actors
 from fedprune_app.registry import SYSTEMS, check_names
 from fedprune_app.run_folder import client_state_folder
 
+log = logging.getLogger("flwr.fedprune")
 replace_dead_actors()  # Flower loads this module before it makes the actors
 app = ClientApp()
 
@@ -92,18 +96,32 @@ def _unpack(message: Message, client: Node) -> tuple[list[Any], dict[str, Any]]:
     return everything.to_ndarrays(), {**fields, **payload_names(everything)}
 
 
+@contextmanager
+def _discreet(context: Context) -> Iterator[None]:
+    """On a node with data of its own the log alone names files: errors go to the server."""
+    try:
+        yield
+    except FileError as error:
+        if "partition-id" in context.node_config:
+            raise
+        log.error("%s", error)
+        raise ValueError(error.unnamed) from None
+
+
 @app.query()
 def query(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
     """Who is there: the answer to the server's first message."""
-    properties = make_client(context, message, kind).get_properties(wire.fields_of(message.content))
+    with _discreet(context):
+        properties = make_client(context, message, kind).get_properties(wire.fields_of(message.content))
     return Message(wire.pack(None, properties), reply_to=message)
 
 
 @app.train()
 def train(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
     """One local update."""
-    client = make_client(context, message, kind)
-    arrays, num_examples, metrics = client.fit(*_unpack(message, client))
+    with _discreet(context):
+        client = make_client(context, message, kind)
+        arrays, num_examples, metrics = client.fit(*_unpack(message, client))
     names = metrics.pop("tensor-names"), metrics.pop("mask-names")
     payload = Payload.from_ndarrays(arrays, *names)
     encoded: ArrayRecord | None = wire.to_arrays(payload) if payload.tensors else None
@@ -113,6 +131,7 @@ def train(message: Message, context: Context, kind: type[Node] | None = None) ->
 @app.evaluate()
 def evaluate(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
     """Accuracies on the client's own data."""
-    client = make_client(context, message, kind)
-    _, num_examples, metrics = client.evaluate(*_unpack(message, client))
+    with _discreet(context):
+        client = make_client(context, message, kind)
+        _, num_examples, metrics = client.evaluate(*_unpack(message, client))
     return Message(wire.pack(None, {**metrics, "num-examples": num_examples}), reply_to=message)

@@ -7,7 +7,6 @@ from ``.npy`` files.
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterable
@@ -21,9 +20,9 @@ from numpy.typing import NDArray
 
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.core.torchvision_shim import prepare_torchvision
+from fedprune_app.data.errors import FileError
 from fedprune_app.data.partitions import stratified_holdout
 
-log = logging.getLogger("flwr.fedprune")
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
 Split = tuple[Images, Labels]
@@ -371,11 +370,8 @@ def _decode(folder: Path, paths: list[str]) -> Images:
     return images[:, :1].copy() if all_grey else images
 
 
-def _refused(path: str, folder: Path, why: str) -> ValueError:
-    """The error, which may go to a server, says whereabouts in ``folder`` the image is; this machine's log alone names
-    it, for the name of a file may tell who is on it."""
-    log.error("'%s' %s", path, why)
-    return ValueError(f"an image in {os.path.dirname(os.path.relpath(path, folder))} {why}; the node's log names it")
+def _refused(path: str, folder: Path, why: str) -> FileError:
+    return FileError(path, f"an image in {os.path.dirname(os.path.relpath(path, folder))}", why)
 
 
 def _cache_directories(folder: Path) -> list[Path]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import logging
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor
 
 from fedprune_app.core import rng
+from fedprune_app.data.errors import FileError
 
-log = logging.getLogger("flwr.fedprune")
 TEXTS = {
     "stdlib": "the Python standard library's sources; clients hold packages of their own",
     "text": "files in data-dir: calibration/*.txt (a document each) or *.jsonl (one per line), and test/* likewise",
@@ -147,7 +146,7 @@ def _joined(name: str, path: Path) -> tuple[str, int]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
-    """``ValueError`` where it cannot be read. It may go to a server: this machine's log alone names the file."""
+    """:class:`FileError` where it cannot be read."""
     try:
         with path.open(encoding="utf-8") as file:
             yield file
@@ -155,8 +154,7 @@ def _opened(path: Path) -> Iterator[TextIO]:
         why = f"cannot be read ({type(error).__name__})"
         if isinstance(error, UnicodeDecodeError):
             why = f"is no text in UTF-8: {error.reason} at byte {error.start}"
-        log.error("%r %s", str(path), why)
-        raise ValueError(f"a text file {why}; the node's log names it") from None
+        raise FileError(path, "a text file", why) from None
 
 
 def _files(data_dir: str, part: str) -> list[Path]:
@@ -184,9 +182,8 @@ def _documents(path: Path) -> Iterator[Document]:
             except (ValueError, KeyError, TypeError):
                 text = None
             if not isinstance(text, str):
-                why = "is no object with a text under 'text'"
-                log.error("%r, line %d, %s", str(path), number, why)  # only here: the name may tell whose it is
-                raise ValueError(f"a line of a jsonl file {why}; the node's log says which")
+                why = f"has a line that is no object with a text under 'text': number {number}"
+                raise FileError(path, "a jsonl file", why)
             yield Document(f"{path.stem}:{number}", text)
 
 

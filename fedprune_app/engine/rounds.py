@@ -185,8 +185,9 @@ class TextPeer(Peer):
     def facts(cls, fields: wire.Fields) -> dict[str, Any]:
         digests, documents = fields.get("layer-digests"), fields.get("documents", [])
         for name, values, most in (("layer-digests", digests, _MOST_LAYERS), ("documents", documents, _MOST_DOCUMENTS)):
-            is_list = isinstance(values, list) and len(values) <= most
-            if not (is_list and all(isinstance(v, str) and len(v) <= 256 for v in values)):
+            if not (isinstance(values, list) and len(values) <= most) or not all(
+                isinstance(v, str) and len(v) <= 256 for v in values
+            ):
                 raise ValueError(f"field '{name}' is {reprlib.repr(values)}, allowed: at most {most} texts")
         return {
             "shell_digest": str(fields.get("shell-digest"))[:256],

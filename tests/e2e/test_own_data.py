@@ -98,6 +98,16 @@ def test_clients_are_numbered_by_node_id_and_take_all_of_their_own_folder(own, f
     assert run.rounds[-1]["accuracy_personal_mean"] > 0.25
 
 
+def test_what_files_are_called_stays_on_the_node_unless_all_have_the_same_data(own, folders, tmp_path, caplog):
+    bad = image_folder(tmp_path / "bad", 0)
+    path = next((bad / "train").glob("*/*.png"))
+    path.rename(path.with_name("smith-john-1961.png")).write_bytes(b"no image")
+    (left_out,) = own(places([*folders, bad])).info["clients_left_out"]
+    assert f"an image in train/{path.parent.name} cannot be read as an image" in left_out
+    assert "smith" not in left_out
+    assert any("smith-john-1961.png' cannot be read" in line for line in caplog.messages)
+
+
 def test_the_same_nodes_give_the_same_models_in_whatever_order_they_are_listed(own, folders):
     a, b, c = places(folders)
     first = own([a, b, c], node_ids=[1, 2, 3], name="first", system="dispfl")
