@@ -15,8 +15,8 @@ Edge Computing", Algorithms 1 and 2. The client half is ``clients/fedltp.py``; t
   the order is that of the sum (18), and rounds with missing answers compare fairly. Under ``robust`` it is the mean of
   the clients' own shares: how many examples a client has is what it says.
 * The model that is evaluated after a round is the best so far, which would be the final one (equation 19).
-* Tickets that clients make of their private data (Figure 8) are not offered: such a ticket is a mask that depends on the
-  data, and nothing here could say what its release costs.
+* Tickets that clients make of their private data (Figure 8) are not offered: such a ticket is a mask that depends on
+  the data, and nothing here could say what its release costs.
 """
 
 from __future__ import annotations
