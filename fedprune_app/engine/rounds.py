@@ -183,7 +183,7 @@ class TextPeer(Peer):
 
     @classmethod
     def facts(cls, fields: wire.Fields) -> dict[str, Any]:
-        digests, documents = fields.get("layer-digests"), fields.get("documents", [])
+        digests, documents = fields.get("layer-digests", ()), fields.get("documents", [])
         for name, values, most in (("layer-digests", digests, _MOST_LAYERS), ("documents", documents, _MOST_DOCUMENTS)):
             if not (isinstance(values, list) and len(values) <= most) or not all(
                 isinstance(v, str) and len(v) <= 256 for v in values
@@ -191,7 +191,7 @@ class TextPeer(Peer):
                 raise ValueError(f"field '{name}' is {reprlib.repr(values)}, allowed: at most {most} texts")
         return {
             "shell_digest": str(fields.get("shell-digest"))[:256],
-            "layer_digests": tuple(digests or ()),
+            "layer_digests": tuple(digests),
             "documents": tuple(documents),
         }
 
