@@ -12,6 +12,7 @@ from fedprune_app.config import ConfigError
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from strategies.fedavg import FedAvg
+from strategies.fedcr import PRECISION, WEIGHTED
 from tests.conftest import tampered_app
 
 HOSTILE = (0, 5)  # two of ten
@@ -109,6 +110,7 @@ AVERAGING = {
     "subfedavg-hy": {"model": "cnn-small-bn"},
     "fjord": {},
     "fedspa": PRIVATE,
+    "fedltp": {"fedltp.tickets": 1, "fedltp.ticket-iterations": 10, "fedltp.validators": "none"},
     "fedp3": {"fedp3.layer-set": "all"},
     "fedp3 by attention": {"fedp3.layer-set": "all", "fedp3.aggregation": "attention"},
     "fedcr": {"model": "cnn-small-cr", "learning_rate": 0.005, "max_grad_norm": 10.0},
@@ -150,6 +152,44 @@ def test_a_reply_that_is_refused_moves_nothing(federate, system):
     for partition, name in enumerate(lies, start=1):
         assert f"'{name}'" in reasons[f"client {partition}"]
     assert model_of(run) == model_of(without)
+
+
+@pytest.mark.parametrize(
+    ("lie", "says"),
+    [
+        ({PRECISION: 1e300, WEIGHTED: 0.0}, "'experts.precision' has magnitude 1e+300, allowed: at most 1e+30"),
+        (
+            {PRECISION: 1.0, WEIGHTED: -1e300},
+            "'experts.weighted-mean' has magnitude 1e+300, allowed: at most",
+        ),
+        ({PRECISION: 0.0, WEIGHTED: 1.0}, "'experts.weighted-mean' has magnitude 1, allowed"),
+    ],
+)
+def test_fedcrs_experts_are_bounded_by_their_means_and_precisions(federate, lie, says):
+    def huge(request, reply, partition):
+        if partition in HOSTILE:
+            honest = wire.payload_of(reply.content, 10**7)
+            lies = {name: torch.full_like(honest.tensors[name], value) for name, value in lie.items()}
+            reply.content[wire.PAYLOAD] = wire.to_arrays(Payload({**honest.tensors, **lies}, honest.masks))
+        return reply
+
+    settings = {"system": "fedcr", **SHORT, **AVERAGING["fedcr"]}
+    (row,) = federate(app=tampered_app(huge), **settings).rounds
+    assert (row["replies"], row["failures"]) == (4, 2)
+    assert all(says in reason for reason in row["failure_reasons"])
+
+
+def test_fedfomos_candidates_are_whole_numbers(federate):
+    def lying(request, reply, partition):
+        fields = reply.content["fields"]
+        if partition in HOSTILE and fields.get("candidates"):
+            fields["candidates"] = [float(name) for name in fields["candidates"]]
+        return reply
+
+    settings = {"system": "fedfomo", "fedfomo.candidates": 2, **SHORT, "num_server_rounds": 2}
+    run = federate(app=tampered_app(lying), **settings)
+    assert [row["failures"] for row in run.rounds] == [0, 2]
+    assert all("allowed: whole numbers" in reason for reason in run.rounds[1]["failure_reasons"])
 
 
 # --- what clients say ---------------------------------------------------------------------------------------------
