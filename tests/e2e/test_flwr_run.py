@@ -68,4 +68,4 @@ def test_the_bundle_holds_the_app_and_nothing_else(flower, tmp_path):
     names = zipfile.ZipFile(bundle).namelist()
     tops = {name.split("/")[0] for name in names if not name.startswith(".info")}
     assert tops == {"fedprune_app", "strategies", "clients", "configs", "pyproject.toml", "README.md", "LICENSE"}
-    assert bundle.stat().st_size < 1_000_000
+    assert bundle.stat().st_size < 2_000_000  # sources alone
