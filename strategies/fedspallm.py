@@ -131,6 +131,7 @@ class FedSpaLLM(FederatedStrategy):
         run_key: str,
     ) -> None:
         self.options = config.fedspallm
+        self.config = config
         self._check_pattern(dense)
         roster = self._with_the_model(dense, roster, recorder)
         super().__init__(config, {}, frozenset(), roster, recorder, checkpoints, run_key)
@@ -185,8 +186,8 @@ class FedSpaLLM(FederatedStrategy):
             log.warning("a client is left out of the run: %s", reason)
         if reasons:
             recorder.annotate(clients_left_out=[*recorder.info.get("clients_left_out", []), *reasons])
-        if not found:
-            raise ConfigError(f"no client has the model of the server: {reasons[0]}")
+        if len(found) < max(1, self.config.min_clients):
+            raise ConfigError(f"{len(found)} of {len(roster)} clients have the model of the server: {reasons[0]}")
         return found
 
     def _share(self, peer: Peer) -> float:

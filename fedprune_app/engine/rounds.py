@@ -175,7 +175,10 @@ class ImagePeer(Peer):
 
 @dataclass(frozen=True)
 class TextPeer(Peer):
-    """A client that holds text and a language model; ``num_examples`` counts its calibration segments."""
+    """A client that holds text and a language model; ``num_examples`` counts its calibration segments.
+
+    Whether the model is the right one, the strategy knows, which has it.
+    """
 
     shell_digest: str
     layer_digests: tuple[str, ...]
@@ -195,19 +198,8 @@ class TextPeer(Peer):
             "documents": tuple(documents),
         }
 
-    def common(self) -> tuple[Any, ...]:
-        return (self.own_data, len(self.layer_digests), self.shell_digest)
-
     def description(self) -> dict[str, Any]:
         return {"segments": self.num_examples, "documents": list(self.documents)}
-
-    def unlike(self, first: Peer) -> str:
-        assert isinstance(first, TextPeer)
-        if len(self.layer_digests) != len(first.layer_digests):
-            here, there = len(self.layer_digests), len(first.layer_digests)
-            return f"has a model of {here} layers, allowed: as most have, {there}"
-        same = self.shell_digest == first.shell_digest
-        return "" if same else "has a model of other embeddings or norms than most have"
 
 
 Roster = dict[int, Peer]  # by partition id, ascending: Flower's node ids are random and unordered

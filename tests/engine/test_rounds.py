@@ -193,11 +193,8 @@ def text_client(partition: int, **said) -> rounds.TextPeer:
     return rounds.TextPeer.read(partition, {**fields, **{key.replace("_", "-"): value for key, value in said.items()}})
 
 
-def test_clients_of_text_have_the_model_that_most_have():
-    honest = text_client(1)
-    assert honest.unlike(text_client(2, layer_digests=["c", "d"])) == ""
-    assert "model of 1 layers, allowed: as most have, 2" in text_client(0, layer_digests=["a"]).unlike(honest)
-    assert "other embeddings" in text_client(0, shell_digest="t").unlike(honest)
+def test_what_clients_of_text_say_is_bounded():
+    assert text_client(1).unlike(text_client(2, layer_digests=["c"], shell_digest="t")) == ""  # not theirs to decide
     with pytest.raises(ValueError, match=r"field 'documents' is .*, allowed: at most 64 texts"):
         text_client(0, documents=["x"] * 10**6)
     with pytest.raises(ValueError, match=r"field 'layer-digests' is .*, allowed: at most 1024 texts"):
