@@ -415,7 +415,7 @@ class FederatedStrategy(Strategy):
             return False
         told = self._privacy_of(answer.partition, {**fields, "budget-spent": True}, round)
         self.log.clients[answer.partition] |= told
-        self.log.declined[answer.partition] = why = str(fields["declined"])[:200]
+        self.log.declined[answer.partition] = why = wire.one_line(str(fields["declined"]))
         self.note(answer.partition, why)
         return True
 

@@ -130,12 +130,11 @@ class FedSpaLLM(FederatedStrategy):
         checkpoints: VersionedStore,
         run_key: str,
     ) -> None:
-        self.options = config.fedspallm
-        self.config = config
-        self._check_pattern(dense)
-        roster = self._with_the_model(dense, roster, recorder)
         super().__init__(config, {}, frozenset(), roster, recorder, checkpoints, run_key)
+        self.options = config.fedspallm
         self.dense, self.measure, self.write = dense, measure, write
+        self._check_pattern()
+        self.roster = self._with_the_model()
         self.texts = texts  # by name; the first is what the run is judged by
         self.layers = LayerFiles(recorder.folder / "layers")
         self.pending = LayerFiles(recorder.folder / "layers" / "pending")
@@ -147,36 +146,36 @@ class FedSpaLLM(FederatedStrategy):
         self._by_layer: dict[str, dict[str, Any]] = {}  # what the round's record says of each layer
         self._differing: dict[tuple[int, int], int] = {}
 
-    def _check_pattern(self, dense: DenseModel) -> None:
+    def _check_pattern(self) -> None:
         """Refuse a pattern that does not go into every row. Raises :class:`ConfigError`."""
         if not (pattern := self.options.n_of_m()):
             return
-        for layer in range(dense.num_layers):
-            like = dense.layer_like(layer)
-            for name in dense.prunable(layer):
+        for layer in range(self.dense.num_layers):
+            like = self.dense.layer_like(layer)
+            for name in self.dense.prunable(layer):
                 if like[name].shape[1] % pattern[1]:
                     raise ConfigError(
                         f"fedspallm.pattern is {self.options.pattern!r}, allowed: one whose length divides the "
                         f"{like[name].shape[1]} inputs of '{name}' in decoder layer {layer}"
                     )
 
-    def _with_the_model(self, dense: DenseModel, roster: Roster, recorder: Recorder) -> Roster:
+    def _with_the_model(self) -> Roster:
         """Those clients whose dense model is the server's; the others are left out, and named in the record.
 
         A decoder layer may differ where the client is sent it: with a share of 1 it is sent all of them. Raises
         :class:`ConfigError` where nobody is left.
         """
-        digests = [dense.layer_digest(layer) for layer in range(dense.num_layers)]
+        digests = [self.dense.layer_digest(layer) for layer in range(self.dense.num_layers)]
         found: Roster = {}
         reasons = []
-        for partition, peer in roster.items():
+        for partition, peer in self.roster.items():
             assert isinstance(peer, TextPeer)
             if len(peer.layer_digests) != len(digests):
                 reasons.append(
                     f"client {partition} has a model of {len(peer.layer_digests)} layers, the server's has "
                     f"{len(digests)}"
                 )
-            elif peer.shell_digest != dense.shell_digest():
+            elif peer.shell_digest != self.dense.shell_digest():
                 reasons.append(f"client {partition} has other embeddings or norms than the server's model")
             elif self._share(peer) < 1 and (differing := _first_differing(peer.layer_digests, digests)) is not None:
                 reasons.append(f"client {partition} has another decoder layer {differing} than the server's model")
@@ -185,9 +184,10 @@ class FedSpaLLM(FederatedStrategy):
         for reason in reasons:
             log.warning("a client is left out of the run: %s", reason)
         if reasons:
-            recorder.annotate(clients_left_out=[*recorder.info.get("clients_left_out", []), *reasons])
+            before = self.recorder.info.get("clients_left_out", [])
+            self.recorder.annotate(clients_left_out=[*before, *reasons])
         if len(found) < max(1, self.config.min_clients):
-            raise ConfigError(f"{len(found)} of {len(roster)} clients have the model of the server: {reasons[0]}")
+            raise ConfigError(f"{len(found)} of {len(self.roster)} clients have the model of the server: {reasons[0]}")
         return found
 
     def _share(self, peer: Peer) -> float:
