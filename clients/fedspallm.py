@@ -69,7 +69,7 @@ def perplexities(config: Config, model: LanguageModel, own: LayerTensors, text: 
     for name, (content, most) in texts.items():
         most = min(most or options.test_windows, options.test_windows or most)
         try:
-            windows = windows_of(model.encode(content), options.window, most)
+            windows = windows_of(model.encode(content), model.sequence_length(options.window), most)
         except ValueError as error:
             raise ValueError(f"test text '{name}': {error}") from None
         found[name] = perplexity(model, layers, windows, config.batch_size)
@@ -129,7 +129,7 @@ class FedSpaLLMClient(Node):
             num_partitions=self.share[1],
             count=self.num_examples,
             most=max(self.num_examples, *map(self.options.num_segments, range(self.share[1]))),
-            length=self.options.segment_length,
+            length=self.model.sequence_length(self.options.segment_length),
             seed=self.config.seed,
         )
 
@@ -201,7 +201,8 @@ class FedSpaLLMClient(Node):
         """Who this client is: its partition, how much text it has, and which dense model."""
         _, documents = self.segments()
         if self.own_text[1]:
-            windows_of(self.model.encode(self.own_text[1]), self.options.window)  # better now than after all pruning
+            length = self.model.sequence_length(self.options.window)
+            windows_of(self.model.encode(self.own_text[1]), length)  # better now than after all pruning
         return {
             **self.introduction(),
             "documents": [] if self.has_own_data else documents[:32],

@@ -469,14 +469,16 @@ class FedSpaLLMOptions:
     )
     segments: int = option(32, "calibration segments of a client", least=1)
     segment_counts: str = option("", "segments of the clients in turn, '32 8 2'; empty: fedspallm.segments for all")
-    segment_length: int = option(2048, "tokens of a segment", least=2)
+    segment_length: int = option(0, "tokens of a segment; 0: as many as the model takes, at most 2048", least=0)
     deal: str = option(
         "documents",
         "a client's text: its share of the documents, one document alone, its share of all segments; or data-dir is "
         "its own",
         choices=("documents", "one", "segments", "own"),
     )
-    window: int = option(2048, "tokens of a window that perplexity is measured on", least=2)
+    window: int = option(
+        0, "tokens of a window that perplexity is measured on; 0: as many as the model takes, at most 2048", least=0
+    )
     test_windows: int = option(0, "measure perplexity on the first so many windows of a text; 0: all", least=0)
     evaluation_texts: str = option(
         "", "more texts to measure perplexity on, 'wikitext-2=/path/a.txt, ptb=/path/b.txt'; paths are absolute"
@@ -700,6 +702,8 @@ def _check(key: str, value: Any, default: Scalar, meta: Mapping[str, Any]) -> Sc
     kind = type(default)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
+    if kind is str and isinstance(value, (int, float)) and not isinstance(value, bool):
+        value = str(value)  # a list of one number, as `layer-shares=0.5`, which TOML and YAML read as a number
     if type(value) is not kind:
         names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
         raise ConfigError(f"{key} is {value!r}, allowed: {names[kind]}")
@@ -757,6 +761,9 @@ def parse_config(values: Mapping[str, Any]) -> Config:
     config.fedspallm.layer_share(0)
     config.fedspallm.num_segments(0)
     config.fedspallm.more_texts()
+    for key in ("fedspallm.segment-length", "fedspallm.window"):
+        if checked[key] == 1:
+            raise ConfigError(f"{key} is 1, allowed: 0, or at least 2")
     if config.fedspallm.ties == "wanda" and config.fedspallm.pruner == "magnitude":
         raise ConfigError("fedspallm.ties is 'wanda', allowed with fedspallm.pruner 'magnitude': magnitude, index")
     if config.fedspallm.expansion == "global" and config.fedspallm.pattern:

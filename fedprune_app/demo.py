@@ -33,8 +33,6 @@ def llm_settings(density: float) -> dict[str, Scalar]:
         "fedspallm.deal": "one",
         "fedspallm.block-size": 16,  # an eighth of the model's width
         "fedspallm.segments": 32,
-        "fedspallm.segment-length": 128,
-        "fedspallm.window": 128,
         "fedspallm.test-windows": 256,
     }
 

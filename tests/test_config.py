@@ -38,6 +38,12 @@ def test_parsing_the_flat_form_gives_the_configuration_back():
     assert parse_config(flatten(tomllib.loads(to_toml(config.to_dict())))) == config
 
 
+def test_a_list_of_one_number_may_come_as_a_number():
+    config = parse_config({"fedspallm.layer-shares": 0.5, "fedspallm.segment-counts": 8})
+    assert (config.fedspallm.layer_shares, config.fedspallm.segment_counts) == ("0.5", "8")
+    assert parse_config(flatten(tomllib.loads(to_toml(config.to_dict())))) == config
+
+
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
@@ -54,6 +60,8 @@ def test_parsing_the_flat_form_gives_the_configuration_back():
         ("subfedavg.target-rate", 100, "subfedavg.target-rate is 100.0, allowed: at least 0 and below 100"),
         ("out-dir", "runs/x", "out-dir is 'runs/x', allowed: an absolute path"),
         ("system", "fedfoo", "system is 'fedfoo', allowed: subfedavg"),
+        ("fedspallm.window", 1, "fedspallm.window is 1, allowed: 0, or at least 2"),
+        ("fedspallm.layer-shares", True, "fedspallm.layer-shares is True, allowed: a text"),
         ("dataset", "mnits", "dataset is 'mnits', allowed: digits"),
         ("partition", "split", "partition is 'split', allowed: iid"),
         ("model", "lenet", "model is 'lenet', allowed: auto"),

@@ -36,8 +36,7 @@ class Recipe:
     inner_width: int = 352
     num_layers: int = 5
     num_heads: int = 4
-    max_length: int = 2048
-    train_length: int = 128
+    length: int = 128  # longer ones than it was trained on say little of the pruning
     batch_size: int = 8
     steps: int = 1600
     learning_rate: float = 4e-3
@@ -114,7 +113,7 @@ def _trained(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None) -> An
         num_hidden_layers=recipe.num_layers,
         num_attention_heads=recipe.num_heads,
         num_key_value_heads=recipe.num_heads,
-        max_position_embeddings=recipe.max_length,
+        max_position_embeddings=recipe.length,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
@@ -123,8 +122,8 @@ def _trained(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None) -> An
     draw = torch.Generator().manual_seed(recipe.seed)
     _initialise(model, recipe, draw)
     data = torch.frombuffer(bytearray("\n".join(texts).encode("utf-8", errors="replace")), dtype=torch.uint8)
-    if len(data) <= recipe.train_length:
-        raise ValueError(f"{len(data)} bytes of text to train on, allowed: more than {recipe.train_length}")
+    if len(data) <= recipe.length:
+        raise ValueError(f"{len(data)} bytes of text to train on, allowed: more than {recipe.length}")
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
@@ -133,8 +132,8 @@ def _trained(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None) -> An
     for step in range(recipe.steps):
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * _warm_cosine(step, recipe.steps)
-        starts = torch.randint(len(data) - recipe.train_length, (recipe.batch_size,), generator=draw).tolist()
-        batch = torch.stack([data[s : s + recipe.train_length + 1] for s in starts]).long()
+        starts = torch.randint(len(data) - recipe.length, (recipe.batch_size,), generator=draw).tolist()
+        batch = torch.stack([data[s : s + recipe.length + 1] for s in starts]).long()
         loss = _next_token_loss(model, batch)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]

@@ -25,6 +25,7 @@ from fedprune_app.models.checkpoints import TensorFiles, one_line
 
 log = logging.getLogger("flwr.fedprune")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+_LENGTH = 2048  # of SparseGPT's, Wanda's and FedSpaLLM's sequences
 _LOGITS = 2**22  # logits in memory at a time, unless one sequence has more: they are many times wider than states
 _REMEMBERED = 2**22  # characters of a text
 LayerTensors = Callable[[int], Mapping[str, Tensor]]
@@ -110,6 +111,10 @@ class LanguageModel:
     def max_length(self) -> int | None:
         """The longest sequence the model was made for, where it says so."""
         return getattr(self.config, "max_position_embeddings", None)
+
+    def sequence_length(self, asked: int) -> int:
+        """Tokens of a sequence: ``asked``, or for 0 what the papers use, where the model takes it."""
+        return asked or min(_LENGTH, self.max_length or _LENGTH)
 
     def tokenizer(self) -> Any:
         """The checkpoint's own."""

@@ -10,7 +10,7 @@ import torch
 from fedprune_app.models.embedded import Recipe, byte_tokenizer, embedded_folder, train_embedded
 from fedprune_app.models.llm import LanguageModel, import_transformers, perplexity
 
-SMALL = Recipe(width=32, inner_width=48, num_layers=1, num_heads=2, train_length=32, batch_size=8, steps=120)
+SMALL = Recipe(width=32, inner_width=48, num_layers=1, num_heads=2, length=32, batch_size=8, steps=120)
 TEXTS = ["def add(a, b):\n    return a + b\n" * 40, "for i in range(10):\n    print(i)\n" * 40]
 
 
@@ -42,7 +42,7 @@ def test_another_text_or_recipe_is_another_model(cache):
 
 
 def test_plain_transformers_load_model_and_tokenizer(cache):
-    folder = train_embedded(TEXTS, Recipe(width=16, inner_width=16, num_layers=1, num_heads=2, steps=1, train_length=8))
+    folder = train_embedded(TEXTS, Recipe(width=16, inner_width=16, num_layers=1, num_heads=2, steps=1, length=8))
     transformers = import_transformers()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

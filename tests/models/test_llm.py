@@ -178,6 +178,13 @@ def test_more_tokens_than_the_model_was_made_for_are_refused(tmp_path):
         model.embed(tokens(1, 65), 1)
 
 
+def test_sequences_are_as_long_as_the_papers_where_the_model_takes_that(tmp_path):
+    model = LanguageModel(tiny_checkpoint(tmp_path, "llama"))
+    assert (model.sequence_length(0), model.sequence_length(32)) == (64, 32)
+    model.config.max_position_embeddings = 4096
+    assert model.sequence_length(0) == 2048
+
+
 @pytest.mark.parametrize(("key", "name"), [("intermediate_size", "layers.0.mlp"), ("vocab_size", "embed_tokens")])
 def test_a_config_of_other_widths_is_refused_in_one_line(tmp_path, key, name):
     folder = tiny_checkpoint(tmp_path, "llama")
