@@ -1,11 +1,16 @@
 """Seconds and peak memory of pruning one decoder layer, against a bare SparseGPT loop over the same layer.
 
-    python benchmarks/llm_layer.py [--shape opt-125m] [--segments 8] [--length 512] [--device cpu] [--repeats 3]
+    python benchmarks/llm_layer.py [--shape opt-125m] [--segments 8] [--length 512] [--clients 1] [--repeats 3]
+    python benchmarks/llm_layer.py --shape llama-2-7b --segments 32 --length 2048 --clients 4 --device cuda
 
 Weights are random, of the shapes of OPT-125m, OPT-1.3b or LLaMA-2-7b; the paper's calibration is 32 segments of 2048.
 The bare loop is SparseGPT as its paper and released code go through a layer: each matrix gathers its own Hessian in a
 forward pass, is pruned, and a second pass gives the next layer's inputs. The two take turns, so that what else the
 machine does falls on both; the ratio is the median of the pairs'. Without a GPU, seconds are processor time.
+
+Several clients have segments of their own and one device, where they take turns. What is timed is then all that
+FedSpaLLM does with a layer: clients prune and encode it, the server decodes, takes the l0 mean and expands the masks.
+The bare loop goes over the layer once for each client.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from fedprune_app.core.aggregate import L0Mean
+from fedprune_app.core.codec import pack, unpack
 from fedprune_app.models.layer_pruning import Pruner, prune_layer
 from fedprune_app.models.llm import LanguageModel, import_transformers
 
@@ -98,6 +105,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=[*OPT, "llama-2-7b"], default="opt-125m")
     parser.add_argument("--segments", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--clients", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=int, default=3)
@@ -114,23 +122,40 @@ def main() -> None:
         model = LanguageModel(Path(folder), device=given.device)
         tensors = model.layer_tensors(0)
     draw = torch.Generator().manual_seed(0)
-    hidden = torch.randn(given.segments, given.length, model.config.hidden_size, generator=draw).to(model.dtype)
+    shape = (given.segments, given.length, model.config.hidden_size)
+    texts = [torch.randn(shape, generator=draw).to(model.dtype) for _ in range(given.clients)]
     before, peak, device_peak = _peak(), 0, 0
-    ours, bare = [], []
+    ours, bare, server = [], [], []
     for repeat in range(given.repeats):
-        module = model.layer(0, tensors)
-        started = now()
-        prune_layer(model, 0, module, hidden, Pruner(density=0.5), batch_size=1)
+        started, by_server = now(), 0.0
+        mean = L0Mean(given.clients)
+        for hidden in texts:
+            pruned = prune_layer(model, 0, model.layer(0, tensors), hidden, Pruner(density=0.5), batch_size=1)
+            if given.clients > 1:
+                sent = pack(pruned.payload)
+                since = now()
+                mean.add(unpack(sent, 8 * len(sent)))
+                by_server += now() - since
+        if given.clients > 1:
+            since = now()
+            mean.expanded(0.5)
+            by_server += now() - since
         ours.append(now() - started)
+        server.append(by_server)
         if not repeat:  # the bare loop has not added its own yet
             peak, device_peak = _peak(), torch.cuda.max_memory_allocated() if given.device == "cuda" else 0
-        module = model.layer(0, {name: tensor.clone() for name, tensor in tensors.items()})
+        modules = [model.layer(0, {name: tensor.clone() for name, tensor in tensors.items()}) for _ in texts]
         started = now()
-        bare_loop(model, module, hidden)
+        for module, hidden in zip(modules, texts, strict=True):
+            bare_loop(model, module, hidden)
         bare.append(now() - started)
+        del modules
     ratio = statistics.median(a / b for a, b in zip(ours, bare, strict=True))
-    print(f"{given.shape} on {given.device}, {given.dtype}, {given.segments} segments of {given.length} tokens")
+    what = f"{given.segments} segments of {given.length} tokens, clients: {given.clients}"
+    print(f"{given.shape} on {given.device}, {given.dtype}, {what}")
     print(f"one decoder layer: {statistics.median(ours):.2f} s; bare loop {statistics.median(bare):.2f} s")
+    if given.clients > 1:
+        print(f"of it the server: {statistics.median(server):.2f} s")
     print(f"ratio {ratio:.3f}, median of {given.repeats} pairs")
     print(f"peak memory: {peak / 1e9:.2f} GB, of which {before / 1e9:.2f} GB before pruning began")
     if device_peak:
