@@ -29,12 +29,13 @@ lint: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-FUZZ := codec_bytes reply introduction statement state run_config matrix jsonl run_info image_folder
+# A million inputs of what a model travels in, two minutes of everything else.
+FUZZ := reply introduction statement state run_config matrix jsonl run_info image_folder text_folder
+FUZZED = $(BIN)/python fuzz/fuzz.py $(1) $(2) -rss_limit_mb=2048 -timeout=10 fuzz/corpus/$(1)
 fuzz: $(DEV_STAMP)
 	$(PIP) install --quiet --editable '.[fuzz]'
-	for target in $(FUZZ); do \
-		$(BIN)/python fuzz/fuzz.py $$target -max_total_time=120 -rss_limit_mb=2048 -timeout=10 fuzz/corpus/$$target || exit 1; \
-	done
+	$(call FUZZED,codec_bytes,-runs=1000000)
+	for target in $(FUZZ); do $(call FUZZED,$$target,-max_total_time=120) || exit 1; done
 
 format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .

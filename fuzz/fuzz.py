@@ -24,6 +24,7 @@ with atheris.instrument_imports(include=["fedprune_app", "strategies.base"]):
     from fedprune_app.core import codec
     from fedprune_app.core.payload import Payload
     from fedprune_app.data.datasets import _image_folder
+    from fedprune_app.data.text import own_documents
     from fedprune_app.engine import wire
     from fedprune_app.engine.rounds import ImagePeer, Peer, TextPeer
     from fedprune_app.engine.store import State, read_tensors, write_tensors
@@ -124,6 +125,11 @@ def images() -> Iterable[bytes]:
         file = io.BytesIO()
         Image.new(mode, (5, 4), 7 if mode != "RGB" else (1, 2, 3)).save(file, format)
         yield file.getvalue()
+
+
+def texts() -> Iterable[bytes]:
+    yield b'{"text": "one"}\n{"text": "two \\u00e9", "id": 3}\n'
+    yield "a line\nand é another\n".encode()
 
 
 # --- targets ----------------------------------------------------------------------------------------------------------
@@ -250,6 +256,20 @@ def image_folder(data: bytes) -> None:
         assert len(dataset.train_images) == len(dataset.train_labels) == 2
     finally:
         shutil.rmtree(folder)
+
+
+@target(texts)
+def text_folder(data: bytes) -> None:
+    """One bad file among a client's texts."""
+    folder = FOLDER / "texts"
+    folder.mkdir(exist_ok=True)
+    for name in ("a.jsonl", "b.txt"):
+        try:
+            written(f"texts/{name}", data)
+            documents, test = own_documents(str(folder), 0.2, 0)
+            assert all(isinstance(document.text, str) for document in documents) and isinstance(test, str)
+        finally:
+            (folder / name).unlink()
 
 
 def main() -> None:

@@ -179,7 +179,7 @@ def _documents(path: Path) -> Iterator[Document]:
         for number, line in enumerate(file, start=1):
             try:
                 text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 text = None
             if not isinstance(text, str):
                 why = f"has a line that is no object with a text under 'text': number {number}"

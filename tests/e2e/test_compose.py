@@ -64,7 +64,7 @@ def test_bases_are_pinned():
     for base in named:
         name, _, tag = base.partition(":")
         assert name in {"python", "nvidia/cuda"}
-        assert any(character.isdigit() for character in tag), base
+        assert re.match(r"\d+\.\d+\.\d+-", tag), base
 
 
 @pytest.mark.slow
@@ -99,6 +99,9 @@ def test_the_demo_leaves_a_report_in_the_mounted_folder(tmp_path):
         for k in range(3):  # a key for each, a state for each, and no one else can read them
             assert stat.S_IMODE((volumes / f"node-{k}" / "node.key").stat().st_mode) == 0o600
             assert [path.name for path in (volumes / f"state-{k}").glob("*/*")] == [f"{k:05d}"]
+
+        for name in ("setup", "register"):  # a second `up`, with the volumes of the first
+            assert demo.start(name).wait(timeout=300) == 0, demo.log_file(name).read_text()[-2000:]
 
         again = demo.start("run", ["run.sh", "superlink:8000", "system=dispfl", "num-server-rounds=2"])
         assert again.wait(timeout=600) == 0, "another run, with the nodes still up"
