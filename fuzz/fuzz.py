@@ -267,7 +267,8 @@ def text_folder(data: bytes) -> None:
         try:
             written(f"texts/{name}", data)
             documents, test = own_documents(str(folder), 0.2, 0)
-            assert all(isinstance(document.text, str) for document in documents) and isinstance(test, str)
+            assert all(isinstance(document.text, str) for document in documents)
+            assert isinstance(test, str)
         finally:
             (folder / name).unlink()
 
