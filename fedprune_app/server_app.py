@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
+from flwr.supercore.exit import add_exit_handler
 
 from fedprune_app.config import Config, ConfigError, check_resumable, parse_config
 from fedprune_app.core.payload import Payload
@@ -59,6 +60,8 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
             recorder.annotate(notes=[*before.get("notes", []), text])
     else:
         recorder.start(config.to_dict(), config.seed, {"headline": system.strategy.headline, "run_key": new_run_key()})
+    # Flower's own end, on a signal or a SuperLink that has given the run up, may leave no time for the clauses below.
+    add_exit_handler(lambda: _close(recorder, "interrupted", "interrupted"), run_before_force_exit=True)
     try:
         run_key = str(read_info(folder)["run_key"])
         numbers = {int(node): int(partition) for node, partition in before.get("nodes", {}).items()}
@@ -106,7 +109,9 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
 
 
 def _close(recorder: Recorder, status: Status, error: str) -> None:
-    """Say in run.json how the run ended; on a full disk it cannot be said there, and must not hide the error."""
+    """Say in run.json how the run ended, once; on a full disk it cannot be said there, and must not hide the error."""
+    if not recorder.is_open:
+        return
     try:
         recorder.finish(status, error=error)
     except OSError as full:

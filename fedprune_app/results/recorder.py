@@ -174,6 +174,11 @@ class Recorder:
             self._writer = None
 
     @property
+    def is_open(self) -> bool:
+        """Whether a run has begun, or gone on, and not finished."""
+        return bool(self._info)
+
+    @property
     def _masks_path(self) -> Path:
         return self.folder / "masks.json"
 

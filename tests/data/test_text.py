@@ -160,10 +160,12 @@ def test_text_files_are_documents_and_lines_of_jsonl_are_too(tmp_path):
     (tmp_path / "calibration" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = [(d.name, d.text) for d in calibration_documents("text", str(tmp_path))]
     assert found == [("a:1", "x"), ("a:2", "z"), ("b", "one\ntwo\n")]
-    (tmp_path / "calibration" / "a.jsonl").write_text("[]\n")
-    with pytest.raises(FileError, match=r"a\.jsonl' has a line that is no object with a text .*: number 1") as error:
-        list(calibration_documents("text", str(tmp_path)))
-    assert error.value.unnamed.startswith("a jsonl file has a line that is no object")
+    for line in ("[]", '{"text": 3}', "{", "[" * 100_000):
+        (tmp_path / "calibration" / "a.jsonl").write_text(f"{line}\n")
+        said = r"a\.jsonl' has a line that is no object with a text .*: number 1"
+        with pytest.raises(FileError, match=said) as error:
+            list(calibration_documents("text", str(tmp_path)))
+        assert error.value.unnamed.startswith("a jsonl file has a line that is no object")
     (tmp_path / "calibration" / "a.jsonl").unlink()
     (tmp_path / "calibration" / "c.txt").symlink_to("nowhere")
     with pytest.raises(FileError, match=r"c\.txt' cannot be read .FileNotFoundError") as error:

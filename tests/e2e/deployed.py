@@ -50,7 +50,9 @@ class DeployedRun:
     @classmethod
     def start(cls, deployment: Deployment, out: Path, app: str = "app", **settings) -> DeployedRun:
         """``settings`` are run-config keys, ``_`` for ``-``; ``app`` is a staged app's folder in the deployment's."""
-        values = {**SETTINGS, **{key.replace("_", "-"): value for key, value in settings.items()}, "out-dir": str(out)}
+        named = {key.replace("_", "-"): value for key, value in settings.items()}
+        nodes = sum(name.startswith("node-") for name in deployment.processes)
+        values = {**SETTINGS, "min-clients": nodes, **named, "out-dir": str(out)}
         config = parse_config(values).to_dict()
         return cls(deployment, out, config, launch.submit(deployment.link, deployment.folder / app, config, None))
 

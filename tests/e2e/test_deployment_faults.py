@@ -100,8 +100,11 @@ def deployment(timed):
 
 @pytest.fixture
 def deadline(timed) -> float:
-    """Seconds in which a round is over, on this machine as busy as it is: starting it all takes longer than one."""
-    return float(round(max(60.0, 2.5 * timed[1])))
+    """Seconds in which a round is over, on this machine as busy as it is: starting it all takes longer than one.
+
+    And in which Flower has missed a ClientApp's heartbeats, which it waits 60 s for.
+    """
+    return float(round(max(90.0, 2.5 * timed[1])))
 
 
 def state_folder(deployment, k: int) -> Path:
@@ -214,11 +217,13 @@ def test_the_superlink_away_for_longer_than_a_node_may_be_silent(deployment, tmp
     deployment.start_superlink()
     happens = "the run goes on"
     if run.end() != "finished:completed":
-        assert "min-replies asks for 1" in run.info["error"]
-        assert "\n" not in run.info["error"]
+        why = run.info["error"] if run.info["status"] == "failed" else launch.failure(deployment.link, run.run_id)
+        assert "min-replies asks for 1" in why or "No heartbeat received from the task" in why
+        assert "\n" not in why
+        until(lambda: run.info["status"] != "running")
         run = run.resume()
         run.finish()
-        happens = "the run stops: too few replies; `--resume` goes on"
+        happens = f"the run stops ({why}); `--resume` goes on"
     lost = [(row, client) for client in range(NODES) for row in run.failed(client)]
     here = in_process_sha256(run.config, tmp_path / "here", NODES, absent(*lost))
     assert run.info["final_sha256"] == here
