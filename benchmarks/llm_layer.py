@@ -4,6 +4,7 @@
     python benchmarks/llm_layer.py --shape llama-2-7b --segments 32 --length 2048 --clients 4 --device cuda
 
 Weights are random, of the shapes of OPT-125m, OPT-1.3b or LLaMA-2-7b; the paper's calibration is 32 segments of 2048.
+They are float16 on a GPU, as the paper's are, and float32 on the CPU, unless --dtype says otherwise.
 The bare loop is SparseGPT as its paper and released code go through a layer: each matrix gathers its own Hessian in a
 forward pass, is pruned, and a second pass gives the next layer's inputs. The two take turns, so that what else the
 machine does falls on both; the ratio is the median of the pairs'. Without a GPU, seconds are processor time.
@@ -32,6 +33,11 @@ from fedprune_app.models.layer_pruning import Pruner, prune_layer
 from fedprune_app.models.llm import LanguageModel, import_transformers
 
 OPT = {"opt-125m": (768, 3072, 12), "opt-1.3b": (2048, 8192, 32)}  # width, inner width, heads
+
+
+def default_dtype(device: str) -> str:
+    """The papers' on a GPU; the CPU is slow with that."""
+    return "float32" if device == "cpu" else "float16"
 
 
 def random_checkpoint(shape: str, folder: Path, dtype: torch.dtype) -> None:
@@ -107,9 +113,10 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--clients", type=int, default=1)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
+    given.dtype = given.dtype or default_dtype(given.device)
 
     def now() -> float:
         if given.device != "cuda":

@@ -20,15 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from clients import private_text
 from clients.node import NDArrays, Node, never_private
 from fedprune_app.config import Config
 from fedprune_app.core.expansion import INPUT_NORMS
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.text import (
     Document,
-    calibration_documents,
-    calibration_segments,
-    own_documents,
     perplexity_texts,
     stdlib_training_text,
     windows_of,
@@ -117,13 +115,15 @@ class FedSpaLLMClient(Node):
         """Where the client's data is its own: the documents it learns from, and its test text if it has no test/."""
         if not self.has_own_data:
             return [], ""
-        return own_documents(self.config.data_dir, self.config.test_fraction, self.config.seed)
+        return private_text.own_text(self.config.data_dir, self.config.test_fraction, self.config.seed)
 
     def segments(self) -> tuple[Tensor, list[str]]:
         """The private text: token ids (segments, length), and the names of the documents it is from."""
-        return calibration_segments(
-            self.own_text[0] or list(calibration_documents(self.config.dataset, self.config.data_dir)),
-            self.model.encode,
+        return private_text.segments(
+            self.model,
+            self.config.dataset,
+            self.config.data_dir,
+            self.config.test_fraction if self.has_own_data else None,
             deal="own" if self.has_own_data else self.options.deal,
             partition=self.partition,
             num_partitions=self.share[1],
@@ -161,21 +161,26 @@ class FedSpaLLMClient(Node):
                 norms = {INPUT_NORMS + name: rms for name, rms in done.input_rms.items()}
                 payload = Payload({**payload.tensors, **norms}, payload.masks)
         else:
-            hidden = torch.cat(list(self.model.run(module, hidden, self.config.batch_size)))
+            hidden = self.model.pass_through(module, hidden, self.config.batch_size)
         is_last = layer == self.model.num_layers - 1
         meta = {"of-round": of_round, "next": layer + 1, "pruned": pruned_at, "removed": removed}
         return LayerUpdate(payload, State({} if is_last else {"hidden": hidden}, meta), {"relative-error": error})
 
     def reach(self, layer: int, state: State, of_round: int) -> Tensor:
-        """The hidden states that enter a layer, from where they are: of this round on disk, or the text itself."""
+        """The hidden states that enter a layer, from where they are: of this round on disk, or the text itself.
+
+        In the memory of those in ``state``, which are no longer what they were.
+        """
         position, hidden = 0, None
         if state.meta.get("of-round") == of_round and int(state.meta["next"]) <= layer:
             position, hidden = int(state.meta["next"]), state.tensors.get("hidden")
         if hidden is None:
             position, hidden = 0, self.model.embed(self.segments()[0], self.config.batch_size)
+        if layer:
+            private_text.forget_documents()
         for passed in range(position, layer):
             module = self.model.layer(passed, self.model.layer_tensors(passed))  # line 12
-            hidden = torch.cat(list(self.model.run(module, hidden, self.config.batch_size)))
+            hidden = self.model.pass_through(module, hidden, self.config.batch_size)
         return hidden
 
     def report(self, update: LayerUpdate) -> dict[str, Any]:

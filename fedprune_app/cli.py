@@ -132,11 +132,11 @@ def run(
 
 def _run_once(placement: Placement, settings: Config, out: Path) -> None:
     """Run one federation, and say how it ended."""
-    from fedprune_app.demo import embedded_model, needs_embedded_model
+    from fedprune_app.demo import prepare_models
     from fedprune_app.experiment import Session
 
-    if needs_embedded_model(settings) and not placement.superlink:
-        embedded_model(console)
+    if not placement.superlink:  # real nodes have models of their own
+        prepare_models([settings], console)
     with Session(placement, console) as session:
         info = session.run(settings, Path(settings.out_dir))
     for note in info.get("notes", []):
@@ -168,7 +168,7 @@ def sweep(
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a sweep stopped.")] = False,
 ) -> None:
     """Run a matrix of experiments; finished runs are skipped. One table: markdown, csv, LaTeX."""
-    from fedprune_app.demo import embedded_model, needs_embedded_model
+    from fedprune_app.demo import prepare_models
     from fedprune_app.experiment import Placement, Session
     from fedprune_app.results.reader import load_run
     from fedprune_app.results.tables import write_tables
@@ -180,8 +180,7 @@ def sweep(
         raise ConfigError(f"--out {str(out)!r} is not empty, allowed: a new folder, or --resume")
     cells = read.cells(out, _absolute(dict(parse_override(text) for text in overrides or [])), resume)
     placement = Placement(engine, clients or read.num_clients or 20, workers, ray_address=ray_address)
-    if any(needs_embedded_model(cell.config) for cell in cells):
-        embedded_model(console)
+    prepare_models([cell.config for cell in cells if not is_complete(out / cell.name, cell.config)], console)
     failed = []
     with Session(placement, console) as session:
         for number, cell in enumerate(cells, start=1):

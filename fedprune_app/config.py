@@ -561,7 +561,9 @@ class Config:
     dataset: str = option("digits", "which data (see `fedprune list`)")
     data_dir: str = option("", "folder of the data; not needed for digits")
     classes: str = option("", "an image folder's classes in order, 'cat, dog'; empty: those it has folders for")
-    download: bool = option(False, "download a torchvision dataset into data-dir when it is missing")
+    download: bool = option(
+        False, "fetch what is missing: a torchvision dataset into data-dir, a model from the Hugging Face hub"
+    )
     partition: str = option("shards", "how the training data is dealt to the clients (see `fedprune list`)")
     shard_size: int = option(0, "samples per shard; 0 deals out all the data in equal shards", least=0)
     shards_per_client: int = option(2, "shards per client", least=1)

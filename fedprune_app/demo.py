@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -37,9 +38,21 @@ def llm_settings(density: float) -> dict[str, Scalar]:
     }
 
 
-def needs_embedded_model(config: Config) -> bool:
-    """Whether a run is on the language model that is trained here."""
-    return config.system == "fedspallm" and config.model == "auto"
+def prepare_models(configs: Iterable[Config], console: Console) -> None:
+    """Train or fetch the language models that runs on this machine need.
+
+    Before Flower starts: its clients have startup-seconds to introduce themselves. ``ValueError`` for one that is not
+    to be had.
+    """
+    asked = {(config.model, config.download): None for config in configs if config.system == "fedspallm"}
+    for model, download in asked:  # in the order of the runs
+        if model == "auto":
+            embedded_model(console)
+            continue
+        from fedprune_app.models.checkpoints import resolve_checkpoint
+
+        with console.status(f"fetching {model}" if download else f"looking for {model}"):
+            resolve_checkpoint(model, download)
 
 
 def embedded_model(console: Console) -> Path:

@@ -185,6 +185,16 @@ def test_every_matrix_of_the_repository_is_valid(path, tmp_path):
     assert read_matrix(path).cells(tmp_path, {"data-dir": "/data"}, resume=False)
 
 
+@pytest.mark.parametrize("table", [1, 2, 3])
+def test_fedspallms_tables_wait_for_all_their_clients_to_read_a_large_text_and_model(table, tmp_path):
+    from fedprune_app.sweep import read_matrix
+
+    matrix = read_matrix(Path(__file__).parents[1] / f"configs/matrices/fedspallm_table{table}.yaml")
+    for cell in matrix.cells(tmp_path, {"data-dir": "/data"}, resume=False):
+        assert cell.config.min_clients == matrix.num_clients == (4, 8, 16)[table - 1]
+        assert cell.config.startup_seconds >= 1800
+
+
 def test_the_command_line_may_set_what_a_matrix_does_not_vary(tmp_path):
     from fedprune_app.sweep import read_matrix
 

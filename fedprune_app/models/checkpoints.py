@@ -6,23 +6,46 @@ Only safetensors are read: nothing is unpickled.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fedprune_app.core.torchvision_shim import prepare_torchvision
+
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
+
+
+def import_transformers() -> Any:
+    """The package, made importable beside a CPU-only torch. ``ValueError`` where it is not installed."""
+    prepare_torchvision()
+    try:
+        import transformers
+    except ImportError:
+        raise ValueError("language models need the package transformers: install the extra fedprune[llm]") from None
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    return transformers
 
 
 def resolve_checkpoint(name: str, download: bool) -> Path:
     """The folder of a checkpoint: ``name`` is a local folder, or a hub name such as ``facebook/opt-125m``.
 
     A hub model comes from the local hub cache, and with ``download`` from the hub. ``ValueError`` where there is none.
+    Processes and threads that ask at once wait for one of them.
     """
     folder = Path(name).expanduser()
-    if folder.is_dir():
-        return folder.resolve()
+    return folder.resolve() if folder.is_dir() else _of_hub(name, download)
+
+
+@lru_cache(maxsize=8)  # with ``download`` the hub is asked what is newest: once, not for every message of a run
+def _of_hub(name: str, download: bool) -> Path:
+    import_transformers()  # which brings the hub's client
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -47,19 +70,26 @@ def one_line(error: BaseException) -> str:
 
 
 def _converted(name: str, snapshot: Path, download: bool) -> Path:
-    """A hub model whose main branch has no safetensors: the hub's own conversion of it, kept beside the snapshot."""
-    folder = snapshot / "fedprune-safetensors"
-    if not folder.is_dir():
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+    """A hub model whose main branch has no safetensors: the hub's own conversion of it, kept beside the snapshot.
 
+    The other files of that branch, pickles among them, are neither fetched nor opened.
+    """
+    folder = snapshot / "fedprune-safetensors"
+    if folder.is_dir():
+        return folder
+    transformers = import_transformers()
+    with FileLock(f"{folder}.lock"):
+        if folder.is_dir():  # made while this one waited
+            return folder
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model = transformers.AutoModelForCausalLM.from_pretrained(
                 name, use_safetensors=True, dtype="auto", local_files_only=not download
             )
-            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=not download)
-        except (OSError, ValueError) as error:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=not download)
+        except Exception as error:  # the hub's many ways to say no, and those of a config
             raise ValueError(f"model {name!r} has no safetensors: {one_line(error)}") from None
         partial = folder.with_name(f"{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         partial.rename(folder)

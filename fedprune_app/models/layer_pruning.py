@@ -55,11 +55,12 @@ def prune_layer(
 ) -> PrunedLayer:
     """Prune ``module``, decoder layer ``layer``, in place, from hidden states (sequences, length, width).
 
-    All its matrices see the inputs of the layer as it was; the hidden states after it are the pruned layer's.
+    All its matrices see the inputs of the layer as it was; the hidden states after it are the pruned layer's, in new
+    memory: twice the size of ``hidden`` is all that is held of states.
     Raises ``ValueError`` naming the matrix that cannot be pruned.
     """
     names = model.prunable(layer)
-    before, statistics = _observe(model, module, names, hidden, pruner.method, batch_size)
+    outputs, statistics = _observe(model, module, names, hidden, pruner.method, batch_size)
     tensors, masks = {}, {}
     parameters = dict(module.named_parameters())
     for name in names:
@@ -72,12 +73,12 @@ def prune_layer(
     per_token = hidden.shape[1] ** -0.5  # statistics are by sequence
     rms = {name: each.input_norms().cpu() * per_token for name, each in statistics.items()}
     del statistics
-    moved, size, after = 0.0, 0.0, []
-    for new, old in zip(model.run(module, hidden, batch_size), torch.split(before, batch_size), strict=True):
+    moved, size = 0.0, 0.0
+    for new, old in zip(model.run(module, hidden, batch_size), torch.split(outputs, batch_size), strict=True):
         moved += float((new.float() - old.float()).square().sum(dtype=torch.float64))
         size += float(old.float().square().sum(dtype=torch.float64))
-        after.append(new)
-    return PrunedLayer(Payload(tensors, masks), torch.cat(after), moved / size if size else 0.0, rms)
+        old.copy_(new)
+    return PrunedLayer(Payload(tensors, masks), outputs, moved / size if size else 0.0, rms)
 
 
 def _observe(
@@ -109,17 +110,18 @@ def _observe(
         return linear.register_forward_pre_hook(observe)
 
     hooks = [hook(name) for name in names] if kind is not None else []
-    outputs = []
+    outputs, done = torch.empty_like(hidden), 0
     num_sequences = min(batch_size, len(hidden))
     try:
         for output in model.run(module, hidden, batch_size):
-            outputs.append(output)
+            outputs[done : done + len(output)] = output
+            done += len(output)
             given.clear()
             alive.clear()
-            num_sequences = min(batch_size, len(hidden) - sum(len(each) for each in outputs))
+            num_sequences = min(batch_size, len(hidden) - done)
     finally:
         for each in hooks:
             each.remove()  # type: ignore[attr-defined]
     if kind is not None and (unseen := [name for name in names if name not in found]):
         raise ValueError(f"{unseen[0]} was given no input, allowed: layers that use all their matrices")
-    return torch.cat(outputs), found
+    return outputs, found

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.models.checkpoints import TensorFiles, one_line
+from fedprune_app.models.checkpoints import import_transformers as import_transformers
 
 log = logging.getLogger("flwr.fedprune")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -30,18 +30,6 @@ _LOGITS = 2**22  # logits in memory at a time, unless one sequence has more: the
 _REMEMBERED = 2**22  # characters of a text
 LayerTensors = Callable[[int], Mapping[str, Tensor]]
 """The tensors of decoder layer i, by name within the layer."""
-
-
-def import_transformers() -> Any:
-    """The package, made importable beside a CPU-only torch. ``ValueError`` where it is not installed."""
-    prepare_torchvision()
-    try:
-        import transformers
-    except ImportError:
-        raise ValueError("language models need the package transformers: install the extra fedprune[llm]") from None
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    return transformers
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -203,7 +191,13 @@ class LanguageModel:
                 f"sequences have {tokens.shape[1]} tokens, allowed with this model: {self.max_length} "
                 "(fedspallm.segment-length, fedspallm.window)"
             )
-        return torch.cat([self._enter(batch)[0].cpu() for batch in torch.split(tokens, batch_size)])
+        hidden = torch.empty(0)
+        for start in range(0, len(tokens), batch_size):
+            entered = self._enter(tokens[start : start + batch_size])[0]
+            if not start:
+                hidden = torch.empty((len(tokens), *entered.shape[1:]), dtype=entered.dtype)
+            hidden[start : start + len(entered)] = entered
+        return hidden
 
     @torch.no_grad()
     def run(self, module: nn.Module, hidden: Tensor, batch_size: int) -> Iterator[Tensor]:
@@ -211,6 +205,12 @@ class LanguageModel:
         for batch in torch.split(hidden, batch_size):
             output = module(batch.to(self.device), **self._keywords(batch.shape[0], batch.shape[1]))
             yield (output[0] if isinstance(output, tuple) else output).cpu()
+
+    def pass_through(self, module: nn.Module, hidden: Tensor, batch_size: int) -> Tensor:
+        """``hidden``, on the CPU, after a layer: overwritten batch by batch, since it is what fills the memory."""
+        for batch, output in zip(torch.split(hidden, batch_size), self.run(module, hidden, batch_size), strict=True):
+            batch.copy_(output)
+        return hidden
 
     @torch.no_grad()
     def losses(self, tokens: Tensor, hidden: Tensor) -> list[float]:
@@ -349,7 +349,7 @@ def perplexity(model: LanguageModel, layers: LayerTensors, windows: Tensor, batc
     hidden = model.embed(windows, batch_size)
     for layer in range(model.num_layers):
         module = model.layer(layer, layers(layer))
-        hidden = torch.cat(list(model.run(module, hidden, batch_size)))
+        hidden = model.pass_through(module, hidden, batch_size)
     losses = model.losses(windows, hidden)
     value = math.exp(min(math.fsum(losses) / len(losses), 700.0))
     return Perplexity(value, windows.shape[1], len(losses))

@@ -5,12 +5,16 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 import torch
 
 from fedprune_app.models.embedded import byte_tokenizer
 from fedprune_app.models.llm import import_transformers
 
 FAMILIES = ("opt", "llama")
+_NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ("cpu", pytest.param("cuda", marks=[pytest.mark.gpu, _NO_GPU]))
+"""For parametrised tests: the CPU, and where there is one the GPU."""
 
 
 def tiny_model(family: str, num_layers: int = 3, seed: int = 0, vocabulary: int = 37):

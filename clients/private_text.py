@@ -1,0 +1,102 @@
+"""A language model's clients' private text, parsed, tokenised and cut once in a process.
+
+A process that simulates many clients would else do it for each of them, twice. All of it stays in this process' memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from fedprune_app.data.text import Document, calibration_documents, calibration_segments, own_documents
+from fedprune_app.models.llm import LanguageModel
+
+Files = tuple[tuple[str, int, int], ...]
+_MOST_TOKENS = 2**24  # remembered of documents, 128 MiB
+_MOST_CLIENTS = 64  # whose segments are remembered
+_OVERHEAD = 64  # what a document counts beside its tokens
+
+
+class _Cut:
+    """What a model's tokenizer made of texts."""
+
+    def __init__(self) -> None:
+        self.segments: dict[Hashable, tuple[Tensor, list[str]]] = {}
+        self.forget_documents()
+
+    def forget_documents(self) -> None:
+        self._room = _MOST_TOKENS
+        self._tokens: dict[tuple[int, str], Tensor] = {}
+
+    def encode(self, model: LanguageModel, text: str, length: int) -> Tensor:
+        """The token ids of a text, without the tail that fills no segment: of most documents of a crawl, none."""
+        if (found := self._tokens.get((length, text))) is not None:
+            return found
+        ids = model.encode(text)
+        whole = ids[: len(ids) // length * length].clone()
+        if (size := len(whole) + _OVERHEAD) <= self._room:
+            self._tokens[length, text] = whole
+            self._room -= size
+        return whole
+
+
+_cut: WeakKeyDictionary[LanguageModel, _Cut] = WeakKeyDictionary()
+
+
+def segments(
+    model: LanguageModel, dataset: str, data_dir: str, test_fraction: float | None, *, seed: int, **deal: Any
+) -> tuple[Tensor, list[str]]:
+    """:func:`calibration_segments` of the text there is; with ``test_fraction`` of what is the client's own without it.
+
+    Not to be written to.
+    """
+    cut = _cut.setdefault(model, _Cut())
+    key = (dataset, _files(data_dir), test_fraction, seed, *sorted(deal.items()))
+    if key not in cut.segments:
+        if test_fraction is None:
+            documents = _shared(dataset, data_dir, _files(data_dir))
+        else:
+            documents = own_text(data_dir, test_fraction, seed)[0]
+        length = deal["length"]
+        found = calibration_segments(documents, lambda text: cut.encode(model, text, length), seed=seed, **deal)
+        while len(cut.segments) >= _MOST_CLIENTS:
+            del cut.segments[next(iter(cut.segments))]
+        cut.segments[key] = found
+    return cut.segments[key]
+
+
+def own_text(data_dir: str, test_fraction: float, seed: int) -> tuple[list[Document], str]:
+    """:func:`own_documents`, not to be written to."""
+    return _own(data_dir, test_fraction, seed, _files(data_dir))
+
+
+def forget_documents() -> None:
+    """Free the memory of all but segments: every client has introduced itself, and pruning needs the room."""
+    _shared.cache_clear()
+    _own.cache_clear()
+    for cut in _cut.values():
+        cut.forget_documents()
+
+
+def _files(data_dir: str) -> Files:
+    """What a folder's text depends on: path, size and time of each file."""
+    if not data_dir:
+        return ()
+    folders = (Path(data_dir), Path(data_dir) / "calibration", Path(data_dir) / "test")
+    paths = [path for folder in folders for kind in ("*.txt", "*.jsonl") for path in sorted(folder.glob(kind))]
+    return tuple((str(path), (told := path.stat()).st_size, told.st_mtime_ns) for path in paths)
+
+
+@lru_cache(maxsize=1)
+def _shared(dataset: str, data_dir: str, files: Files) -> Sequence[Document]:
+    return list(calibration_documents(dataset, data_dir))
+
+
+@lru_cache(maxsize=1)
+def _own(data_dir: str, test_fraction: float, seed: int, files: Files) -> tuple[list[Document], str]:
+    return own_documents(data_dir, test_fraction, seed)
