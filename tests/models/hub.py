@@ -72,6 +72,8 @@ def _answer(hub: Hub, path: str) -> tuple[int, bytes, dict[str, str]]:
         }
         return told({"discussions": [pull] * ("refs/pr/1" in hub.branches), "count": 1, "start": 0})
     branch = hub.branch(revision or "main")
+    if branch is None and kind == "tree":  # of a folder that is not there
+        return missing
     if branch is None:
         return 404, b"{}", {"X-Error-Code": "RevisionNotFound"}
     if kind == "commits":

@@ -23,8 +23,8 @@ def run(request, tmp_path):
     model = tiny_byte_model(tmp_path / "model", request.param)
     texts = text_folder(tmp_path / "texts")
 
-    def go(device, dtype):
-        folder = tmp_path / f"{device}-{dtype}"
+    def go(name, device, dtype):
+        folder = tmp_path / name
         settings = {"system": "fedspallm", "dataset": "text", "num-server-rounds": 1, "fraction-train": 1.0}
         settings |= {"batch-size": 3, "evaluate-every": 1, "density": DENSITY, "model": str(model)}
         settings |= {"fedspallm.segments": 4, "fedspallm.segment-length": 24, "fedspallm.window": 32}
@@ -39,7 +39,7 @@ def run(request, tmp_path):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_run_prunes_to_the_density_and_measures_as_on_the_cpu(run, device, dtype):
-    standard, found = run("cpu", "float32"), run(device, dtype)
+    standard, found = run("standard", "cpu", "float32"), run("found", device, dtype)
     (row,), (expected,) = found.rounds, standard.rounds
     assert row["failures"] == 0
     for layer in range(2):
