@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from fedprune_app.models import llm
 from fedprune_app.models.layer_pruning import Pruner, prune_layer
 from fedprune_app.models.llm import LanguageModel, perplexity
 from tests.models.tiny_llm import tiny_checkpoint, tokens
@@ -27,6 +29,7 @@ def peak():
     """``peak(what)``: what it returns, and the most memory it took beyond what was there, in hidden states."""
 
     def measured(what):
+        ctypes.CDLL(None).malloc_trim(0)  # what is free would else be taken again unseen
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
         before = status("VmRSS")
         result = what()
@@ -58,9 +61,10 @@ def test_a_pass_over_hidden_states_takes_no_second_copy_of_them(model, peak):
     assert after.data_ptr() == hidden.data_ptr()
 
 
-def test_perplexity_holds_the_hidden_states_once(model, peak):
+def test_perplexity_holds_the_hidden_states_once(model, peak, monkeypatch):
+    monkeypatch.setattr(llm, "_LOGITS", 2**18)  # which are nothing beside a real model's states, here they would count
     found, taken = peak(lambda: perplexity(model, model.layer_tensors, tokens(SEQUENCES, LENGTH), 512))
-    assert taken < 1.7 + 0.25  # the windows' ids are there too
+    assert 1 <= taken < 1.7  # the windows' ids are there too
     assert found.windows == SEQUENCES
 
 
