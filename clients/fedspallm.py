@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,7 @@ from clients.node import NDArrays, Node, never_private
 from fedprune_app.config import Config
 from fedprune_app.core.expansion import INPUT_NORMS
 from fedprune_app.core.payload import Payload
-from fedprune_app.data.text import (
-    Document,
-    perplexity_texts,
-    stdlib_training_text,
-    windows_of,
-)
+from fedprune_app.data.text import Document, perplexity_texts, stdlib_training_text, windows_of
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.store import State
 from fedprune_app.engine.wire import Schema
@@ -38,6 +33,7 @@ from fedprune_app.models.checkpoints import resolve_checkpoint
 from fedprune_app.models.embedded import embedded_folder
 from fedprune_app.models.layer_pruning import Pruner, prune_layer
 from fedprune_app.models.llm import LanguageModel, LayerTensors, Perplexity, open_model, perplexity
+from fedprune_app.results.fields import OWN_TEXT
 
 
 def language_model(config: Config, device: torch.device | str = "cpu") -> LanguageModel:
@@ -53,24 +49,33 @@ def language_model(config: Config, device: torch.device | str = "cpu") -> Langua
     return open_model(folder, config.fedspallm.dtype, str(device))
 
 
-def perplexities(config: Config, model: LanguageModel, own: LayerTensors, text: str = "") -> dict[str, Perplexity]:
+def perplexities(
+    config: Config, model: LanguageModel, own: LayerTensors, text: str | None = None
+) -> dict[str, Perplexity]:
     """Of ``model`` with the matrices that ``own`` gives of each layer in place of its own, by test text.
 
-    A ``text`` that is given, called "own", is the only one.
+    A ``text`` that is given is the only one, and has a name that no other may have: what is measured on it is compared
+    with nothing else.
     """
 
     def layers(layer: int) -> Mapping[str, Tensor]:
         return {**model.layer_tensors(layer), **own(layer)}
 
     options, found = config.fedspallm, {}
-    texts = {"own": (text, 0)} if text else perplexity_texts(config.dataset, config.data_dir, options.more_texts())
+    if text is None:
+        texts = perplexity_texts(config.dataset, config.data_dir, options.more_texts())
+        if OWN_TEXT in texts:
+            raise ValueError(f"a test text is called {OWN_TEXT!r}, allowed: any other name; clients' own are called so")
+    else:
+        texts = {OWN_TEXT: (text, 0)}
     for name, (content, most) in texts.items():
         most = min(most or options.test_windows, options.test_windows or most)
         try:
-            windows = windows_of(model.encode(content), model.sequence_length(options.window), most)
+            windows = windows_of(model.encode(content), model.sequence_length(options.window))
         except ValueError as error:
             raise ValueError(f"test text '{name}': {error}") from None
-        found[name] = perplexity(model, layers, windows, config.batch_size)
+        measured = perplexity(model, layers, windows[:most] if most else windows, config.batch_size)
+        found[name] = replace(measured, windows_in_text=len(windows))
     return found
 
 
@@ -111,11 +116,11 @@ class FedSpaLLMClient(Node):
         return max(schemas, key=lambda schema: schema.max_bytes)
 
     @cached_property
-    def own_text(self) -> tuple[list[Document], str]:
-        """Where the client's data is its own: the documents it learns from, and its test text if it has no test/."""
-        if not self.has_own_data:
-            return [], ""
-        return private_text.own_text(self.config.data_dir, self.config.test_fraction, self.config.seed)
+    def own_text(self) -> tuple[list[Document], str] | None:
+        """Where the client's data is its own: the documents it learns from, and its test text."""
+        if self.has_own_data or (self.options.deal == "own" and self.config.dataset == "text"):
+            return private_text.own_text(self.config.data_dir, self.config.test_fraction, self.config.seed)
+        return None
 
     def segments(self) -> tuple[Tensor, list[str]]:
         """The private text: token ids (segments, length), and the names of the documents it is from."""
@@ -123,8 +128,8 @@ class FedSpaLLMClient(Node):
             self.model,
             self.config.dataset,
             self.config.data_dir,
-            self.config.test_fraction if self.has_own_data else None,
-            deal="own" if self.has_own_data else self.options.deal,
+            self.config.test_fraction if self.own_text else None,
+            deal="own" if self.own_text else self.options.deal,
             partition=self.partition,
             num_partitions=self.share[1],
             count=self.num_examples,
@@ -205,18 +210,22 @@ class FedSpaLLMClient(Node):
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
         """Who this client is: its partition, how much text it has, and which dense model."""
         _, documents = self.segments()
-        if self.own_text[1]:
+        if self.own_text:
             length = self.model.sequence_length(self.options.window)
             windows_of(self.model.encode(self.own_text[1]), length)  # better now than after all pruning
         return {
             **self.introduction(),
-            "documents": [] if self.has_own_data else documents[:32],
+            "documents": [] if self.own_text else documents[:32],
             "shell-digest": self.model.shell_digest(),
             "layer-digests": [self.model.layer_digest(layer) for layer in range(self.model.num_layers)],
         }
 
     def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        """Perplexity of the client's own model on the test texts: the paper's "standalone"."""
+        """Perplexity of the client's own model on the test texts, or on its own text.
+
+        After one round this is the paper's "standalone". From the second on a client prunes what the server made of all
+        clients' layers.
+        """
         self.request = config
         state, lost = self._state(config, before=int(config["state-round"]) + 1)
         total = hashlib.sha256(self.model.shell_digest().encode())
@@ -226,8 +235,11 @@ class FedSpaLLMClient(Node):
             total.update((own.digest() if own.tensors else self.model.layer_digest(layer)).encode())
         metrics |= {"digest": total.hexdigest(), "density": self.density(state)}
         metrics["pruned-layers"] = len(state.meta.get("pruned", {}))
-        text = self.own_text[1]
+        text = self.own_text[1] if self.own_text else None
         found_in = perplexities(self.config, self.model, lambda i: self.own_layer(i, state).tensors, text)
         for name, found in found_in.items():
             metrics[f"perplexity/{name}"] = found.value
+        if text is not None:  # of the other texts the server knows them
+            measured = found_in[OWN_TEXT]
+            metrics |= {"windows": measured.windows, "windows-in-text": measured.windows_in_text}
         return 0.0, self.num_examples, {**metrics, **self._note(lost, config)}

@@ -29,7 +29,7 @@ from fedprune_app.config import Config, ConfigError, Scalar
 from fedprune_app.deploy import local_deployment
 from fedprune_app.engine.store import exclusive
 from fedprune_app.launch import LaunchError, Link
-from fedprune_app.results.fields import tested_on
+from fedprune_app.results.fields import own_models, tested_on
 from fedprune_app.results.files import replace_file
 
 ENGINES = ("ray", "inprocess")
@@ -266,7 +266,7 @@ class _Progress:
         self._bytes += (row.get("bytes_up") or 0) + (row.get("bytes_down") or 0)
         fields = (("personal", "accuracy_personal_mean"), ("global", "accuracy_global"))
         shown = [f"{name} {100 * row[field]:.1f} %  " for name, field in fields if row.get(field) is not None]
-        fields = (("standalone", "perplexity_personal_mean"), ("global", "perplexity_global"))
+        fields = ((own_models(row["round"]), "perplexity_personal_mean"), ("global", "perplexity_global"))
         shown += [f"{name} {row[field]:.2f}  " for name, field in fields if row.get(field) is not None]
         shown += [f"({text})  "] if (text := tested_on(row)) else []
         if shown:

@@ -80,7 +80,13 @@ def text_strategy(
         found = perplexities(config, model, lambda layer: {})
         recorder.annotate(
             dense_perplexity={
-                name: {"value": p.value, "window": p.window, "windows": p.windows, "tokens": p.tokens}
+                name: {
+                    "value": p.value,
+                    "window": p.window,
+                    "windows": p.windows,
+                    "windows_in_text": p.windows_in_text,
+                    "tokens": p.tokens,
+                }
                 for name, p in found.items()
             }
         )

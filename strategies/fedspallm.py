@@ -8,8 +8,8 @@ Where the text leaves a choice, or does not hold:
   also send the root mean square of each matrix' inputs); its scope is a matrix (``fedspallm.expansion``). Nothing that
   all clients pruned comes back. Weights removed by the expansion are not made up for.
 * A matrix is averaged over the clients that pruned it: equation (9) would add dense copies to the mean.
-* Corollary 4.1 asks that every layer be pruned by somebody: layers are dealt by a shuffled round-robin. One that nobody
-  pruned stays as it is, and the record says so.
+* Corollary 4.1 asks that every layer be pruned by somebody: layers are dealt by a shuffled round-robin, which begins
+  with those that were never pruned. One that nobody pruned stays as it is, and the record says so.
 * From round 2 on the cached dense layers of equation (9) are no longer the global model's; ``fedspallm.unsampled =
   "current"`` sends the current ones to those who do not prune them.
 
@@ -26,6 +26,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,12 +42,12 @@ from fedprune_app.core import metrics, rng
 from fedprune_app.core.aggregate import L0Mean
 from fedprune_app.core.expansion import INPUT_NORMS, Cut, Votes
 from fedprune_app.core.layers import assign_layers
-from fedprune_app.core.masks import keep_count
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import rounds, wire
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.rounds import Peer, Roster, TextPeer
 from fedprune_app.engine.store import State, VersionedStore
+from fedprune_app.results.fields import OWN_TEXT
 from fedprune_app.results.files import replace_file
 from fedprune_app.results.recorder import Recorder
 from strategies.base import Contents, FederatedStrategy, RoundLog
@@ -80,6 +81,8 @@ class Perplexity(Protocol):
     def window(self) -> int: ...
     @property
     def windows(self) -> int: ...
+    @property
+    def windows_in_text(self) -> int | None: ...
     @property
     def tokens(self) -> int: ...
 
@@ -181,8 +184,7 @@ class FedSpaLLM(FederatedStrategy):
                 reasons.append(f"client {partition} has another decoder layer {differing} than the server's model")
             else:
                 found[partition] = peer
-        for reason in reasons:
-            log.warning("a client is left out of the run: %s", reason)
+        rounds.say_left_out(reasons)
         if reasons:
             before = self.recorder.info.get("clients_left_out", [])
             self.recorder.annotate(clients_left_out=[*before, *reasons])
@@ -222,17 +224,20 @@ class FedSpaLLM(FederatedStrategy):
             total.update((current.digest() if current.tensors else self.dense.layer_digest(layer)).encode())
         return total.hexdigest()
 
+    @property
+    def kept_share(self) -> float:
+        """Of every matrix, what is kept: ``density``, or what the pattern says in its place."""
+        pattern = self.options.n_of_m()
+        return pattern[0] / pattern[1] if pattern else self.config.density
+
     # --- a round ------------------------------------------------------------------------------------------------
 
     def samplers(self, round: int) -> dict[int, list[int]]:
         """Lines 5 to 7: for each layer the clients that prune it, each client a share of the layers."""
-        counts = {}
-        for partition in self.sample(round):
-            peer = self.roster[partition]
-            assert isinstance(peer, TextPeer)
-            counts[partition] = max(1, keep_count(self.dense.num_layers, self._share(peer)))
+        shares = {partition: self._share(self.roster[partition]) for partition in self.sample(round)}
+        never_pruned = [layer for layer, version in self.versions.items() if version == _DENSE]
         draw = rng.numpy_generator(self.config.seed, "layers", round=round)
-        assigned = assign_layers(self.dense.num_layers, counts, draw)
+        assigned = assign_layers(self.dense.num_layers, shares, draw, first=never_pruned)
         return {layer: [p for p, own in assigned.items() if layer in own] for layer in range(self.dense.num_layers)}
 
     def step(self, round: int, layer: int) -> int:
@@ -325,8 +330,6 @@ class FedSpaLLM(FederatedStrategy):
             self.log.notes.append(note)
             log.warning("%s", note)
             return
-        pattern = self.options.n_of_m()
-        density = self.config.density if pattern is None else pattern[0] / pattern[1]
         entries = sum(mask.numel() for mask in mean.masks.values())
         row |= {
             "weights": entries,
@@ -340,7 +343,8 @@ class FedSpaLLM(FederatedStrategy):
             new = mean
             if self.options.expansion != "none":
                 scope = "matrix" if self.options.expansion == "matrix" else "payload"
-                new = self._mean.expanded(density, n_of_m=pattern, ties=self.options.ties, scope=scope)
+                pattern = self.options.n_of_m()
+                new = self._mean.expanded(self.kept_share, n_of_m=pattern, ties=self.options.ties, scope=scope)
             self._install(layer, new)
         self._mean = L0Mean(1)
 
@@ -348,12 +352,19 @@ class FedSpaLLM(FederatedStrategy):
         """A layer's matrices, expanded, become the global model's."""
         new = Payload({name: new.tensors[name] for name in new.masks}, new.masks)
         self.layers.save(layer, self._of_round, new)
-        self.layers.drop_before(layer, self.versions[layer])
+        self.layers.drop_before(layer, self._oldest_needed(layer))
         self.versions[layer] = self._of_round
         self._by_layer[str(layer)] |= {
             "kept": new.num_kept(),
             "density": {name: float(mask.double().mean()) for name, mask in new.masks.items()},
         }
+
+    def _oldest_needed(self, layer: int) -> int:
+        """The version of a layer that the oldest checkpoint knows: if later ones are damaged, a run goes on there."""
+        for round in self.checkpoints.rounds():
+            with suppress(ValueError):
+                return int(self.checkpoints.read(round).meta["versions"][str(layer)])
+        return self.versions[layer]
 
     def _expand_together(self, round: int) -> None:
         """Lines 18 to 20 with all matrices as one; may be begun again, since the means stay until the next round."""
@@ -387,18 +398,19 @@ class FedSpaLLM(FederatedStrategy):
 
     def training_row(self, peer: Peer, fields: wire.Fields) -> dict[str, Any]:
         before = self.log.clients.get(peer.partition, {})
-        error = wire.number(fields, "relative-error", 0)
+        pruned = peer.partition in self._pruners[self._layer]  # the others pass their text through it
+        error = wire.number(fields, "relative-error", 0) if pruned else 0.0
         return {
             "density": wire.number(fields, "density", 0, 1),
             "seconds": before.get("seconds", 0.0) + wire.number(fields, "seconds", 0),
-            "layers_pruned": before.get("layers_pruned", 0) + 1,
+            "layers_pruned": before.get("layers_pruned", 0) + pruned,
             "error_sum": before.get("error_sum", 0.0) + error,
         }
 
     def _round_metrics(self, round: int) -> dict[str, Any]:
-        rows = [row for _, row in sorted(self.log.clients.items()) if row.get("layers_pruned")]
-        num_pruned = sum(row["layers_pruned"] for row in rows)
-        errors = sum(row.pop("error_sum") for row in rows)
+        rows = [row for _, row in sorted(self.log.clients.items())]
+        num_pruned = sum(row.get("layers_pruned", 0) for row in rows)
+        errors = sum(row.pop("error_sum", 0.0) for row in rows)
         num_weights = self.dense.num_parameters()[1]
         return {
             **self.exchanged(round, num_pruned),
@@ -435,7 +447,7 @@ class FedSpaLLM(FederatedStrategy):
         up = down = 0.0
         for layer, pruners in self._pruners.items():
             entries = sum(self.dense.layer_like(layer)[name].numel() for name in self.dense.prunable(layer))
-            up += len(pruners) * entries * (size * self.config.density + 1 / 8)
+            up += len(pruners) * entries * (size * self.kept_share + 1 / 8)
             down += len(pruners) * entries * size if self._of_round > 1 else 0.0
         return down, up
 
@@ -444,46 +456,66 @@ class FedSpaLLM(FederatedStrategy):
         return Payload({})
 
     def evaluation_row(self, partition: int, fields: wire.Fields) -> dict[str, Any]:
+        """Its perplexities on the server's test texts; of a client with a text of its own, on that alone."""
         start = "perplexity/"
-        names = sorted(name for name in {*self.texts, "own"} if start + name in fields)
-        found = {name: wire.number(fields, start + name, 0) for name in names}
-        judged = "own" if list(found) == ["own"] else self.texts[0]  # a client with text of its own has no other
-        if judged not in found:
+        has_own = self.roster[partition].own_data or start + OWN_TEXT in fields
+        names = [OWN_TEXT] if has_own else sorted(name for name in self.texts if start + name in fields)
+        judged = OWN_TEXT if has_own else self.texts[0]
+        if start + judged not in fields:
             raise ValueError(f"the evaluation has no field '{start}{judged}'")
+        found = {name: wire.number(fields, start + name, 0) for name in names}
+        windows = ("windows", "windows-in-text") if has_own else ()
         return {
             **self.evaluation_facts(partition, fields),
             "density": wire.number(fields, "density", 0, 1),
             "pruned_layers": int(wire.number(fields, "pruned-layers", 0, self.dense.num_layers)),
             "perplexity_personal": found[judged],
             "perplexity": found,
+            **{name.replace("-", "_"): int(wire.number(fields, name, 1, 2**31)) for name in windows},
         }
 
     def evaluation_metrics(self, round: int, rows: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-        """Own models count where all layers are pruned: part of a dense model is no standalone result."""
+        """Own models count where all layers are pruned: part of a dense model is no standalone result.
+
+        Clients' own texts are an entry by themselves: no other model was measured on them.
+        """
         by_text: dict[str, dict[str, Any]] = {}
         whole = [row for row in rows.values() if row["pruned_layers"] == self.dense.num_layers]
         dense = self.recorder.info["dense_perplexity"]
         for name, found in self.measure(self.global_layer).items():
-            personal = metrics.summary([row["perplexity"][name] for row in whole if name in row["perplexity"]])
             by_text[name] = {
                 "dense": dense[name]["value"],
                 "global": found.value,
-                "personal_mean": personal.mean,
-                "personal_std": personal.std,
+                **self._of_clients(whole, name),
                 "window": found.window,
                 "windows": found.windows,
+                "windows_in_text": found.windows_in_text,
                 "tokens": found.tokens,
             }
         first = by_text[self.texts[0]]
-        personal = metrics.summary([row["perplexity_personal"] for row in whole])
+        if with_own := [row for row in whole if OWN_TEXT in row["perplexity"]]:
+            windows = sum(row["windows"] for row in with_own)
+            by_text[OWN_TEXT] = {
+                **self._of_clients(with_own, OWN_TEXT),
+                "window": first["window"],
+                "windows": windows,
+                "windows_in_text": sum(row["windows_in_text"] for row in with_own),
+                "tokens": windows * first["window"],
+            }
         return {
             "perplexity_global": first["global"],
-            "perplexity_personal_mean": personal.mean,  # on the first text, or on clients' own
+            "perplexity_personal_mean": first["personal_mean"],
             "personal_models": len(whole),
-            "perplexity_personal_std": personal.std,
+            "perplexity_personal_std": first["personal_std"],
             "perplexity_by_text": by_text,
             "density_mean": metrics.summary([row["density"] for row in rows.values()]).mean,
         }
+
+    @staticmethod
+    def _of_clients(rows: Sequence[Mapping[str, Any]], text: str) -> dict[str, float]:
+        """Mean and spread of the clients' own models on a text, of those that measured it."""
+        found = metrics.summary([row["perplexity"][text] for row in rows if text in row["perplexity"]])
+        return {"personal_mean": found.mean, "personal_std": found.std}
 
     def finish(self) -> None:
         """The distance of the clients' masks, where all pruned all layers in the last round."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -118,20 +119,37 @@ def deployed(sizes: Mapping[str, int], prunable: Mapping[str, int], dense: Colle
     )
 
 
-def assign_layers(num_layers: int, counts: Mapping[int, int], rng: np.random.Generator) -> dict[int, list[int]]:
-    """Layers for each client, ``counts[client]`` distinct ones, by a shuffled round-robin over shuffled clients.
+def assign_layers(
+    num_layers: int, shares: Mapping[int, float], rng: np.random.Generator, first: Collection[int] = ()
+) -> dict[int, list[int]]:
+    """Layers for each client, distinct ones, by a shuffled round-robin over shuffled clients.
 
-    Every layer goes to somebody if the counts add up to ``num_layers``, and to nobody more often than needed: two
-    layers' numbers of clients differ by at most one. ``ValueError`` for a count outside 1 to ``num_layers``.
+    How many is what :func:`layer_counts` makes of the shares. Every layer goes to somebody if the shares add up to 1,
+    and to nobody more often than needed: two layers' numbers of clients differ by at most one, and where not all have
+    as many, those named ``first`` have more. ``ValueError`` for a share outside (0, 1].
     """
-    if wrong := [count for count in counts.values() if not 1 <= count <= num_layers]:
-        raise ValueError(f"a client of {wrong[0]} layers, allowed: 1 to {num_layers}")
-    order = rng.permutation(num_layers).tolist()
+    order = sorted(rng.permutation(num_layers).tolist(), key=lambda layer: layer not in first)
+    clients = rng.permutation(sorted(shares)).tolist()
     assigned, start = {}, 0
-    for client in rng.permutation(sorted(counts)).tolist():
-        assigned[client] = sorted(order[(start + i) % num_layers] for i in range(counts[client]))
-        start += counts[client]
+    for client, count in layer_counts(num_layers, {client: shares[client] for client in clients}).items():
+        assigned[client] = sorted(order[(start + i) % num_layers] for i in range(count))
+        start += count
     return dict(sorted(assigned.items()))
+
+
+def layer_counts(num_layers: int, shares: Mapping[int, float]) -> dict[int, int]:
+    """How many layers each client gets of ``num_layers``: its share, rounded up or down, and at least one.
+
+    Together they get the sum of the shares, rounded, or a layer each: those with the largest remainders are rounded up,
+    among equals those named first. ``ValueError`` for a share outside (0, 1].
+    """
+    if wrong := [share for share in shares.values() if not 0 < share <= 1]:
+        raise ValueError(f"a client's share of the layers is {wrong[0]:g}, allowed: above 0 and at most 1")
+    wanted = {client: num_layers * share for client, share in shares.items()}
+    counts = {client: max(1, math.floor(number + 1e-6)) for client, number in wanted.items()}
+    missing = math.floor(sum(wanted.values()) + 0.5 + 1e-6) - sum(counts.values())
+    by_remainder = sorted(wanted, key=lambda client: round(counts[client] - wanted[client], 6))  # stable
+    return {client: counts[client] + (client in by_remainder[: max(missing, 0)]) for client in wanted}
 
 
 def _layer(name: str) -> str:

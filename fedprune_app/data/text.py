@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -24,7 +23,6 @@ TEXTS = {
     "stdlib": "the Python standard library's sources; clients hold packages of their own",
     "text": "files in data-dir: calibration/*.txt (a document each) or *.jsonl (one per line), and test/* likewise",
 }
-DEALS = ("documents", "one", "segments", "own")
 Encoder = Callable[[str], Tensor]
 """Maps a text to its token ids (tokens,)."""
 
@@ -83,14 +81,14 @@ def calibration_documents(dataset: str, data_dir: str) -> Iterator[Document]:
 def own_documents(data_dir: str, test_fraction: float, seed: int) -> tuple[list[Document], str]:
     """A client's own text: the documents it learns from, and a text to be tested on.
 
-    Documents are the files of data-dir/calibration, or of data-dir itself. The test text is empty where data-dir has
-    test/ files. Else it is ``test_fraction`` of the documents, at least one, drawn by ``seed``; of a single document,
-    its end. ``ValueError`` where there is no text.
+    Documents are the files of data-dir/calibration, or of data-dir itself. The test text is the files of data-dir/test,
+    joined by line ends. Without these it is ``test_fraction`` of the documents, at least one, drawn by ``seed``; of a
+    single document, its end. ``ValueError`` where there is no text.
     """
     inside = (Path(data_dir) / "calibration").is_dir()
     documents = [each for path in _files(data_dir, "calibration" if inside else "") for each in _documents(path)]
-    if any(_texts_in(Path(data_dir) / "test")):
-        return documents, ""
+    if files := _texts_in(Path(data_dir) / "test"):
+        return documents, "\n".join(document.text for path in files for document in _documents(path))
     if len(documents) == 1:
         (only,) = documents
         cut = len(only.text) - round(test_fraction * len(only.text))
@@ -265,17 +263,8 @@ def _in_turn(cut: Iterable[list[Piece]]) -> Iterator[Piece]:
             yield pieces[n]
 
 
-def windows_of(tokens: Tensor, length: int, most: int = 0) -> Tensor:
-    """Windows (windows, length) side by side, the tail dropped; the first ``most``, unless that is 0.
-
-    ``ValueError`` for a text shorter than one window.
-    """
+def windows_of(tokens: Tensor, length: int) -> Tensor:
+    """Windows (windows, length) side by side, the tail dropped. ``ValueError`` for a text shorter than one window."""
     if len(tokens) < length:
         raise ValueError(f"a test text has {len(tokens)} tokens, allowed: at least one window of {length}")
-    windows = tokens[: len(tokens) // length * length].view(-1, length)
-    return windows[:most] if most else windows
-
-
-def text_digest(text: str) -> str:
-    """SHA-256 of a text."""
-    return hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).hexdigest()
+    return tokens[: len(tokens) // length * length].view(-1, length)

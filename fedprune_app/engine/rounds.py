@@ -363,12 +363,17 @@ def gather_roster(
     for peer in alike:
         if peer.partition not in peers:
             errors.append(f"node {peer.node_id} and another claim partition-id {peer.partition}, allowed: one each")
-    for text in errors:
-        log.warning("a client is left out of the run: %s", text)
+    say_left_out(errors)
     if len(peers) < least:
         reason = f"; first reason: {errors[0]}" if errors else ""
         raise TooFewReplies(f"{len(peers)} of the {least} clients that the run waits for can take part{reason}")
     return peers, errors
+
+
+def say_left_out(reasons: Iterable[str]) -> None:
+    """Log why each of these clients takes no part in the run."""
+    for reason in reasons:
+        log.warning("a client is left out of the run: %s", reason)
 
 
 def _wait_for_nodes(

@@ -334,6 +334,7 @@ class Perplexity:
     value: float
     window: int
     windows: int
+    windows_in_text: int | None = None  # where fewer may have been measured, which are then its first
 
     @property
     def tokens(self) -> int:

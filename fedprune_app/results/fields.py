@@ -28,7 +28,7 @@ ROUND_FIELDS = (
     "accuracy_received_mean",
     "accuracy_validation_mean",
     "accuracy_global",
-    "perplexity_personal_mean",  # language models: on the run's first test text, see perplexity_by_text
+    "perplexity_personal_mean",  # language models: on the run's first test text, others are in perplexity_by_text
     "perplexity_personal_std",
     "personal_models",  # over how many clients these are: those whose own model has every layer pruned
     "perplexity_global",
@@ -69,13 +69,29 @@ CLIENT_FIELDS = (
     "epsilon_paper",
     "seconds",
 )
+OWN_TEXT = "own"
+"""In place of a test text's name: every client has measured its own model on its own text."""
 HEADLINES = ("accuracy_personal_mean", "accuracy_global", "perplexity_global")
 STATUSES = ("running", "completed", "failed", "interrupted")
 
 
 def windows_of_text(text: str, found: Mapping[str, Any]) -> str:
-    """What a perplexity was measured on: ``ptb: 64 × 128 tokens``, windows by length."""
-    return f"{text}: {found.get('windows')} × {found.get('window')} tokens"
+    """What a perplexity was measured on, windows by length: ``ptb: 64 × 128 tokens``, ``ptb: first 64 of 900 × ...``.
+
+    Of clients' own texts, the windows of all clients.
+    """
+    windows, there_are = found.get("windows"), found.get("windows_in_text")
+    some = f"first {windows} of {there_are}" if windows and there_are and there_are > windows else windows
+    return f"{'own texts' if text == OWN_TEXT else text}: {some} × {found.get('window')} tokens"
+
+
+def own_models(round: int) -> str:
+    """What the mean over the clients' own language models is after a round.
+
+    The papers' standalone baseline knows nothing of other clients. From the second round on a client prunes what the
+    server made of all clients' layers.
+    """
+    return "standalone" if round == 1 else "clients' own"
 
 
 def tested_on(row: Mapping[str, Any]) -> str:

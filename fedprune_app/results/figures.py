@@ -19,7 +19,7 @@ import numpy as np
 from fedprune_app.core.metrics import worst_decile
 from fedprune_app.results.reader import Run
 from fedprune_app.results.similarity import Comparison, compare
-from fedprune_app.results.tables import MEGABYTE, MODELS, Group, Statistic, accuracy, perplexity_tables
+from fedprune_app.results.tables import MEGABYTE, Group, Statistic, accuracy, model_name, perplexity_tables
 
 Trace = dict[str, Any]
 Curve = Mapping[int, tuple[float, float]]  # round -> (x, y)
@@ -115,7 +115,7 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
             "Perplexity by sparsity",
             "The global model (diamonds, solid) and the mean of the clients' own (circles, dotted), on each test text; "
             "lower is better, and the curves begin at the dense model. A view's name says how many windows of how many "
-            "tokens were measured.",
+            "tokens were measured. After one round the clients' own are the standalone baseline, later they are not.",
             _perplexity_variants(groups),
         ),
         Figure(
@@ -683,7 +683,7 @@ def _perplexity_traces(groups: Sequence[Group], found: Mapping[str, list[Mapping
             trace: Trace = {
                 "type": "scatter",
                 "series": index,
-                "name": _text(f"{group.label}, {MODELS[key]}"),
+                "name": _text(f"{group.label}, {model_name(key, group)}"),
                 "x": [sparsity.mean],
                 "y": [value.mean],
                 "mode": "markers",

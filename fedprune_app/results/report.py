@@ -164,7 +164,8 @@ def _card(group: Group) -> dict[str, Any]:
         return formatted(statistic and replace(statistic, std=None), _COLUMN[key])
 
     if judged_by == "perplexity":
-        facts = {"Mean of the clients' own": short("standalone_perplexity"), "Density": short("global_density")}
+        own = "standalone_perplexity" if numbers["standalone_perplexity"] else "own_perplexity"
+        facts = {"Mean of the clients' own": short(own), "Density": short("global_density")}
         if text := measured_on(group.runs[0]):
             facts["Tested on"] = text
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 import statistics
 from collections import Counter, defaultdict
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedprune_app.results.fields import tested_on, windows_of_text
+from fedprune_app.results.fields import own_models, tested_on, windows_of_text
 from fedprune_app.results.reader import Run
 
 NOT_MEASURED = "–"
@@ -75,7 +76,8 @@ OUTCOME = (
     ),
     Column("global_accuracy", "Global model (%)", lambda run: run.last("accuracy_global"), 100, 2),
     Column("perplexity", "Perplexity, global model", lambda run: run.last("perplexity_global"), 1, 2),
-    Column("standalone_perplexity", "standalone", lambda run: run.last("perplexity_personal_mean"), 1, 2),
+    Column("standalone_perplexity", own_models(1), lambda run: own_perplexity(run, own_models(1)), 1, 2),
+    Column("own_perplexity", own_models(2), lambda run: own_perplexity(run, own_models(2)), 1, 2),
     Column("density", "Density", lambda run: run.last("density_mean"), 1, 3),
     Column("channel_density", "Channels left", lambda run: run.last("channel_density_mean"), 1, 3),
     Column("global_density", "of the global matrices", lambda run: run.last("density_global"), 1, 3),
@@ -109,6 +111,12 @@ COLUMNS = (*OUTCOME, *COST)
 def accuracy(run: Run) -> float | None:
     """The last round's headline accuracy; None for a system that is judged by something else."""
     return run.last(run.headline) if run.headline.startswith("accuracy") else None
+
+
+def own_perplexity(run: Run, name: str) -> float | None:
+    """Mean of the clients' own language models, if this ``name`` is what it was when last measured."""
+    measured = run.series("perplexity_personal_mean")
+    return measured[-1][1] if measured and own_models(measured[-1][0]) == name else None
 
 
 def best_on_validation(run: Run) -> float | None:
@@ -198,8 +206,16 @@ def final_rows(groups: Sequence[Group], columns: Sequence[Column] = COLUMNS) -> 
     return header, rows
 
 
-MODELS = {"dense": "dense model", "personal_mean": "standalone", "global": "global model"}
+MODELS = ("dense", "personal_mean", "global")
 """Whose perplexity of a test text rounds.jsonl has: of the model before pruning, mean of the clients' own, global."""
+
+
+def model_name(key: str, group: Group) -> str:
+    """One of the :data:`MODELS`, in words."""
+    if key != "personal_mean":
+        return {"dense": "dense model", "global": "global model"}[key]
+    measured = [row["round"] for run in group.runs for row in run.rounds if row.get("perplexity_by_text")]
+    return own_models(max(measured, default=1))
 
 
 def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mapping[str, float]]]]:
@@ -219,12 +235,15 @@ def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mappi
 def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
     """Header and rows of the perplexities of every text; no rows where none was measured."""
     columns: list[tuple[str, dict[str, str]]] = []
+    named = {group.label: group for group in groups}
     for title, by_group in perplexity_tables(groups).items():
-        for key, name in MODELS.items():
-            cells = {}
-            for label, found in by_group.items():
-                statistic = Statistic.of(row.get(key) for row in found)
-                cells[label] = formatted(statistic, Column(key, name, lambda run: None, 1, 2))
+        by_model: dict[str, dict[str, str]] = {}
+        for key, (label, found) in itertools.product(MODELS, by_group.items()):
+            statistic = Statistic.of(row.get(key) for row in found)
+            name = model_name(key, named[label])
+            cell = formatted(statistic, Column(key, name, lambda run: None, 1, 2))
+            by_model.setdefault(name, {})[label] = cell
+        for name, cells in by_model.items():
             if any(cell != NOT_MEASURED for cell in cells.values()):
                 columns.append((f"{title}, {name}", cells))
     rows = [[g.label, *(cells.get(g.label, NOT_MEASURED) for _, cells in columns)] for g in groups] if columns else []

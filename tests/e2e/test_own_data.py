@@ -25,6 +25,8 @@ from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
 from fedprune_app.engine.rounds import TooFewReplies
 from fedprune_app.experiment import Placement, Session
 from fedprune_app.registry import check_names
+from fedprune_app.results.reader import load_run
+from fedprune_app.results.tables import group_runs, markdown, perplexity_rows
 from tests.models.tiny_llm import text_folder, tiny_byte_model
 
 IMAGES = {"dataset": "image-folder", "model": "cnn-small", "batch_size": 10, "fraction_train": 1.0}
@@ -315,10 +317,26 @@ def test_own_text_is_split_by_documents_or_a_single_one_by_its_end(tmp_path):
     assert (only.text, end) == ("text", " 0")
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "t.txt").write_text("held out")
-    assert own_documents(str(tmp_path), 0.4, seed=1)[1] == ""
+    (tmp_path / "test" / "u.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (whole,), test = own_documents(str(tmp_path), 0.4, seed=1)
+    assert (whole.text, test) == ("text 0", "held out\none\ntwo")
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
+
+
+def own_text_settings(public, tmp_path):
+    return {
+        "system": "fedspallm",
+        "dataset": "text",
+        "data_dir": str(public),
+        "model": str(tiny_byte_model(tmp_path / "llm", "llama")),
+        "num_server_rounds": 1,
+        "fedspallm.segments": 3,
+        "fedspallm.segment-length": 24,
+        "fedspallm.window": 32,
+        "fedspallm.block-size": 8,
+    }
 
 
 def test_a_language_model_is_pruned_with_text_that_each_node_has_to_itself(own, tmp_path):
@@ -330,24 +348,80 @@ def test_a_language_model_is_pruned_with_text_that_each_node_has_to_itself(own, 
     (public / "calibration").rename(tmp_path / "own1" / "calibration")
     text_folder(tmp_path / "own2" / "data")
     nodes = places([tmp_path / "own0", tmp_path / "own1", tmp_path / "own2" / "data"])
-    run = own(
-        nodes,
-        [1, 2, 3],
-        system="fedspallm",
-        dataset="text",
-        data_dir=str(public),
-        model=str(tiny_byte_model(tmp_path / "llm", "llama")),
-        num_server_rounds=1,
-        **{"fedspallm.segments": 3, "fedspallm.segment-length": 24, "fedspallm.window": 32, "fedspallm.block-size": 8},
-    )
+    run = own(nodes, [1, 2, 3], **own_text_settings(public, tmp_path))
     assert run.info["status"] == "completed"
     assert [row["documents"] for row in run.info["partition"]] == [[], [], []], "what files are called stays there"
     first = next(row for row in run.clients if row["partition"] == 0)
-    third = next(row for row in run.clients if row["partition"] == 2)
     assert list(first["perplexity"]) == ["own"]
-    assert list(third["perplexity"]) == ["first", "second"]
-    personal = [row["perplexity_personal"] for row in run.clients]
-    assert run.rounds[-1]["perplexity_personal_mean"] == pytest.approx(np.mean(personal))
+    assert first["perplexity_personal"] == first["perplexity"]["own"]
+
+
+def test_what_nodes_call_their_own_test_files_does_not_matter_and_no_servers_text_is_compared_with_them(own, tmp_path):
+    """One has names that the server's test/ lacks; one has its name and other words; one has the very same file."""
+    public = text_folder(tmp_path / "public")
+    words = (public / "test" / "first.txt").read_text()
+    theirs = {
+        "other": ("mine", "hedge bad cab " * 30),
+        "same": ("first", "a bee fed a cade " * 30),
+        "equal": ("first", words),
+    }
+    for name, (stem, text) in theirs.items():
+        folder = text_folder(tmp_path / name)
+        for path in (folder / "test").iterdir():
+            path.unlink()
+        (folder / "test" / f"{stem}.txt").write_text(text)
+    run = own(places([tmp_path / name for name in theirs]), [1, 2, 3], **own_text_settings(public, tmp_path))
+    assert run.info["status"] == "completed"
+    assert [list(row["perplexity"]) for row in run.clients] == [["own"]] * 3
+    own_perplexities = [row["perplexity"]["own"] for row in run.clients]
+    assert len(set(own_perplexities)) == 3
+    assert [row["windows"] for row in run.clients] == [len(text) // 32 for _, text in theirs.values()]
+    row = run.rounds[-1]
+    assert (row["perplexity_personal_mean"], row["perplexity_personal_std"]) == (None, None)
+    by_text = row["perplexity_by_text"]
+    assert list(by_text) == ["first", "second", "own"]
+    assert all(by_text[name]["personal_mean"] is None for name in ("first", "second"))
+    assert by_text["own"]["personal_mean"] == pytest.approx(np.mean(own_perplexities))
+    assert "global" not in by_text["own"]
+    windows = sum(len(text) // 32 for _, text in theirs.values())
+    assert [by_text["own"][key] for key in ("windows", "window", "tokens")] == [windows, 32, 32 * windows]
+    groups = group_runs([load_run(run.folder)])
+    header, (cells,) = perplexity_rows(groups)
+    measured = dict(zip(header, cells, strict=True))
+    assert measured[f"own texts: {windows} × 32 tokens, standalone"] == f"{np.mean(own_perplexities):.2f}"
+    assert not any("own texts" in title and "standalone" not in title for title in header)
+    assert not any("first" in title and "standalone" in title for title in header)
+    assert "standalone" not in markdown(groups)
+
+
+def test_a_folder_that_is_a_clients_own_has_its_own_test_text_with_a_partition_id_too(own, tmp_path):
+    public = text_folder(tmp_path / "public")
+    nodes = []
+    for i in range(2):
+        folder = text_folder(tmp_path / f"node{i}")
+        (folder / "test" / "first.txt").write_text(f"{i} cabbage " * 40)
+        nodes.append({"partition-id": i, "num-partitions": 2, "data-dir": str(folder)})
+    run = own(nodes, **{"fedspallm.deal": "own"}, **own_text_settings(public, tmp_path))
+    assert [list(row["perplexity"]) for row in run.clients] == [["own"]] * 2
+    assert [row["documents"] for row in run.info["partition"]] == [[], []]
+
+
+def test_an_own_test_text_too_short_for_a_window_is_found_before_anything_is_pruned(own, tmp_path):
+    public = text_folder(tmp_path / "public")
+    folder = text_folder(tmp_path / "short")
+    for path in (folder / "test").iterdir():
+        path.write_text("")
+    with pytest.raises(
+        TooFewReplies, match=r"no client could start: .*a test text has 1 tokens, allowed: at least one"
+    ):
+        own(places([folder]), **own_text_settings(public, tmp_path))
+
+
+def test_the_servers_texts_may_not_be_called_as_clients_own_are(own, tmp_path):
+    public = text_folder(tmp_path / "public")
+    (public / "test" / "first.txt").rename(public / "test" / "own.txt")
+    with pytest.raises(ValueError, match="a test text is called 'own', allowed: any other name"):
+        own(places([text_folder(tmp_path / "node")]), **own_text_settings(public, tmp_path))
 
 
 # --- the real thing ---------------------------------------------------------------------------------------------------

@@ -12,12 +12,13 @@ from fedprune_app.results.figures import figures
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.results.report import write_report
-from fedprune_app.results.tables import group_runs, markdown, perplexity_rows, write_tables
+from fedprune_app.results.tables import final_rows, group_runs, markdown, perplexity_rows, write_tables
 
 
-def language_run(folder, density, seed=0, value=7.5):
+def language_run(folder, density, seed=0, value=7.5, rounds=1):
     recorder = Recorder(folder)
     config = {"system": "fedspallm", "dataset": "stdlib", "partition": "shards", "density": density, "seed": seed}
+    config["num-server-rounds"] = rounds
     partition = [{"partition": i, "segments": 32, "documents": ["json"]} for i in range(3)]
     recorder.start(config, seed, {"headline": "perplexity_global", "partition": partition, "model": {"name": "tiny"}})
     text = {
@@ -42,8 +43,9 @@ def language_run(folder, density, seed=0, value=7.5):
         "density_before_expansion": density + 0.2,
         "layers": {"0": layer, "1": {**layer, "mask_distance": None}},
     }
-    recorder.clients({"round": 1, "partition": i, "perplexity_personal": value + i} for i in range(3))
-    recorder.round(row)
+    for number in range(1, rounds + 1):
+        recorder.clients({"round": number, "partition": i, "perplexity_personal": value + i} for i in range(3))
+        recorder.round({**row, "round": number})
     recorder.masks([0, 1, 2], np.array([[0, 0.1, 0.2], [0.1, 0, 0.3], [0.2, 0.3, 0]]))
     recorder.finish("completed", final_sha256="ab" * 32)
     return folder
@@ -98,6 +100,27 @@ def test_the_page_has_a_table_of_every_text_before_pruning_alone_and_together(ru
     (path,) = [path for path in write_tables([load_run(each) for each in runs], tmp_path) if path.stem == "perplexity"]
     assert "| 101.00 ± 14.14 | 100.00 ± 14.14 |" in path.read_text()
     assert "ptb: 4 × 256 tokens, global model" in write_report(runs, tmp_path / "report.html").read_text()
+
+
+def test_clients_own_models_are_standalone_after_one_round_alone(tmp_path):
+    one, two = language_run(tmp_path / "one", 0.5, value=7.5), language_run(tmp_path / "two", 0.5, value=6.5, rounds=2)
+    groups = group_runs([load_run(one), load_run(two)])
+    header, rows = final_rows(groups)
+    cells = [dict(zip(header, row, strict=True)) for row in rows]
+    assert [(each["standalone"], each["clients' own"]) for each in cells] == [("8.50", "–"), ("–", "7.50")]
+    header, rows = perplexity_rows(groups)
+    cells = [dict(zip(header, row, strict=True)) for row in rows]
+    text = "stdlib: 9 × 256 tokens"
+    assert [[each[f"{text}, {who}"] for who in ("standalone", "clients' own", "global model")] for each in cells] == [
+        ["8.50", "–", "7.50"],
+        ["–", "7.50", "6.50"],
+    ]
+    assert "standalone" not in markdown(groups[1:])
+    drawn = {figure.key: figure for figure in figures(groups)}
+    names = [trace["name"] for trace in drawn["perplexity"].variants[0].traces if "name" in trace]
+    assert [name.rpartition(", ")[2] for name in names if "global" not in name] == ["standalone", "clients' own"]
+    page = write_report([two], tmp_path / "report.html").read_text()
+    assert "<dd>7.50</dd>" in re.sub(r"\s+", "", page), "the card has the mean of the clients' own"
 
 
 def test_the_clients_masks_are_compared_by_the_names_of_their_documents(runs):

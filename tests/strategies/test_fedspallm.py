@@ -24,6 +24,7 @@ from fedprune_app.models.llm import import_transformers
 from fedprune_app.models.saving import load_packed
 from fedprune_app.registry import check_names
 from fedprune_app.results.reader import load_run
+from fedprune_app.results.tables import group_runs, perplexity_rows
 from strategies.fedspallm import FedSpaLLM
 from tests.conftest import Finished, wrapped_app
 from tests.core.test_sparsegpt import reference as sparsegpt_reference
@@ -390,6 +391,49 @@ def test_a_layer_that_was_not_asked_for_is_passed_as_the_dense_one(run, llm, tmp
         torch.testing.assert_close(upper.up.tensors[f"{name}.weight"], weight, atol=1e-4, rtol=1e-3)
 
 
+def test_layers_that_were_never_pruned_come_first_and_a_share_is_met_by_all_clients_together(run, tmp_path):
+    more = {"model": str(tiny_byte_model(tmp_path / "five", "llama", num_layers=5))}
+    alone = run(clients=1, num_server_rounds=3, fedspallm_layer_shares="0.4", **more)
+    trained = [m.round - 1 for m in alone.wiretap.messages if m.kind == "train"]
+    assert len({step % 5 for step in trained if step < 10}) == 4, "two rounds of two layers"
+    assert {step % 5 for step in trained} == set(range(5))
+    together = run(clients=4, fedspallm_layer_shares="0.5", **more)
+    assert sorted(row["layers_pruned"] for row in together.clients) == [2, 2, 3, 3]
+    assert [row["pruners"] for row in together.rounds[0]["layers"].values()] == [2] * 5
+
+
+def test_the_papers_formula_knows_the_pattern(run):
+    def formula(result, share):
+        return CLIENTS * result.info["model"]["prunable"] * (4 * share + 1 / 8)
+
+    for settings, share in (({"density": 0.3}, 0.3), ({"density": 0.3, "fedspallm_pattern": "2:4"}, 0.5)):
+        result = run(**settings)
+        assert result.rounds[-1]["paper_bytes_up"] == pytest.approx(formula(result, share)), settings
+
+
+def test_clients_that_only_pass_a_layer_on_are_no_part_of_the_mean_error(run):
+    more = {"num_server_rounds": 2, "fedspallm_layer_shares": "0.5", "fedspallm_unsampled": "current"}
+    result = run(clients=4, **more)
+    later = [m for m in result.wiretap.messages if m.kind == "train" and m.round > 2]
+    pruned = [m.told["relative-error"] for m in later if m.up.tensors]
+    assert (len(later), len(pruned)) == (8, 4)
+    assert result.rounds[1]["loss_mean"] == pytest.approx(sum(pruned) / 4)
+    assert [row["layers_pruned"] for row in result.clients] == [1] * 8
+    assert not any("error_sum" in row for row in result.clients)
+
+
+def test_the_record_says_of_how_many_windows_the_first_were_measured(run, texts):
+    there_are = {name: len((texts / "test" / f"{name}.txt").read_bytes()) // 32 for name in ("first", "second")}
+    result = run(fedspallm_test_windows=4)
+    for found in (result.rounds[-1]["perplexity_by_text"], result.info["dense_perplexity"]):
+        measured = {name: (each["windows"], each["windows_in_text"]) for name, each in found.items()}
+        assert measured == {name: (4, number) for name, number in there_are.items()}
+    (header, _) = perplexity_rows(group_runs([load_run(result.folder)]))
+    assert header[1] == f"first: first 4 of {there_are['first']} × 32 tokens, dense model"
+    header, _ = perplexity_rows(group_runs([load_run(run().folder)]))
+    assert header[1] == f"first: {there_are['first']} × 32 tokens, dense model"
+
+
 def test_unsampled_layers_can_be_the_current_ones(run):
     result = run(num_server_rounds=2, fedspallm_layer_shares="0.5", fedspallm_unsampled="current", clients=4)
     later = [m for m in result.wiretap.messages if m.kind == "train" and m.round > 2]
@@ -538,6 +582,34 @@ def test_a_run_cut_off_between_two_layers_goes_on_with_the_next(run, settings, t
     row, expected = Finished(folder).rounds[-1], run().rounds[-1]
     for key in ("bytes_up", "density_global", "density_before_expansion", "density_by_layer", "loss_mean"):
         assert row[key] == pytest.approx(expected[key]), key
+
+
+@pytest.mark.parametrize("expansion", ["matrix", "global"])
+def test_a_run_whose_newest_checkpoint_is_damaged_once_the_next_round_has_begun_goes_on(
+    run, settings, tmp_path, expansion
+):
+    def break_in_round_3(message, context, honest):
+        fields = wire.fields_of(message.content)
+        if (fields["of-round"], fields["layer"]) == (3, 1):
+            raise RuntimeError("cut off")
+        return honest(message, context)
+
+    folder = tmp_path / "run"
+    wanted = {**settings, "num-server-rounds": 3, "fedspallm.expansion": expansion}
+    config = parse_config({**wanted, "out-dir": str(folder)})
+    with pytest.raises(Exception, match="decoder layer 1 in round 3 had 0 good replies"):
+        run_in_process(server_app.app, wrapped_app(break_in_round_3), CLIENTS, config.to_dict())
+    newest = folder / "checkpoints" / "round-00002.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-9])
+    again = parse_config({**wanted, "resume-from": str(folder)})
+    run_in_process(server_app.app, client_app.app, CLIENTS, again.to_dict())
+    assert Finished(folder).info["resumed_after_rounds"] == [1]
+    assert Finished(folder).sha256 == run(num_server_rounds=3, fedspallm_expansion=expansion).sha256
+
+
+def test_layers_that_no_checkpoint_needs_are_dropped(run):
+    versions = {path.name for path in (run(num_server_rounds=5).folder / "layers").glob("layer-00000-*")}
+    assert versions == {f"layer-00000-version-{version:05d}.fp" for version in (2, 3, 4, 5)}
 
 
 def test_a_client_that_lost_its_state_computes_it_again(run, settings, tmp_path):
