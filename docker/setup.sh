@@ -16,7 +16,7 @@ if [ ! -e /secrets/superexec.secret ]; then
 fi
 k=0
 while [ "$k" -lt "$nodes" ]; do
-    [ -e "/node/$k/node.key" ] || fedprune deploy node-key "/node/$k/node.key"
+    [ -e "/node/$k/node.key.pub" ] || fedprune deploy node-key "/node/$k/node.key"
     mkdir -p /certificates/nodes
     cp "/node/$k/node.key.pub" "/certificates/nodes/$k.pub"
     k=$((k + 1))

@@ -27,7 +27,7 @@ from fedprune_app.config import (
     parse_override,
     read_toml,
 )
-from fedprune_app.launch import LaunchError
+from fedprune_app.launch import LaunchError, LeftGoing
 
 if TYPE_CHECKING:
     from fedprune_app.experiment import Placement
@@ -83,18 +83,20 @@ def _placed(values: dict[str, Scalar], out: Path, before: Mapping[str, Any] | No
     if before is None and holds_run(folder):
         raise ConfigError(f"--out {str(out)!r} already holds a run, allowed: a new folder, or --resume")
     if before is not None:
-        values = {**before["config"], **values, "resume-from": str(folder)}
+        values = {**before.get("config", {}), **values, "resume-from": str(folder)}
     config = check_names(parse_config({**values, "out-dir": str(folder)}))
-    if before is not None:
+    if before:
         check_resumable(before["config"], config)
     return config
 
 
-def _recorded(out: Path) -> dict[str, Any]:
-    """run.json of the run to resume."""
+def _recorded(out: Path, superlink: str = "") -> dict[str, Any]:
+    """run.json of the run to resume; empty if it is on the server alone, whose ServerApp then compares the settings."""
     from fedprune_app.results.reader import read_info
 
     if not (out / "run.json").exists():
+        if superlink:
+            return {}
         raise ConfigError(f"--out {str(out)!r} holds no run to resume")
     info = read_info(out)
     if not isinstance(info.get("config"), dict):
@@ -119,7 +121,7 @@ def run(
     """Run one federation and leave a run folder."""
     from fedprune_app.experiment import Placement
 
-    before = _recorded(out.expanduser().resolve()) if resume else None
+    before = _recorded(out.expanduser().resolve(), superlink) if resume else None
     settings = _placed(_values(config, overrides), out, before)
     known = len((before or {}).get("partition") or [])
     if clients is None:
@@ -452,11 +454,12 @@ def certificates(
     days: Annotated[int, typer.Option("--days", help="How long they are valid.", min=1)] = 365,
 ) -> None:
     """Make a certificate authority and the SuperLink's certificate. Nodes and users get ca.crt, nobody the key."""
-    from fedprune_app.deploy import make_certificates
+    from fedprune_app.deploy import make_certificates, valid_until
 
     made = make_certificates(out.expanduser(), hosts, days)
     for path in (made.ca, made.certificate, made.key):
         console.print(f"[green]made[/]: {path}", highlight=False, soft_wrap=True)
+    console.print(f"valid until {valid_until(made.certificate):%Y-%m-%d}", highlight=False)
 
 
 @deploy_app.command(name="node-key")
@@ -490,6 +493,9 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
+    except LeftGoing as error:
+        console.print(f"[yellow]not followed any more:[/] {_escaped(error)}", highlight=False, soft_wrap=True)
+        sys.exit(1)
     except LaunchError as error:
         console.print(f"[red]failed:[/] {_escaped(error)}", highlight=False, soft_wrap=True)
         sys.exit(1)

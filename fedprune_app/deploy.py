@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 import re
 import secrets
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -31,8 +31,11 @@ from fedprune_app import launch
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.engine.lifeline import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.launch import LaunchError, Link
+from fedprune_app.results.files import replace_file
 
 _VALID_DAYS = 365
+_MINUTE = "%Y-%m-%d %H:%M UTC"
+_KNOWN_KEY = "[code: 23]"  # of `flwr supernode register`
 _NODE_SECONDS = 180.0
 _NODE_ID = re.compile(r"SuperNode ID: (\d+)")  # in a SuperNode's log
 _SUPERLINK = "superlink"
@@ -60,15 +63,14 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int = _VALID_DAY
     """A certificate authority and a SuperLink certificate for these host names and IP addresses, in ``folder``.
 
     Nodes and users need ``ca.crt`` alone. The authority's private key is never written: for another host make all anew.
-    Raises :class:`ConfigError` for no hosts or files that exist.
+    ``ca.crt`` is written last and says that the three are there: without it, others are what an interrupted making left
+    and are replaced. Raises :class:`ConfigError` for no hosts, or where it exists.
     """
     files = certificates_in(folder)
     if not hosts or not all(hosts):
         raise ConfigError("--host is empty, allowed: a name or address by which the SuperLink is reached")
-    for path in (files.ca, files.certificate, files.key):
-        if path.exists():
-            raise ConfigError(f"{str(path)!r} exists, allowed: a folder without certificates")
-    folder.mkdir(parents=True, exist_ok=True)
+    if files.ca.exists():
+        raise ConfigError(f"{str(files.ca)!r} exists, allowed: a folder without certificates")
     authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     issuer = _name("fedprune certificate authority")
     usage = {
@@ -95,10 +97,26 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int = _VALID_DAY
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
         .sign(authority, hashes.SHA384())
     )
-    files.ca.write_bytes(ca.public_bytes(serialization.Encoding.PEM))
-    files.certificate.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
     _write_secret(files.key, _private_bytes(server, serialization.PrivateFormat.PKCS8))
+    replace_file(files.certificate, certificate.public_bytes(serialization.Encoding.PEM))
+    replace_file(files.ca, ca.public_bytes(serialization.Encoding.PEM))
     return files
+
+
+def valid_until(certificate: Path) -> datetime.datetime:
+    """When a certificate ends, UTC. Raises :class:`ConfigError` for one that has ended or not begun, or is none."""
+    allowed = "allowed: a certificate that is valid now"
+    try:
+        read = x509.load_pem_x509_certificate(certificate.read_bytes())
+    except ValueError:
+        raise ConfigError(f"{str(certificate)!r} is no certificate, {allowed}") from None
+    now = datetime.datetime.now(datetime.UTC)
+    if now > read.not_valid_after_utc:
+        raise ConfigError(f"{str(certificate)!r} ended at {read.not_valid_after_utc:{_MINUTE}}, {allowed}")
+    if now < read.not_valid_before_utc:
+        begins = f"{read.not_valid_before_utc:{_MINUTE}}, and it is {now:{_MINUTE}} here"
+        raise ConfigError(f"{str(certificate)!r} begins at {begins}, {allowed}")
+    return read.not_valid_after_utc
 
 
 def _name(common: str) -> x509.Name:
@@ -130,18 +148,33 @@ def _alternative_name(host: str) -> x509.GeneralName:
 def make_node_key(path: Path) -> Path:
     """A key pair that identifies a SuperNode (OpenSSH, P-384): the private key in ``path``, the public one beside it.
 
-    Returns the path of the public key, which `flwr supernode register` takes. :class:`ConfigError` if one exists.
+    Returns the path of the public key, which `flwr supernode register` takes. :class:`ConfigError` if one exists. A
+    private key without a public one is what an interrupted making left: it is kept, and its public key written.
     """
-    public = path.with_name(path.name + ".pub")
-    for each in (path, public):
-        if each.exists():
-            raise ConfigError(f"{str(each)!r} exists, allowed: a new file")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    key = ec.generate_private_key(ec.SECP384R1())
-    _write_secret(path, _private_bytes(key, serialization.PrivateFormat.OpenSSH))
+    public = public_half(path)
+    if public.exists():
+        raise ConfigError(f"{str(path if path.exists() else public)!r} exists, allowed: a new file")
+    if path.exists():
+        key = _node_key_in(path)
+    else:
+        key = ec.generate_private_key(ec.SECP384R1())
+        _write_secret(path, _private_bytes(key, serialization.PrivateFormat.OpenSSH))
     encoding, format = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-    public.write_bytes(key.public_key().public_bytes(encoding, format) + b"\n")
+    replace_file(public, key.public_key().public_bytes(encoding, format) + b"\n")
     return public
+
+
+def public_half(key: Path) -> Path:
+    """Where :func:`make_node_key` puts the public key of a private one."""
+    return key.with_name(key.name + ".pub")
+
+
+def _node_key_in(path: Path) -> ec.EllipticCurvePrivateKey:
+    with suppress(ValueError, UnsupportedAlgorithm):
+        key = serialization.load_ssh_private_key(path.read_bytes(), password=None)
+        if isinstance(key, ec.EllipticCurvePrivateKey):
+            return key
+    raise ConfigError(f"{str(path)!r} exists and is no node key, allowed: a new file")
 
 
 def _private_bytes(key: ec.EllipticCurvePrivateKey, format: serialization.PrivateFormat) -> bytes:
@@ -150,8 +183,7 @@ def _private_bytes(key: ec.EllipticCurvePrivateKey, format: serialization.Privat
 
 def _write_secret(path: Path, content: bytes) -> None:
     """A file that nobody else can read, at no time."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
+    replace_file(path, content, mode=0o600)
 
 
 def is_healthy(address: str, timeout_seconds: float = 3.0) -> bool:
@@ -221,9 +253,14 @@ class Deployment:
         self._spawn(_EXECUTOR, command)
 
     def register(self, name: str) -> None:
-        """Make a node's key and let the SuperLink know it."""
-        public = make_node_key(self.folder / name / "node.key")
-        launch.flwr(self.link, "supernode", "register", str(public), "local", "--name", name)
+        """Let the SuperLink know a node's key, unless it does; the key is made where there is none."""
+        key = self.folder / name / "node.key"
+        public = public_half(key) if public_half(key).exists() else make_node_key(key)
+        try:
+            launch.flwr(self.link, "supernode", "register", str(public), "local", "--name", name)
+        except LaunchError as error:
+            if _KNOWN_KEY not in str(error):
+                raise
 
     def start_node(self, name: str, node_config: Mapping[str, Scalar]) -> None:
         """Start a SuperNode, or start it again, as itself: its key makes it who it is.
@@ -304,16 +341,20 @@ def local_deployment(folder: Path, nodes: Sequence[Mapping[str, Scalar]]) -> Ite
     """
     folder.mkdir(parents=True, exist_ok=True)
     certificates = certificates_in(folder / "certificates")
-    if not certificates.key.exists():
-        certificates = make_certificates(folder / "certificates", ["127.0.0.1", "localhost"])
+    if not certificates.ca.exists():
+        make_certificates(folder / "certificates", ["127.0.0.1", "localhost"])
+    for each in (certificates.certificate, certificates.ca):
+        try:
+            valid_until(each)
+        except ConfigError as error:
+            raise ConfigError(f"{error}: remove {str(certificates.ca)!r}, and new ones are made") from None
     port, fleet_port = launch.free_ports(2)
     deployment = Deployment(folder, certificates, port, fleet_port)
     try:
         deployment.start_superlink()
         deployment.start_executor()
         for k, node_config in enumerate(nodes):
-            if not (folder / f"node-{k}" / "node.key").exists():
-                deployment.register(f"node-{k}")
+            deployment.register(f"node-{k}")
             deployment.start_node(f"node-{k}", {"state-dir": str(folder / f"node-{k}" / "state"), **node_config})
         deployment.wait_for_nodes(len(nodes))
         yield deployment

@@ -7,8 +7,8 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -28,11 +28,12 @@ from fedprune_app import launch
 from fedprune_app.config import Config, ConfigError, Scalar
 from fedprune_app.deploy import local_deployment
 from fedprune_app.engine.store import exclusive
-from fedprune_app.launch import LaunchError, Link
+from fedprune_app.launch import LaunchError, LeftGoing, Link
 from fedprune_app.results.fields import own_models, tested_on
 from fedprune_app.results.files import replace_file
 
 ENGINES = ("ray", "inprocess")
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ class Session:
             except BaseException as error:
                 self._stack.close()  # nothing may write there any more
                 self._link = self._app = None
-                _close_folder(folder, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
+                if not isinstance(error, LeftGoing):
+                    _close_folder(folder, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
                 raise
         info = _read_json(folder / "run.json")
         if not info and self.placement.superlink:  # the run folder is where the ServerApp ran
@@ -139,14 +141,11 @@ class Session:
                 _num_gpus(config),
                 self.placement.ray_address,
             )
-        run_id = launch.submit(link, app, config.to_dict(), simulation)
-        progress.say("starting clients")
         before = launch.outcome_of(folder / "run.json")
-        try:
+        submitted = _elsewhere if self.placement.superlink else _ours
+        with submitted(link, lambda: launch.submit(link, app, config.to_dict(), simulation)) as run_id:
+            progress.say("starting clients")
             outcome = launch.follow(link, run_id, folder, progress.update)
-        except BaseException:
-            launch.stop_run(link, run_id)
-            raise
         if outcome != "finished:completed":
             own_words = launch.outcome_of(folder / "run.json") != before
             error = _read_json(folder / "run.json").get("error") if own_words else None
@@ -186,21 +185,72 @@ def _close_folder(folder: Path, status: str, error: BaseException) -> None:
 
 
 @contextmanager
-def _stoppable() -> Iterator[None]:
+def _ours(link: Link, submit: Callable[[], str]) -> Iterator[str]:
+    """A run on a SuperLink of our own: it ends when we stop following it, for whatever reason."""
+    run_id = submit()
+    try:
+        yield run_id
+    except BaseException:
+        with suppress(LaunchError):
+            launch.stop_run(link, run_id)
+        raise
+
+
+@contextmanager
+def _elsewhere(link: Link, submit: Callable[[], str]) -> Iterator[str]:
+    """A run on machines that are not ours: Ctrl-C stops it; whatever else ends this process leaves it going.
+
+    Raises :class:`LeftGoing` then. While it is being submitted signals wait: it could not be stopped without its id.
+    """
+    came: list[int] = []
+    with _on_signals(_ENDING, _leave):
+        with _on_signals((signal.SIGINT, *_ENDING), lambda number, frame: came.append(number)):
+            run_id = submit()
+        see = f"`flwr ls {link.name} --run-id {run_id}` shows it, `flwr stop {run_id} {link.name}` stops it"
+        try:
+            for number in came:
+                signal.raise_signal(number)
+            yield run_id
+        except KeyboardInterrupt:
+            try:
+                launch.stop_run(link, run_id)
+            except (LaunchError, KeyboardInterrupt, _Left) as error:
+                raise LeftGoing(f"{_one_line(error)}; run {run_id} may still go on: {see}") from None
+            raise
+        except (_Left, Exception) as error:
+            raise LeftGoing(f"{_one_line(error)}; run {run_id} was left going: {see}") from error
+
+
+class _Left(BaseException):
+    """A signal to end this process, but not the run."""
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise _Left(f"{signal.Signals(number).name} came")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _stoppable() -> AbstractContextManager[None]:
     """SIGTERM and a closed terminal end a run as Ctrl-C does, so that nothing is left running."""
+    return _on_signals(_ENDING, _interrupt)
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
 
+@contextmanager
+def _on_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Handle signals so for a while; those that whoever started us had us ignore (nohup) stay ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 class _Progress:

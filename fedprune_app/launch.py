@@ -36,6 +36,8 @@ from fedprune_app.results.recorder import GIT_VARIABLE, git_hash
 _PACKAGES = (fedprune_app, strategies, clients)
 _COMPONENTS = ("fedprune_app.server_app:app", "fedprune_app.client_app:app")
 _START_SECONDS = 90
+_ANSWER_SECONDS = 120
+_IS_OVER = "[code: 18]"  # of `flwr stop`
 _STATUS_SECONDS = 0.5
 _RAY_SECONDS = 5.0
 _UNASKED_SECONDS = 30.0
@@ -46,6 +48,10 @@ _LINGER_SECONDS = 10.0
 
 class LaunchError(RuntimeError):
     """The run could not be started or did not complete; the message is one line for the user."""
+
+
+class LeftGoing(LaunchError):
+    """The run goes on without this process, on machines that are not ours; the message says how to see and stop it."""
 
 
 @dataclass(frozen=True)
@@ -208,14 +214,18 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def flwr(link: Link, *arguments: str) -> dict[str, object]:
     """Call the Flower command line and read its JSON answer; raises :class:`LaunchError` with what it says."""
     command = [tool("flwr"), *arguments, "--format", "json"]
-    done = subprocess.run(
-        command,
-        env=dict(link.environment),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        stdin=subprocess.DEVNULL,
-    )
+    try:
+        done = subprocess.run(
+            command,
+            env=dict(link.environment),
+            capture_output=True,
+            text=True,
+            timeout=_ANSWER_SECONDS,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # the terminal's Ctrl-C and its end are for this process, which knows what to do
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"flwr {arguments[0]}: no answer within {_ANSWER_SECONDS} s") from None
     start = done.stdout.find("{")
     try:
         answer: dict[str, object] = json.loads(done.stdout[start:]) if start >= 0 else {}
@@ -265,7 +275,7 @@ def follow(link: Link, run_id: str, folder: Path, on_tick: Callable[[], None]) -
         if now - asked > (_UNASKED_SECONDS if over_since is None else _STATUS_SECONDS):
             try:
                 current, unanswered = str(_run_row(link, run_id)["status"]), 0
-            except (LaunchError, subprocess.TimeoutExpired):
+            except LaunchError:
                 unanswered += 1
                 if unanswered == _PATIENCE:
                     raise LaunchError("the SuperLink does not answer") from None
@@ -296,9 +306,12 @@ def failure(link: Link, run_id: str) -> str:
 
 
 def stop_run(link: Link, run_id: str) -> None:
-    """Ask a SuperLink that is not ours to stop a run."""
-    with suppress(LaunchError, subprocess.TimeoutExpired):  # it has ended by itself
+    """Stop a run, unless it has ended by itself. :class:`LaunchError` if the SuperLink cannot be told."""
+    try:
         flwr(link, "stop", run_id, link.name)
+    except LaunchError as error:
+        if _IS_OVER not in str(error):
+            raise
 
 
 def check_ray_address(address: str) -> None:

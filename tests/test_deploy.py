@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import datetime
 import ipaddress
+import os
+import re
 import ssl
 import stat
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 from flwr.cli.supernode.register import try_load_public_key
 from flwr.common.config import parse_config_args
+from flwr.supercore.error import ApiErrorCode
 
+from fedprune_app import deploy, launch
 from fedprune_app.client_app import node_settings
 from fedprune_app.config import ConfigError
-from fedprune_app.deploy import make_certificates, make_node_key, node_config_text
+from fedprune_app.deploy import (
+    certificates_in,
+    local_deployment,
+    make_certificates,
+    make_node_key,
+    node_config_text,
+    valid_until,
+)
+from fedprune_app.results.files import replace_file
 
 
 def test_a_certificate_is_for_its_hosts_and_signed_by_the_authority(tmp_path):
@@ -54,6 +71,11 @@ def test_flower_takes_the_node_key_as_its_register_command_does(tmp_path):
     assert private.public_key() == serialization.load_ssh_public_key(public.read_bytes())
 
 
+def test_flowers_codes_mean_what_we_take_them_for():
+    flowers = (ApiErrorCode.RUN_ALREADY_FINISHED, ApiErrorCode.PUBLIC_KEY_ALREADY_IN_USE)
+    assert [f"[code: {code:d}]" for code in flowers] == [launch._IS_OVER, deploy._KNOWN_KEY]
+
+
 def test_nothing_is_overwritten(tmp_path):
     make_certificates(tmp_path, ["localhost"])
     make_node_key(tmp_path / "node.key")
@@ -61,6 +83,121 @@ def test_nothing_is_overwritten(tmp_path):
         make_certificates(tmp_path, ["localhost"])
     with pytest.raises(ConfigError, match=r"node\.key' exists"):
         make_node_key(tmp_path / "node.key")
+
+
+class PowerCut(BaseException):
+    """Nothing is done after it."""
+
+
+@pytest.fixture
+def power_cut(monkeypatch):
+    """``power_cut(n, make)``: ``make()``, cut short before its file ``n`` is in place."""
+
+    def cut(after: int, make) -> None:
+        written = 0
+
+        def replace_until_then(path, *arguments, **more):
+            nonlocal written
+            if written == after:
+                raise PowerCut
+            written += 1
+            replace_file(path, *arguments, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(deploy, "replace_file", replace_until_then)
+            with pytest.raises(PowerCut):
+                make()
+
+    return cut
+
+
+@pytest.mark.parametrize("after", range(3))
+def test_certificates_whose_making_was_cut_short_are_made_anew(tmp_path, power_cut, after):
+    power_cut(after, lambda: make_certificates(tmp_path, ["localhost"]))
+    assert len(list(tmp_path.iterdir())) == after
+    assert not certificates_in(tmp_path).ca.exists(), "the mark of a whole set"
+    made = make_certificates(tmp_path, ["localhost"])
+    ca, certificate = (x509.load_pem_x509_certificate(path.read_bytes()) for path in (made.ca, made.certificate))
+    certificate.verify_directly_issued_by(ca)
+    ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(made.certificate, made.key)
+    assert stat.S_IMODE(made.key.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("after", range(2))
+def test_a_node_key_whose_making_was_cut_short_is_completed(tmp_path, power_cut, after):
+    path = tmp_path / "node.key"
+    power_cut(after, lambda: make_node_key(path))
+    before = path.read_bytes() if after else None
+    public = make_node_key(path)
+    assert before in (None, path.read_bytes()), "a private key is never lost"
+    private = serialization.load_ssh_private_key(path.read_bytes(), password=None)
+    assert private.public_key() == serialization.load_ssh_public_key(public.read_bytes())
+
+
+def test_a_file_that_is_no_node_key_is_not_taken_for_one(tmp_path):
+    (tmp_path / "node.key").write_text("shopping list")
+    with pytest.raises(ConfigError, match=r"node\.key' exists and is no node key, allowed: a new file$"):
+        make_node_key(tmp_path / "node.key")
+    assert (tmp_path / "node.key").read_text() == "shopping list"
+
+
+def test_an_ended_certificate_is_named_before_anything_is_started(tmp_path):
+    made = make_certificates(tmp_path / "certificates", ["127.0.0.1"], days=0)
+    ended = x509.load_pem_x509_certificate(made.certificate.read_bytes()).not_valid_after_utc
+    says = f"{str(made.certificate)!r} ended at {ended:%Y-%m-%d %H:%M UTC}, allowed: a certificate that is valid now"
+    with pytest.raises(ConfigError) as raised, local_deployment(tmp_path, []):
+        pass
+    assert str(raised.value) == f"{says}: remove {str(made.ca)!r}, and new ones are made"
+    assert [path.name for path in tmp_path.iterdir()] == ["certificates"]
+    made.ca.unlink()
+    assert valid_until(make_certificates(tmp_path / "certificates", ["127.0.0.1"]).ca) > ended
+
+
+def test_a_certificate_of_tomorrow_or_none_at_all_is_named(tmp_path):
+    key = ec.generate_private_key(ec.SECP384R1())
+    now = datetime.datetime.now(datetime.UTC)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "x")])
+    tomorrow = x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+    tomorrow = tomorrow.not_valid_before(now + datetime.timedelta(days=1))
+    tomorrow = tomorrow.not_valid_after(now + datetime.timedelta(days=2)).sign(key, hashes.SHA384())
+    path = tmp_path / "a.crt"
+    path.write_bytes(tomorrow.public_bytes(serialization.Encoding.PEM))
+    with pytest.raises(ConfigError, match=r"a\.crt' begins at .* UTC, and it is .* UTC here, allowed: a certificate"):
+        valid_until(path)
+    path.write_text("nothing")
+    with pytest.raises(ConfigError, match=r"a\.crt' is no certificate, allowed: a certificate that is valid now"):
+        valid_until(path)
+
+
+def test_the_containers_set_up_is_made_good_after_a_cut_and_then_left_alone(tmp_path, power_cut):
+    """docker/setup.sh, with its volumes in a folder of this machine."""
+    for volume in ("superlink", "secrets", "certificates", "node/0", "node/1"):
+        (tmp_path / volume).mkdir(parents=True)
+    script = (Path(__file__).parents[1] / "docker" / "setup.sh").read_text()
+    script = re.sub(r"(?<![\w.$}])/(superlink|secrets|certificates|node)/", rf"{tmp_path}/\1/", script)
+    script = re.sub(r"--out /superlink\b", f"--out {tmp_path}/superlink", script)
+    power_cut(2, lambda: make_certificates(tmp_path / "superlink", ["localhost"]))
+    power_cut(1, lambda: make_node_key(tmp_path / "node" / "0" / "node.key"))
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "fedprune"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m fedprune_app.cli "$@"\n')
+    program.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{program.parent}{os.pathsep}{os.environ['PATH']}"}
+
+    def set_up() -> dict[str, bytes]:
+        command = ["sh", "-c", script, "setup.sh", "2", "localhost", "127.0.0.1"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    found = set_up()
+    made = certificates_in(tmp_path / "superlink")
+    ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(made.certificate, made.key)
+    assert found["certificates/ca.crt"] == found["superlink/ca.crt"]
+    for k in range(2):
+        private = serialization.load_ssh_private_key(found[f"node/{k}/node.key"], password=None)
+        assert private.public_key() == serialization.load_ssh_public_key(found[f"certificates/nodes/{k}.pub"])
+    assert set_up() == found
 
 
 @pytest.mark.parametrize("hosts", [[], [""]])

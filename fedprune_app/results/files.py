@@ -8,12 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """A reader, or a crash, finds the old file or the new one, never a part; missing folders are made."""
+def replace_file(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """A reader, or a crash, finds the old file or the new one, never a part; missing folders are made.
+
+    ``mode``: who may read and write the new file, less what the umask forbids, from its first byte on.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with _naming(path), temporary.open("wb") as file:
+        with _naming(path), open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
