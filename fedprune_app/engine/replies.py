@@ -49,6 +49,7 @@ _BATCH = 32
 _BATCH_BYTES = 64 * 2**20
 _HEAD_BYTES = 2**20  # of a reply without its objects; of the list of these; of an object that only names others
 _LARGEST = {ArrayChunk.__qualname__: sys.maxsize, ConfigRecord.__qualname__: FRAMING_BYTES}  # bytes of other objects
+_CHUNK = f"{ArrayChunk.__qualname__} ".encode()  # how a piece of an array begins
 _MOST_RECORDS = 16
 _MOST_OBJECTS = 64  # beside one per MiB
 _BACKOFF_SECONDS = (0.05, 1.0)  # between looks for an object whose upload is not over
@@ -196,6 +197,8 @@ def _check_sizes(contents: Mapping[str, bytes], max_bytes: int) -> None:
             raise ValueError(f"one {kind} has {len(content)} bytes, allowed: {most}")
         if kind == Array.__qualname__:
             chunks = json.loads(get_object_body(content, Array))["arraychunk_ids"]
+            if not all(contents[child].startswith(_CHUNK) for child in children):
+                raise ValueError("an array has pieces that are none")  # an array of arrays would grow with each
             total += sum(len(contents[children[index]]) for index in chunks)
             if total > max_bytes:
                 raise ValueError(f"its arrays have over {max_bytes} bytes")

@@ -23,7 +23,7 @@ from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, Pu
 from flwr.proto.message_pb2 import Message as MessageProto
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse, PushAppMessagesRequest
 from flwr.server.superlink.linkstate import LinkStateFactory
-from flwr.supercore.constant import NOOP_FEDERATION_ID, TaskType
+from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME, NOOP_FEDERATION_ID, TaskType
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_children_ids_from_object_content,
@@ -64,8 +64,7 @@ def packed(kind: str, body: bytes, *children: str) -> bytes:
 class SuperLink:
     """One run and some nodes; ``grid`` is the ServerApp's."""
 
-    def __init__(self, folder, num_nodes: int = 3) -> None:
-        database = str(folder / "superlink.db")
+    def __init__(self, database: str, num_nodes: int = 3) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of Alembic, about Flower's use of it
             objects = ObjectStoreFactory(database)
@@ -132,16 +131,23 @@ class SuperLink:
         assert len({reply.message_id for reply in found}) == len(found)
         return {reply.message_id: reply for reply in found}
 
+    def enter(self) -> SuperLink:
+        TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = self.run_id, SUPERLINK_NODE_ID, 1
+        return self
+
 
 @pytest.fixture(scope="module")
-def link_of_all(tmp_path_factory):
-    return SuperLink(tmp_path_factory.mktemp("superlink"))
+def links(tmp_path_factory):
+    """With a database, as in a deployment, and without, which is faster."""
+    return SuperLink(str(tmp_path_factory.mktemp("superlink") / "superlink.db")), SuperLink(FLWR_IN_MEMORY_DB_NAME)
 
 
 @pytest.fixture
-def link(link_of_all):
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = link_of_all.run_id, SUPERLINK_NODE_ID, 1
-    return link_of_all
+def link(links, request):
+    return links[getattr(request, "param", 1)].enter()
+
+
+with_a_database_and_without = pytest.mark.parametrize("link", [0, 1], indirect=True, ids=["database", "memory"])
 
 
 def content_of(data: bytes = b"0123456789" * 50) -> RecordDict:
@@ -172,6 +178,7 @@ def body_of(objects: Objects, kind: str) -> bytes:
     return next(c for c in objects.values() if c.startswith(kind.encode() + b" ")).partition(b"\0")[2]
 
 
+@with_a_database_and_without
 def test_an_honest_reply_is_what_was_sent_and_the_superlink_forgets_it(link):
     (request,) = link.ask(0)
     assert link.fetch(request) == {}, "none has come"
@@ -185,6 +192,7 @@ def test_an_honest_reply_is_what_was_sent_and_the_superlink_forgets_it(link):
     assert [link.state.object_store.get(key) for key in sent] == [None] * 6
 
 
+@with_a_database_and_without
 def test_a_client_s_error_is_its_line(link):
     (request,) = link.ask(0)
     link.reply(request, Error(2, "Traceback\nException: Message: my disk is full'>"))
@@ -245,6 +253,7 @@ def test_a_reply_whose_first_object_is_no_message_is_refused(link):
     assert "it is of type RecordDict, allowed: Message" in link.fetch(request)[request.metadata.message_id].error
 
 
+@with_a_database_and_without
 def test_a_reply_counts_for_the_message_for_which_the_superlink_took_it(link):
     """Whatever it says itself."""
     mine, other = link.ask(0, 1)
@@ -262,6 +271,7 @@ def test_a_reply_counts_for_the_message_for_which_the_superlink_took_it(link):
     assert wire.to_bytes(found[other.metadata.message_id].content["payload"]) == {"fp1": b"the truth"}
 
 
+@with_a_database_and_without
 def test_a_message_that_nobody_asked_for_is_not_fetched(link):
     """A node can put one to the server into the SuperLink, which hands it out with the next replies."""
     (request,) = link.ask(0)
@@ -359,6 +369,26 @@ def test_a_reply_that_grows_when_it_is_read_is_refused_before(link, pieces, name
     assert peak < 20 * MB
 
 
+def test_an_array_of_arrays_of_arrays_is_not_put_together(link):
+    """Each has its piece nine times, and Flower asks only for something with bytes: 100 kB would become 5 GB."""
+    (request,) = link.ask(0)
+
+    def tamper(objects: Objects) -> Objects:
+        contents = [chunk_of(bytes(100_000))]
+        body = {"dtype": "uint8", "shape": [1], "stype": "fedprune.codec", "arraychunk_ids": [0] * 9}
+        for _ in range(5):
+            contents.append(packed("Array", json.dumps(body).encode(), id_of(contents[-1])))
+        for kind in ("ArrayRecord", "RecordDict"):
+            key = id_of(contents[-1])
+            contents.append(packed(kind, json.dumps({"payload": key}).encode(), key))
+        body = list(objects.values())[-1].partition(b"\0")[2]
+        contents.append(packed("Message", body, id_of(contents[-1])))
+        return {id_of(content): content for content in contents}
+
+    link.reply(request, content_of(), tamper)
+    assert "an array has pieces that are none" in link.fetch(request)[request.metadata.message_id].error
+
+
 @pytest.mark.parametrize("kind", ["Message", "RecordDict", "ArrayRecord", "Array", "ConfigRecord"])
 def test_an_object_that_only_names_others_is_no_larger_than_that_takes(link, kind):
     (request,) = link.ask(0)
@@ -384,6 +414,7 @@ def test_a_reply_of_very_many_objects_is_not_fetched(link):
     assert "pull-object" not in link.requests[before:]
 
 
+@with_a_database_and_without
 def test_a_reply_whose_upload_does_not_end_is_waited_for_until_its_deadline_only(link):
     requests = link.ask(0, 1)
     held: list[str] = []
@@ -400,6 +431,7 @@ def test_a_reply_whose_upload_does_not_end_is_waited_for_until_its_deadline_only
     assert found[requests[1].metadata.message_id].content == content_of()
 
 
+@with_a_database_and_without
 def test_a_reply_whose_upload_ends_in_time_arrives(link):
     (request,) = link.ask(0)
     threads = []
@@ -500,6 +532,7 @@ def test_a_serverapp_of_a_deployment_is_given_the_grid_that_is_watched():
     assert sys.modules["flwr.superlink.grid"].HttpGrid is HttpGrid
 
 
+@with_a_database_and_without
 def test_flower_s_own_grid_raises_and_loses_the_others(link):
     """When this fails, Flower has learned it, and engine/replies.py may be shorter."""
     requests = link.ask(0, 1)
