@@ -17,7 +17,6 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +42,18 @@ def echo(message: Message, context: Context) -> Message:
     )
 
 
-class CountingGrid:
-    """A Grid that counts how often it is asked for replies."""
+class Counting:
+    """Counts how often a Grid asks its SuperLink for replies."""
 
     def __init__(self, grid: Grid) -> None:
-        self._grid = grid
         self.pulls = 0
+        client = grid._runtime_client  # type: ignore[attr-defined]
+        self._ask = client.PullMessages
+        client.PullMessages = self._counted
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._grid, name)
-
-    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+    def _counted(self, request: Any) -> Any:
         self.pulls += 1
-        return self._grid.pull_messages(message_ids)
-
-    def send_and_receive(self, messages: Iterable[Message], timeout: float) -> Iterable[Message]:
-        return type(self._grid).send_and_receive(self, messages, timeout=timeout)  # type: ignore[arg-type]
+        return self._ask(request)
 
 
 @server.main()
@@ -66,7 +61,7 @@ def main(grid: Grid, context: Context) -> None:
     """Rounds of either kind in turn; one line of JSON each into ``out-dir``."""
     from fedprune_app.engine import rounds, wire
 
-    counting = CountingGrid(grid)
+    counting = Counting(grid)
     out = Path(str(context.run_config["out-dir"]))
     num_values = int(context.run_config["shard-size"])  # a setting that can tell us, nothing more
     arrays = np.random.default_rng(0).standard_normal(num_values, np.float32)
@@ -81,9 +76,10 @@ def main(grid: Grid, context: Context) -> None:
         messages = [(node, rounds.message_to(node, record, MessageType.TRAIN, number, _DEADLINE)) for node in nodes]
         counting.pulls, started, at = 0, time.monotonic(), time.time()
         if kind == "exchange":
-            contents = [answer.content for answer in rounds.exchange(counting, messages, _DEADLINE)]  # type: ignore[arg-type]
+            answers = rounds.exchange(grid, messages, _DEADLINE, reply_bytes=arrays.nbytes)
+            contents = [answer.content for answer in answers]
         else:
-            replies = counting.send_and_receive([message for _, message in messages], _DEADLINE)
+            replies = grid.send_and_receive([message for _, message in messages], timeout=_DEADLINE)
             contents = [reply.content for reply in replies if reply.has_content()]
         seconds = time.monotonic() - started
         made = [float(wire.fields_of(content)["replied-at"]) - at for content in contents if content is not None]

@@ -9,6 +9,8 @@ is a finding, and libFuzzer leaves the input beside it. Options are libFuzzer's.
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import io
 import json
 import shutil
@@ -19,13 +21,15 @@ from pathlib import Path
 
 import atheris
 
-with atheris.instrument_imports(include=["fedprune_app", "strategies.base"]):
+with atheris.instrument_imports(
+    include=["fedprune_app", "strategies.base", "flwr.app.message", "flwr.common", "flwr.supercore.inflatable"]
+):
     from fedprune_app.config import DEFAULTS, ConfigError, parse_config, read_toml, to_toml
     from fedprune_app.core import codec
     from fedprune_app.core.payload import Payload
     from fedprune_app.data.datasets import _image_folder
     from fedprune_app.data.text import own_documents
-    from fedprune_app.engine import wire
+    from fedprune_app.engine import replies, wire
     from fedprune_app.engine.rounds import ImagePeer, Peer, TextPeer
     from fedprune_app.engine.store import State, read_tensors, write_tensors
     from fedprune_app.results.reader import read_info, read_masks, read_rows
@@ -34,7 +38,9 @@ with atheris.instrument_imports(include=["fedprune_app", "strategies.base"]):
     from strategies.fedavg import FedAvg
 
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Metadata, RecordDict
+from flwr.app.message import make_message
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from PIL import Image
 
 MAX_BYTES = 1 << 20  # what a decoder may make of its input here
@@ -101,8 +107,14 @@ def infos() -> Iterable[bytes]:
     yield b'{"round": 2, "partitions": [0, 1], "distance": [[0, 0.5], [0.5, 0]]}'
 
 
-def replies() -> Iterable[bytes]:
+def encoded_replies() -> Iterable[bytes]:
     return (bytes([kind]) + data for data in encoded_payloads() for kind in range(4))
+
+
+def deflated_replies() -> Iterable[bytes]:
+    """The objects of a reply as Flower sends them, a byte for their number before each body."""
+    for number, (_, content) in enumerate(reply_objects()):
+        yield bytes([number]) + content.partition(b"\0")[2]
 
 
 def introductions() -> Iterable[bytes]:
@@ -149,7 +161,7 @@ def codec_bytes(data: bytes) -> None:
     assert codec.pack(payload) == data, "accepted, but spelled otherwise"
 
 
-@target(replies)
+@target(encoded_replies)
 def reply(data: bytes) -> None:
     """A reply's record, its kinds and types mixed up, against the schema of an honest one."""
     kind, body = data[:1] or b"\0", data[1:]
@@ -167,6 +179,37 @@ def reply(data: bytes) -> None:
         with contextlib.suppress(ValueError):
             wire.number(wire.fields_of(content), field, 0, 1e6)
     schema.check(wire.payload_of(content, schema.max_bytes))
+
+
+@functools.cache
+def reply_objects() -> list[tuple[str, bytes]]:
+    """Of an honest reply, by id, children first: a chunk, an array, arrays, fields, records, the message."""
+    content = wire.pack(wire.from_bytes({codec.KEY: next(iter(encoded_payloads()))}), {"num-examples": 9, "loss": 0.5})
+    facts = Metadata(1, "", 7, 1, "0" * 64, "1", 1.8e9, 60.0, "train")
+    objects = get_all_nested_objects(make_message(facts, content))
+    return [(key, found.deflate()) for key, found in objects.items()]
+
+
+@target(deflated_replies)
+def reply_object(data: bytes) -> None:
+    """One of a reply's objects with another body, as a SuperLink lets it pass: one line or content, nothing else."""
+    number, body = (data[0] if data else 0), data[1:]
+    objects = reply_objects()
+    renamed: dict[str, str] = {}
+    contents: dict[str, bytes] = {}
+    for position, (key, content) in enumerate(objects):
+        for old, new in renamed.items():
+            content = content.replace(old.encode(), new.encode())
+        if position == number % len(objects):
+            kind, children, _ = content.partition(b"\0")[0].decode().split(" ")
+            content = f"{kind} {children} {len(body)}".encode() + b"\0" + body
+        renamed[key] = hashlib.sha256(content).hexdigest()
+        contents[renamed[key]] = content
+    found = replies.read("0", list(contents)[-1], contents, MAX_BYTES)
+    assert (found.content is None) == bool(found.error)
+    assert found.num_bytes <= MAX_BYTES
+    assert found.error.isprintable()
+    assert len(found.error) <= 500
 
 
 @target(state_files)

@@ -137,6 +137,10 @@ class FederatedStrategy(Strategy):
     def reply_schema(self, partition: int) -> wire.Schema:
         """What the reply of a participant must hold; anything else is left out of the round."""
 
+    def reply_bytes(self, participants: list[int]) -> int:
+        """What the largest of their replies holds, decoded: more is not looked at."""
+        return max(self.reply_schema(partition).max_bytes for partition in participants)
+
     def outgoing(self, round: int, participants: list[int]) -> Iterator[tuple[int, Contents]]:
         """What each participant is sent, made one by one as it is sent: by default its payload of :meth:`plan`."""
         return _encoded(self.plan(round, participants))
@@ -288,7 +292,7 @@ class FederatedStrategy(Strategy):
     ) -> dict[str, Any]:
         """The exchanges of a round with its participants, by default one; what is recorded of them."""
         messages = self._by_partition(self.configure_train(round, arrays, config, grid))
-        reply_bytes = self.reply_schema(next(iter(self.roster))).max_bytes
+        reply_bytes = self.reply_bytes(self.sample(round))
         _, found = self.aggregate_train(round, rounds.exchange(grid, messages, timeout, reply_bytes=reply_bytes))
         return dict(found or {})
 

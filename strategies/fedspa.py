@@ -69,6 +69,10 @@ class FedSPA(DPFed):
     def reply_schema(self, partition: int) -> Schema:
         return Schema.like(packed(self.model, self.coordinates(partition)))
 
+    def reply_bytes(self, participants: list[int]) -> int:
+        """All send as many; to draw whose they are takes time."""
+        return self.reply_schema(participants[0]).max_bytes
+
     def open_round(self, round: int, participants: list[int]) -> None:
         super().open_round(round, participants)
         self.round = round

@@ -86,7 +86,9 @@ class InProcessGrid(Grid):
         for message_id in message_ids:
             message = self._pending.pop(message_id, None)
             if message is not None:
-                yield self._answer(message)
+                reply = self._answer(message)
+                reply.metadata.__dict__["_reply_to_message_id"] = message_id  # whatever it says itself
+                yield reply
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         return list(self.pull_messages(self.push_messages(messages)))

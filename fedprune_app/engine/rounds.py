@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import reprlib
 import time
 from collections import Counter
@@ -19,22 +18,19 @@ from typing import Any, Self
 from flwr.app import Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
-from fedprune_app.engine import wire
+from fedprune_app.engine import replies, wire
 
 log = logging.getLogger("flwr.fedprune")
 
 IN_FLIGHT_BYTES = 2**30
 _PUSH_BATCH = 16
 _PUSH_BYTES = 64 * 2**20
-_PULL_BATCH = 32
-_PULL_BYTES = 64 * 2**20
 _TTL_MARGIN_SECONDS = 10.0
 _NAMES_SHOWN = 12
 _MOST_VALUES = 2**24  # of an image
 _MOST_OUTPUTS = 2**32  # an image's values times the classes: what a linear layer between them would hold
 _MOST_LAYERS, _MOST_DOCUMENTS = 1024, 64  # that a client of text names
 _POLL_SECONDS = (0.01, 0.25)  # the shortest pause between polls, and the longest
-_EXCEPTION = re.compile(r"^<class '[^']*'>:<'")  # how a SuperNode begins the message of one
 _POLL_SHARE = 0.05  # a reply is seen late by at most this share of the time it was waited for
 
 
@@ -205,16 +201,6 @@ class TextPeer(Peer):
 Roster = dict[int, Peer]  # by partition id, ascending: Flower's node ids are random and unordered
 
 
-def _error_line(message: Message) -> str:
-    """The last telling line of an error that a client's side reported."""
-    reason = message.error.reason or ""
-    lines = [line.strip() for line in reason.strip().splitlines() if line.strip()] or ["no reason given"]
-    text = _EXCEPTION.sub("", lines[-1].removesuffix("'>")).split("Message: ")[-1]
-    if "ActorDiedError" in reason or "ActorUnavailableError" in reason:
-        text = "its process died"
-    return f"{wire.one_line(text)} (error code {message.error.code})"
-
-
 @dataclass(frozen=True)
 class _Sent:
     partition: int
@@ -233,8 +219,8 @@ def exchange(
 
     A client that has not replied ``deadline_seconds`` after its message was sent is yielded as late; its reply, should
     it still come, is never fetched. Each reply is handed on before the next is looked at. Messages are made when they
-    are sent: while those on their way weigh more than ``in_flight_bytes``, the next one waits for a reply. Replies of
-    up to ``reply_bytes`` are expected.
+    are sent: while those on their way weigh more than ``in_flight_bytes``, the next one waits for a reply. Replies hold
+    tensors of up to ``reply_bytes``; those of more than that and ``replies.FRAMING_BYTES`` are refused, unread.
     """
     queue = iter(messages)
     waiting: dict[str, _Sent] = {}  # by message id
@@ -257,23 +243,17 @@ def exchange(
                 del message  # it has left
             batch.clear()
 
-        # Flower hands over all replies of a batch at once: few of large models, more of small ones
-        batch_size = max(1, min(_PULL_BATCH, _PULL_BYTES // max(1, largest)))
         arrived = False
         asked_at = time.monotonic()  # what comes while the replies before it are taken in is not late
-        ids = list(waiting)
-        for start in range(0, len(ids), batch_size):
-            for reply in grid.pull_messages(ids[start : start + batch_size]):
-                # an error made by the SuperLink itself names another source, so map back by the message replied to
-                sent = waiting.pop(reply.metadata.reply_to_message_id, None)
-                if sent is None:
-                    continue  # a second reply to the same message
-                arrived = True
-                in_flight -= sent.num_bytes
-                if reply.has_error():
-                    yield Answer(sent.partition, sent.num_bytes, error=_error_line(reply))
-                else:
-                    yield Answer(sent.partition, sent.num_bytes, wire.num_bytes(reply.content), reply.content)
+        deadlines = {message_id: sent.deadline for message_id, sent in waiting.items()}
+        for reply in replies.arrived(grid, deadlines, largest, reply_bytes + replies.FRAMING_BYTES):
+            sent = waiting.pop(reply.message_id, None)
+            if sent is None:
+                continue  # a second reply to the same message
+            arrived = True
+            in_flight -= sent.num_bytes
+            yield Answer(sent.partition, sent.num_bytes, reply.num_bytes, reply.content, reply.error)
+            del reply  # it is done with before the next is fetched
         now = time.monotonic()
         for message_id in [message_id for message_id, sent in waiting.items() if sent.deadline <= asked_at]:
             sent = waiting.pop(message_id)

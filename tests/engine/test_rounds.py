@@ -13,7 +13,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedprune_app import client_app
 from fedprune_app.config import DEFAULTS
-from fedprune_app.engine import rounds, wire
+from fedprune_app.engine import replies, rounds, wire
 from fedprune_app.engine.inprocess import InProcessGrid
 from tests.conftest import tampered_app
 
@@ -90,8 +90,7 @@ def test_each_kind_of_failure_is_said_and_the_rest_arrives():
     ],
 )
 def test_a_client_s_error_is_said_in_its_own_words_on_every_engine(reason):
-    request = rounds.message_to(1, wire.pack(None, {"round": 1}), MessageType.TRAIN, 1, 10)
-    assert rounds._error_line(Message(Error(2, reason), reply_to=request)) == "my disk is full (error code 2)"
+    assert replies.error_line(Error(2, reason)) == "my disk is full (error code 2)"
 
 
 def test_a_reply_is_handed_on_before_slower_ones_have_come():
@@ -169,7 +168,8 @@ def test_two_nodes_of_one_partition_are_both_left_out_and_the_others_go_on():
         ({"image-shape": [1, 4096, 4096], "num-classes": 10**6, "labels-train": []}, "field 'image-shape' is"),
         ({"num-classes": 10**5}, "field 'labels-train' is"),
         ({"labels-train": [1] * 2_000_000}, "field 'labels-train' is"),
-        ({"labels-test": ["\x1b[2J" * 10**6] * 10}, "field 'labels-test' is"),
+        ({"labels-test": ["\x1b[2J" * 10**5] * 10}, "field 'labels-test' is"),
+        ({"labels-test": ["\x1b[2J" * 10**6] * 10}, "its reply is refused: it has 1 records and 40000"),
         ({"classes": ["x"] * 10**6}, "field 'classes' is"),
         ({"num-examples": 0}, "field 'num-examples' is 0"),
         ({"num-examples": "9" * 10**6}, "field 'num-examples' is '999"),
@@ -342,7 +342,7 @@ def test_a_node_that_refuses_its_message_takes_no_room():
 
 
 def test_replies_to_large_messages_are_asked_for_in_smaller_batches(monkeypatch):
-    monkeypatch.setattr(rounds, "_PULL_BYTES", 5000)
+    monkeypatch.setattr(replies, "_BATCH_BYTES", 5000)
     grid = Window(dict.fromkeys(range(20), 0.05))
     list(rounds.exchange(grid, grid.messages(), 5))
     assert max(grid.asked_for) == 4
@@ -368,7 +368,7 @@ def test_a_reply_that_came_while_the_server_was_busy_is_not_late():
 
 
 def test_large_replies_to_small_messages_are_asked_for_in_smaller_batches(monkeypatch):
-    monkeypatch.setattr(rounds, "_PULL_BYTES", 50_000)
+    monkeypatch.setattr(replies, "_BATCH_BYTES", 50_000)
     grid = Window(dict.fromkeys(range(20), 0.05))
     list(rounds.exchange(grid, grid.messages(), 5, reply_bytes=10_000))
     assert max(grid.asked_for) == 5

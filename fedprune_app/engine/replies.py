@@ -1,0 +1,328 @@
+"""Where replies come in: whatever a node sent, a reply's content within its bounds, or one line on why there is none.
+
+The Grid of a deployment (Flower 1.39's ``HttpGrid``) makes messages of all the replies it asks for before it returns
+the first, however large they are; one that cannot be read is an exception, which ends the run and takes the others with
+it; and whose reply it is, is what the reply says. Here they are fetched one by one through the same client: what can be
+in memory is bounded before it is there, what cannot be read is an error of that reply alone, and a reply belongs to the
+message for which the SuperLink took it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import httpx
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
+from flwr.app.message.arraychunk import ArrayChunk
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectRequest, PullObjectResponse
+from flwr.proto.message_pb2 import Message as MessageProto
+from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_object import (
+    get_object_body,
+    get_object_head_values_from_object_content,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents, pull_objects
+
+from fedprune_app.engine import wire
+
+if TYPE_CHECKING:
+    from flwr.superlink.grid import HttpGrid
+
+log = logging.getLogger("flwr.fedprune")
+
+FRAMING_BYTES = 8 * 2**20
+"""What a reply may weigh beside the tensors it was asked for: its fields, names, and what Flower puts around them."""
+_BATCH = 32
+_BATCH_BYTES = 64 * 2**20
+_HEAD_BYTES = 2**20  # of a reply without its objects; of the list of these; of an object that only names others
+_LARGEST = {ArrayChunk.__qualname__: sys.maxsize, ConfigRecord.__qualname__: FRAMING_BYTES}  # bytes of other objects
+_CHUNK = f"{ArrayChunk.__qualname__} ".encode()  # how a piece of an array begins
+_MOST_RECORDS = 16
+_MOST_OBJECTS = 64  # beside one per MiB
+_BACKOFF_SECONDS = (0.05, 1.0)  # between looks for an object whose upload is not over
+_EXCEPTION = re.compile(r"^<class '[^']*'>:<'")  # how a SuperNode begins the message of one
+
+Stream = Iterable[bytes]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came for one message: its content and size as Flower serialises it, or one line on why there is none."""
+
+    message_id: str  # of the message it answers
+    content: RecordDict | None = None
+    num_bytes: int = 0
+    error: str = ""
+
+
+def arrived(grid: Grid, deadlines: Mapping[str, float], largest: int, max_bytes: int) -> Iterator[Reply]:
+    """The replies to these messages that have come, each read when the one before it is done with.
+
+    One of more than ``max_bytes`` is refused. For one whose upload has begun is waited until its deadline, by
+    ``time.monotonic()``. Where a Grid hands over whole batches these are of replies of up to ``largest`` bytes.
+    """
+    module = sys.modules.get("flwr.superlink.grid")  # a ServerApp has it; a client would wait for what it imports
+    ids = list(deadlines)
+    if module is not None and isinstance(grid, module.HttpGrid):
+        for start in range(0, len(ids), _BATCH):
+            yield from _fetched(grid, {key: deadlines[key] for key in ids[start : start + _BATCH]}, max_bytes)
+        return
+    size = max(1, min(_BATCH, _BATCH_BYTES // max(1, largest)))  # few of large models, more of small ones
+    for start in range(0, len(ids), size):
+        for message in grid.pull_messages(ids[start : start + size]):
+            # an error made by the SuperLink itself names another source: what tells is the message replied to
+            yield _reply(message.metadata.reply_to_message_id, message, max_bytes)
+
+
+def _reply(message_id: str, message: Message, max_bytes: int) -> Reply:
+    """What there is in a message. Whatever goes wrong with a stranger's message is that stranger's error."""
+    try:
+        if message.has_error():
+            return Reply(message_id, error=error_line(message.error))
+        content = message.content
+        num_bytes = sum(_array_bytes(record) for record in content.values())
+        if len(content) <= _MOST_RECORDS and num_bytes <= max_bytes:
+            num_bytes = wire.num_bytes(content)  # which copies it
+        if len(content) > _MOST_RECORDS or num_bytes > max_bytes:
+            raise ValueError(
+                f"it has {len(content)} records and {num_bytes} bytes, allowed: {_MOST_RECORDS} and {max_bytes}"
+            )
+    except Exception as error:  # Flower raises any kind
+        return _refused(message_id, error)
+    return Reply(message_id, content, num_bytes)
+
+
+def _refused(message_id: str, error: Exception) -> Reply:
+    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+    return Reply(message_id, error=wire.one_line(f"its reply is refused: {kind}{str(error)[:500]}"))
+
+
+def _array_bytes(record: object) -> int:
+    """Of a record of arrays, without a copy: one array may stand there under many names."""
+    return sum(len(name) + len(array.data) for name, array in record.items()) if isinstance(record, ArrayRecord) else 0
+
+
+def error_line(error: Error) -> str:
+    """The last telling line of an error that a client's side reported."""
+    reason = error.reason or ""
+    lines = [line.strip() for line in reason.strip().splitlines() if line.strip()] or ["no reason given"]
+    text = _EXCEPTION.sub("", lines[-1].removesuffix("'>")).split("Message: ")[-1]
+    if "ActorDiedError" in reason or "ActorUnavailableError" in reason:
+        text = "its process died"
+    return f"{wire.one_line(text)} (error code {error.code})"
+
+
+# --- from a SuperLink -------------------------------------------------------------------------------------------------
+
+
+def _fetched(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -> Iterator[Reply]:
+    """As ``HttpGrid.pull_messages``, but of each reply no more than is allowed, and one after the other."""
+    client = grid._runtime_client
+    _watch(client._client)
+    with _filtered(lambda stream: sieve(stream, len(deadlines), _HEAD_BYTES)):
+        listed = client.PullMessages(PullAppMessagesRequest(message_ids=list(deadlines)))
+    for head, tree in zip(listed.messages_list, listed.message_object_trees, strict=True):
+        message_id = head.metadata.reply_to_message_id
+        if message_id in deadlines:
+            yield _fetch(grid, head, tree, deadlines[message_id], max_bytes)
+
+
+def _fetch(grid: HttpGrid, head: MessageProto, tree: ObjectTree, deadline: float, max_bytes: int) -> Reply:
+    """One reply; the SuperLink then forgets it."""
+    message_id, root = head.metadata.reply_to_message_id, head.metadata.message_id
+    client, run_id = grid._runtime_client, grid.run.run_id
+    budget = Budget(max_bytes)
+
+    def pull(request: PullObjectRequest) -> PullObjectResponse:
+        with _filtered(budget):
+            return client.PullObject(request)
+
+    try:
+        ids = list(dict.fromkeys(node.object_id for node in iterate_object_tree(tree)))
+        if len(ids) > (most := _MOST_OBJECTS + max_bytes // 2**20):
+            raise ValueError(f"it has {len(ids)} objects, allowed: {most}")
+        first, longest = _BACKOFF_SECONDS
+        contents = pull_objects(
+            ids,
+            make_pull_object_fn_protobuf(pull, grid.node, run_id),
+            max_time=max(0.0, deadline - time.monotonic()),
+            max_tries_per_object=None,
+            initial_backoff=first,
+            backoff_cap=longest,
+        )
+        reply = read(message_id, root, contents, max_bytes)
+    except ObjectPullError:
+        reply = Reply(message_id, error="its reply was not sent in full")
+    except (ValueError, httpx.HTTPStatusError) as error:
+        reply = _refused(message_id, error)
+    try:
+        received = ConfirmMessageReceivedRequest(node=grid.node, run_id=run_id, message_object_id=root)
+        client.ConfirmMessageReceived(received)
+    except httpx.HTTPStatusError as error:  # it keeps what it has until the run is over
+        log.warning("a reply that came is kept by the SuperLink: %s", wire.one_line(str(error)))
+    return reply
+
+
+def read(message_id: str, root: str, contents: dict[str, bytes], max_bytes: int) -> Reply:
+    """A reply from its objects, by id, of whatever bytes; ``root`` should be a message."""
+    try:
+        _check_sizes(contents, max_bytes)
+        message = inflate_object_from_contents(root, contents)
+        if not isinstance(message, Message):
+            raise ValueError(f"it is of type {type(message).__name__}, allowed: Message")
+    except Exception as error:  # Flower's parsers raise any kind
+        return _refused(message_id, error)
+    return _reply(message_id, message, max_bytes)
+
+
+def _check_sizes(contents: Mapping[str, bytes], max_bytes: int) -> None:
+    """Refuse what would grow when it is inflated: an array may name one piece of it many times."""
+    total = 0
+    for content in contents.values():
+        kind, children, _ = get_object_head_values_from_object_content(content)
+        if len(content) > (most := _LARGEST.get(kind, _HEAD_BYTES)):
+            raise ValueError(f"one {kind} has {len(content)} bytes, allowed: {most}")
+        if kind == Array.__qualname__:
+            chunks = json.loads(get_object_body(content, Array))["arraychunk_ids"]
+            if not all(contents[child].startswith(_CHUNK) for child in children):
+                raise ValueError("an array has pieces that are none")  # an array of arrays would grow with each
+            total += sum(len(contents[children[index]]) for index in chunks)
+            if total > max_bytes:
+                raise ValueError(f"its arrays have over {max_bytes} bytes")
+
+
+# --- what comes over HTTP, bounded as it comes ------------------------------------------------------------------------
+
+_current = threading.local()  # .filter: what a response in this thread passes through
+
+
+@contextmanager
+def _filtered(through: Callable[[Stream], Stream]) -> Iterator[None]:
+    """Responses to requests made meanwhile by this thread pass ``through``, before they are in memory."""
+    _current.filter = through
+    try:
+        yield
+    finally:
+        del _current.filter
+
+
+def _watch(client: httpx.Client) -> None:
+    """Let responses to this client through the filter; once is enough."""
+    hooks = client.event_hooks
+    if _attach not in hooks["response"]:
+        client.event_hooks = {**hooks, "response": [*hooks["response"], _attach]}
+
+
+def _attach(response: httpx.Response) -> None:
+    through = getattr(_current, "filter", None)
+    if through is not None and response.is_success:
+        assert isinstance(response.stream, httpx.SyncByteStream)
+        response.stream = _Filtered(response.stream, through)
+
+
+class _Filtered(httpx.SyncByteStream):
+    def __init__(self, stream: httpx.SyncByteStream, through: Callable[[Stream], Stream]) -> None:
+        self._stream = stream
+        self._through = through
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._through(self._stream))
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class Budget:
+    """Lets streams, of several threads, pass until ``most`` bytes are through; then ``ValueError``.
+
+    A stream that breaks off was no part of it: it comes again.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = self._left = most
+        self._lock = threading.Lock()
+
+    def __call__(self, stream: Stream) -> Iterator[bytes]:
+        passed = 0
+        try:
+            for chunk in stream:
+                passed += len(chunk)
+                self._take(len(chunk))
+                yield chunk
+        except httpx.TransportError:
+            self._take(-passed)
+            raise
+
+    def _take(self, count: int) -> None:
+        with self._lock:
+            self._left -= count
+            if self._left < 0:
+                raise ValueError(f"it has over {self._most} bytes")
+
+
+def sieve(stream: Stream, most: int, largest: int) -> Iterator[bytes]:
+    """A protobuf message of messages: the first ``most`` of each field, those over ``largest`` bytes emptied.
+
+    Raises ``ValueError`` for a message that has other fields.
+    """
+    chunks = iter(stream)
+    buffer = bytearray()
+    seen: Counter[int] = Counter()
+
+    def more() -> bool:
+        chunk = next(chunks, None)
+        buffer.extend(chunk or b"")
+        return chunk is not None
+
+    def varint() -> int:
+        value = 0
+        for shift in range(0, 64, 7):
+            while not buffer:
+                if not more():
+                    raise ValueError("the SuperLink's list of replies ends early")
+            byte = buffer.pop(0)
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+        raise ValueError("the SuperLink's list of replies has a number that is none")
+
+    while buffer or more():
+        if not buffer:
+            continue  # an empty chunk
+        tag, size = varint(), varint()
+        if tag & 7 != 2:
+            raise ValueError(f"the SuperLink's list of replies has a field {tag >> 3} that is no message")
+        seen[tag] += 1
+        keep, left = seen[tag] <= most and size <= largest, size
+        body = bytearray()
+        while left:
+            if not buffer and not more():
+                raise ValueError("the SuperLink's list of replies ends early")
+            part = buffer[:left]
+            del buffer[: len(part)]
+            left -= len(part)
+            if keep:
+                body += part
+        if seen[tag] <= most:
+            yield _varint(tag) + _varint(len(body)) + bytes(body)
+
+
+def _varint(value: int) -> bytes:
+    out = bytearray()
+    while value > 127:
+        out.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*out, value])
