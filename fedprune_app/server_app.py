@@ -52,6 +52,7 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
         return
     if before:
         recorder.resume(completed)
+        recorder.annotate(config={**config.to_dict(), "resume-from": ""})  # the next time goes on from these
         checkpoints.drop_after(completed)
         log.info("resuming after round %d", completed)
         if lost := before["rounds_completed"] - completed:

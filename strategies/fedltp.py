@@ -110,6 +110,10 @@ class FedLTP(DPFed):
         """The values of the coordinates that the client has; their places are known here."""
         return Schema.like(packed(self.model, self.masks(self.drawn.get(partition, 1))))
 
+    def reply_bytes(self, participants: list[int]) -> int:
+        """The first sub-model has all that the others have; to pack each takes time."""
+        return Schema.like(packed(self.model, self.masks(1))).max_bytes
+
     def accept(self, peer: Peer, update: Payload) -> None:
         masks = self.masks(self.drawn[peer.partition])
         super().accept(peer, Payload(unpacked(update.tensors, masks, self.model), masks))

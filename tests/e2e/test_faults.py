@@ -122,6 +122,7 @@ def test_a_damaged_checkpoint_costs_one_round_not_the_run(federate, tmp_path):
     cut = federate(name="cut", resume_from=str(tmp_path / "cut"))
     assert cut.sha256 == whole.sha256
     assert cut.info["resumed_after_rounds"] == [1]
+    assert cut.info["config"] == whole.info["config"] | {"out-dir": str(tmp_path / "cut")}, "also of how many rounds"
 
 
 def test_runs_that_share_a_state_dir_do_not_see_each_others_clients(federate, tmp_path):
