@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from fedprune_app.data.text import Document, calibration_documents, calibration_segments, own_documents
+from fedprune_app.data.text import Document, calibration_documents, calibration_segments, own_documents, texts_in
 from fedprune_app.models.llm import LanguageModel
 
 Files = tuple[tuple[str, int, int], ...]
@@ -56,12 +56,13 @@ def segments(
     Not to be written to.
     """
     cut = _cut.setdefault(model, _Cut())
-    key = (dataset, _files(data_dir), test_fraction, seed, *sorted(deal.items()))
+    files = _files(data_dir)
+    key = (dataset, files, test_fraction, seed, *sorted(deal.items()))
     if key not in cut.segments:
         if test_fraction is None:
-            documents = _shared(dataset, data_dir, _files(data_dir))
+            documents = _shared(dataset, data_dir, files)
         else:
-            documents = own_text(data_dir, test_fraction, seed)[0]
+            documents = _own(data_dir, test_fraction, seed, files)[0]
         length = deal["length"]
         found = calibration_segments(documents, lambda text: cut.encode(model, text, length), seed=seed, **deal)
         while len(cut.segments) >= _MOST_CLIENTS:
@@ -88,7 +89,7 @@ def _files(data_dir: str) -> Files:
     if not data_dir:
         return ()
     folders = (Path(data_dir), Path(data_dir) / "calibration", Path(data_dir) / "test")
-    paths = [path for folder in folders for kind in ("*.txt", "*.jsonl") for path in sorted(folder.glob(kind))]
+    paths = [path for folder in folders for path in texts_in(folder)]
     return tuple((str(path), (told := path.stat()).st_size, told.st_mtime_ns) for path in paths)
 
 

@@ -247,12 +247,12 @@ def _write_header(entries: Sequence[_Entry]) -> bytes:
             out.append(last | (len(entry.shape) - 1) << 4 | len(name))
         else:
             out.append(last | _LONG | entry.kind << 3 | _DTYPES.index(entry.dtype))
-            out += _varint(len(entry.shape)) + _varint(len(name))
+            out += varint(len(entry.shape)) + varint(len(name))
         out += name
         for size in entry.shape:
-            out += _varint(size)
+            out += varint(size)
         if entry.kind != _DENSE:
-            out += _varint(entry.kept)
+            out += varint(entry.kept)
     return bytes(out)
 
 
@@ -316,7 +316,8 @@ def _check_writable(entry: _Entry) -> None:
         raise ValueError(f"tensor name {entry.name!r} has {num_name_bytes} bytes, allowed: {MAX_NAME_BYTES}")
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """A number that is not negative as LEB128: seven bits a byte, the lowest first, as in protobuf, too."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)

@@ -87,7 +87,7 @@ def own_documents(data_dir: str, test_fraction: float, seed: int) -> tuple[list[
     """
     inside = (Path(data_dir) / "calibration").is_dir()
     documents = [each for path in _files(data_dir, "calibration" if inside else "") for each in _documents(path)]
-    if files := _texts_in(Path(data_dir) / "test"):
+    if files := texts_in(Path(data_dir) / "test"):
         return documents, "\n".join(document.text for path in files for document in _documents(path))
     if len(documents) == 1:
         (only,) = documents
@@ -156,14 +156,15 @@ def _opened(path: Path) -> Iterator[TextIO]:
 
 
 def _files(data_dir: str, part: str) -> list[Path]:
-    found = _texts_in(Path(data_dir) / part)
+    found = texts_in(Path(data_dir) / part)
     if not data_dir or not found:
         where = f"{part}/*.txt" if part else "*.txt"
         raise ValueError(f"data-dir is {data_dir!r}, allowed with dataset 'text': a folder with {where} or *.jsonl")
     return found
 
 
-def _texts_in(folder: Path) -> list[Path]:
+def texts_in(folder: Path) -> list[Path]:
+    """The files of a folder that are read as text."""
     return sorted([*folder.glob("*.txt"), *folder.glob("*.jsonl")])
 
 

@@ -36,6 +36,7 @@ from flwr.supercore.inflatable.inflatable_object import (
 from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
 from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents, pull_objects
 
+from fedprune_app.core import codec
 from fedprune_app.engine import wire
 
 if TYPE_CHECKING:
@@ -317,12 +318,4 @@ def sieve(stream: Stream, most: int, largest: int) -> Iterator[bytes]:
             if keep:
                 body += part
         if seen[tag] <= most:
-            yield _varint(tag) + _varint(len(body)) + bytes(body)
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 127:
-        out.append(value & 127 | 128)
-        value >>= 7
-    return bytes([*out, value])
+            yield codec.varint(tag) + codec.varint(len(body)) + bytes(body)
