@@ -157,6 +157,13 @@ class FederatedClient(Node):
         """The model the client answers for: its last local one, or where training would start if it never trained."""
         return state.group("weights") or self.begin(received, state)
 
+    @classmethod
+    def names_from_server(
+        cls, config: Config, names: Iterable[str], prunable: Iterable[str], trained_in: int
+    ) -> list[str]:
+        """Which tensors of the personal model are the server's, for a client that last trained in this round: none."""
+        return []
+
     def received_scores(self, received: Payload, state: State) -> dict[str, float | None]:
         """Accuracies of what was received: as this client would start from it, and as it is for all."""
         begin, masks = self.begin(received, state), self.masks(state)

@@ -2,7 +2,8 @@
 
 Zhang, Sapra, Fidler, Yeung, Alvarez, ICLR 2021, equations 3 and 4, as in Dis-PFL's released code: the client's own
 newly trained model is a candidate like the others', those are what the others held after their last round, losses are
-sums over the validation data. If no candidate helps, the client keeps the model from before its training.
+sums over the validation data. If no candidate helps, the client keeps the model from before its training. The server is
+told what the candidates were worth before negative values are set to 0 and the rest is divided by its sum.
 """
 
 from __future__ import annotations
@@ -50,17 +51,17 @@ class FedFomoClient(FederatedClient):
         for k, candidate in candidates.items():
             distance = _norm(candidate, before, self.shared)
             gain = loss_before - self.validation_loss(candidate)
-            # eq. 3, clipped; a model so large that its losses overflow is worth nothing
-            worth[k] = max(gain / distance, 0.0) if distance > 0 and math.isfinite(gain / distance) else 0.0
-        total = sum(worth.values())
-        weights = {k: value / total if total else 0.0 for k, value in worth.items()}
+            # eq. 3; a model so large that its losses overflow is worth nothing
+            worth[k] = gain / distance if distance > 0 and math.isfinite(gain / distance) else 0.0
+        total = sum(max(value, 0.0) for value in worth.values())
+        weights = {k: max(value, 0.0) / total if total else 0.0 for k, value in worth.items()}
         after = before
         for k, weight in weights.items():  # eq. 4
             if weight:
                 after = {name: tensor + weight * (candidates[k][name] - before[name]) for name, tensor in after.items()}
 
         num_tests = len(self.data.validation_labels) * (len(candidates) + 1)
-        metrics = {"candidates": list(letters), "weights": [weights[k] for k in letters]} if letters else {}
+        metrics = {"candidates": list(letters), "worth": [worth[k] for k in letters]} if letters else {}
         return Update(
             Payload({name: after[name] for name in self.shared}),
             State(grouped(weights=after)),

@@ -2,15 +2,19 @@
 
 Liang et al. 2020, Algorithm 1. How many layers are global is not said for these networks; two, as in the released code
 of FedCR (which shares fc2 and fc3 of its convolutional networks).
+
+A client answers for its own lower layers under the averaged upper ones, as the released code tests it. Its last local
+model, upper layers included, is FedAvg's after local training under another name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 
-from clients.base import FederatedClient
+from clients.base import FederatedClient, Update
 from fedprune_app.config import Config
 from fedprune_app.core.layers import last_layers
 from fedprune_app.core.payload import Payload
@@ -25,12 +29,31 @@ class LGFedAvgClient(FederatedClient):
         """The layers that stay are trained privately too: they are evaluated."""
         return ""
 
+    @classmethod
+    def names_from_server(
+        cls, config: Config, names: Iterable[str], prunable: Iterable[str], trained_in: int
+    ) -> list[str]:
+        if trained_in <= config.lgfedavg.pretrain_rounds:
+            return list(names)
+        return last_layers(list(names), frozenset(prunable), config.lgfedavg.global_layers)
+
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
+        self.everything = self.shared
         self.shared = last_layers(self.shared, self.prunable, self.config.lgfedavg.global_layers)
 
     def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
         return {**self.own_model(state), **received.tensors}
+
+    def local_update(self, received: Payload, state: State, round: int) -> Update:
+        """FedAvg's, of all layers, in the rounds of ``lgfedavg.pretrain-rounds``."""
+        if round <= self.config.lgfedavg.pretrain_rounds:
+            self.shared = self.everything
+        return super().local_update(received, state, round)
+
+    def personal_model(self, received: Payload, state: State) -> dict[str, Tensor]:
+        """The client's own lower layers under the averaged upper ones."""
+        return self.begin(received, state)
 
     def received_scores(self, received: Payload, state: State) -> dict[str, float | None]:
         """No model is global as a whole."""

@@ -106,10 +106,12 @@ class SubFedAvgClient(FederatedClient):
     def towards_target(
         self, mask: dict[str, Tensor], full_step: dict[str, Tensor], percent_pruned: float
     ) -> dict[str, Tensor]:
-        """The mask of a full step, or of the smaller last one: at most what is missing, and the released code's cap."""
-        options = self.config.subfedavg
+        """The mask of a full step, or of the smaller last one before the target."""
         missing = self.target_rate - percent_pruned
-        if missing >= options.prune_step:
+        if missing >= self.config.subfedavg.prune_step:
             return full_step
-        percent = min(missing / (100 - percent_pruned) * 100, options.final_step_cap)
-        return prune_percent(self.weights(mask), mask, percent)
+        return prune_percent(self.weights(mask), mask, self.last_step(missing, percent_pruned))
+
+    def last_step(self, missing: float, percent_pruned: float) -> float:
+        """Percent of the weights that are left to prune in the last step: what is missing, at most the code's cap."""
+        return min(missing / (100 - percent_pruned) * 100, self.config.subfedavg.final_step_cap)

@@ -140,6 +140,12 @@ class SubFedAvgHyClient(SubFedAvgClient):
         payload = Payload({n: tensors[n] for n in self.shared}, {n: masks[n] for n in self.shared})
         return Update(payload, State(grouped(weights=tensors, channels=kept, fc=fc)), result, flops)
 
+    def last_step(self, missing: float, percent_pruned: float) -> float:
+        """The released code has no cap here. It takes 5 off a step above 16, and never less than 0.01."""
+        percent = missing / (100 - percent_pruned) * 100
+        percent = percent - 5 if percent > 16 else percent
+        return percent if percent > 0 else 0.01
+
     def _scale_names(self) -> list[str]:
         return [name for group in self.groups for name in group.scales]
 

@@ -71,7 +71,9 @@ class SubFedAvgOptions:
 
     target_rate: float = option(50.0, "percent of all parameters to prune in the end", least=0, below=100)
     prune_step: float = option(10.0, "percent of the remaining weights pruned at a time (r_us)", above=0, below=100)
-    final_step_cap: float = option(5.0, "most percent pruned by the last step before the target", above=0)
+    final_step_cap: float = option(
+        5.0, "most percent that the last step before the target prunes (subfedavg; subfedavg-hy has no cap)", above=0
+    )
     accuracy_threshold: float = option(50.0, "percent accuracy below which a client does not prune", least=0, most=100)
     mask_distance: float = option(1e-4, "least distance of the masks after the first and last epoch", least=0, most=1)
     fc_mask_distance: float = option(5e-4, "as mask-distance, of the linear layers of subfedavg-hy", least=0, most=1)
@@ -198,6 +200,9 @@ class LGFedAvgOptions:
     """LG-FedAvg."""
 
     global_layers: int = option(2, "how many of the last layers are averaged; the others stay local", least=1)
+    pretrain_rounds: int = option(
+        0, "rounds of FedAvg that come first, counted in num-server-rounds; the released script starts so", least=0
+    )
 
 
 @dataclass(frozen=True)
@@ -588,12 +593,15 @@ class Config:
     )
     validation_fraction: float = option(0.1, "share of a client's training data held out", least=0, below=1)
     test_split: str = option("labels", "test data of a client", choices=("labels", "proportional", "holdout"))
+    test_samples: int = option(
+        100, "images a client is tested on, rounded up per label, when test-split is 'proportional'", least=1
+    )
     test_fraction: float = option(0.3, "share tested on when test-split is 'holdout'", above=0, below=1)
     model: str = option("auto", "which network; 'auto' takes the dataset's (see `fedprune list`)")
     init: str = option(
         "default",
-        "initial weights: PyTorch's, or the released Sub-FedAvg code's",
-        choices=("default", "subfedavg"),
+        "initial weights: the network's own (PyTorch's; Kaiming for VGG-11), the released Sub-FedAvg code's, or Kaiming",
+        choices=("default", "subfedavg", "kaiming"),
     )
     batch_norm: str = option(
         "averaged",

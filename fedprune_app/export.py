@@ -22,6 +22,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from clients.base import FederatedClient
 from clients.finetune import FineTuned
 from fedprune_app.config import Config, class_names, parse_config
 from fedprune_app.core.flops import forward_flops, sparse_flops
@@ -136,7 +137,7 @@ def find_model(run: Path, client: int | None, *, state_dir: str = "", data_dir: 
         needs_test=needs_test,
         public_scale=config.dp.enabled,
     )
-    return _exportable(config, dataset, client, round, state)
+    return _exportable(run, config, dataset, client, round, state)
 
 
 def _global_state(run: Path, config: Config) -> State:
@@ -174,6 +175,16 @@ def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: in
     return rounds[client], store.read(rounds[client])
 
 
+def _from_server(run: Path, config: Config, full: nn.Module, round: int) -> dict[str, Tensor]:
+    """The tensors of a client's personal model that are the server's final ones (LG-FedAvg's upper layers)."""
+    kind = SYSTEMS[config.system].client
+    if not issubclass(kind, FederatedClient):
+        return {}
+    names = kind.names_from_server(config, list(state_tensors(full, include_buffers=True)), prunable_names(full), round)
+    found = _read(run / "models" / "global.safetensors").tensors if names else {}
+    return {name: found[name] for name in names if name in found}
+
+
 def _read(path: Path) -> State:
     if not path.exists():
         raise ValueError(f"{str(path)!r} is missing")
@@ -187,10 +198,14 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, [*numbers[:10], *["..."] * (len(numbers) > 10)])) or "none"
 
 
-def _exportable(config: Config, dataset: Dataset, client: int | None, round: int, state: State) -> Exportable:
+def _exportable(
+    run: Path, config: Config, dataset: Dataset, client: int | None, round: int, state: State
+) -> Exportable:
     shape, classes = dataset.image_shape, dataset.num_classes
     full = initial_model(config.model, config.dataset, shape, classes, init=config.init, seed=config.seed)
     weights = state.group("weights")
+    if client is not None:
+        weights |= _from_server(run, config, full, round)
     names = list(state_tensors(full, include_buffers=True))
     if missing := [name for name in names if name not in weights]:
         reason = "is of another model" if client is not None else "is not complete, allowed: --client K"

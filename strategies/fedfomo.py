@@ -19,10 +19,15 @@ from fedprune_app.engine.store import State
 from strategies.base import Contents
 from strategies.relay import Relay
 
+_MOST_WORTH = 1e30  # no honest client comes near; sums of it over any number of rounds stay finite
 
 class FedFomo(Relay):
-    """Keeps every client's latest personal model, and for each two clients the sum of the weights that the one gave the
-    other's model (``affinity``). Candidates are those of most affinity, or with probability ``exploration`` random.
+    """Keeps every client's latest personal model, and for each two clients the sum of what the other's model was worth
+    to the one (``affinity``). Candidates are those of most affinity, or with probability ``exploration`` random.
+
+    As in Dis-PFL's released code the sum takes equation 3's values as they are, negative ones included, and not the
+    clipped and normalised weights of equation 4: a client whose model did harm ranks below one that was never tried.
+    Every client trains in every round there (``fraction-train`` is 1); only its candidates are sampled.
     """
 
     paper_formula = "32 bits per parameter, both ways (Dis-PFL's Table 1 charges FedFomo like FedAvg)"
@@ -49,18 +54,18 @@ class FedFomo(Relay):
 
     def receive(self, peer: Peer, round: int, content: RecordDict) -> None:
         fields = wire.fields_of(content)
-        names, weights = fields.get("candidates", []), fields.get("weights", [])
-        if not (isinstance(names, list) and isinstance(weights, list) and len(names) == len(weights)):
-            raise ValueError("fields 'candidates' and 'weights' are not lists of one length")
+        names, worth = fields.get("candidates", []), fields.get("worth", [])
+        if not (isinstance(names, list) and isinstance(worth, list) and len(names) == len(worth)):
+            raise ValueError("fields 'candidates' and 'worth' are not lists of one length")
         if not all(type(name) is int for name in names):
             raise ValueError(f"field 'candidates' is {names!r}, allowed: whole numbers")
         if len(set(names)) < len(names) or not set(names) <= set(self.candidates(round, peer.partition)):
             raise ValueError(f"field 'candidates' is {names!r}, allowed: those it was sent")
-        if not all(isinstance(weight, float) and 0 <= weight <= 1 for weight in weights):
-            raise ValueError(f"field 'weights' is {weights!r}, allowed: numbers from 0 to 1")
+        if not all(isinstance(value, float) and abs(value) <= _MOST_WORTH for value in worth):
+            raise ValueError(f"field 'worth' is {worth!r}, allowed: numbers from -{_MOST_WORTH:g} to {_MOST_WORTH:g}")
         super().receive(peer, round, content)
-        for name, weight in zip(names, weights, strict=True):
-            self.affinity[peer.partition, name] += weight
+        for name, value in zip(names, worth, strict=True):
+            self.affinity[peer.partition, name] += value
 
     def state(self) -> State:
         return State({"affinity": self.affinity}, super().state().meta)

@@ -61,9 +61,11 @@ class Gossip(Relay):
         """From whom each participant receives; a client that trains alone, from nobody."""
         sampled, dropped = self.sampled(round), set(self.dropped(round))
         active = [partition for partition in sampled if partition not in dropped]
-        stale = self.options.dropped == "trains-alone" and self.options.topology.startswith("random")
+        # In the released code others may still draw a dropped client, and the ring serves its old model; fully connected
+        # clients hear only those that are there.
+        stale = self.options.dropped == "trains-alone" and self.options.topology.startswith(("random", "ring"))
         draw = rng.numpy_generator(self.config.seed, "topology", round=round)
-        senders = sampled if stale else active  # the released code lets others choose a dropped client
+        senders = sampled if stale else active
         drawn = neighbours(
             self.options.topology, list(self.roster), senders, self.options.neighbours, draw, self.adjacency
         )

@@ -17,10 +17,9 @@ from fedprune_app.data.partitions import Indices
 CLASS_ASSIGNMENTS = ("cyclic", "random")
 TEST_SPLITS: dict[str, str] = {
     "labels": "all test images of the labels that the client holds (Sub-FedAvg)",
-    "proportional": "about 100 test images with the client's label shares (Dis-PFL)",
+    "proportional": "about test-samples test images with the client's label shares (Dis-PFL)",
     "holdout": "train and test merged before the partition, then a share of the client's own samples (FedP3)",
 }
-PROPORTIONAL_TEST_SIZE = 100
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,8 @@ class DataConfig:
     With ``samples_per_client`` only so many samples times clients are dealt out, drawn with the label law of the whole
     (all clients get as many unless the partition makes volumes unequal); 0 deals out everything. ``dirichlet_groups``
     is ``num_groups`` of :func:`~fedprune_app.data.partitions.dirichlet_client`. ``public_share`` of the training images
-    are dealt to no client: :func:`public_part`.
+    are dealt to no client: :func:`public_part`. With ``test_split="proportional"`` a client is tested on
+    ``test_samples`` images, or a few more: the number of each label is rounded up.
 
     With ``is_own`` the folder is one client's alone, who takes all of it: nothing is dealt, the one client is number 0
     of 1, and its test data is the folder's, or where that has none ``test_fraction`` of the images. ``classes`` fixes
@@ -51,6 +51,7 @@ class DataConfig:
     samples_per_client: int = 0
     validation_fraction: float = 0.1
     test_split: str = "labels"
+    test_samples: int = 100
     test_fraction: float = 0.3
     public_share: float = 0.0
     seed: int = 0
@@ -77,6 +78,8 @@ class DataConfig:
                 f"samples-per-client is {self.samples_per_client}, allowed: 0 with shard-size {self.shard_size}, "
                 "which says it already"
             )
+        if self.test_samples < 1:
+            raise ValueError(f"test-samples is {self.test_samples}, allowed: 1 or more")
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(f"validation-fraction is {self.validation_fraction:g}, allowed: 0 to below 1")
         if not 0 <= self.public_share < 1:
@@ -284,7 +287,7 @@ def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> d
         if config.test_split == "labels":
             wanted = np.where(counts > 0, available, 0)
         else:  # whole-number ceiling: 100 · 3/10 in floats can be 30.000000000000004
-            wanted = np.minimum(-(-counts * PROPORTIONAL_TEST_SIZE // len(own)), available)
+            wanted = np.minimum(-(-counts * config.test_samples // len(own)), available)
         chosen = partitions.take_per_label(pool.dataset.test_labels, wanted, test_rng)
         test = np.sort(np.concatenate(chosen)) + pool.num_train
     validation_rng = numpy_generator(config.seed, "validation split", partition_id)

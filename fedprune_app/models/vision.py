@@ -77,7 +77,8 @@ _CONV_NETS: dict[str, dict[str, Any]] = {  # arguments of conv_net
     "vgg11-bn": {**_VGG11, "norm": "bn"},
 }
 _VARIATIONAL = ("cnn-fedp3", "cnn-fedp3-fmnist", "mlp4", "cnn-small")  # those with a twin named -cr
-INITIALISATIONS = ("default", "subfedavg")
+_KAIMING = ("vgg11-gn", "vgg11-bn")  # the released VGG-11 draws its first weights itself, unlike the other networks
+INITIALISATIONS = ("default", "subfedavg", "kaiming")
 
 
 def conv_net(
@@ -168,12 +169,13 @@ def build_model(
 ) -> nn.Module:
     """A network of :data:`MODELS` on the CPU, initialised from ``rng`` alone (the global RNG is not touched).
 
+    ``init="default"`` is PyTorch's own initialisation, or for VGG-11 that of its released code, ``"kaiming"``.
     ``image_shape`` is (channels, height, width). Raises ``ValueError`` for an unknown name or initialisation,
     fewer than two classes, or an image too small for the network.
     """
     model = architecture(name, image_shape, num_classes)
     model.to_empty(device="cpu")
-    initialise(model, init, rng)
+    initialise(model, "kaiming" if init == "default" and name in _KAIMING else init, rng)
     return model
 
 
@@ -204,7 +206,8 @@ def initialise(model: nn.Module, init: str, rng: torch.Generator) -> None:
     ``default`` is PyTorch's own: weights and biases uniform in +-1/sqrt(fan_in), norm scale 1 and shift 0.
     ``subfedavg`` is that of Sub-FedAvg's released code: Xavier-normal weights and N(0, 1) biases; for a model
     with batch normalisation (its hybrid variant) conv N(0, sqrt(2 / (k^2 out_channels))), linear N(0, 0.01),
-    scale 0.5, biases and shifts 0.
+    scale 0.5, biases and shifts 0. ``kaiming`` is that of Dis-PFL's released VGG-11, which is torchvision's: conv
+    Kaiming-normal by fan-out, linear N(0, 0.01), scale 1, biases and shifts 0.
 
     Raises ``ValueError`` for another name, or for a layer whose parameters no rule covers.
     """
@@ -221,8 +224,8 @@ def initialise(model: nn.Module, init: str, rng: torch.Generator) -> None:
         elif isinstance(module, nn.Conv2d | nn.Linear):
             if init == "default":
                 _default_(module, rng)
-            elif hybrid:
-                _subfedavg_hybrid_(module, rng)
+            elif hybrid or init == "kaiming":
+                _kaiming_(module, rng)
             else:
                 _subfedavg_(module, rng)
         elif any(True for _ in module.parameters(recurse=False)):
@@ -242,9 +245,9 @@ def _subfedavg_(layer: nn.Conv2d | nn.Linear, rng: torch.Generator) -> None:
         nn.init.normal_(layer.bias, generator=rng)
 
 
-def _subfedavg_hybrid_(layer: nn.Conv2d | nn.Linear, rng: torch.Generator) -> None:
+def _kaiming_(layer: nn.Conv2d | nn.Linear, rng: torch.Generator) -> None:
     if isinstance(layer, nn.Conv2d):
-        std = math.sqrt(2 / (math.prod(layer.kernel_size) * layer.out_channels))
+        std = math.sqrt(2 / (math.prod(layer.kernel_size) * layer.out_channels))  # fan out
     else:
         std = 0.01
     nn.init.normal_(layer.weight, std=std, generator=rng)

@@ -44,7 +44,7 @@ def flower(tmp_path):
 def test_flwr_run_runs_the_app_with_a_config_file_and_any_number_of_clients(flower, tmp_path):
     before = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True).stdout
     config = tmp_path / "short.toml"
-    config.write_text((ROOT / "configs" / "subfedavg.toml").read_text().replace("rounds = 20", "rounds = 2"))
+    config.write_text((ROOT / "configs" / "quickstart.toml").read_text().replace("rounds = 20", "rounds = 2"))
     command = [FLWR, "run", ".", "--format", "json", "--run-config", str(config)]
     command += ["--federation-config", "num-supernodes=5 client-resources-num-cpus=1"]
     started = subprocess.run(command, cwd=ROOT, env=flower, capture_output=True, text=True, timeout=120)

@@ -16,7 +16,7 @@ from fedprune_app.models import (
     prunable_names,
     state_tensors,
 )
-from fedprune_app.models.vision import architecture
+from fedprune_app.models.vision import INITIALISATIONS, architecture
 
 SHAPES = {
     "lenet5": (3, 32, 32),
@@ -117,7 +117,7 @@ def test_an_architecture_has_the_shapes_of_its_model_and_neither_values_nor_rand
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("init", ["default", "subfedavg"])
+@pytest.mark.parametrize("init", INITIALISATIONS)
 def test_weights_come_from_the_generator_and_the_global_one_is_not_touched(name, init):
     before = torch.get_rng_state()
     first, again, other = (build_model(name, SHAPES[name], 10, rng=generator(seed), init=init) for seed in (1, 1, 2))
@@ -160,6 +160,25 @@ def test_subfedavg_initialises_models_with_batch_norm_as_its_hybrid_variant():
     assert all(not tensor.any() for name, tensor in tensors.items() if name.endswith("bias"))
     assert torch.equal(tensors["bn2.running_var"], torch.ones(16))
     assert torch.equal(tensors["bn2.running_mean"], torch.zeros(16))
+
+
+def test_vgg11_starts_as_torchvisions_does():
+    """Dis-PFL's released VGG-11 draws its weights as torchvision's: Kaiming by fan-out, and N(0, 0.01)."""
+    prepare_torchvision()
+    from torchvision.models import vgg11
+
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        reference = vgg11(num_classes=10)
+    theirs = [layer for layer in reference.features if isinstance(layer, nn.Conv2d)]
+    model = build_model("vgg11-gn", (3, 32, 32), 10, rng=generator(5))
+    ours = [layer for layer in model.modules() if isinstance(layer, nn.Conv2d)]
+    assert len(ours) == len(theirs) == 8
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.weight.std().item() == pytest.approx(other.weight.std().item(), rel=0.06)
+    tensors = state_tensors(model)
+    assert tensors["fc1.weight"].std().item() == pytest.approx(reference.classifier[0].weight.std().item(), rel=0.05)
+    assert all(not tensor.any() for name, tensor in tensors.items() if name.endswith("bias"))
 
 
 def test_a_layer_no_rule_covers_is_refused():
@@ -338,7 +357,7 @@ def test_a_state_that_does_not_fit_changes_nothing():
             "default",
             "image shape 3x31x32 is too small for this model, allowed: sides >= 32",
         ),
-        ("cnn5", (1, 28, 28), 10, "zeros", "init 'zeros' is unknown, allowed: default, subfedavg"),
+        ("cnn5", (1, 28, 28), 10, "zeros", "init 'zeros' is unknown, allowed: default, subfedavg, kaiming"),
     ],
 )
 def test_a_bad_choice_is_named_in_one_line(name, image_shape, num_classes, init, message):

@@ -249,8 +249,8 @@ class Federation:
             candidates = {j: before_round[j][0] for j in others[: options.candidates]}
             old, new = client.tensors, self.train(client.tensors, k, t)
             worth = {j: self.worth(model, old, k) for j, model in {**candidates, k: new}.items()}
-            total = sum(worth.values())
-            client.kept = {j: value / total if total > 0 else 0.0 for j, value in worth.items()}
+            total = sum(value for value in worth.values() if value > 0)
+            client.kept = {j: value / total if value > 0 else 0.0 for j, value in worth.items()}
             models = {**candidates, k: new}
             client.tensors = {
                 name: (
@@ -261,13 +261,13 @@ class Federation:
             }
             client.round = t
             for j in candidates:
-                self.affinity[k][j] += client.kept[j]
+                self.affinity[k][j] += worth[j]
             self.published[k] = (client.tensors, {})
 
     def worth(self, model, old, k):
         distance = math.sqrt(sum(float((model[n].double() - old[n].double()).pow(2).sum()) for n in old))
         gain = self.validation_loss(old, k) - self.validation_loss(model, k)
-        return max(gain / distance, 0.0) if distance else 0.0
+        return gain / distance if distance else 0.0
 
     def validation_loss(self, tensors, k):
         data = self.data[k]
