@@ -50,8 +50,7 @@ class GossipClient(FederatedClient):
                     mean.add(letter)
                 except ValueError as error:  # finite, but too large to be summed
                     self.refuse(sender, error)
-            nobody = {name: torch.zeros_like(start[name]) for name in self.shared}
-            tensors = mean.mean(nobody) if mean.num_added else {}
+            tensors = mean.mixed()
         masks = self.start_masks(state)
         start = {**start, **tensors}
         return {name: torch.where(masks[name], t, 0) if name in masks else t for name, t in start.items()}

@@ -21,6 +21,7 @@ from strategies.relay import Relay
 
 _MOST_WORTH = 1e30  # no honest client comes near; sums of it over any number of rounds stay finite
 
+
 class FedFomo(Relay):
     """Keeps every client's latest personal model, and for each two clients the sum of what the other's model was worth
     to the one (``affinity``). Candidates are those of most affinity, or with probability ``exploration`` random.

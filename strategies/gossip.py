@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fedprune_app.config import ConfigError, GossipOptions
 from fedprune_app.core import rng
 from fedprune_app.core.aggregate import MaskedMean
@@ -61,8 +59,8 @@ class Gossip(Relay):
         """From whom each participant receives; a client that trains alone, from nobody."""
         sampled, dropped = self.sampled(round), set(self.dropped(round))
         active = [partition for partition in sampled if partition not in dropped]
-        # In the released code others may still draw a dropped client, and the ring serves its old model; fully connected
-        # clients hear only those that are there.
+        # In the released code others may still draw a dropped client, and the ring serves its old model; where
+        # all are connected, clients hear only those that are there.
         stale = self.options.dropped == "trains-alone" and self.options.topology.startswith(("random", "ring"))
         draw = rng.numpy_generator(self.config.seed, "topology", round=round)
         senders = sampled if stale else active
@@ -108,9 +106,8 @@ class Gossip(Relay):
                 mean.add(self.read_letter(partition))
             except ValueError as error:
                 self.note(partition, f"its letter is left out of an average: {error}")
-        held = mean.held()
-        tensors = mean.mean({name: torch.zeros_like(tensor) for name, tensor in self.model.items() if name in held})
-        return Payload(tensors, {name: mask for name, mask in held.items() if not bool(mask.all())})
+        masks = {name: held for name, held in mean.held().items() if not bool(held.all())}
+        return Payload(mean.mixed(), masks)
 
     def read_letter(self, partition: int) -> Payload:
         """A published model, decoded and, where nobody has done so yet, checked. ``ValueError`` if it is bad."""

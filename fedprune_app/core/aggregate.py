@@ -42,6 +42,7 @@ class MaskedMean:
         self.max_magnitude = _HEADROOM / (max_addends + 1)
         self.num_added = 0
         self._sums: dict[str, Tensor] = {}  # int64, in units of 2^-40 / max_weight
+        self._dtypes: dict[str, torch.dtype] = {}  # of the first addend
         self._weights: dict[str, Tensor] = {}  # Σ a_k m_k; 0-dim while every addend was dense
         self._weight_dtype = torch.int32 if max_addends * max_weight < 2**31 else torch.int64
 
@@ -65,6 +66,7 @@ class MaskedMean:
             mask = payload.masks.get(name)
             if name not in self._sums:
                 self._sums[name] = torch.zeros(tensor.shape, dtype=torch.int64, device=tensor.device)
+                self._dtypes[name] = tensor.dtype
                 shape = () if mask is None else tensor.shape
                 self._weights[name] = torch.zeros(shape, dtype=self._weight_dtype, device=tensor.device)
             if mask is None:
@@ -95,13 +97,14 @@ class MaskedMean:
                 out.copy_(torch.where(held > 0, mean, stays.double()))
         return result
 
-    def shape(self, name: str) -> torch.Size:
-        """The shape of a tensor that was added."""
-        return self._sums[name].shape
+    def mixed(self) -> dict[str, Tensor]:
+        """The gossip average ``Σ_j w_j / Σ_j m_j`` of all tensors added: as :meth:`mean`, with 0 where nobody kept.
 
-    def device(self, name: str) -> torch.device:
-        """Where a tensor that was added is summed."""
-        return self._sums[name].device
+        Each mask must be the one that the weights were trained with, not that of the search that follows: Algorithm 1
+        line 7 read literally divides by masks that do not match the weights, the released code does as here.
+        Unweighted. Source: Dis-PFL, Algorithm 1 line 7, before its multiplication with the local mask.
+        """
+        return self.mean({name: torch.zeros_like(sums, dtype=self._dtypes[name]) for name, sums in self._sums.items()})
 
     def held(self) -> dict[str, Tensor]:
         """Of every tensor added, as bool, the coordinates that at least one addend kept."""
@@ -152,18 +155,16 @@ def attention_mean(tensors: Sequence[Sequence[Tensor]], temperature: float) -> l
 
 
 def gossip_mix(payloads: Sequence[Payload]) -> dict[str, Tensor]:
-    """Modified gossip average: per coordinate ``Σ_j w_j / Σ_j m_j`` over its holders, 0 where there is none.
+    """All at once what :meth:`MaskedMean.mixed` averages; see there. The receiver's own payload is one of them.
 
-    The receiver's own payload is one of them. Each mask must be the one its weights were trained with, not that of
-    the search that follows: Algorithm 1 line 7 read literally divides by masks that do not match the weights, the
-    released code does as here. Unweighted; the order of the payloads does not change a bit. ``ValueError`` for none.
-
-    Source: Dis-PFL, Algorithm 1 line 7, before its multiplication with the local mask.
+    The order of the payloads does not change a bit. ``ValueError`` for none.
     """
     if not payloads:
         raise ValueError("0 payloads to mix, allowed: at least 1, the client's own")
-    zeros = {name: tensor.new_zeros(()).expand(tensor.shape) for p in payloads for name, tensor in p.tensors.items()}
-    return masked_mean(payloads, fallback=zeros)
+    mean = MaskedMean(len(payloads))
+    for payload in payloads:
+        mean.add(payload)
+    return mean.mixed()
 
 
 SCOPES = ("matrix", "payload")
@@ -180,7 +181,6 @@ class L0Mean:
     def __init__(self, max_addends: int, max_weight: int = 1) -> None:
         self._mean = MaskedMean(max_addends, max_weight)
         self._count_dtype = torch.int16 if max_addends < 2**15 else torch.int32
-        self._dtypes: dict[str, torch.dtype] = {}
         self._addends: dict[str, int] = {}  # N, by tensor
         self._pruned: dict[str, Tensor] = {}  # C, by masked tensor
 
@@ -188,7 +188,6 @@ class L0Mean:
         """Add one client's payload; its integer ``weight`` (the paper's α) counts in the mean, not among the pruned."""
         self._mean.add(payload, weight)
         for name, tensor in payload.tensors.items():
-            self._dtypes.setdefault(name, tensor.dtype)
             self._addends[name] = self._addends.get(name, 0) + 1
             if name in payload.masks:
                 pruned = ~payload.masks[name]
@@ -198,12 +197,8 @@ class L0Mean:
 
     def mean(self) -> Payload:
         """Equation (5): of an entry, the mean over those who kept it; where nobody did 0, and False in the mask."""
-        zeros = {
-            name: torch.zeros((), dtype=dtype, device=self._device(name)).expand(self._mean.shape(name))
-            for name, dtype in self._dtypes.items()
-        }
         held = self._mean.held()
-        return Payload(self._mean.mean(zeros), {name: held[name] for name in self._pruned})
+        return Payload(self._mean.mixed(), {name: held[name] for name in self._pruned})
 
     def expanded(
         self, density: float, *, n_of_m: NOfM | None = None, ties: str = "magnitude", scope: str = "matrix"
@@ -238,9 +233,6 @@ class L0Mean:
     def votes(self) -> Votes:
         """What an expansion over several layers together needs of this one; see ``core.expansion.Cut``."""
         return Votes(self.mean(), {name: counts.clone() for name, counts in self._pruned.items()})
-
-    def _device(self, name: str) -> torch.device:
-        return self._pruned[name].device if name in self._pruned else self._mean.device(name)
 
 
 def _most_pruned(counts: Tensor, num_clients: Tensor, tie_break: Tensor, target: int) -> Tensor:

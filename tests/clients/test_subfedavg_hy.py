@@ -193,12 +193,26 @@ def test_removed_channels_count_towards_the_target_and_their_gate_does_not_ask_f
 @pytest.mark.parametrize("percent", [10, 20, 30])
 def test_the_last_step_takes_what_is_missing_of_the_parameters_that_are_left(client, percent):
     gone = FULL * percent // 100
-    one = client(1.0, subfedavg_target_rate=percent + 2.0, subfedavg_final_step_cap=50.0)
+    one = client(1.0, subfedavg_target_rate=percent + 2.0, subfedavg_final_step_cap=0.5)  # which is not for Hy
     taken = linear_removed(update(one, state_of(one, fc={"fc1.weight": gone})))
     pruned = 100 * gone / FULL
     share = (percent + 2 - pruned) / (100 - pruned)
     assert taken["fc1.weight"] == gone + math.ceil(share * (4000 - gone - 1))
     assert taken["fc2.weight"] == math.ceil(share * 199)
+
+
+@pytest.mark.parametrize(
+    ("missing", "pruned", "step"),
+    [
+        (9.0, 40.0, 15.0),
+        (9.6, 40.0, 16.0),  # not above 16
+        (9.0, 50.0, 13.0),  # 18, less 5
+        (9.9, 80.0, 44.5),
+        (-1e-9, 50.0, 0.01),  # never nothing
+    ],
+)
+def test_the_last_step_is_the_released_codes(client, missing, pruned, step):
+    assert client(1.0).last_step(missing, pruned) == pytest.approx(step)
 
 
 @pytest.mark.parametrize("count", [601, 611, 620])

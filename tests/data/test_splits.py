@@ -150,13 +150,14 @@ def test_split_labels_tests_on_all_images_of_the_clients_labels(partition):
 
 
 @every_scheme
-def test_split_proportional_tests_on_100_images_of_the_clients_law(partition):
-    chosen = config(partition=partition, test_split="proportional")
+@pytest.mark.parametrize("size", [100, 40])
+def test_split_proportional_tests_on_images_of_the_clients_law(partition, size):
+    chosen = config(partition=partition, test_split="proportional", test_samples=size)
     available = np.bincount(load_dataset("digits").test_labels)
     for client in range(CLIENTS):
         counts = {part: np.array(own) for part, own in label_counts(chosen, client, CLIENTS).items()}
         own = counts["train"] + counts["validation"]
-        exact = [-(-int(n) * 100 // int(own.sum())) for n in own]  # ceil, in whole numbers
+        exact = [-(-int(n) * size // int(own.sum())) for n in own]  # ceil, in whole numbers
         assert counts["test"].tolist() == np.minimum(exact, available).tolist()
 
 
@@ -255,6 +256,7 @@ def test_shares_cannot_be_written_to():
     [
         ({"partition": "shard"}, f"partition is 'shard', allowed: {', '.join(PARTITIONS)}"),
         ({"class_assignment": "x"}, "class-assignment is 'x', allowed: cyclic, random"),
+        ({"test_samples": 0}, "test-samples is 0, allowed: 1 or more"),
         ({"test_split": "all"}, "test-split is 'all', allowed: labels, proportional, holdout"),
         ({"validation_fraction": 1.0}, "validation-fraction is 1, allowed: 0 to below 1"),
         ({"validation_fraction": -0.1}, "validation-fraction is -0.1, allowed"),

@@ -23,6 +23,15 @@ def random_payload(seed: int, density: float | None = 0.5) -> Payload:
     return Payload.pruned(tensors, masks)
 
 
+def mean_of(payloads, fallback, weights=None):
+    """As every strategy averages: one payload after the other into a :class:`MaskedMean`."""
+    weights = [1] * len(payloads) if weights is None else weights
+    mean = MaskedMean(len(payloads), max(weights))
+    for payload, weight in zip(payloads, weights, strict=True):
+        mean.add(payload, weight)
+    return mean.mean(fallback)
+
+
 def reference_mean(payloads, weights, fallback):
     """Coordinate by coordinate, as the formula reads."""
     result = {}
@@ -47,7 +56,7 @@ def test_the_masked_mean_is_the_formula(clients):
     payloads = [random_payload(seed, density=None if seed % 4 == 0 else 0.5) for seed, _ in clients]
     weights = [weight for _, weight in clients]
     fallback = dict(random_payload(99).tensors)
-    mean = masked_mean(payloads, fallback, weights)
+    mean = mean_of(payloads, fallback, weights)
     for name, expected in reference_mean(payloads, weights, fallback).items():
         assert mean[name].dtype == torch.float32
         torch.testing.assert_close(mean[name].double(), expected, atol=1e-7, rtol=1e-6)
@@ -57,27 +66,24 @@ def test_the_order_of_arrival_does_not_change_a_single_bit():
     payloads = [random_payload(seed) for seed in range(6)]
     weights = [3, 1, 4, 1, 5, 9]
     fallback = dict(random_payload(99).tensors)
-    first = masked_mean(payloads, fallback, weights)
+    first = mean_of(payloads, fallback, weights)
     for order in itertools.islice(itertools.permutations(range(6)), 0, 720, 37):
-        again = masked_mean([payloads[i] for i in order], fallback, [weights[i] for i in order])
+        again = mean_of([payloads[i] for i in order], fallback, [weights[i] for i in order])
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
 def test_one_by_one_is_all_at_once():
-    payloads = [random_payload(seed) for seed in range(4)]
+    payloads, weights = [random_payload(seed) for seed in range(4)], [2, 7, 1, 8]
     fallback = dict(random_payload(99).tensors)
-    streamed = MaskedMean(max_addends=4)
-    for payload in payloads:
-        streamed.add(payload)
-    at_once = masked_mean(payloads, fallback)
-    assert all(torch.equal(streamed.mean(fallback)[name], at_once[name]) for name in fallback)
+    one_by_one, at_once = mean_of(payloads, fallback, weights), masked_mean(payloads, fallback, weights)
+    assert all(torch.equal(one_by_one[name], at_once[name]) for name in fallback)
 
 
 def test_full_masks_are_plain_averaging():
     payloads = [random_payload(seed, density=None) for seed in range(5)]
     masked = [Payload(p.tensors, {"w": torch.ones(6, 5, dtype=torch.bool)}) for p in payloads]
     fallback = dict(payloads[0].tensors)
-    plain, full = masked_mean(payloads, fallback), masked_mean(masked, fallback)
+    plain, full = mean_of(payloads, fallback), mean_of(masked, fallback)
     for name in fallback:
         assert torch.equal(plain[name], full[name])
         torch.testing.assert_close(plain[name], torch.stack([p.tensors[name] for p in payloads]).mean(0))
@@ -86,24 +92,24 @@ def test_full_masks_are_plain_averaging():
 def test_a_coordinate_nobody_kept_stays_where_it_was():
     kept = torch.tensor([True, False, True])
     payloads = [Payload.pruned({"w": torch.full((3,), float(i))}, {"w": kept}) for i in (1, 3)]
-    assert masked_mean(payloads, {"w": torch.tensor([7.0, 8.0, 9.0])})["w"].tolist() == [2.0, 8.0, 2.0]
+    assert mean_of(payloads, {"w": torch.tensor([7.0, 8.0, 9.0])})["w"].tolist() == [2.0, 8.0, 2.0]
 
 
 def test_a_weight_just_grown_counts_although_it_is_zero():
     masks = {"w": torch.tensor([True])}
     payloads = [Payload({"w": torch.tensor([value])}, masks) for value in (0.0, 4.0)]
-    assert masked_mean(payloads, {"w": torch.tensor([9.0])})["w"].item() == 2.0
+    assert mean_of(payloads, {"w": torch.tensor([9.0])})["w"].item() == 2.0
 
 
 def test_a_tensor_that_was_not_sent_does_not_take_part():
-    mean = masked_mean([Payload({"a": torch.ones(2)})], {"a": torch.zeros(2), "b": torch.full((2,), 5.0)})
+    mean = mean_of([Payload({"a": torch.ones(2)})], {"a": torch.zeros(2), "b": torch.full((2,), 5.0)})
     assert mean["a"].tolist() == [1, 1]
     assert mean["b"].tolist() == [5, 5]
 
 
 def test_one_payload_returns_itself_up_to_the_grid():
     payload = random_payload(3, density=None)
-    mean = masked_mean([payload], payload.tensors)
+    mean = mean_of([payload], payload.tensors)
     for name, tensor in payload.tensors.items():
         assert (mean[name] - tensor).abs().max() <= GRID
 

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedprune_app.core import aggregate
-from fedprune_app.core.aggregate import MaskedMean, gossip_mix, masked_mean
+from fedprune_app.core.aggregate import MaskedMean, gossip_mix
 from fedprune_app.core.masks import full_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator, numpy_generator
 from fedprune_app.core.topology import neighbours
+from tests.laws.test_aggregate_laws import mean_of
 
 SHAPES = {"w": (6, 5), "b": (4,), "s": ()}
 
@@ -25,6 +26,14 @@ def random_payload(seed: int, density: float = 0.5) -> Payload:
     rng = generator(seed, "payload")
     tensors = {name: torch.randn(shape, generator=rng) for name, shape in SHAPES.items()}
     return Payload.pruned(tensors, {name: torch.rand(s, generator=rng) < density for name, s in SHAPES.items()})
+
+
+def mix_of(payloads):
+    """As the relaying server and the clients of decentralised systems average: one letter after the other."""
+    mean = MaskedMean(len(payloads))
+    for payload in payloads:
+        mean.add(payload)
+    return mean.mixed()
 
 
 def reference_mix(payloads):
@@ -42,7 +51,7 @@ def reference_mix(payloads):
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=5))
 def test_the_gossip_average_is_the_formula(seeds):
     payloads = [random_payload(seed) for seed in seeds]
-    mixed = gossip_mix(payloads)
+    mixed = mix_of(payloads)
     assert list(mixed) == list(SHAPES)
     for name, expected in reference_mix(payloads).items():
         assert mixed[name].dtype == torch.float32
@@ -51,26 +60,26 @@ def test_the_gossip_average_is_the_formula(seeds):
 
 def test_the_order_of_the_neighbours_does_not_change_a_single_bit():
     payloads = [random_payload(seed) for seed in range(6)]
-    first = gossip_mix(payloads)
+    first = mix_of(payloads)
     for order in itertools.islice(itertools.permutations(payloads), 0, 720, 37):
-        assert all(torch.equal(first[name], tensor) for name, tensor in gossip_mix(order).items())
+        assert all(torch.equal(first[name], tensor) for name, tensor in mix_of(order).items())
 
 
 def test_a_coordinate_that_nobody_holds_is_zero_whatever_was_sent_there():
     nobody = {"w": torch.tensor([True, False])}
     payloads = [Payload({"w": torch.tensor([value, 9.0])}, nobody) for value in (1.0, 3.0)]
-    assert gossip_mix(payloads)["w"].tolist() == [2.0, 0.0]
+    assert mix_of(payloads)["w"].tolist() == [2.0, 0.0]
 
 
 def test_a_held_zero_counts_and_a_coordinate_of_one_holder_is_its_own():
     tensors = [{"w": torch.tensor(values)} for values in ([0.0, 0.0], [4.0, 8.0])]
     masks = [{"w": torch.tensor(kept)} for kept in ([True, False], [True, True])]
-    assert gossip_mix(list(map(Payload, tensors, masks)))["w"].tolist() == [2.0, 8.0]
+    assert mix_of(list(map(Payload, tensors, masks)))["w"].tolist() == [2.0, 8.0]
 
 
 def test_mixing_alone_is_ones_own_model():
     payload = random_payload(3)
-    for name, tensor in gossip_mix([payload]).items():
+    for name, tensor in mix_of([payload]).items():
         assert (tensor - payload.tensors[name]).abs().max() <= 2.0**-40
 
 
@@ -78,7 +87,7 @@ def test_with_full_masks_and_all_others_as_neighbours_everybody_gets_the_plain_a
     clients = [4, 0, 7, 2]
     models = {client: random_payload(client, density=1.1) for client in clients}
     received = neighbours("full", clients, clients, 1, numpy_generator(0, "topology"))
-    mixes = [gossip_mix([models[k], *(models[j] for j in received[k])]) for k in clients]
+    mixes = [mix_of([models[k], *(models[j] for j in received[k])]) for k in clients]
     for name in SHAPES:
         assert all(torch.equal(mix[name], mixes[0][name]) for mix in mixes)
         torch.testing.assert_close(mixes[0][name], torch.stack([m.tensors[name] for m in models.values()]).mean(0))
@@ -86,7 +95,12 @@ def test_with_full_masks_and_all_others_as_neighbours_everybody_gets_the_plain_a
 
 def test_a_tensor_without_mask_counts_everywhere():
     payloads = [Payload({"w": torch.tensor([1.0, 2.0])}), Payload({"w": torch.zeros(2)}, full_masks({"w": (2,)}))]
-    assert gossip_mix(payloads)["w"].tolist() == [0.5, 1.0]
+    assert mix_of(payloads)["w"].tolist() == [0.5, 1.0]
+
+
+def test_one_by_one_is_all_at_once():
+    payloads = [random_payload(seed) for seed in range(4)]
+    assert all(torch.equal(tensor, mix_of(payloads)[name]) for name, tensor in gossip_mix(payloads).items())
 
 
 def test_mixing_nothing_is_refused():
@@ -138,7 +152,7 @@ def test_working_in_blocks_changes_no_bit(monkeypatch, dense_at):
     fallback = {"w": torch.randn(3, 5, 4, generator=rng, dtype=torch.float64)}  # shows the last bit of the grid
     total, count = reference_sums(payloads, weights, "w")
     expected = torch.where(count > 0, total.double() / count.clamp(min=1) * (3 / 2**40), fallback["w"])
-    assert torch.equal(masked_mean(payloads, fallback, weights)["w"], expected)
+    assert torch.equal(mean_of(payloads, fallback, weights)["w"], expected)
 
 
 def test_the_memory_layout_of_a_tensor_does_not_matter(monkeypatch):
@@ -147,8 +161,8 @@ def test_the_memory_layout_of_a_tensor_does_not_matter(monkeypatch):
     tensor, fallback = torch.randn(2, 3, 4, 4, generator=rng), torch.randn(2, 3, 4, 4, generator=rng)
     mask = torch.rand(2, 3, 4, 4, generator=rng) < 0.5
     turned = [x.contiguous(memory_format=torch.channels_last) for x in (tensor, mask, fallback)]
-    plain = masked_mean([Payload({"w": tensor}, {"w": mask})] * 2, {"w": fallback})["w"]
-    assert torch.equal(masked_mean([Payload({"w": turned[0]}, {"w": turned[1]})] * 2, {"w": turned[2]})["w"], plain)
+    plain = mean_of([Payload({"w": tensor}, {"w": mask})] * 2, {"w": fallback})["w"]
+    assert torch.equal(mean_of([Payload({"w": turned[0]}, {"w": turned[1]})] * 2, {"w": turned[2]})["w"], plain)
 
 
 @pytest.mark.parametrize("value", [-1e30, float("-inf")])
@@ -163,7 +177,7 @@ def test_what_is_added_is_not_changed_whatever_its_type(dtype):
     masks = {"w": torch.tensor([True, True, False, False]), "none": torch.zeros(0, 3, dtype=torch.bool)}
     payload = Payload(tensors, masks)
     before = payload.digest()
-    mixed = gossip_mix([payload, payload])
+    mixed = mix_of([payload, payload])
     assert payload.digest() == before
     assert mixed["w"].tolist() == [1, -2, 0, 0]
     assert mixed["w"].dtype == dtype

@@ -10,11 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedprune_app.core.aggregate import masked_mean
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.core.robust import TrimmedMean, clipped, move_norm
-from tests.laws.test_aggregate_laws import random_payload
+from tests.laws.test_aggregate_laws import mean_of, random_payload
 
 FALLBACK = dict(random_payload(99, density=None).tensors)
 
@@ -60,7 +59,7 @@ def test_the_order_of_arrival_does_not_change_a_single_bit():
 
 def test_without_trimming_it_is_the_masked_mean():
     payloads = [random_payload(seed) for seed in range(6)]
-    plain = masked_mean(payloads, FALLBACK)
+    plain = mean_of(payloads, FALLBACK)
     for name, mean in trimmed(payloads, 0.0).items():
         torch.testing.assert_close(mean, plain[name], atol=1e-6, rtol=1e-6)
 

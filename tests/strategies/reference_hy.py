@@ -224,9 +224,9 @@ class Federation:
             return "target reached"
         word = "full step"
         if target - pruned < step:
-            share, cap = (target - pruned) / (100 - pruned) * 100, Fraction(options.final_step_cap)
-            word = "last step" if share <= cap else "capped step"
-            late = self.without_smallest(last, alive, min(share, cap))
+            share = (target - pruned) / (100 - pruned) * 100
+            word = "last step" if share <= 16 else "shortened step"
+            late = self.without_smallest(last, alive, share if share <= 16 else share - 5)
         candidate = masked(client.tensors, coordinates(self.initial, client.kept, late))
         if not self.accurate_enough(candidate, data):
             return "not accurate enough"

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
+from clients.base import data_config
 from clients.fedavg_ft import FedAvgFTClient
 from fedprune_app.config import parse_config
 from fedprune_app.core import rng
 from fedprune_app.core.payload import Payload
+from fedprune_app.data.splits import client_data
 from fedprune_app.engine.rounds import TooFewReplies
 from fedprune_app.engine.store import State
+from fedprune_app.export import find_model
 from fedprune_app.models.initial import initial_model
 from tests.strategies.reference import logits
 from tests.strategies.reference_ldp_fedp3 import NAMES
@@ -45,9 +50,6 @@ def test_a_stronger_proximal_term_keeps_clients_nearer_to_what_they_received(fed
 
 def test_a_fedprox_step_is_sgd_on_the_loss_with_the_proximal_term(federation):
     """One client's local training again, with the term in the loss and autograd's gradient of it."""
-    from clients.base import data_config
-    from fedprune_app.data.splits import client_data
-
     run = federation(system="fedprox", fedprox_mu=0.7, num_server_rounds=1, momentum=0.0, **ALL)
     config = run.config
     data = client_data(data_config(config), 2, 4)
@@ -90,6 +92,44 @@ def test_a_client_goes_on_from_its_own_lower_layers_under_the_servers_upper_ones
     rows = run.rows(3)
     assert all(row["accuracy_received"] is not None for row in rows.values())
     assert run.rounds[-1]["accuracy_global"] is None
+
+
+def test_a_client_answers_for_its_own_lower_layers_under_the_averaged_upper_ones(federation):
+    run = federation(system="lg-fedavg", lgfedavg_global_layers=1, **ALL)
+    for partition, row in run.rows(3).items():
+        own = run.client(partition)[1].group("weights")
+        model = {**own, **run.server}
+        assert distance({"w": own["fc1.weight"]}, {"w": model["fc1.weight"]}) > 0.01
+        assert run.wiretap.of("evaluate", 3)[partition].told["digest"] == Payload(model).digest()
+        data = client_data(data_config(run.config), partition, 4)
+        correct = (logits(model, data.test_images).argmax(1) == data.test_labels).float().mean().item()
+        assert row["accuracy_personal"] == pytest.approx(correct, abs=1.01 / len(data.test_labels))
+        exported = find_model(run.folder, partition).payload.tensors
+        assert all(torch.equal(exported[name], tensor) for name, tensor in model.items())
+
+
+def test_lg_fedavg_after_rounds_of_fedavg_begins_from_fedavgs_model(federation):
+    """Two rounds of FedAvg, then two in which the lower layers stay at home."""
+    fedavg = federation(system="fedavg", num_server_rounds=2, **ALL)
+    settings = {"lgfedavg_global_layers": 1, "lgfedavg_pretrain_rounds": 2, "clients": 4, "fraction_train": 0.5}
+    run = federation(system="lg-fedavg", num_server_rounds=4, **settings | ALL)
+    for partition, message in run.wiretap.of("train", 3).items():
+        assert {n: t.tolist() for n, t in message.down.tensors.items()} == {
+            n: t.tolist() for n, t in fedavg.server.items()
+        }, partition
+    for message in run.wiretap.of("train", 4).values():
+        assert message.up.tensors.keys() == message.down.tensors.keys() == {"fc1.weight", "fc1.bias"}
+    lower = {name: tensor for name, tensor in fedavg.server.items() if not name.startswith("fc1")}
+    assert all(torch.equal(run.server[name], tensor) for name, tensor in lower.items())  # as FedAvg left them
+
+
+def test_a_client_that_slept_since_fedavg_gets_its_lower_layers_too(federation):
+    settings = {"lgfedavg_global_layers": 1, "lgfedavg_pretrain_rounds": 1, "clients": 5, "fraction_train": 0.2}
+    run = federation(system="lg-fedavg", num_server_rounds=3, **settings)
+    awake = {partition for round in (2, 3) for partition in run.wiretap.of("train", round)}
+    for partition, message in run.wiretap.of("evaluate", 3).items():
+        assert (set(message.down.tensors) == {"fc1.weight", "fc1.bias"}) == (partition in awake)
+    assert 0 < len(awake) < 5
 
 
 def test_with_all_layers_global_lg_fedavg_ends_with_fedavgs_model(federation):
@@ -142,14 +182,22 @@ def test_a_stronger_regulariser_brings_the_models_together(federation):
     assert spread[0] > 1.05 * spread[1] > 1.3 * spread[2]
 
 
-@pytest.mark.parametrize("system", ["fedprox", "lg-fedavg", "mtl"])
-def test_the_baselines_resume_to_the_same_models(federation, tmp_path, system):
-    import shutil
-
-    whole = federation(system=system)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"system": "fedprox"},
+        {"system": "lg-fedavg"},
+        {"system": "lg-fedavg", "lgfedavg_pretrain_rounds": 1},
+        {"system": "lg-fedavg", "lgfedavg_pretrain_rounds": 2},
+        {"system": "mtl"},
+    ],
+    ids=str,
+)
+def test_the_baselines_resume_to_the_same_models(federation, tmp_path, settings):
+    whole = federation(**settings)
     cut = shutil.copytree(whole.folder, tmp_path / "cut")
     (cut / "checkpoints" / "round-00003.safetensors").unlink()
-    assert federation(system=system, resume_from=str(cut)).sha256 == whole.sha256
+    assert federation(**settings, resume_from=str(cut)).sha256 == whole.sha256
 
 
 # --- FedAvg-FT, as FedP3 compares with it -------------------------------------------------------------------------

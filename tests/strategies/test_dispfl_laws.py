@@ -6,6 +6,7 @@ import json
 import shutil
 from fractions import Fraction
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,17 +15,24 @@ from flwr.app import Message
 
 from clients.gossip import GossipClient
 from fedprune_app import server_app
-from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.config import ConfigError, parse_config, read_toml
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import inprocess, rounds, wire
 from fedprune_app.engine.inprocess import run_in_process
-from fedprune_app.engine.store import VersionedStore
+from fedprune_app.engine.store import VersionedStore, read_tensors
 from fedprune_app.models.initial import initial_model
+from fedprune_app.sweep import read_matrix
 from tests.conftest import Finished, tampered_app
 from tests.strategies.conftest import TINY, config_key
 from tests.strategies.reference import WEIGHTS
 from tests.strategies.reference_dispfl import Federation, erk_by_hand
 
+CONFIGS = Path(__file__).parents[2] / "configs"
+FEDFOMO_FILES = [
+    path
+    for path in sorted(CONFIGS.rglob("*.*ml"))
+    if "system: fedfomo" in path.read_text().replace(" = ", ": ").replace('"', "")
+]
 QUICK = {"fraction_train": 1.0, "local_epochs": 1, "evaluate_every": 3, "momentum": 0.0}
 MIXED = {"dispfl_densities": "0.2 0.4 0.6 0.8 1.0"}
 GOSSIP = {
@@ -204,7 +212,7 @@ def test_a_dropped_client_neither_trains_nor_sends_nor_is_charged_and_is_nobodys
         assert list(versions(run, partition)) == [r for r, present in taking_part.items() if partition in present]
 
 
-@pytest.mark.parametrize("topology", ["random", "ring"])
+@pytest.mark.parametrize("topology", ["random", "ring", "full"])
 def test_a_dropped_client_that_trains_alone_hears_nobody_and_serves_its_old_model(federation, topology):
     run = federation(
         system="dispfl",
@@ -227,7 +235,7 @@ def test_a_dropped_client_that_trains_alone_hears_nobody_and_serves_its_old_mode
             heard_of_dropped += len(set(message.letters) & dropped)
             for sender, letter in message.letters.items():
                 assert letter.digest() == run.wiretap.of("train", round - 1)[sender].up.digest()
-    assert (heard_of_dropped > 0) == (topology == "random")  # as the released code has it, in its random topology only
+    assert (heard_of_dropped > 0) == (topology != "full")  # as the released code has it
 
 
 # --- the same run again -----------------------------------------------------------------------------------------------
@@ -397,6 +405,31 @@ def test_fedfomo_keeps_the_model_it_had_when_no_candidate_helps(federation):
     assert run.rounds[-1]["replies"] == 4
     for partition in range(4):
         assert same(weights(run, partition), dict(initial.state_dict()))
+
+
+def test_fedfomos_server_sums_what_models_were_worth_negative_values_included(federation):
+    run = start(federation, "fedfomo", RESUMED["fedfomo"], fedfomo_exploration=1.0, learning_rate=0.5)
+    expected = torch.zeros(5, 5, dtype=torch.float64)
+    for message in run.wiretap.messages:
+        if message.kind == "train" and message.letters:
+            assert message.told["candidates"] == sorted(message.letters)
+            for candidate, worth in zip(message.told["candidates"], message.told["worth"], strict=True):
+                expected[message.partition, candidate] += worth
+    saved = read_tensors(run.folder / "checkpoints" / "round-00003.safetensors").tensors["affinity"]
+    assert torch.equal(saved, expected)
+    assert (saved < 0).any()
+    assert saved.abs().max() > 1  # no weights that were divided by their sum
+
+
+@pytest.mark.parametrize("path", FEDFOMO_FILES, ids=lambda path: path.name)
+def test_in_every_configuration_all_clients_of_fedfomo_train_in_every_round(path):
+    if path.suffix == ".toml":
+        fractions = [parse_config(read_toml(path)).fraction_train]
+    else:
+        cells = read_matrix(path).cells(Path("/nowhere"), {}, resume=False)
+        fractions = [cell.config.fraction_train for cell in cells if cell.config.system == "fedfomo"]
+    assert fractions
+    assert set(fractions) == {1.0}
 
 
 def test_fedfomo_sends_no_more_candidates_than_asked_for_and_never_a_clients_own_model(federation):

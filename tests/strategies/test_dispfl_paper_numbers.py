@@ -6,21 +6,34 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
+from clients.base import data_config
 from fedprune_app.config import parse_config
 from fedprune_app.core import rng
 from fedprune_app.core.flops import forward_flops, training_flops
 from fedprune_app.core.masks import erk_densities, keep_count, uniform_densities
+from fedprune_app.data import splits
+from fedprune_app.data.datasets import Dataset
 from fedprune_app.models.vision import build_model, prunable_names
+from fedprune_app.sweep import read_matrix
 from strategies.dispfl import DisPFL
 from strategies.dpsgd import DPSGD
 from strategies.fedavg import FedAvg
 
 CIFAR10, CIFAR100 = ("resnet18-gn", (3, 32, 32), 10), ("resnet18-gn", (3, 32, 32), 100)
 TINY_IMAGENET, VGG11 = ("resnet18-gn", (3, 64, 64), 200), ("vgg11-gn", (3, 32, 32), 10)
-NUM_CLIENTS, EPOCHS, BATCH = 100, 5, 128
+NUM_CLIENTS = 100
+MATRICES = Path(__file__).parents[2] / "configs" / "matrices"
+SHIPPED = {
+    CIFAR10: "table1_cifar10",
+    CIFAR100: "table1_cifar100",
+    TINY_IMAGENET: "table1_tiny-imagenet",
+    VGG11: "table3",
+}
+TRAINING_IMAGES = {CIFAR10: 50_000, CIFAR100: 50_000, TINY_IMAGENET: 100_000, VGG11: 50_000}
 IN_TURN = "0.2 0.4 0.6 0.8 1.0"  # setting (ii): a fifth of the clients each
 
 
@@ -141,6 +154,50 @@ def layers_of(setting):
     return forward_flops(network(setting), setting[1])
 
 
+@cache
+def shipped(setting):
+    """Dis-PFL's first row in the configuration that the product ships, and what each of its clients trains on."""
+    cells = read_matrix(MATRICES / f"dispfl_{SHIPPED[setting]}.yaml").cells(Path("/nowhere"), {}, resume=False)
+    config = next(cell.config for cell in cells if cell.config.system == "dispfl")
+    num_images, num_classes = TRAINING_IMAGES[setting], setting[2]
+    labels = np.arange(num_images) % num_classes
+    pixels, few = np.zeros((num_images, 1, 1, 1), dtype=np.uint8), slice(10 * num_classes)
+    classes = tuple(map(str, range(num_classes)))
+    stand_in = Dataset(config.dataset, pixels, labels, pixels[few], labels[few], classes, (0.0,), (1.0,))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(splits, "load_dataset", lambda *_: stand_in)
+        splits._pool.cache_clear()
+        counts = [splits.label_counts(data_config(config), k, NUM_CLIENTS)["train"] for k in range(NUM_CLIENTS)]
+        splits._pool.cache_clear()
+    return config, [sum(of_label) for of_label in counts]
+
+
+@pytest.mark.parametrize(("setting", "paper"), [(CIFAR10, 500), (CIFAR100, 500), (TINY_IMAGENET, 1000), (VGG11, 500)])
+def test_in_the_shipped_configurations_clients_train_on_all_images_that_the_paper_gives_them(setting, paper):
+    config, num_examples = shipped(setting)
+    assert config.validation_fraction == 0
+    assert set(num_examples) == {paper}
+
+
+@pytest.mark.parametrize("path", sorted(MATRICES.glob("dispfl_*.yaml")), ids=lambda path: path.stem)
+def test_only_systems_that_decide_by_validation_data_hold_some_out(path):
+    for cell in read_matrix(path).cells(Path("/nowhere"), {}, resume=False):
+        decides = cell.config.system in ("fedfomo", "subfedavg")
+        assert cell.config.validation_fraction == (0.1 if decides else 0)
+
+
+@pytest.mark.parametrize("path", sorted(MATRICES.glob("dispfl_*.yaml")), ids=lambda path: path.stem)
+def test_every_matrix_of_dispfl_has_rows_that_grow_at_random_as_the_papers(path):
+    configs = [cell.config for cell in read_matrix(path).cells(Path("/nowhere"), {}, resume=False)]
+    assert {config.dispfl.growth for config in configs if config.system == "dispfl"} == {"gradient", "random"}
+
+
+@pytest.mark.parametrize("name", ["dispfl_figure6", "dispfl_small_robustness"])
+def test_clients_that_drop_out_of_figure_6_train_alone(name):
+    cells = read_matrix(MATRICES / f"{name}.yaml").cells(Path("/nowhere"), {}, resume=False)
+    assert {c.config.dispfl.dropped for c in cells if c.config.drop_probability} == {"trains-alone"}
+
+
 def tera_flops(setting, density=1.0, allocation=erk_densities, search=True):
     """What a client counts in a round: training under its masks, and one dense gradient for the mask search."""
     layers = layers_of(setting)
@@ -149,9 +206,9 @@ def tera_flops(setting, density=1.0, allocation=erk_densities, search=True):
     for weight in prunable_names(network(setting)):
         size = tensors_of(setting)[weight].numel()
         masks[weight] = torch.arange(size) < kept[weight]  # how many are kept is what counts
-    num_examples = 1000 if setting is TINY_IMAGENET else 500
-    flops = training_flops(layers, EPOCHS * num_examples, masks)
-    return (flops + training_flops(layers, BATCH) * search) / 1e12
+    config, num_examples = shipped(setting)
+    flops = training_flops(layers, config.local_epochs * num_examples[0], masks)
+    return (flops + training_flops(layers, config.batch_size) * search) / 1e12
 
 
 FLOPS = [  # Tables 1, 3 and 4, in 1e12, as printed

@@ -32,7 +32,6 @@ RUNS = {
         "num_server_rounds": 6,
         "subfedavg_target_rate": 25.0,
         "subfedavg_prune_step": 15.0,
-        "subfedavg_final_step_cap": 25.0,
         "subfedavg_fc_mask_distance": 0.008,
         "subfedavg_channel_distance": 0.1,
     },
@@ -175,7 +174,7 @@ def test_no_choice_that_was_adopted_is_within_float_noise(both):
 def test_the_reference_runs_take_every_branch_of_both_gates(compared):
     names = "lenet5-bn", "to a target that is met", "channels in several steps"
     decisions = {words for name in names for words in compared(name)[1].decisions}
-    adopted, refused = {"full step", "last step", "capped step"}, {"masks too close", "target reached"}
+    adopted, refused = {"full step", "last step"}, {"masks too close", "target reached"}
     linear, channels = map(set, zip(*decisions, strict=True))
     assert linear == adopted | refused | {"not accurate enough"}
     assert channels == {"removed", "choices too close", "floor reached", "not accurate enough"}
