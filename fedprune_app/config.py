@@ -600,7 +600,7 @@ class Config:
     model: str = option("auto", "which network; 'auto' takes the dataset's (see `fedprune list`)")
     init: str = option(
         "default",
-        "initial weights: the network's own (PyTorch's; VGG-11's is Kaiming), the released Sub-FedAvg code's, or Kaiming",
+        "initial weights: the network's own (PyTorch's; VGG-11: Kaiming), the released Sub-FedAvg code's, or Kaiming",
         choices=("default", "subfedavg", "kaiming"),
     )
     batch_norm: str = option(
