@@ -196,7 +196,9 @@ class FedLTP(DPFed):
 
     def restore(self, state: State) -> None:
         super().restore(state)
-        self.levels, self.best_model = state.group("levels"), state.group("best")
+        levels, best = state.group("levels"), state.group("best")
+        self.levels = {name: levels[name] for name in self.model if name in levels}
+        self.best_model = {name: best[name] for name in self.model}
         self.drawn = {int(k): int(i) for k, i in state.meta["drawn"].items()}
         round, score = state.meta["best"]
         self.best = int(round), float(score)

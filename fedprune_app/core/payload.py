@@ -65,10 +65,13 @@ class Payload:
         return self.num_kept() / total if total else 1.0
 
     def digest(self) -> str:
-        """SHA-256, in hexadecimal, over names, dtypes, shapes, values and masks in the payload's order."""
+        """SHA-256, in hexadecimal, over names, dtypes, shapes, values and masks; their order in the payload is ignored.
+
+        Equal models have equal digests, whether their tensors come from memory, from a file or from a message.
+        """
         total = hashlib.sha256()
         for part, tensors in (("tensor", self.tensors), ("mask", self.masks)):
-            for name, tensor in tensors.items():
+            for name, tensor in sorted(tensors.items()):
                 total.update(f"{part} {name} {tensor.dtype} {tuple(tensor.shape)};".encode())
                 total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return total.hexdigest()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 
@@ -72,3 +74,17 @@ def test_a_mask_must_belong_to_a_tensor_of_its_shape(masks, message):
 )
 def test_the_digest_sees_names_shapes_dtypes_masks_and_every_bit(other):
     assert other.digest() != Payload({"w": torch.zeros(2, 2)}).digest()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_digest_does_not_depend_on_the_order_of_the_names(seed):
+    draw = random.Random(seed)
+    names = [f"layer{i}.{part}" for i in range(draw.randint(1, 6)) for part in ("weight", "bias")]
+    dtypes = (torch.float32, torch.float16, torch.int64, torch.bool)
+    tensors = {name: torch.arange(draw.randint(0, 9)).to(draw.choice(dtypes)) for name in names}
+    masks = {name: tensors[name] > 2 for name in draw.sample(names, draw.randint(0, len(names)))}
+    digest = Payload(tensors, masks).digest()
+    for _ in range(5):
+        some = {name: tensors[name] for name in draw.sample(names, len(names))}
+        others = {name: masks[name] for name in draw.sample(sorted(masks), len(masks))}
+        assert Payload(some, others).digest() == digest

@@ -110,6 +110,17 @@ def test_nothing_grows_outside_of_the_ticket_and_retention_is_exact(federation, 
     assert run.rounds[0]["paper_bytes_up"] == pytest.approx(paper)
 
 
+@pytest.mark.parametrize("more", [{}, ITERATIVE | PRIVATE], ids=["one-shot", "private"])
+def test_a_run_resumed_after_its_best_round_is_the_uninterrupted_one(federation, tmp_path, more):
+    common = {"system": "fedltp", "clients": 6, **QUICK, **more, "learning_rate": 0.3, "seed": 1}
+    whole = federation(num_server_rounds=4, **common)
+    assert whole.info["best_round"] < 3, "else nothing is restored that is not trained anew"
+    cut = federation(num_server_rounds=3, fresh=True, **common)
+    resumed = federation(num_server_rounds=4, resume_from=str(cut.folder), **common)
+    assert resumed.info["best_round"] == whole.info["best_round"]
+    assert resumed.sha256 == whole.sha256
+
+
 def test_masks_do_not_depend_on_private_data(federation):
     """Other private images, the same public ones: the same sub-models."""
     common = {"system": "fedltp", "clients": 4, "num_server_rounds": 1, "fraction_train": 1.0, "partition": "iid"}
