@@ -7,6 +7,8 @@ Sparse Training", ICML 2022: Algorithm 1, lines 7 to 15, and Algorithm 2. Where 
 * With ``max-grad-norm`` the dense gradient is clipped, then masked, as in the code; ``dispfl.clip = "masked"`` masks
   first. The text does not clip.
 * Growth is by gradient, as in the text; ``dispfl.growth = "random"`` is what all released scripts do.
+* The prune rate is annealed over ``num-server-rounds``, or ``dispfl.annealing-rounds`` where these are given; after them
+  masks stay as they are.
 * Biases and norm scales are never pruned. ERK leaves them dense at every density that the paper tests.
 """
 
@@ -86,7 +88,8 @@ class DisPFLClient(GossipClient):
     def search(self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor], round: int) -> dict[str, Tensor]:
         """Algorithm 2: drop the smallest α_t of each layer's weights, grow as many where the gradient is largest."""
         config = self.config
-        fraction = cosine_fraction(config.dispfl.prune_rate, round - 1, config.num_server_rounds)
+        horizon = config.dispfl.annealing_rounds or config.num_server_rounds
+        fraction = cosine_fraction(config.dispfl.prune_rate, round - 1, horizon) if round <= horizon else 0.0
         draw = rng.generator(config.seed, "mask search", self.partition, round)
         if config.dispfl.growth == "random":
             scores = {name: torch.rand(mask.shape, generator=draw) for name, mask in masks.items()}

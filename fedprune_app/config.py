@@ -128,6 +128,11 @@ class DisPFLOptions(GossipOptions):
         choices=("per-client", "common"),
     )
     prune_rate: float = option(0.5, "share of each layer's weights replaced in round 1 (α₀), annealed", least=0, most=1)
+    annealing_rounds: int = option(
+        0,
+        "rounds over which prune-rate falls to 0; 0: num-server-rounds, and a run cannot be resumed for longer",
+        least=0,
+    )
     growth: str = option(
         "gradient",
         "what regrows: largest gradients, or at random as in the released scripts",
@@ -868,9 +873,25 @@ _MAY_CHANGE_ON_RESUME = {
 def check_resumable(before: Mapping[str, Any], config: Config) -> None:
     """Raise :class:`ConfigError` where ``config`` would not continue a run that began with the settings ``before``."""
     fixed = {"state-dir"} if config.dp.enabled else set()  # where the clients' ledgers are
+    why = _why_the_number_of_rounds_is_fixed(config)
+    fixed |= {"num-server-rounds"} if why else set()
     for key, value in config.to_dict().items():
         if key not in _MAY_CHANGE_ON_RESUME - fixed and before.get(key) != value:
-            raise ConfigError(f"{key} is {value!r}, allowed when resuming: {before.get(key)!r}, as the run began")
+            reason = f"; {why}" if key == "num-server-rounds" else ""
+            raise ConfigError(
+                f"{key} is {value!r}, allowed when resuming: {before.get(key)!r}, as the run began{reason}"
+            )
+
+
+def _why_the_number_of_rounds_is_fixed(config: Config) -> str:
+    """Why earlier rounds would have been others in a run of another length; empty where they would not."""
+    if config.system == "dispfl" and config.dispfl.prune_rate and not config.dispfl.annealing_rounds:
+        return "dispfl.prune-rate falls over these rounds, unless a run begins with dispfl.annealing-rounds"
+    if config.dp.enabled and config.dp.target_epsilon and not config.dp.planned_rounds:
+        return "dp.target-epsilon is spread over these rounds, unless a run begins with dp.planned-rounds"
+    if config.system == "fedp3" and config.fedp3.head_epochs:
+        return "fedp3.head-epochs are trained in the last of these rounds"
+    return ""
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -442,6 +442,21 @@ def test_fedfomo_sends_no_more_candidates_than_asked_for_and_never_a_clients_own
                 assert letter.digest() == run.wiretap.of("train", round - 1)[sender].up.digest()
 
 
+def test_a_run_with_a_horizon_of_its_own_can_be_resumed_for_longer(federation, tmp_path):
+    """Without one, a longer run would have searched its masks at another rate from the first round on."""
+    settings = {"system": "dispfl", "dispfl_topology": "ring", **QUICK}
+    short = shutil.copytree(federation(num_server_rounds=2, **settings).folder, tmp_path / "fixed")
+    with pytest.raises(ConfigError, match=r"num-server-rounds is 3, allowed when resuming: 2, .*annealing-rounds"):
+        federation(resume_from=str(short), **settings)
+    settings |= {"dispfl_annealing_rounds": 2}
+    whole = federation(**settings)
+    short = shutil.copytree(federation(num_server_rounds=2, **settings).folder, tmp_path / "open")
+    assert federation(resume_from=str(short), **settings).sha256 == whole.sha256
+    for partition in range(4):  # the horizon is behind round 3: nothing is searched there
+        state = whole.client(partition)[1]
+        assert same(state.group("masks"), state.group("next-masks"))
+
+
 # --- adjacency files --------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,95 @@
+"""What every registered system must do, whatever it computes: the settings and runs that the suite shares.
+
+The suite is parametrised over ``registry.SYSTEMS`` itself, so a new system is held to it without another line. A system
+that cannot run on the common settings says in ``MORE`` what it needs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedprune_app import client_app, server_app
+from fedprune_app.config import parse_config
+from fedprune_app.engine import inprocess
+from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
+from fedprune_app.registry import SYSTEMS
+from tests.conftest import Finished
+from tests.models.tiny_llm import text_folder, tiny_byte_model
+
+CLIENTS, ROUNDS = 5, 3
+COMMON: Mapping[str, Any] = {
+    "num-server-rounds": ROUNDS,
+    "local-epochs": 1,
+    "fraction-train": 1.0,
+    "evaluate-every": 1,
+    "shards-per-client": 3,
+    "shard-size": 20,
+    "learning-rate": 0.05,
+    "subfedavg.accuracy-threshold": 0.0,
+    "subfedavg.mask-distance": 0.0,
+    "dispfl.neighbours": 2,
+    "dpsgd.neighbours": 2,
+    "fedfomo.candidates": 2,
+}
+PRIVATE = {"dp.enabled": True, "dp.noise-multiplier": 1.0, "dp.delta": 1e-3}
+MORE: Mapping[str, Mapping[str, Any]] = {
+    "subfedavg-hy": {"model": "cnn-small-bn"},
+    "fedcr": {"model": "cnn-small-cr", "learning-rate": 0.005, "max-grad-norm": 10.0},
+    "fedltp": {
+        "fedltp.tickets": 1,
+        "fedltp.ticket-iterations": 10,
+        "steps-per-epoch": 3,
+        **PRIVATE,
+        "dp.count-scale": 20.0,
+    },
+    "dpfed": PRIVATE,
+    "fedspa": PRIVATE,
+    "ldp-fedp3": PRIVATE,
+}
+"""Settings of the systems that are private by nature, or need a network of their own."""
+
+SYSTEM = pytest.mark.parametrize("system", SYSTEMS)
+
+
+@pytest.fixture(scope="session")
+def settings_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """``settings_of(system)``: a quick run's."""
+    texts: dict[str, Any] = {}
+
+    def settings(system: str) -> dict[str, Any]:
+        found = {**COMMON, **MORE.get(system, {}), "system": system}
+        if SYSTEMS[system].data == "text":
+            if not texts:
+                folder = tmp_path_factory.mktemp("texts")
+                texts["data-dir"] = str(text_folder(folder / "data"))
+                texts["model"] = str(tiny_byte_model(folder / "model", "llama"))
+            sizes = {"segments": 2, "segment-length": 24, "window": 32, "block-size": 8}
+            found |= {**texts, "dataset": "text", **{f"fedspallm.{key}": value for key, value in sizes.items()}}
+        return found
+
+    return settings
+
+
+@pytest.fixture(scope="session")
+def conform(settings_of, tmp_path_factory) -> Callable[..., Finished]:
+    """``conform(system, grid=InProcessGrid, **settings)``: a finished run in this process; equal runs are shared."""
+    finished: dict[str, Finished] = {}
+
+    def run(system: str, grid: type[InProcessGrid] = InProcessGrid, **settings: Any) -> Finished:
+        given = {key.replace("_", "-"): value for key, value in settings.items()}
+        key = json.dumps([system, grid.__name__, given], sort_keys=True)
+        if key not in finished:
+            folder = Path(given.get("resume-from") or tmp_path_factory.mktemp(system))
+            config = parse_config({**settings_of(system), **given, "out-dir": str(folder)})
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(inprocess, "InProcessGrid", grid)
+                run_in_process(server_app.app, client_app.app, CLIENTS, config.to_dict())
+            finished[key] = Finished(folder)
+        return finished[key]
+
+    return run
