@@ -7,8 +7,8 @@ Sparse Training", ICML 2022: Algorithm 1, lines 7 to 15, and Algorithm 2. Where 
 * With ``max-grad-norm`` the dense gradient is clipped, then masked, as in the code; ``dispfl.clip = "masked"`` masks
   first. The text does not clip.
 * Growth is by gradient, as in the text; ``dispfl.growth = "random"`` is what all released scripts do.
-* The prune rate is annealed over ``num-server-rounds``, or ``dispfl.annealing-rounds`` where these are given; after them
-  masks stay as they are.
+* The prune rate is annealed over ``num-server-rounds``, or over ``dispfl.annealing-rounds`` where these are given;
+  after them masks stay as they are.
 * Biases and norm scales are never pruned. ERK leaves them dense at every density that the paper tests.
 """
 
