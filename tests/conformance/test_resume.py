@@ -12,7 +12,7 @@ from tests.conformance.conftest import ROUNDS, SYSTEM
 
 
 def cut_after(whole, round, folder):
-    """A copy of a run's folder as a kill leaves it: the checkpoints end with ``round``, the clients are ahead of them."""
+    """A copy of a run's folder as a kill leaves it: checkpoints end with ``round``, clients are ahead of them."""
     cut = shutil.copytree(whole.folder, folder)
     for later in range(round + 1, ROUNDS + 1):
         (cut / "checkpoints" / f"round-{later:05d}.safetensors").unlink()
