@@ -196,7 +196,7 @@ def direct_on_loopback(environment: Mapping[str, str]) -> dict[str, str]:
     both = {"NO_PROXY": upper or lower or "", "no_proxy": lower or upper or ""}  # programs read the one or the other
     for name, value in both.items():
         if value != "*":
-            known = [host for host in value.split(",") if host.strip()]
+            known = [host.strip() for host in value.split(",") if host.strip()]
             both[name] = ",".join(known + [host for host in _LOOPBACK if host not in known])
     return {**environment, **both}
 

@@ -2,14 +2,13 @@
 
 ``python strangers.py ports PORT...`` prints a JSON object: what each port answers to calls of Ray's and Flower's.
 ``python strangers.py ray HOST:PORT MARK`` has a function run at that Ray, which writes the file MARK.
-``python strangers.py flwr HOST:PORT FOLDER`` submits an app to a SuperLink there, which writes FOLDER/mark.
+``python strangers.py flwr HOST:PORT FOLDER [CA]`` submits an app to a SuperLink there, which writes FOLDER/mark.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -72,6 +71,7 @@ def answers(port: str) -> list[str]:
 def run_on_ray(address: str, mark: str) -> None:
     if address.startswith("127."):
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # or Ray looks for it on another interface
+    os.environ["RAY_NUM_REDIS_GET_RETRIES"] = "3"  # seconds until Ray gives up
     import ray
 
     ray.init(address=address, log_to_driver=False)
@@ -83,16 +83,17 @@ def run_on_ray(address: str, mark: str) -> None:
     ray.get(intrude.remote(), timeout=60)
 
 
-def submit(address: str, folder: Path) -> None:
+def submit(address: str, folder: Path, ca: str = "") -> None:
     app = folder / "app"
     app.mkdir()
     (app / "pyproject.toml").write_text(PYPROJECT)
     (app / "stranger.py").write_text(APP.format(mark=str(folder / "mark")))
-    (folder / "config.toml").write_text(f'[superlink.there]\naddress = "{address}"\ninsecure = true\n')
-    command = [str(Path(sys.executable).parent / "flwr"), "run", str(app), "there", "--format", "json"]
-    command += ["--federation-config", "num-supernodes=1 client-resources-num-cpus=1"]
-    environment = {**os.environ, "FLWR_HOME": str(folder), "FLWR_TELEMETRY_ENABLED": "0"}
-    subprocess.run(command, env=environment, timeout=120, check=True)
+    trust = f'root-certificates = "{ca}"' if ca else "insecure = true"
+    (folder / "config.toml").write_text(f'[superlink.there]\naddress = "{address}"\n{trust}\n')
+    os.environ |= {"FLWR_HOME": str(folder), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    from flwr.cli.app import app as flwr  # this program may not be one that another user can start
+
+    flwr(["run", str(app), "there"])
 
 
 if __name__ == "__main__":
@@ -102,4 +103,4 @@ if __name__ == "__main__":
     elif what == "ray":
         run_on_ray(*arguments)
     else:
-        submit(arguments[0], Path(arguments[1]))
+        submit(arguments[0], Path(arguments[1]), *arguments[2:])

@@ -10,33 +10,41 @@ from fedprune_app import launch
 
 WIDE = 10
 
-MEETING = """
-'''Each client waits until as many others have started, and says how many it saw.'''
+SERVER = """
 import json
 import time
 from pathlib import Path
 
-from flwr.app import Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import Message, RecordDict
 from flwr.serverapp import ServerApp
 
-from fedprune_app.engine.ray_actors import adapt_simulation
+app = ServerApp()
 
-adapt_simulation()  # as fedprune_app.client_app does
-server, client = ServerApp(), ClientApp()
-folder = Path(__file__).parent
-
-@server.main()
+@app.main()
 def main(grid, context):
     while len(nodes := list(grid.get_node_ids())) < context.run_config["wide"]:
         time.sleep(0.1)
     messages = [Message(RecordDict(), dst_node_id=node, message_type="train") for node in nodes]
     replies = list(grid.send_and_receive(messages))
-    (folder / "seen.json").write_text(json.dumps([reply.content["seen"]["others"] for reply in replies]))
+    seen = [reply.content["seen"]["others"] for reply in replies]
+    (Path(__file__).parent / "seen.json").write_text(json.dumps(seen))
+"""
+CLIENT = """
+'''Each client waits until as many others have started, and says how many it saw.'''
+import time
+from pathlib import Path
 
-@client.train()
+from flwr.app import Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedprune_app.engine.ray_actors import adapt_simulation
+
+adapt_simulation()  # as fedprune_app.client_app does
+app = ClientApp()
+
+@app.train()
 def train(message, context):
-    started = folder / "started"
+    started = Path(__file__).parent / "started"
     started.mkdir(exist_ok=True)
     (started / str(context.node_id)).touch()
     deadline = time.monotonic() + context.run_config["patience"]
@@ -48,8 +56,9 @@ def train(message, context):
 
 @pytest.mark.timeout(900)
 def test_ten_clients_are_at_work_at_once_on_a_ray_of_ten_cpus(tmp_path):
-    app = launch.stage_app(tmp_path / "app", ("meeting:server", "meeting:client"))
-    (app / "meeting.py").write_text(MEETING)
+    app = launch.stage_app(tmp_path / "app", ("meeting_server:app", "meeting_client:app"))
+    (app / "meeting_server.py").write_text(SERVER)
+    (app / "meeting_client.py").write_text(CLIENT)
     config = {"wide": WIDE, "patience": 300}
     with (app / "pyproject.toml").open("a") as file:
         file.writelines(f"{key} = {value}\n" for key, value in config.items())

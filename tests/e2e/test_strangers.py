@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from rich.console import Console
 
 from fedprune_app import client_app, launch, server_app
 from fedprune_app.config import parse_config
+from fedprune_app.deploy import local_deployment
 from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.experiment import Placement, Session
 from tests.e2e.deployed import until
@@ -44,7 +46,7 @@ app.evaluate()(client_app.evaluate)
 
 @app.train()
 def train(message, context):
-    folder = Path(__file__).parent
+    folder = Path(FOLDER)
     (folder / "waits").touch()
     while not (folder / "go").exists():
         time.sleep(0.05)
@@ -58,9 +60,15 @@ class Stranger:
 
     folder: Path
 
-    def tries(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run ``strangers.py`` as that user; it is ended where it waits for an answer that does not come."""
-        command = ["timeout", "120", *as_nobody(), sys.executable, str(self.folder / "strangers.py"), *arguments]
+    def new_folder(self) -> Path:
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        folder.chmod(0o777)
+        return folder
+
+    def tries(self, *arguments: str, as_owner: bool = False) -> subprocess.CompletedProcess[str]:
+        """Run ``strangers.py`` as that user, or as ours, but without a secret; ended where no answer comes."""
+        who = [] if as_owner else as_nobody()
+        command = ["timeout", "120", *who, sys.executable, str(self.folder / "strangers.py"), *arguments]
         environment = {"PATH": os.environ["PATH"], "HOME": str(self.folder)}
         return subprocess.run(command, env=environment, cwd=self.folder, capture_output=True, text=True)
 
@@ -117,13 +125,12 @@ def attack(seen: Seen, stranger: Stranger) -> None:
     ports = sorted({str(port) for _, _, port in seen.listeners})
     seen.answers = json.loads(stranger.tries("ports", *ports).stdout)
     (address,) = {found for command in seen.commands for found in re.findall(r"--gcs-address=(\S+)", command)}
-    seen.marks = [stranger.folder / "ray"]
-    stranger.tries("ray", address, str(seen.marks[0]))
+    for as_owner in (False, True):  # the owner may open Ray's files, and still has no token
+        seen.marks.append(stranger.folder / f"ray-{as_owner}")
+        stranger.tries("ray", address, str(seen.marks[-1]), as_owner=as_owner)
     for port, answers in seen.answers.items():
         if "200" in answers:  # a SuperLink's health
-            folder = stranger.folder / port
-            folder.mkdir()
-            folder.chmod(0o777)
+            folder = stranger.new_folder()
             seen.marks.append(folder / "mark")
             if stranger.tries("flwr", f"127.0.0.1:{port}", str(folder)).returncode == 0:
                 until(seen.marks[-1].exists)
@@ -132,28 +139,33 @@ def attack(seen: Seen, stranger: Stranger) -> None:
 @pytest.fixture(scope="module")
 def seen(stranger: Stranger, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """A run on Ray that was attacked while it trained."""
-    out, seen = tmp_path_factory.mktemp("attacked") / "run", Seen()
+    folder, seen = tmp_path_factory.mktemp("attacked"), Seen()
+    out = folder / "run"
     failures: list[BaseException] = []
+    over = threading.Event()
     config = parse_config({**SETTINGS, "out-dir": str(out)})
     with Session(Placement("ray", num_clients=3, num_workers=2), Console(stderr=True)) as session:
         app = session.app
-        (app / "patient_client.py").write_text(PATIENT_CLIENT)
+        (app / "patient_client.py").write_text(PATIENT_CLIENT.replace("FOLDER", repr(str(folder))))
         launch.stage_app(app, ("fedprune_app.server_app:app", "patient_client:app"))
 
         def meanwhile() -> None:
             try:
-                until((app / "waits").exists)
+                until(lambda: over.is_set() or (folder / "waits").exists())
                 look(seen)
                 attack(seen, stranger)
             except BaseException as error:
                 failures.append(error)
             finally:
-                (app / "go").touch()
+                (folder / "go").touch()
 
         watcher = threading.Thread(target=meanwhile)
         watcher.start()
-        seen.info = session.run(config, out)
-        watcher.join()
+        try:
+            seen.info = session.run(config, out)
+        finally:
+            over.set()
+            watcher.join()
     if failures:
         raise failures[0]
     return seen
@@ -202,3 +214,18 @@ def test_what_listens_during_a_run_is_what_security_md_says(seen):
         assert table[name][0] == address, name
         met.add(name)
     assert met == set(table)
+
+
+def test_a_stranger_can_start_no_run_on_a_deployment_of_this_machine(stranger, tmp_path):
+    """Not even with the certificate, which is no secret."""
+    folder = stranger.new_folder()
+    with local_deployment(tmp_path, []) as running:
+        ca = folder / "ca.crt"
+        ca.write_bytes(running.certificates.ca.read_bytes())
+        ca.chmod(0o644)
+        done = stranger.tries("flwr", f"127.0.0.1:{running.port}", str(folder), str(ca))
+        assert done.returncode != 0
+        assert "authenticat" in (done.stdout + done.stderr).lower()
+        assert launch.flwr(running.link, "ls", "local")["runs"] == []
+    for name in ("control.secret", "superexec.secret", "user/credentials.yaml"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
