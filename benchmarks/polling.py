@@ -106,7 +106,7 @@ def measure(num_nodes: int, num_rounds: int, values: int) -> list[dict[str, Any]
         with local_deployment(folder / "deployment", nodes) as deployment:
             settings = {"num-server-rounds": num_rounds, "shard-size": values, "min-clients": num_nodes}
             config = parse_config({**settings, "out-dir": str(folder)})
-            run_id = launch.submit(deployment.link, app, config.to_dict(), None)
+            run_id = launch.submit(deployment.link, app, config.to_dict())
             deadline = time.monotonic() + 2 * num_rounds * _DEADLINE
             while not (folder / "rows.json").exists():
                 if time.monotonic() > deadline:

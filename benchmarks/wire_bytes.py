@@ -100,7 +100,7 @@ def measure(
 ) -> list[tuple[dict[str, Any], Bytes, float]]:
     """(record, wire, seconds) of each round that follows another."""
     config = parse_config({**settings, "out-dir": str(folder)})
-    run_id = launch.submit(deployment.link, app, config.to_dict(), None)
+    run_id = launch.submit(deployment.link, app, config.to_dict())
     marks: list[tuple[float, Bytes]] = []
     stop = threading.Event()
 

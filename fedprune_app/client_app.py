@@ -18,12 +18,12 @@ from fedprune_app.config import Config, ConfigError, parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.errors import FileError
 from fedprune_app.engine import wire
-from fedprune_app.engine.ray_actors import replace_dead_actors
+from fedprune_app.engine.ray_actors import adapt_simulation
 from fedprune_app.registry import SYSTEMS, check_names
 from fedprune_app.run_folder import client_state_folder
 
 log = logging.getLogger("flwr.fedprune")
-replace_dead_actors()  # Flower loads this module before it makes the actors
+adapt_simulation()  # Flower loads this module before it makes the actors
 app = ClientApp()
 
 

@@ -12,6 +12,7 @@ import ipaddress
 import re
 import secrets
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +31,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from fedprune_app import launch
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.engine.lifeline import LAUNCHER_VARIABLE, launcher_identity
+from fedprune_app.engine.superlink import CREDENTIALS, SECRET_VARIABLE, credentials
 from fedprune_app.launch import LaunchError, Link
 from fedprune_app.results.files import replace_file
 
@@ -188,7 +190,7 @@ def _write_secret(path: Path, content: bytes) -> None:
 
 def is_healthy(address: str, timeout_seconds: float = 3.0) -> bool:
     """Whether a Flower program with ``--health-server-address`` says there that it serves."""
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=timeout_seconds)
         except grpc.RpcError:
@@ -212,36 +214,48 @@ class Deployment:
     @property
     def link(self) -> Link:
         """How users reach it: a connection ``local`` that checks the SuperLink's certificate."""
-        home = self.folder / "user"
+        home, address = self.folder / "user", f"127.0.0.1:{self.port}"
         home.mkdir(exist_ok=True)
         (home / "config.toml").write_text(
             '[superlink]\ndefault = "local"\n\n[superlink.local]\n'
-            f'address = "127.0.0.1:{self.port}"\nroot-certificates = "{self.certificates.ca}"\n'
+            f'address = "{address}"\nroot-certificates = "{self.certificates.ca}"\n'
         )
+        _write_secret(home / CREDENTIALS, credentials(address, self._secret("control").read_text()))
         return Link("local", launch.flower_environment(home), self.log_file(_SUPERLINK))
 
     def log_file(self, name: str) -> Path:
         return self.folder / name / "log.txt"
 
-    def _spawn(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    def _secret(self, whose: str) -> Path:
+        """A file with a secret of this deployment, which is made where there is none."""
+        path = self.folder / f"{whose}.secret"
+        if not path.exists():
+            _write_secret(path, secrets.token_hex(32).encode())
+        return path
+
+    def _spawn(
+        self, name: str, command: Sequence[str], more: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         home = self.folder / name
         home.mkdir(exist_ok=True)
-        environment = {**launch.flower_environment(home), LAUNCHER_VARIABLE: launcher_identity()}
+        environment = {**launch.flower_environment(home), LAUNCHER_VARIABLE: launcher_identity(), **(more or {})}
         self.processes[name] = launch.spawn(command, environment, self.log_file(name))
         return self.processes[name]
 
     def start_superlink(self) -> None:
         """Start it, or start it again: the database keeps its runs, nodes and messages."""
-        secret = self.folder / "superexec.secret"
-        if not secret.exists():
-            _write_secret(secret, secrets.token_bytes(32))
-        command = [launch.tool("flower-superlink"), "--isolation", "process"]
+        command = [sys.executable, "-m", "fedprune_app.engine.superlink", "--isolation", "process"]
         command += ["--ssl-ca-certfile", str(self.certificates.ca), "--ssl-keyfile", str(self.certificates.key)]
         command += ["--ssl-certfile", str(self.certificates.certificate), "--enable-supernode-auth"]
-        command += ["--superexec-auth-secret-file", str(secret), "--database", str(self.folder / "superlink.db")]
+        command += [
+            "--superexec-auth-secret-file",
+            str(self._secret(_EXECUTOR)),
+            "--database",
+            str(self.folder / "superlink.db"),
+        ]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--fleet-api-address", f"127.0.0.1:{self.fleet_port}", "--disable-runtime-dependency-installation"]
-        process = self._spawn(_SUPERLINK, command)
+        process = self._spawn(_SUPERLINK, command, {SECRET_VARIABLE: str(self._secret("control"))})
         url = f"https://127.0.0.1:{self.port}/health"
         launch.wait_until_up(process, url, self.log_file(_SUPERLINK), self.certificates.ca)
 
@@ -249,7 +263,7 @@ class Deployment:
         """What runs the ServerApps."""
         command = [launch.tool("flower-superexec"), "--runtime-api-address", f"127.0.0.1:{self.port}"]
         command += ["--root-certificates", str(self.certificates.ca)]
-        command += ["--superexec-auth-secret-file", str(self.folder / "superexec.secret")]
+        command += ["--superexec-auth-secret-file", str(self._secret(_EXECUTOR))]
         self._spawn(_EXECUTOR, command)
 
     def register(self, name: str) -> None:

@@ -67,14 +67,14 @@ class Placement:
 
 
 class Session:
-    """Engines that several runs share: one private SuperLink, started when the first run needs it."""
+    """Engines that several runs share: the staged app, and one deployment, started when the first run needs it."""
 
     def __init__(self, placement: Placement, console: Console) -> None:
         self.placement = placement
         self.console = console
         self._stack = ExitStack()
+        self._work: Path | None = None
         self._link: Link | None = None
-        self._app: Path | None = None
 
     def __enter__(self) -> Session:
         return self
@@ -82,18 +82,26 @@ class Session:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def _connect(self) -> tuple[Link, Path]:
-        if self._link is None or self._app is None:
-            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="fedprune-")))
-            self._app = launch.stage_app(folder / "app")
+    def _folder(self) -> Path:
+        if self._work is None:
+            name = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="fedprune-"))
+            self._work = Path(name)
+            launch.stage_app(self._work / "app")
+        return self._work
+
+    @property
+    def app(self) -> Path:
+        """The folder of the Flower app that is run."""
+        return self._folder() / "app"
+
+    def _connect(self) -> Link:
+        if self._link is None:
             if self.placement.superlink:
                 self._link = Link(self.placement.superlink, os.environ)
-            elif self.placement.nodes:
-                place = self.placement.deployment or folder / "deployment"
-                self._link = self._stack.enter_context(local_deployment(place, self.placement.nodes)).link
             else:
-                self._link = self._stack.enter_context(launch.private_superlink(folder, self.placement.ray_address))
-        return self._link, self._app
+                place = self.placement.deployment or self._folder() / "deployment"
+                self._link = self._stack.enter_context(local_deployment(place, self.placement.nodes)).link
+        return self._link
 
     def run(self, config: Config, folder: Path) -> dict[str, Any]:
         """Run to completion and return run.json. Raises :class:`LaunchError` with the run's own error otherwise."""
@@ -105,11 +113,13 @@ class Session:
             try:
                 if self.placement.engine == "inprocess":
                     self._run_here(config, progress)
+                elif self.placement.is_simulation:
+                    self._simulate(config, folder, progress)
                 else:
-                    self._run_on_flower(config, folder, progress)
+                    self._run_on_nodes(config, folder, progress)
             except BaseException as error:
                 self._stack.close()  # nothing may write there any more
-                self._link = self._app = None
+                self._work = self._link = None
                 if not isinstance(error, LeftGoing):
                     _close_folder(folder, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
                 raise
@@ -130,26 +140,33 @@ class Session:
             except Exception as error:
                 raise LaunchError(_one_line(error)) from error
 
-    def _run_on_flower(self, config: Config, folder: Path, progress: _Progress) -> None:
+    def _simulate(self, config: Config, folder: Path, progress: _Progress) -> None:
+        progress.say("starting clients")
+        place, run_file = self.placement, folder / "run.json"
+        before = launch.outcome_of(run_file)
+        values, gpus = config.to_dict(), _num_gpus(config)
+        with launch.simulation(
+            self.app, values, place.num_clients, place.num_workers, gpus, place.ray_address
+        ) as simulation:
+            if not launch.wait_for(simulation, run_file, progress.update):
+                raise LaunchError(_own_words(run_file, before) or launch.last_line(simulation.log_file))
+
+    def _run_on_nodes(self, config: Config, folder: Path, progress: _Progress) -> None:
         progress.say("starting Flower")
-        link, app = self._connect()
-        simulation = None
-        if self.placement.is_simulation:
-            simulation = launch.simulation_config(
-                self.placement.num_clients,
-                self.placement.num_workers,
-                _num_gpus(config),
-                self.placement.ray_address,
-            )
-        before = launch.outcome_of(folder / "run.json")
+        link, run_file = self._connect(), folder / "run.json"
+        before = launch.outcome_of(run_file)
         submitted = _elsewhere if self.placement.superlink else _ours
-        with submitted(link, lambda: launch.submit(link, app, config.to_dict(), simulation)) as run_id:
+        with submitted(link, lambda: launch.submit(link, self.app, config.to_dict())) as run_id:
             progress.say("starting clients")
             outcome = launch.follow(link, run_id, folder, progress.update)
         if outcome != "finished:completed":
-            own_words = launch.outcome_of(folder / "run.json") != before
-            error = _read_json(folder / "run.json").get("error") if own_words else None
-            raise LaunchError(str(error or launch.failure(link, run_id)))
+            raise LaunchError(_own_words(run_file, before) or launch.failure(link, run_id))
+
+
+def _own_words(run_file: Path, before: tuple[str, int] | None) -> str | None:
+    """Why the run failed, in its own words, if it left any since ``before``."""
+    error = _read_json(run_file).get("error") if launch.outcome_of(run_file) != before else None
+    return str(error) if error else None
 
 
 def _num_gpus(config: Config) -> int:

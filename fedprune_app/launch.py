@@ -1,8 +1,8 @@
-"""Running the app through Flower from one command: stage it, start a private SuperLink, submit, follow, stop.
+"""Running the app through Flower from one command: stage it, simulate it or submit it, follow it, stop it.
 
 ``flwr run`` exits 0 whatever becomes of the run, and its local SuperLink is a daemon shared by everything on the
-machine, with the environment of whoever started it first. So a run of ours has a SuperLink of its own, on free ports
-and below its own ``FLWR_HOME``, and its real status is polled.
+machine, with the environment of whoever started it first and a port that every local user may use. So a simulation of
+ours is a process of its own, without a SuperLink. On a SuperLink of real nodes a run's true status is polled.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -44,6 +45,7 @@ _UNASKED_SECONDS = 30.0
 _PATIENCE = 5  # unanswered questions in a row
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: not between fork and exec
 _LINGER_SECONDS = 10.0
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class LaunchError(RuntimeError):
@@ -87,44 +89,97 @@ def stage_app(folder: Path, components: tuple[str, str] = _COMPONENTS) -> Path:
     return folder
 
 
-@contextmanager
-def private_superlink(folder: Path, ray_address: str = "") -> Iterator[Link]:
-    """A SuperLink in simulation mode for this process alone, below ``folder``; stopped on the way out.
+@dataclass(frozen=True)
+class Simulation:
+    """A simulation in a process of its own, and the log whose last line is its reason where it fails."""
 
-    Its clients run on the Ray cluster at ``ray_address``, "host:port", or else on a Ray of their own.
+    process: subprocess.Popen[bytes]
+    log_file: Path
+
+
+@contextmanager
+def simulation(
+    app: Path, config: Mapping[str, Scalar], num_clients: int, num_workers: int, gpus: float, ray_address: str = ""
+) -> Iterator[Simulation]:
+    """Start a run of the app in the folder ``app`` with simulated clients; everything has ended on the way out.
+
+    As many clients train at a time as ``num_workers``, or as the Ray cluster at ``ray_address``, "host:port", has CPUs.
     """
-    home = folder / "flwr"
-    home.mkdir(parents=True, exist_ok=True)
-    port, control_port = free_ports(2)
-    address = f"127.0.0.1:{port}"
-    (home / "config.toml").write_text(
-        f'[superlink]\ndefault = "private"\n\n[superlink.private]\naddress = "{address}"\ninsecure = true\n'
-    )
-    environment = {
-        **flower_environment(home),
-        "RAY_worker_niceness": "0",  # Ray's workers run at nice 15 and starve on a busy machine
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_DEDUP_LOGS": "0",
-        LAUNCHER_VARIABLE: launcher_identity(),
-        "RAY_ADDRESS": ray_address or "local",  # without one, Ray would join whatever cluster it finds here
+    client: dict[str, float] = {"num_cpus": 1, "num_gpus": gpus / num_workers if gpus else 0.0}
+    own_ray = {} if ray_address else {"num_cpus": num_workers, "num_gpus": int(gpus)}
+    settings = {
+        "app": str(app),
+        "config": dict(config),
+        "num-clients": num_clients,
+        "backend": {"client_resources": client, "init_args": {"log_to_driver": False, **own_ray}},
     }
-    log_file = folder / "superlink.log"
-    command = [tool("flower-superlink"), "--insecure", "--simulation", "--isolation", "subprocess"]
-    command += ["--disable-runtime-dependency-installation", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--control-api-address", f"127.0.0.1:{control_port}"]
-    process = spawn(command, environment, log_file)
-    try:
-        wait_until_up(process, f"http://{address}/health", log_file)
-        yield Link("private", environment, log_file)
-    finally:
-        end(process)
+    # Ray's sockets are below the folder, and their paths have at most 107 characters: so where Ray would make its own
+    place = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="fedprune-", dir=place, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        (folder / "settings.json").write_text(json.dumps(settings))
+        environment = {
+            **flower_environment(folder / "flwr"),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(app), os.environ.get("PYTHONPATH")])),
+            "RAY_worker_niceness": "0",  # Ray's workers run at nice 15 and starve on a busy machine
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_DEDUP_LOGS": "0",
+            LAUNCHER_VARIABLE: launcher_identity(),
+            **(_ray_of_others(ray_address) if ray_address else _ray_of_our_own(folder)),
+        }
+        command = [sys.executable, "-m", "fedprune_app.engine.simulation", str(folder / "settings.json")]
+        process = spawn(command, environment, folder / "log.txt")
+        try:
+            yield Simulation(process, folder / "log.txt")
+        finally:
+            end(process)
+
+
+def _ray_of_our_own(folder: Path) -> dict[str, str]:
+    """The environment of a Ray that nobody else can use: with a secret, on loopback, its files in a private folder.
+
+    Whoever may connect to Ray runs code as its owner, and whoever may write to its files too: Ray lets everybody.
+    """
+    return {
+        "RAY_ADDRESS": "local",  # without one, Ray would join whatever cluster it finds here
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # as on those systems: loopback, not all interfaces
+        "RAY_TMPDIR": str(folder),
+    }
+
+
+def _ray_of_others(address: str) -> dict[str, str]:
+    """The environment that leads to a cluster that is there already, with the user's token for it if there is one."""
+    has_token = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    mode = {"RAY_AUTH_MODE": "token"} if has_token and "RAY_AUTH_MODE" not in os.environ else {}
+    return {"RAY_ADDRESS": address, **mode}
+
+
+def wait_for(simulation: Simulation, run_file: Path, on_tick: Callable[[], None]) -> bool:
+    """Wait until a simulation is over; whether its run was completed.
+
+    Flower waits for clients that never answer; a run whose ``run_file`` says that it is over is over all the same, a
+    few seconds later.
+    """
+    before = outcome_of(run_file)  # of an earlier part of a resumed run
+    over_since = None
+    while simulation.process.poll() is None:
+        on_tick()
+        outcome, now = outcome_of(run_file), time.monotonic()
+        over_since = (over_since or now) if outcome not in (None, before) else None
+        if over_since is not None and now - over_since > _LINGER_SECONDS:
+            return bool(outcome and outcome[0] == "completed")
+        time.sleep(0.1)
+    return simulation.process.returncode == 0
 
 
 def flower_environment(home: Path) -> dict[str, str]:
     """The environment of Flower's programs beside this Python's, with a ``FLWR_HOME`` of their own."""
     bin_folder = str(Path(sys.executable).parent)
     return {
-        **os.environ,
+        **direct_on_loopback(os.environ),
         "PATH": f"{bin_folder}{os.pathsep}{os.environ.get('PATH', '')}",
         "FLWR_HOME": str(home),
         "FLWR_TELEMETRY_ENABLED": "0",
@@ -133,6 +188,17 @@ def flower_environment(home: Path) -> dict[str, str]:
         "PYTHONWARNINGS": "ignore",
         GIT_VARIABLE: git_hash() or "",
     }
+
+
+def direct_on_loopback(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment in which no proxy is asked for this machine itself; its other exceptions stay."""
+    upper, lower = environment.get("NO_PROXY"), environment.get("no_proxy")
+    both = {"NO_PROXY": upper or lower or "", "no_proxy": lower or upper or ""}  # programs read the one or the other
+    for name, value in both.items():
+        if value != "*":
+            known = [host.strip() for host in value.split(",") if host.strip()]
+            both[name] = ",".join(known + [host for host in _LOOPBACK if host not in known])
+    return {**environment, **both}
 
 
 def spawn(command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> subprocess.Popen[bytes]:
@@ -217,7 +283,7 @@ def flwr(link: Link, *arguments: str) -> dict[str, object]:
     try:
         done = subprocess.run(
             command,
-            env=dict(link.environment),
+            env=direct_on_loopback(link.environment),
             capture_output=True,
             text=True,
             timeout=_ANSWER_SECONDS,
@@ -237,16 +303,12 @@ def flwr(link: Link, *arguments: str) -> dict[str, object]:
     return answer
 
 
-def submit(link: Link, app: Path, config: Mapping[str, Scalar], simulation: Mapping[str, Scalar] | None) -> str:
-    """Start a run and return its id. ``simulation`` is Flower's federation config; None for real nodes."""
+def submit(link: Link, app: Path, config: Mapping[str, Scalar]) -> str:
+    """Start a run and return its id."""
     with tempfile.NamedTemporaryFile("w", suffix=".toml", prefix="fedprune-", delete=False) as file:
         file.write(to_toml(config))
     try:
-        arguments = ["run", str(app), link.name, "--run-config", file.name]
-        if simulation is not None:
-            options = " ".join(f"{key}={str(value).lower()}" for key, value in simulation.items())
-            arguments += ["--federation-config", options]
-        return str(flwr(link, *arguments)["run-id"])
+        return str(flwr(link, "run", str(app), link.name, "--run-config", file.name)["run-id"])
     finally:
         Path(file.name).unlink()
 
@@ -324,15 +386,3 @@ def check_ray_address(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=_RAY_SECONDS).close()
     except OSError as error:
         raise ConfigError(f"--ray-address is {address!r}, allowed: {allowed}; there: {error}") from None
-
-
-def simulation_config(num_clients: int, num_workers: int, gpus: float, ray_address: str = "") -> dict[str, Scalar]:
-    """One CPU, one actor; as many actors as ``num_workers``, or as the cluster at ``ray_address`` has CPUs."""
-    own_ray: dict[str, Scalar] = {"init-args-num-cpus": num_workers, "init-args-num-gpus": int(gpus)}
-    return {
-        "num-supernodes": num_clients,
-        "client-resources-num-cpus": 1,
-        "client-resources-num-gpus": gpus / num_workers if gpus else 0.0,
-        "init-args-log-to-driver": False,
-        **({} if ray_address else own_ray),
-    }

@@ -54,13 +54,13 @@ class DeployedRun:
         nodes = sum(name.startswith("node-") for name in deployment.processes)
         values = {**SETTINGS, "min-clients": nodes, **named, "out-dir": str(out)}
         config = parse_config(values).to_dict()
-        return cls(deployment, out, config, launch.submit(deployment.link, deployment.folder / app, config, None))
+        return cls(deployment, out, config, launch.submit(deployment.link, deployment.folder / app, config))
 
     def resume(self) -> DeployedRun:
         """The same run once more, from its folder."""
         config = {**self.config, "resume-from": str(self.out)}
         app = self.deployment.folder / "app"
-        return DeployedRun(self.deployment, self.out, config, launch.submit(self.deployment.link, app, config, None))
+        return DeployedRun(self.deployment, self.out, config, launch.submit(self.deployment.link, app, config))
 
     @property
     def rounds(self) -> list[dict]:

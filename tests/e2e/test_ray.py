@@ -99,9 +99,8 @@ def test_clients_that_die_raise_or_never_answer_are_left_out_and_the_run_goes_on
     # the process that never answers holds one of the two workers from then on
     config = parse_config({**settings, "out-dir": str(out), "deadline-seconds": 25.0})
     with Session(Placement("ray", num_clients=6, num_workers=2), Console(stderr=True)) as session:
-        _, app = session._connect()
-        (app / "dying_client.py").write_text(DYING_CLIENT)
-        launch.stage_app(app, ("fedprune_app.server_app:app", "dying_client:app"))
+        (session.app / "dying_client.py").write_text(DYING_CLIENT)
+        launch.stage_app(session.app, ("fedprune_app.server_app:app", "dying_client:app"))
         session.run(config, out)
     rounds = read(out, "rounds.jsonl")
     assert [row["replies"] for row in rounds] == [5, 3, 5]

@@ -1,0 +1,73 @@
+"""Flower's SuperLink, whose Control API takes orders only from who has the deployment's secret.
+
+``python -m fedprune_app.engine.superlink ...`` takes the arguments of ``flower-superlink``. Flower itself has accounts,
+but no open way to check them: without it whoever reaches the port may start runs, which is to run code on every node.
+The ``flwr`` command sends the secret as it sends an account's token, from the file that :func:`credentials` makes.
+"""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import json
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+from flwr.cli.constant import ACCESS_TOKEN_STORE_KEY, AUTHN_TYPE_STORE_KEY, REFRESH_TOKEN_STORE_KEY
+from flwr.common.constant import ACCESS_TOKEN_KEY, NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, AuthnType
+from flwr.supercore.auth.typing import AccountAuthCredentials, AccountAuthLoginDetails, AccountInfo
+from flwr.superlink.auth_plugin import ControlAuthnPlugin
+
+SECRET_VARIABLE = "FEDPRUNE_CONTROL_SECRET_FILE"
+CREDENTIALS = "credentials.yaml"  # in FLWR_HOME
+
+
+def credentials(address: str, secret: str) -> bytes:
+    """The content of ``credentials.yaml`` with which ``flwr`` shows the secret to the SuperLink at ``address``."""
+    values = {
+        AUTHN_TYPE_STORE_KEY: AuthnType.OIDC,  # the kind that sends a token
+        ACCESS_TOKEN_STORE_KEY: secret,
+        REFRESH_TOKEN_STORE_KEY: secret,
+    }
+    encoded = {key % address: base64.b64encode(value.encode()).decode() for key, value in values.items()}
+    return json.dumps(encoded).encode()  # JSON is YAML
+
+
+class SecretAuthn(ControlAuthnPlugin):
+    """One account, whose token is the secret in the file that the environment names."""
+
+    def __init__(self) -> None:
+        self._secret = Path(os.environ[SECRET_VARIABLE]).read_bytes()
+
+    def validate_tokens_in_metadata(
+        self, metadata: Sequence[tuple[str, str | bytes]]
+    ) -> tuple[bool, AccountInfo | None]:
+        shown = str(dict(metadata).get(ACCESS_TOKEN_KEY, "")).encode()
+        if not hmac.compare_digest(shown, self._secret):
+            return False, None
+        return True, AccountInfo(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME)
+
+    def get_login_details(self) -> AccountAuthLoginDetails | None:
+        """Nobody can log in: the secret is there, or it is not."""
+        return None
+
+    def get_auth_tokens(self, device_code: str) -> AccountAuthCredentials | None:
+        return None
+
+    def refresh_tokens(
+        self, metadata: Sequence[tuple[str, str | bytes]]
+    ) -> tuple[Sequence[tuple[str, str | bytes]] | None, AccountInfo | None]:
+        return None, None
+
+
+def main() -> None:
+    """Run the SuperLink until it is ended."""
+    program = import_module("flwr.superlink.cli.flower_superlink")  # the package has a function of that name, too
+    program.load_control_authn_plugin = SecretAuthn  # type: ignore[attr-defined]
+    program.flower_superlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""The environment in which Flower's and Ray's programs are started."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from fedprune_app import deploy, launch
+
+LOOPBACK = "localhost,127.0.0.1,::1"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"NO_PROXY": LOOPBACK, "no_proxy": LOOPBACK}),
+        ({"NO_PROXY": ""}, {"NO_PROXY": LOOPBACK, "no_proxy": LOOPBACK}),
+        ({"NO_PROXY": "a.org"}, {"NO_PROXY": f"a.org,{LOOPBACK}", "no_proxy": f"a.org,{LOOPBACK}"}),
+        ({"no_proxy": "a.org, b"}, {"NO_PROXY": f"a.org,b,{LOOPBACK}", "no_proxy": f"a.org,b,{LOOPBACK}"}),
+        ({"NO_PROXY": "A", "no_proxy": "b"}, {"NO_PROXY": f"A,{LOOPBACK}", "no_proxy": f"b,{LOOPBACK}"}),
+        ({"no_proxy": "::1,x"}, {"NO_PROXY": "::1,x,localhost,127.0.0.1", "no_proxy": "::1,x,localhost,127.0.0.1"}),
+        ({"no_proxy": "*"}, {"NO_PROXY": "*", "no_proxy": "*"}),
+    ],
+    ids=str,
+)
+def test_this_machine_is_added_to_what_a_user_has_excepted_from_the_proxy(before, after):
+    given = {"http_proxy": "http://127.0.0.1:9", "OTHER": "x", **before}
+    once = launch.direct_on_loopback(given)
+    assert once == {**given, **after}
+    assert launch.direct_on_loopback(once) == once
+
+
+def test_the_http_client_of_flowers_programs_then_asks_no_proxy_for_this_machine(monkeypatch):
+    for name, value in launch.direct_on_loopback({"http_proxy": "http://127.0.0.1:9", "no_proxy": "a.org"}).items():
+        monkeypatch.setenv(name, value)
+    with httpx.Client() as client:
+        by_proxy = client._transport_for_url(httpx.URL("http://elsewhere.org"))
+        for host in ("127.0.0.1", "localhost", "[::1]"):
+            assert client._transport_for_url(httpx.URL(f"http://{host}:80")) is client._transport is not by_proxy
+
+
+@pytest.mark.parametrize("proxy", ["http_proxy", "grpc_proxy"])
+def test_health_is_asked_without_a_proxy(monkeypatch, proxy):
+    monkeypatch.setenv(proxy, "http://127.0.0.1:9")
+    server = grpc.server(ThreadPoolExecutor(1))
+    servicer = health.HealthServicer()
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        assert deploy.is_healthy(f"127.0.0.1:{port}", timeout_seconds=60)
+    finally:
+        server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("given", "mode"),
+    [
+        ({}, None),
+        ({"RAY_AUTH_TOKEN": "x"}, "token"),
+        ({"RAY_AUTH_TOKEN_PATH": "/x"}, "token"),
+        ({"RAY_AUTH_TOKEN": "x", "RAY_AUTH_MODE": "disabled"}, None),
+    ],
+    ids=str,
+)
+def test_a_users_token_for_a_cluster_is_used(monkeypatch, given, mode):
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert launch._ray_of_others("head:6379").get("RAY_AUTH_MODE") == mode
+
+
+def test_a_ray_of_our_own_has_another_token_each_time_whatever_the_user_has(monkeypatch, tmp_path):
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "weak")
+    tokens = {launch._ray_of_our_own(tmp_path)["RAY_AUTH_TOKEN"] for _ in range(2)}
+    assert len(tokens) == 2
+    assert all(len(token) == 64 for token in tokens)
