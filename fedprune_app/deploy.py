@@ -30,8 +30,8 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from fedprune_app import launch
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.engine.lifeline import LAUNCHER_VARIABLE, launcher_identity
+from fedprune_app.files import SharedFolderError, replace_file
 from fedprune_app.launch import LaunchError, Link
-from fedprune_app.results.files import replace_file
 
 _VALID_DAYS = 365
 _MINUTE = "%Y-%m-%d %H:%M UTC"
@@ -182,8 +182,11 @@ def _private_bytes(key: ec.EllipticCurvePrivateKey, format: serialization.Privat
 
 
 def _write_secret(path: Path, content: bytes) -> None:
-    """A file that nobody else can read, at no time."""
-    replace_file(path, content, mode=0o600)
+    """A file that nobody else can read, at no time. :class:`ConfigError` where others may write beside it."""
+    try:
+        replace_file(path, content, mode=0o600)
+    except SharedFolderError as error:
+        raise ConfigError(str(error)) from None
 
 
 def is_healthy(address: str, timeout_seconds: float = 3.0) -> bool:
@@ -213,11 +216,11 @@ class Deployment:
     def link(self) -> Link:
         """How users reach it: a connection ``local`` that checks the SuperLink's certificate."""
         home = self.folder / "user"
-        home.mkdir(exist_ok=True)
-        (home / "config.toml").write_text(
+        content = (
             '[superlink]\ndefault = "local"\n\n[superlink.local]\n'
             f'address = "127.0.0.1:{self.port}"\nroot-certificates = "{self.certificates.ca}"\n'
         )
+        replace_file(home / "config.toml", content.encode())
         return Link("local", launch.flower_environment(home), self.log_file(_SUPERLINK))
 
     def log_file(self, name: str) -> Path:
@@ -339,7 +342,7 @@ def local_deployment(folder: Path, nodes: Sequence[Mapping[str, Scalar]]) -> Ite
     Node k's state is below ``folder/node-k/state`` unless its node-config says otherwise. A folder that held a
     deployment before goes on as that one: same keys, same nodes, same states.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(0o700, parents=True, exist_ok=True)  # keys, states and the SuperLink's messages are in there
     certificates = certificates_in(folder / "certificates")
     if not certificates.ca.exists():
         make_certificates(folder / "certificates", ["127.0.0.1", "localhost"])

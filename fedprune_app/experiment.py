@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -28,9 +27,9 @@ from fedprune_app import launch
 from fedprune_app.config import Config, ConfigError, Scalar
 from fedprune_app.deploy import local_deployment
 from fedprune_app.engine.store import exclusive
+from fedprune_app.files import replace_file, scratch_folder
 from fedprune_app.launch import LaunchError, LeftGoing, Link
 from fedprune_app.results.fields import own_models, tested_on
-from fedprune_app.results.files import replace_file
 
 ENGINES = ("ray", "inprocess")
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -84,7 +83,7 @@ class Session:
 
     def _connect(self) -> tuple[Link, Path]:
         if self._link is None or self._app is None:
-            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="fedprune-")))
+            folder = self._stack.enter_context(scratch_folder())
             self._app = launch.stage_app(folder / "app")
             if self.placement.superlink:
                 self._link = Link(self.placement.superlink, os.environ)
