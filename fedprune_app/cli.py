@@ -475,6 +475,16 @@ def node_key(
 
 
 @deploy_app.command()
+def database(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="What flower-superlink gets as --database.")],
+) -> None:
+    """Make the SuperLink's database: only its owner can read it, and it shrinks when messages are deleted."""
+    from fedprune_app.deploy import make_database
+
+    console.print(f"[green]made[/]: {make_database(path.expanduser())}", highlight=False, soft_wrap=True)
+
+
+@deploy_app.command()
 def healthy(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Its --health-server-address.")],
 ) -> None:

@@ -11,10 +11,11 @@ import datetime
 import ipaddress
 import re
 import secrets
+import sqlite3
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -189,6 +190,20 @@ def _write_secret(path: Path, content: bytes) -> None:
         raise ConfigError(str(error)) from None
 
 
+def make_database(path: Path) -> Path:
+    """An empty database for a SuperLink, which its owner alone can read and which shrinks when messages are deleted.
+
+    Flower's own only grows: the room of a deleted message stays in the file. Raises :class:`ConfigError` if one exists.
+    """
+    if path.exists():
+        raise ConfigError(f"{str(path)!r} exists, allowed: a new file")
+    with closing(sqlite3.connect(":memory:")) as database:
+        database.execute("PRAGMA auto_vacuum = FULL")  # it must be said before the first table, and stays in the file
+        database.execute("VACUUM")
+        _write_secret(path, database.serialize())
+    return path
+
+
 def is_healthy(address: str, timeout_seconds: float = 3.0) -> bool:
     """Whether a Flower program with ``--health-server-address`` says there that it serves."""
     with grpc.insecure_channel(address) as channel:
@@ -238,10 +253,15 @@ class Deployment:
         secret = self.folder / "superexec.secret"
         if not secret.exists():
             _write_secret(secret, secrets.token_bytes(32))
+        database = self.folder / "superlink.db"
+        if not database.exists():
+            make_database(database)
+        for file in self.folder.glob(f"{database.name}*"):  # an earlier version let others read it
+            file.chmod(0o600)
         command = [launch.tool("flower-superlink"), "--isolation", "process"]
         command += ["--ssl-ca-certfile", str(self.certificates.ca), "--ssl-keyfile", str(self.certificates.key)]
         command += ["--ssl-certfile", str(self.certificates.certificate), "--enable-supernode-auth"]
-        command += ["--superexec-auth-secret-file", str(secret), "--database", str(self.folder / "superlink.db")]
+        command += ["--superexec-auth-secret-file", str(secret), "--database", str(database)]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--fleet-api-address", f"127.0.0.1:{self.fleet_port}", "--disable-runtime-dependency-installation"]
         process = self._spawn(_SUPERLINK, command)
