@@ -485,6 +485,18 @@ def database(
 
 
 @deploy_app.command()
+def check(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where nodes reach the SuperLink.")],
+    ca: Annotated[Path, typer.Option("--root-certificates", help="The ca.crt of whoever runs the SuperLink.")],
+) -> None:
+    """Ask whether a SuperLink that this authority vouches for is there; exit code 1 if not. To call before a node."""
+    from fedprune_app.deploy import check_link
+
+    until = check_link(address, ca.expanduser())
+    console.print(f"{address} speaks TLS, its certificate is valid until {until:%Y-%m-%d}", highlight=False)
+
+
+@deploy_app.command()
 def healthy(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Its --health-server-address.")],
 ) -> None:

@@ -11,7 +11,9 @@ import datetime
 import ipaddress
 import re
 import secrets
+import socket
 import sqlite3
+import ssl
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,6 +40,7 @@ _VALID_DAYS = 365
 _MINUTE = "%Y-%m-%d %H:%M UTC"
 _KNOWN_KEY = "[code: 23]"  # of `flwr supernode register`
 _NODE_SECONDS = 180.0
+_LINK_SECONDS = 10.0
 _NODE_ID = re.compile(r"SuperNode ID: (\d+)")  # in a SuperNode's log
 _SUPERLINK = "superlink"
 _EXECUTOR = "superexec"
@@ -202,6 +205,34 @@ def make_database(path: Path) -> Path:
         database.execute("VACUUM")
         _write_secret(path, database.serialize())
     return path
+
+
+def check_link(address: str, ca: Path) -> datetime.datetime:
+    """Until when the certificate is valid that is shown at ``address``, HOST:PORT, checked as a SuperNode checks it.
+
+    A SuperNode that cannot connect tries again and says little. Raises :class:`LaunchError` with the reason where
+    nobody answers, where there is no TLS, and where the authority of ``ca`` does not vouch for that name.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isascii() or not port.isdigit():
+        raise ConfigError(f"the SuperLink's address is {address!r}, allowed: HOST:PORT")
+    valid_until(ca)
+    context = ssl.create_default_context(cafile=ca)
+    context.set_alpn_protocols(["h2"])
+    try:
+        connection = socket.create_connection((host, int(port)), _LINK_SECONDS)
+    except (OSError, OverflowError) as error:
+        raise LaunchError(f"{address} cannot be reached: {error}") from None
+    try:
+        with connection, context.wrap_socket(connection, server_hostname=host) as link:
+            certificate = link.getpeercert(binary_form=True)
+    except ssl.SSLCertVerificationError as error:
+        raise LaunchError(f"{address} shows a certificate that {str(ca)!r} refuses: {error.verify_message}") from None
+    except OSError as error:
+        raise LaunchError(f"{address} does not speak TLS: {error.strerror or error}") from None
+    assert certificate is not None
+    return x509.load_der_x509_certificate(certificate).not_valid_after_utc
 
 
 def is_healthy(address: str, timeout_seconds: float = 3.0) -> bool:
