@@ -404,7 +404,7 @@ def _npy_blocks(images: Images) -> Iterator[bytes | memoryview]:
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(images))
     yield header.getvalue()
-    yield memoryview(np.ascontiguousarray(images)).cast("B")
+    yield np.ascontiguousarray(images).data.cast("B")
 
 
 def _cached(path: Path) -> Images | None:
