@@ -119,7 +119,6 @@ def test_the_demo_leaves_a_report_in_the_mounted_folder(tmp_path):
         control, fleet = (f"10.213.7{n}.{list(demo.services).index('superlink') + 2}" for n in range(2))
         for service, host, port, is_open in (
             ("run", "superlink", "8000", True),
-            ("run", "superlink", "9092", False),
             ("node-0", "superlink", "9092", True),
             ("node-0", "superlink", "8000", False),
             ("node-0", "superlink.control", "8000", False),
