@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-all rehearsal faults lint fuzz format benchmarks clean
+.PHONY: demo test test-all rehearsal faults lint fuzz format lock benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/fedprune demo --out runs/demo
@@ -40,6 +40,10 @@ fuzz: $(DEV_STAMP)
 format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The packages of the container image, at today's versions: docker/*.lock.
+lock: $(DEV_STAMP)
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python docker/lock.py
 
 benchmarks: $(DEV_STAMP)
 	for script in benchmarks/[!_]*.py; do $(BIN)/python $$script || exit 1; done

@@ -29,9 +29,9 @@ from fedprune_app.data.augmentation import CropFlip, augmentation
 from fedprune_app.data.splits import ClientData, DataConfig, client_data, dataset_of, label_counts
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
+from fedprune_app.files import replace_file
 from fedprune_app.models import vision
 from fedprune_app.models.initial import initial_model, layer_flops, shared_names
-from fedprune_app.results.files import replace_file
 
 
 @dataclass(frozen=True)

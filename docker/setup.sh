@@ -9,9 +9,10 @@ if [ ! -e /superlink/ca.crt ]; then
     fedprune deploy certificates "$@" --out /superlink
 fi
 cp /superlink/ca.crt /certificates/ca.crt
+[ -e /superlink/superlink.db ] || fedprune deploy database /superlink/superlink.db
+chmod 600 /superlink/superlink.db*  # an earlier version let others read it
 if [ ! -e /secrets/superexec.secret ]; then
-    umask 077
-    head -c 32 /dev/urandom > /secrets/superexec.secret.new
+    (umask 077 && head -c 32 /dev/urandom > /secrets/superexec.secret.new)
     mv /secrets/superexec.secret.new /secrets/superexec.secret
 fi
 k=0

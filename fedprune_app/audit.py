@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, cast
 
 import torch
@@ -32,6 +31,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.data.splits import ClientData, client_data
 from fedprune_app.engine import wire
 from fedprune_app.engine.inprocess import quiet, run_in_process
+from fedprune_app.files import scratch_folder
 from fedprune_app.launch import LaunchError
 from fedprune_app.models import vision
 from fedprune_app.privacy.audit import Evidence, Finding
@@ -168,9 +168,9 @@ def audit(config: Config, question: Question) -> Finding:
     watch = _Watch(question.client, config.seed, number, Evidence(rows))
     privacy = {"privacy_kind": WithoutNoise} if question.without_noise else {}
     watched = type(f"Watched{kind.__name__}", (Watched, kind), {"watch": watch, **privacy})
-    with quiet(), TemporaryDirectory(prefix="fedprune-audit-") as folder:
+    with quiet(), scratch_folder() as folder:
         private = replace(config.dp, ledger_dir="")
-        here = replace(config, out_dir=folder, state_dir="", resume_from="", tracking="none", dp=private)
+        here = replace(config, out_dir=str(folder), state_dir="", resume_from="", tracking="none", dp=private)
         app = _app(watch, cast(type[FederatedClient], watched))
         try:
             run_in_process(server_app.app, app, question.clients, here.to_dict())

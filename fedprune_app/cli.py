@@ -292,8 +292,8 @@ def audit(
     """
     from fedprune_app.audit import Question
     from fedprune_app.audit import audit as run_audit
+    from fedprune_app.files import replace_file
     from fedprune_app.registry import check_names
-    from fedprune_app.results.files import replace_file
 
     files = [Path(text) for text in settings if "=" not in text]
     if len(files) > 1:
@@ -472,6 +472,28 @@ def node_key(
     public = make_node_key(path.expanduser())
     console.print(f"[green]made[/]: {path} and {public}", highlight=False, soft_wrap=True)
     console.print(f"register it: flwr supernode register {public} NAME", highlight=False, soft_wrap=True)
+
+
+@deploy_app.command()
+def database(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="What flower-superlink gets as --database.")],
+) -> None:
+    """Make the SuperLink's database: only its owner can read it, and it shrinks when messages are deleted."""
+    from fedprune_app.deploy import make_database
+
+    console.print(f"[green]made[/]: {make_database(path.expanduser())}", highlight=False, soft_wrap=True)
+
+
+@deploy_app.command()
+def check(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where nodes reach the SuperLink.")],
+    ca: Annotated[Path, typer.Option("--root-certificates", help="The ca.crt of whoever runs the SuperLink.")],
+) -> None:
+    """Ask whether a SuperLink that this authority vouches for is there; exit code 1 if not. To call before a node."""
+    from fedprune_app.deploy import check_link
+
+    until = check_link(address, ca.expanduser())
+    console.print(f"{address} speaks TLS, its certificate is valid until {until:%Y-%m-%d}", highlight=False)
 
 
 @deploy_app.command()

@@ -11,11 +11,14 @@ import datetime
 import ipaddress
 import re
 import secrets
+import socket
+import sqlite3
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,13 +35,14 @@ from fedprune_app import launch
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.engine.lifeline import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.engine.superlink import CREDENTIALS, SECRET_VARIABLE, credentials
+from fedprune_app.files import SharedFolderError, replace_file
 from fedprune_app.launch import LaunchError, Link
-from fedprune_app.results.files import replace_file
 
 _VALID_DAYS = 365
 _MINUTE = "%Y-%m-%d %H:%M UTC"
 _KNOWN_KEY = "[code: 23]"  # of `flwr supernode register`
 _NODE_SECONDS = 180.0
+_LINK_SECONDS = 10.0
 _NODE_ID = re.compile(r"SuperNode ID: (\d+)")  # in a SuperNode's log
 _SUPERLINK = "superlink"
 _EXECUTOR = "superexec"
@@ -184,8 +188,53 @@ def _private_bytes(key: ec.EllipticCurvePrivateKey, format: serialization.Privat
 
 
 def _write_secret(path: Path, content: bytes) -> None:
-    """A file that nobody else can read, at no time."""
-    replace_file(path, content, mode=0o600)
+    """A file that nobody else can read, at no time. :class:`ConfigError` where others may write beside it."""
+    try:
+        replace_file(path, content, mode=0o600)
+    except SharedFolderError as error:
+        raise ConfigError(str(error)) from None
+
+
+def make_database(path: Path) -> Path:
+    """An empty database for a SuperLink, which its owner alone can read and which shrinks when messages are deleted.
+
+    Flower's own only grows: the room of a deleted message stays in the file. Raises :class:`ConfigError` if one exists.
+    """
+    if path.exists():
+        raise ConfigError(f"{str(path)!r} exists, allowed: a new file")
+    with closing(sqlite3.connect(":memory:")) as database:
+        database.execute("PRAGMA auto_vacuum = FULL")  # it must be said before the first table, and stays in the file
+        database.execute("VACUUM")
+        _write_secret(path, database.serialize())
+    return path
+
+
+def check_link(address: str, ca: Path) -> datetime.datetime:
+    """Until when the certificate is valid that is shown at ``address``, HOST:PORT, checked as a SuperNode checks it.
+
+    A SuperNode that cannot connect tries again and says little. Raises :class:`LaunchError` with the reason where
+    nobody answers, where there is no TLS, and where the authority of ``ca`` does not vouch for that name.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isascii() or not port.isdigit():
+        raise ConfigError(f"the SuperLink's address is {address!r}, allowed: HOST:PORT")
+    valid_until(ca)
+    context = ssl.create_default_context(cafile=ca)
+    context.set_alpn_protocols(["h2"])
+    try:
+        connection = socket.create_connection((host, int(port)), _LINK_SECONDS)
+    except (OSError, OverflowError) as error:
+        raise LaunchError(f"{address} cannot be reached: {error}") from None
+    try:
+        with connection, context.wrap_socket(connection, server_hostname=host) as link:
+            certificate = link.getpeercert(binary_form=True)
+    except ssl.SSLCertVerificationError as error:
+        raise LaunchError(f"{address} shows a certificate that {str(ca)!r} refuses: {error.verify_message}") from None
+    except OSError as error:
+        raise LaunchError(f"{address} does not speak TLS: {error.strerror or error}") from None
+    assert certificate is not None
+    return x509.load_der_x509_certificate(certificate).not_valid_after_utc
 
 
 def is_healthy(address: str, timeout_seconds: float = 3.0) -> bool:
@@ -215,11 +264,11 @@ class Deployment:
     def link(self) -> Link:
         """How users reach it: a connection ``local`` that checks the SuperLink's certificate."""
         home, address = self.folder / "user", f"127.0.0.1:{self.port}"
-        home.mkdir(exist_ok=True)
-        (home / "config.toml").write_text(
+        content = (
             '[superlink]\ndefault = "local"\n\n[superlink.local]\n'
             f'address = "{address}"\nroot-certificates = "{self.certificates.ca}"\n'
         )
+        replace_file(home / "config.toml", content.encode())
         _write_secret(home / CREDENTIALS, credentials(address, self._secret("control").read_text()))
         return Link("local", launch.flower_environment(home), self.log_file(_SUPERLINK))
 
@@ -244,15 +293,15 @@ class Deployment:
 
     def start_superlink(self) -> None:
         """Start it, or start it again: the database keeps its runs, nodes and messages."""
+        database = self.folder / "superlink.db"
+        if not database.exists():
+            make_database(database)
+        for file in self.folder.glob(f"{database.name}*"):  # an earlier version let others read it
+            file.chmod(0o600)
         command = [sys.executable, "-m", "fedprune_app.engine.superlink", "--isolation", "process"]
         command += ["--ssl-ca-certfile", str(self.certificates.ca), "--ssl-keyfile", str(self.certificates.key)]
         command += ["--ssl-certfile", str(self.certificates.certificate), "--enable-supernode-auth"]
-        command += [
-            "--superexec-auth-secret-file",
-            str(self._secret(_EXECUTOR)),
-            "--database",
-            str(self.folder / "superlink.db"),
-        ]
+        command += ["--superexec-auth-secret-file", str(self._secret(_EXECUTOR)), "--database", str(database)]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--fleet-api-address", f"127.0.0.1:{self.fleet_port}", "--disable-runtime-dependency-installation"]
         process = self._spawn(_SUPERLINK, command, {SECRET_VARIABLE: str(self._secret("control"))})
@@ -353,7 +402,7 @@ def local_deployment(folder: Path, nodes: Sequence[Mapping[str, Scalar]]) -> Ite
     Node k's state is below ``folder/node-k/state`` unless its node-config says otherwise. A folder that held a
     deployment before goes on as that one: same keys, same nodes, same states.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(0o700, parents=True, exist_ok=True)  # keys, states and the SuperLink's messages are in there
     certificates = certificates_in(folder / "certificates")
     if not certificates.ca.exists():
         make_certificates(folder / "certificates", ["127.0.0.1", "localhost"])

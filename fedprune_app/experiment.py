@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -28,9 +27,9 @@ from fedprune_app import launch
 from fedprune_app.config import Config, ConfigError, Scalar
 from fedprune_app.deploy import local_deployment
 from fedprune_app.engine.store import exclusive
+from fedprune_app.files import replace_file, scratch_folder
 from fedprune_app.launch import LaunchError, LeftGoing, Link
 from fedprune_app.results.fields import own_models, tested_on
-from fedprune_app.results.files import replace_file
 
 ENGINES = ("ray", "inprocess")
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -84,8 +83,7 @@ class Session:
 
     def _folder(self) -> Path:
         if self._work is None:
-            name = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="fedprune-"))
-            self._work = Path(name)
+            self._work = self._stack.enter_context(scratch_folder())
             launch.stage_app(self._work / "app")
         return self._work
 

@@ -31,10 +31,10 @@ from fedprune_app.core.rng import generator
 from fedprune_app.core.structured import gather
 from fedprune_app.data.datasets import Dataset, load_dataset
 from fedprune_app.engine.store import State, VersionedStore, read_tensors
+from fedprune_app.files import replace_file
 from fedprune_app.models.initial import channels_of, chosen_name, initial_model
 from fedprune_app.models.vision import load_state_tensors, parameter_names, prunable_names, state_tensors
 from fedprune_app.registry import SYSTEMS, check_names
-from fedprune_app.results.files import replace_file
 from fedprune_app.results.load import ExportInfo, encode_export, full_density, network_of, num_parameters
 from fedprune_app.results.reader import read_info
 from fedprune_app.run_folder import client_state_folder

@@ -32,6 +32,7 @@ import fedprune_app
 import strategies
 from fedprune_app.config import DEFAULTS, ConfigError, Scalar, to_toml
 from fedprune_app.engine.lifeline import LAUNCHER_VARIABLE, launcher_identity
+from fedprune_app.files import appending
 from fedprune_app.results.recorder import GIT_VARIABLE, git_hash
 
 _PACKAGES = (fedprune_app, strategies, clients)
@@ -203,7 +204,7 @@ def direct_on_loopback(environment: Mapping[str, str]) -> dict[str, str]:
 
 def spawn(command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> subprocess.Popen[bytes]:
     """Start a program that ends with this process, in the folder of its log file, to which it appends."""
-    with log_file.open("ab") as log:
+    with appending(log_file) as log:
         return subprocess.Popen(
             command,
             env=environment,

@@ -47,8 +47,8 @@ from fedprune_app.engine import rounds, wire
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.rounds import Peer, Roster, TextPeer
 from fedprune_app.engine.store import State, VersionedStore
+from fedprune_app.files import replace_file
 from fedprune_app.results.fields import OWN_TEXT
-from fedprune_app.results.files import replace_file
 from fedprune_app.results.recorder import Recorder
 from strategies.base import Contents, FederatedStrategy, RoundLog
 

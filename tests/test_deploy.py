@@ -6,10 +6,13 @@ import datetime
 import ipaddress
 import os
 import re
+import socket
 import ssl
 import stat
 import subprocess
 import sys
+import threading
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -32,7 +35,8 @@ from fedprune_app.deploy import (
     node_config_text,
     valid_until,
 )
-from fedprune_app.results.files import replace_file
+from fedprune_app.files import replace_file
+from fedprune_app.launch import LaunchError
 
 
 def test_a_certificate_is_for_its_hosts_and_signed_by_the_authority(tmp_path):
@@ -83,6 +87,67 @@ def test_nothing_is_overwritten(tmp_path):
         make_certificates(tmp_path, ["localhost"])
     with pytest.raises(ConfigError, match=r"node\.key' exists"):
         make_node_key(tmp_path / "node.key")
+
+
+def test_a_superlinks_database_is_its_owners_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "wait_until_up", lambda *_: None)
+    monkeypatch.setattr(launch, "spawn", lambda *_: None)
+    folder = tmp_path / "deployment"
+    folder.mkdir()
+    for _ in range(2):
+        deploy.Deployment(folder, certificates_in(folder), 1, 2).start_superlink()
+        assert stat.S_IMODE((folder / "superlink.db").stat().st_mode) == 0o600
+        (folder / "superlink.db").chmod(0o644)  # as an earlier version left it
+    with pytest.raises(ConfigError, match=r"superlink\.db' exists, allowed: a new file$"):
+        deploy.make_database(folder / "superlink.db")
+
+
+@contextmanager
+def listening(certificates=None):
+    """An address at which somebody answers, with TLS if there are certificates."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        if certificates:
+            context.load_cert_chain(certificates.certificate, certificates.key)
+
+        def answer():
+            with suppress(OSError):
+                connection, _ = server.accept()
+                if certificates:
+                    connection = context.wrap_socket(connection, server_side=True)
+                else:
+                    connection.sendall(b"\0\0\x12\4\0\0\0\0\0")  # as HTTP/2 without TLS begins
+                connection.recv(1)
+                connection.close()
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        thread.join(timeout=10)
+
+
+def test_a_superlink_of_the_right_authority_passes_the_check_of_a_node(tmp_path):
+    made = make_certificates(tmp_path, ["127.0.0.1"])
+    with listening(made) as address:
+        assert deploy.check_link(address, made.ca) == valid_until(made.certificate)
+
+
+def test_a_node_that_cannot_connect_is_told_why_at_once(tmp_path):
+    right, wrong = (make_certificates(tmp_path / name, ["127.0.0.1"]) for name in ("right", "wrong"))
+    other = make_certificates(tmp_path / "other", ["link.example.org"])
+    with listening() as address, pytest.raises(LaunchError, match=f"^{address} does not speak TLS: "):
+        deploy.check_link(address, right.ca)
+    reason = re.escape(f"shows a certificate that {str(wrong.ca)!r} refuses: ")
+    with listening(right) as address, pytest.raises(LaunchError, match=f"^{address} {reason}.*certificate"):
+        deploy.check_link(address, wrong.ca)
+    with listening(other) as address, pytest.raises(LaunchError, match=r"refuses: IP address mismatch, certificate is"):
+        deploy.check_link(address, other.ca)
+    with pytest.raises(LaunchError, match=f"^{address} cannot be reached: "):
+        deploy.check_link(address, right.ca)
+    with pytest.raises(ConfigError, match=r"^the SuperLink's address is 'link', allowed: HOST:PORT$"):
+        deploy.check_link("link", right.ca)
+    with pytest.raises(ConfigError, match=r"key' is no certificate"):
+        deploy.check_link(address, right.key)
 
 
 class PowerCut(BaseException):

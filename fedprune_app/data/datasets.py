@@ -7,9 +7,10 @@ from ``.npy`` files.
 from __future__ import annotations
 
 import hashlib
+import io
+import logging
 import os
-import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +23,9 @@ from fedprune_app.core.rng import numpy_generator
 from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.data.errors import FileError
 from fedprune_app.data.partitions import stratified_holdout
+from fedprune_app.files import replacing
+
+log = logging.getLogger("flwr.fedprune")
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -240,6 +244,7 @@ def _cifar_binary(name: str, folder: Path, download: bool) -> Dataset:
 
 # --- folders of images ----------------------------------------------------------------------------------------
 
+_CACHE_FORMAT = b"npy, sha256"  # part of the names of cache files, so that those of another format are not read
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 
 
@@ -315,14 +320,15 @@ def _from_folder(
 def _decoded(folder: Path, part: str, members: list[tuple[os.DirEntry[str], int]]) -> Split:
     """Decoded images and labels; images come from a cache keyed by the names, sizes and times of the files.
 
-    The cache is a file in ``<folder>/.fedprune-cache``, or in the user's cache directory where that is read-only,
-    written under another name and renamed; a lock keeps the processes of a run from decoding the same folder.
+    The cache is a file in ``<folder>/.fedprune-cache``, or in the user's cache directory where that is read-only, with
+    a digest of its content; a damaged one is made again. A lock keeps the processes of a run from decoding the same
+    folder.
     """
     members = [member for member in members if Path(member[0].name).suffix.lower() in _SUFFIXES]
     if not members:
         raise ValueError(f"data-dir '{folder}' has no images in {part}/")
     labels = np.array([label for _, label in members], dtype=np.int64)
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(_CACHE_FORMAT)
     for item, _ in members:
         try:
             status = item.stat()
@@ -336,13 +342,17 @@ def _decoded(folder: Path, part: str, members: list[tuple[os.DirEntry[str], int]
     for directory in _cache_directories(folder):
         file = directory / file_name
         try:
-            if not file.exists():
+            if (cached := _cached(file)) is None:
                 directory.mkdir(parents=True, exist_ok=True)
                 with FileLock(directory / f"{part}.lock"):
-                    if not file.exists():
+                    if (cached := _cached(file)) is None:  # nobody else made it meanwhile
+                        if file.exists():
+                            log.warning("the cache '%s' is damaged and is made again", file)
                         images = _decode(folder, paths) if images is None else images
-                        _write_atomically(file, images)
-            return np.load(file, mmap_mode="r", allow_pickle=False), labels
+                        _write_cache(file, images)
+                        cached = _cached(file)
+            if cached is not None:
+                return cached, labels
         except OSError:  # read-only or full: try the next place
             continue
     return (_decode(folder, paths) if images is None else images), labels
@@ -380,15 +390,36 @@ def _cache_directories(folder: Path) -> list[Path]:
     return [folder / ".fedprune-cache", home / "fedprune" / key]
 
 
-def _write_atomically(path: Path, array: Images) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.save(file, array, allow_pickle=False)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+def _write_cache(path: Path, images: Images) -> None:
+    """A ``.npy`` file with the SHA-256 of its content behind it, where numpy does not look."""
+    with replacing(path) as file:
+        digest = hashlib.sha256()
+        for block in _npy_blocks(images):
+            digest.update(block)
+            file.write(block)
+        file.write(digest.digest())
+
+
+def _npy_blocks(images: Images) -> Iterator[bytes | memoryview]:
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(images))
+    yield header.getvalue()
+    yield np.ascontiguousarray(images).data.cast("B")
+
+
+def _cached(path: Path) -> Images | None:
+    """What :func:`_write_cache` wrote, mapped into memory; None where there is none or it is damaged."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        digest, left = hashlib.sha256(), os.fstat(file.fileno()).st_size - hashlib.sha256().digest_size
+        while left > 0 and (block := file.read(min(left, 2**20))):
+            digest.update(block)
+            left -= len(block)
+        if file.read() != digest.digest():
+            return None
+    images: Images = np.load(path, mmap_mode="r", allow_pickle=False)
+    return images
 
 
 def _visible(folder: Path) -> list[os.DirEntry[str]]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
-from fedprune_app.results.files import replace_file
+from fedprune_app.files import replace_file
 
 _NAME = re.compile(r"layer-(\d{5,})-version-(\d{5,})\.fp")
 

@@ -6,7 +6,6 @@ Only safetensors are read: nothing is unpickled.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +16,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedprune_app.core.torchvision_shim import prepare_torchvision
+from fedprune_app.files import replacing_folder
 
+INDEX = "model.safetensors.index.json"
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
 
 
@@ -88,12 +89,25 @@ def _converted(name: str, snapshot: Path, download: bool) -> Path:
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=not download)
         except Exception as error:  # the hub's many ways to say no, and those of a config
             raise ValueError(f"model {name!r} has no safetensors: {one_line(error)}") from None
-        partial = folder.with_name(f"{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
-        model.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        partial.rename(folder)
+        with replacing_folder(folder) as new:
+            model.save_pretrained(new)
+            tokenizer.save_pretrained(new)
     return folder
+
+
+def inside(folder: Path, name: object) -> Path:
+    """The file of this name in a checkpoint's folder. ``ValueError`` for one that lies elsewhere, links followed.
+
+    In the hub's cache a snapshot's files are links to the blobs of the same model.
+    """
+    path = folder / str(name)
+    homes = [folder.resolve()]
+    if folder.parent.name == "snapshots":
+        homes.append((folder.parent.parent / "blobs").resolve())
+    is_plain = not Path(str(name)).is_absolute() and ".." not in Path(str(name)).parts
+    if not is_plain or not any(path.resolve().is_relative_to(home) for home in homes):
+        raise ValueError(f"{str(name)!r} is outside the folder, allowed: the folder's own files")
+    return path
 
 
 class TensorFiles:
@@ -102,11 +116,11 @@ class TensorFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file_of: dict[str, Path] = {}
-        index = folder / "model.safetensors.index.json"
+        index = folder / INDEX
         try:
             if index.exists():
                 weight_map = json.loads(index.read_text())["weight_map"]
-                self._file_of = {str(name): folder / str(file) for name, file in weight_map.items()}
+                self._file_of = {str(name): inside(folder, file) for name, file in weight_map.items()}
             else:
                 for path in sorted(folder.glob("*.safetensors")):
                     with safe_open(path, framework="pt") as file:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -21,9 +21,13 @@ from filelock import FileLock
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedprune_app.files import replacing_folder
 from fedprune_app.models.llm import import_transformers
 
+log = logging.getLogger("flwr.fedprune")
+
 NAME = "byte-llama"
+_DIGESTS = "sha256.json"  # of the other files in the folder
 OnStep = Callable[[int, int, float], None]
 """Told (step, steps, loss) after every step."""
 
@@ -71,15 +75,31 @@ def train_embedded(texts: Sequence[str], recipe: Recipe = DEFAULT, on_step: OnSt
     folder = embedded_folder(texts, recipe)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if not (folder / "model.safetensors").exists():
-            partial = folder.with_name(f"{folder.name}.partial")
-            shutil.rmtree(partial, ignore_errors=True)
+        known = folder.exists()
+        if not (known and _is_whole(folder)):
+            if known:
+                log.warning("the cached model '%s' is damaged, or older than its digests: it is trained anew", folder)
             model = _trained(texts, recipe, on_step)
-            model.save_pretrained(partial)
-            byte_tokenizer().save_pretrained(partial)
-            (partial / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1))
-            partial.rename(folder)
+            with replacing_folder(folder) as new:
+                model.save_pretrained(new)
+                byte_tokenizer().save_pretrained(new)
+                (new / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1))
+                digests = {path.name: _sha256(path) for path in sorted(new.iterdir())}
+                (new / _DIGESTS).write_text(json.dumps(digests, indent=1))
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether a cached model's files are those that were written."""
+    try:
+        digests = json.loads((folder / _DIGESTS).read_text())
+        return all(_sha256(folder / name) == digest for name, digest in digests.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def byte_tokenizer() -> Any:

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
+from fedprune_app.files import replacing_folder
+from fedprune_app.models.checkpoints import INDEX, inside
 from fedprune_app.models.llm import LanguageModel, cast, import_transformers
 
 PrunedLayers = Callable[[int], Payload]
 """The pruned matrices of decoder layer i with their masks; empty where they are the dense model's."""
-_INDEX = "packed.json"
+_PARTS = "packed.json"
 _COPIED = (  # of the checkpoint's folder, files whose names begin so: the tokenizer, and how to generate
     "tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece", "chat_template",
     "generation_config",
@@ -27,35 +29,37 @@ _COPIED = (  # of the checkpoint's folder, files whose names begin so: the token
 
 def write_checkpoint(model: LanguageModel, layers: PrunedLayers, folder: Path) -> int:
     """A folder that plain transformers load with ``from_pretrained``, one file a layer; the bytes of its weights."""
-    shutil.rmtree(folder, ignore_errors=True)
-    _write_config(model, folder)
     count = model.num_layers + 1
     weight_map: dict[str, str] = {}
     total = 0
-    for part in range(count):
-        tensors = _named_part(model, layers, part - 1)[0]
-        name = f"model-{part + 1:05d}-of-{count:05d}.safetensors"
-        save_file({n: t.contiguous() for n, t in tensors.items()}, folder / name, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, name)
-        total += sum(t.numel() * t.element_size() for t in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    with replacing_folder(folder) as new:
+        _write_config(model, new)
+        for part in range(count):
+            tensors = _named_part(model, layers, part - 1)[0]
+            name = f"model-{part + 1:05d}-of-{count:05d}.safetensors"
+            save_file({n: t.contiguous() for n, t in tensors.items()}, new / name, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(tensors, name)
+            total += sum(t.numel() * t.element_size() for t in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (new / INDEX).write_text(json.dumps(index, indent=1))
     return total
 
 
 def write_packed(model: LanguageModel, layers: PrunedLayers, folder: Path) -> int:
     """The same model as kept values and entropy-coded masks, for :func:`load_packed`; the bytes of its weights."""
-    shutil.rmtree(folder, ignore_errors=True)
-    _write_config(model, folder)
     sizes = {}
-    for part in range(model.num_layers + 1):
-        tensors, masks = _named_part(model, layers, part - 1)
-        data = codec.pack(Payload(tensors, masks))
-        name = f"part-{part:05d}.fp"
-        (folder / name).write_bytes(data)
-        sizes[name] = sum(t.numel() * (t.element_size() + 1) for t in tensors.values())
-    (folder / _INDEX).write_text(json.dumps({"parts": sizes}, indent=1))
-    return sum((folder / name).stat().st_size for name in sizes)
+    total = 0
+    with replacing_folder(folder) as new:
+        _write_config(model, new)
+        for part in range(model.num_layers + 1):
+            tensors, masks = _named_part(model, layers, part - 1)
+            data = codec.pack(Payload(tensors, masks))
+            name = f"part-{part:05d}.fp"
+            (new / name).write_bytes(data)
+            sizes[name] = sum(t.numel() * (t.element_size() + 1) for t in tensors.values())
+            total += len(data)
+        (new / _PARTS).write_text(json.dumps({"parts": sizes}, indent=1))
+    return total
 
 
 def load_packed(folder: Path | str) -> Any:
@@ -65,7 +69,7 @@ def load_packed(folder: Path | str) -> Any:
     tensors: dict[str, Tensor] = {}
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
-        for name, max_bytes in json.loads((folder / _INDEX).read_text())["parts"].items():
+        for name, max_bytes in json.loads((folder / _PARTS).read_text())["parts"].items():
             if Path(name).name != name:
                 raise ValueError(f"{name!r} is no name of a part")
             tensors |= codec.unpack((folder / name).read_bytes(), int(max_bytes)).tensors
@@ -102,4 +106,4 @@ def _write_config(model: LanguageModel, folder: Path) -> None:
     config.save_pretrained(folder)
     for path in sorted(model.folder.iterdir()):
         if path.is_file() and path.name.startswith(_COPIED):
-            shutil.copyfile(path, folder / path.name)
+            shutil.copyfile(inside(model.folder, path.name), folder / path.name)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Self
 
+from fedprune_app.files import appending
 from fedprune_app.privacy import accounting
 from fedprune_app.privacy.accounting import Laplace, Release, Spent, Steps, total
 
@@ -184,7 +185,7 @@ def _make_durable(path: Path) -> None:
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.touch()
+    appending(path).close()
     for folder in path.parents:
         try:
             descriptor = os.open(folder, os.O_RDONLY)

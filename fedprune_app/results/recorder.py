@@ -20,8 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from fedprune_app.files import append_lines, replace_file
 from fedprune_app.results.fields import CLIENT_FIELDS, HEADLINES, ROUND_FIELDS
-from fedprune_app.results.files import append_lines, replace_file
 from fedprune_app.results.reader import Masks, Matrix, read_info, read_masks, read_rows
 
 GIT_VARIABLE = "FEDPRUNE_GIT_HASH"
@@ -85,7 +85,7 @@ class Recorder:
             raise ValueError(f"extra must not set '{clash[0]}': the recorder does")
         self.folder.mkdir(parents=True, exist_ok=True)
         for name in ("rounds.jsonl", "clients.jsonl"):
-            (self.folder / name).write_bytes(b"")
+            replace_file(self.folder / name, b"")
         self._masks_path.unlink(missing_ok=True)
         self._begin(info | extra)
 
@@ -157,11 +157,8 @@ class Recorder:
         (self.folder / "progress.json").unlink(missing_ok=True)
 
     def _tell(self, what: Mapping[str, Any]) -> None:
-        path = self.folder / "progress.json"
-        temporary = path.with_name(".progress.json.tmp")
         with suppress(OSError):
-            temporary.write_text(json.dumps(what))
-            os.replace(temporary, path)
+            replace_file(self.folder / "progress.json", json.dumps(what).encode(), durable=False)
 
     def finish(self, status: Status, final_sha256: str | None = None, error: str | None = None) -> None:
         """Close the run; ``final_sha256`` is over all final models in partition order."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
@@ -13,6 +12,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from plotly.offline import get_plotlyjs
 
+from fedprune_app.files import replace_file
 from fedprune_app.results.figures import figures
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import (
@@ -60,10 +60,7 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
         raise ValueError("a report needs at least one run folder")
     page = render([load_run(Path(folder)) for folder in dict.fromkeys(folders)])
     out = Path(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.tmp")
-    temporary.write_text(page, encoding="utf-8", errors="replace")  # JSON may hold half of a surrogate pair
-    os.replace(temporary, out)
+    replace_file(out, page.encode("utf-8", errors="replace"))  # JSON may hold half of a surrogate pair
     return out
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedprune_app.files import replace_file
 from fedprune_app.results.fields import own_models, tested_on, windows_of_text
 from fedprune_app.results.reader import Run
 
@@ -294,13 +295,12 @@ def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:
     """
     groups = group_runs(runs)
     out_dir = Path(out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
     texts = {"table.md": markdown(groups), "table.csv": comma_separated(groups), "table.tex": latex(groups)}
     header, rows = perplexity_rows(groups)
     if rows:
         texts["perplexity.md"] = _markdown(header, rows, num_texts=1)
     for name, text in texts.items():
-        (out_dir / name).write_text(text, encoding="utf-8", errors="replace")
+        replace_file(out_dir / name, text.encode("utf-8", errors="replace"))
     return [out_dir / name for name in texts]
 
 

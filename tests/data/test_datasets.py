@@ -279,6 +279,35 @@ def test_a_changed_folder_is_decoded_again(folder):
     assert load_dataset("image-folder", folder).train_images[0, :, 0, 0].tolist() == [1, 2, 3]
 
 
+@pytest.mark.parametrize("damage", ["emptied", "cut", "one bit", "another's content"])
+def test_a_damaged_cache_is_made_again_and_one_line_says_so(folder, caplog, damage):
+    first = load_dataset("image-folder", folder).train_images.copy()
+    (cache,) = (folder / ".fedprune-cache").glob("train-*.npy")
+    whole = bytearray(cache.read_bytes())
+    if damage == "one bit":
+        whole[len(whole) // 2] ^= 1
+    damaged = {"emptied": b"", "cut": whole[:-100], "one bit": whole, "another's content": b"\x93NUMPY" + bytes(500)}
+    cache.unlink()  # the arrays of other tests are mapped from it
+    cache.write_bytes(damaged[damage])
+    datasets._load.cache_clear()
+    with caplog.at_level("WARNING", logger="flwr.fedprune"):
+        assert np.array_equal(load_dataset("image-folder", folder).train_images, first)
+    assert [record.getMessage() for record in caplog.records] == [f"the cache '{cache}' is damaged and is made again"]
+    datasets._load.cache_clear()
+    caplog.clear()
+    assert np.array_equal(load_dataset("image-folder", folder).train_images, first)
+    assert caplog.records == []
+
+
+def test_a_cache_is_on_disk_before_it_has_its_name(folder, monkeypatch):
+    synced = []
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size) or real(file))
+    load_dataset("image-folder", folder)
+    for cache in (folder / ".fedprune-cache").glob("*.npy"):
+        assert cache.stat().st_size in synced
+
+
 def test_where_the_folder_cannot_be_written_the_cache_is_the_users(folder, tmp_path, monkeypatch):
     (folder / ".fedprune-cache").write_text("a file where the cache would go")
     first = load_dataset("image-folder", folder)

@@ -1,13 +1,16 @@
-"""Run a compose file's services without a Docker engine: buildah's container, and a network namespace for each service.
+"""Run a compose file's services without a Docker engine: buildah's container, and namespaces for each service.
 
-As Docker would: one address per service on a network of their own, which has no way out; names in /etc/hosts; named
-volumes that take over owner and mode of the folder they are mounted on; the image's user, no capabilities; services
-start when what they depend on is healthy or done. Unlike Docker, the services share one container's root file system,
-each with its own home and /tmp, and none is restarted. Needs root, buildah, iproute2 and docker-compose.
+As Docker would: an address per service on each of its networks, which have no way out; the names of those it shares a
+network with, and nobody else's, in /etc/hosts; a root file system that is read-only, with named volumes and file
+systems in memory; named volumes take over owner and mode of the folder they are mounted on; the image's user and
+environment, no capabilities, no new privileges; services start when what they depend on is healthy or done. Unlike
+Docker, nothing is restarted, and nothing limits memory and processes. Needs root, buildah, iproute2, util-linux and
+docker-compose.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -22,7 +25,7 @@ from typing import Any
 import yaml
 
 BUILDAH = {**os.environ, "BUILDAH_ISOLATION": "chroot"}
-_SUBNET = "10.213.77"
+_SUBNET = "10.213.7"
 
 
 def call(*command: str | Path, check: bool = True, **more: Any) -> str:
@@ -38,13 +41,14 @@ def has_image(image: str) -> bool:
 
 @dataclass
 class Stack:
-    """The services of one compose file below ``folder``: ``volumes/``, ``homes/`` and a log for each."""
+    """The services of one compose file below ``folder``: ``volumes/``, and a log for each."""
 
     services: Mapping[str, Mapping[str, Any]]
     folder: Path
     container: str
     root: Path  # the container's file system
     prefix: str
+    environment: list[str]  # of the image, KEY=VALUE
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def namespace(self, name: str) -> str:
@@ -54,13 +58,17 @@ class Stack:
         return self.folder / f"{name}.log"
 
     def _mounts(self, name: str) -> list[str]:
-        mounts = []
-        for own in ("home/fedprune", "tmp"):
-            place = self.folder / "homes" / name / own.replace("/", "-")
-            place.mkdir(parents=True, exist_ok=True)
-            _like(place, self.root / own)
-            mounts.append(f"{place}:/{own}")
-        for volume in self.services[name].get("volumes", []):
+        """Shell commands that make the service's file system of the container's, in a mount namespace of its own."""
+        service = self.services[name]
+        commands = [f"mount --bind {self.root} {self.root}"]
+        if service.get("read_only"):
+            commands.append(f"mount -o remount,bind,ro {self.root}")
+        commands += [f"mount -t proc proc {self.root}/proc", f"mount --rbind /dev {self.root}/dev"]
+        commands.append(f"mount --bind {self.folder}/{name}.hosts {self.root}/etc/hosts")
+        for each in service.get("tmpfs", []):
+            place, _, options = each.partition(":")
+            commands.append(f"mount -t tmpfs -o noexec,nosuid,nodev,{options} tmpfs {self.root}{place}")
+        for volume in service.get("volumes", []):
             source, target, *mode = volume.split(":")
             if not source.startswith("/"):  # a named one
                 place = self.folder / "volumes" / source
@@ -68,17 +76,24 @@ class Stack:
                     place.mkdir(parents=True)
                     _like(place, self.root / target.lstrip("/"))
                 source = str(place)
-            mounts.append(":".join([source, target, *[m for m in mode if m == "ro"]]))
-        return [word for mount in mounts for word in ("-v", mount)]
+            commands.append(f"mount --bind {source} {self.root}{target}")
+            if "ro" in mode:
+                commands.append(f"mount -o remount,bind,ro {self.root}{target}")
+        return commands
 
-    def _inside(self, name: str, command: list[str]) -> list[str]:
-        enter = ["nsenter", f"--net=/run/netns/{self.namespace(name)}"]
-        run = ["buildah", "run", "--cap-drop", "all", "--no-hosts", *self._mounts(name)]
-        return [*enter, *run, self.container, "--", *command]
+    def inside(self, name: str, *command: str) -> list[str]:
+        """A command line that runs ``command`` in the service: its networks, its file system, its rights."""
+        isolated = ["nsenter", f"--net=/run/netns/{self.namespace(name)}"]
+        isolated += ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-euc"]
+        isolated += ["; ".join([*self._mounts(name), 'exec "$@"']), "sh", "chroot", str(self.root)]
+        isolated += ["env", "-i", *self.environment, "HOME=/home/fedprune"]
+        isolated += ["setpriv", "--reuid=1000", "--regid=1000", "--clear-groups", "--bounding-set=-all"]
+        isolated += ["--inh-caps=-all", "--no-new-privs", "sh", "-c", 'cd && exec "$@"', "sh"]
+        return [*isolated, *command]
 
     def start(self, name: str, command: list[str] | None = None) -> subprocess.Popen[bytes]:
         """Start a service, or another command in its place."""
-        full = self._inside(name, command or list(self.services[name]["command"]))
+        full = self.inside(name, *(command or self.services[name]["command"]))
         with self.log_file(name).open("ab") as log:
             process = subprocess.Popen(
                 full, env=BUILDAH, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -89,7 +104,7 @@ class Stack:
     def is_healthy(self, name: str) -> bool:
         kind, *test = self.services[name]["healthcheck"]["test"]
         assert kind == "CMD"
-        return subprocess.run(self._inside(name, test), env=BUILDAH, capture_output=True, timeout=300).returncode == 0
+        return subprocess.run(self.inside(name, *test), env=BUILDAH, capture_output=True, timeout=300).returncode == 0
 
     def wait_for(self, name: str, condition: str, deadline: float) -> None:
         process = self.processes[name]
@@ -151,26 +166,33 @@ def described(compose: Path, environment: Mapping[str, str]) -> dict[str, Any]:
 @contextmanager
 def stack(compose: Path, folder: Path, image: str, environment: Mapping[str, str]) -> Iterator[Stack]:
     """The services of a compose file, ready to start, on a network of their own; all is gone on the way out."""
-    services = described(compose, environment)["services"]
+    file = described(compose, environment)
+    services = file["services"]
+    networks = list(file.get("networks", {}))
     container = call("buildah", "from", "--pull-never", f"localhost/{image}")
+    variables = json.loads(call("buildah", "inspect", container))["OCIv1"]["config"]["Env"]
     prefix = f"fp{os.getpid()}"
     switch = f"{prefix}-switch"
     made: Stack | None = None
     try:
-        made = Stack(services, folder, container, Path(call("buildah", "mount", container)), prefix)
-        hosts = "".join(f"{_SUBNET}.{k} {name}\n" for k, name in enumerate(services, start=2))
-        (made.root / "etc/hosts").write_text(f"127.0.0.1 localhost\n{hosts}")
+        root = Path(call("buildah", "mount", container))
+        made = Stack(services, folder, container, root, prefix, variables)
         call("ip", "netns", "add", switch)
-        call("ip", "-n", switch, "link", "add", "name", "bridge0", "type", "bridge")
-        call("ip", "-n", switch, "link", "set", "bridge0", "up")
-        for k, name in enumerate(services, start=2):
+        for n, _ in enumerate(networks):
+            call("ip", "-n", switch, "link", "add", "name", f"bridge{n}", "type", "bridge")
+            call("ip", "-n", switch, "link", "set", f"bridge{n}", "up")
+        for k, (name, service) in enumerate(services.items(), start=2):
             own = made.namespace(name)
             call("ip", "netns", "add", own)
             call("ip", "-n", own, "link", "set", "lo", "up")
-            call("ip", "-n", own, "link", "add", "eth0", "type", "veth", "peer", "name", f"p{k}", "netns", switch)
-            call("ip", "-n", switch, "link", "set", f"p{k}", "master", "bridge0", "up")
-            call("ip", "-n", own, "address", "add", f"{_SUBNET}.{k}/24", "dev", "eth0")
-            call("ip", "-n", own, "link", "set", "eth0", "up")
+            for n, network in enumerate(networks):
+                if network in service.get("networks", {}):
+                    outer, inner = f"p{k}-{n}", f"eth{n}"
+                    call("ip", "-n", own, "link", "add", inner, "type", "veth", "peer", "name", outer, "netns", switch)
+                    call("ip", "-n", switch, "link", "set", outer, "master", f"bridge{n}", "up")
+                    call("ip", "-n", own, "address", "add", f"{_SUBNET}{n}.{k}/24", "dev", inner)
+                    call("ip", "-n", own, "link", "set", inner, "up")
+            (folder / f"{name}.hosts").write_text(_hosts(services, networks, service))
         yield made
     finally:
         for name in reversed(list(services)):
@@ -179,3 +201,14 @@ def stack(compose: Path, folder: Path, image: str, environment: Mapping[str, str
             call("ip", "netns", "del", f"{prefix}-{name}", check=False)
         call("ip", "netns", "del", switch, check=False)
         call("buildah", "rm", container, check=False)
+
+
+def _hosts(services: Mapping[str, Any], networks: list[str], service: Mapping[str, Any]) -> str:
+    """Whom this service can call by name."""
+    lines = ["127.0.0.1 localhost"]
+    for n, network in enumerate(networks):
+        for k, (name, other) in enumerate(services.items(), start=2):
+            if network in service.get("networks", {}) and network in other.get("networks", {}):
+                aliases = (other["networks"][network] or {}).get("aliases", [])
+                lines.append(" ".join([f"{_SUBNET}{n}.{k}", name, *aliases]))
+    return "\n".join(lines) + "\n"

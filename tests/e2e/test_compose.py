@@ -47,14 +47,30 @@ def test_docker_compose_understands_the_files_and_no_service_may_more_than_it_ne
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert "user" not in service, "the image's user, which is not root"
         assert "privileged" not in service, name
+        assert service["read_only"] is True, name
+        assert service["mem_limit"], name
+        assert service["pids_limit"] == 1024, name
+
+
+@needs_compose
+def test_nodes_are_on_no_network_with_the_control_api():
+    services = compose.described(DOCKER / "compose.yaml", {})["services"]
+    networks = {name: set(service.get("networks", {})) for name, service in services.items()}
+    assert networks["superlink"] == {"control", "fleet"}
+    assert {name for name, found in networks.items() if "control" in found} == {
+        "superlink", "superexec", "register", "run"
+    }  # fmt: skip
+    assert [networks[f"node-{k}"] for k in range(3)] == [{"fleet"}] * 3
+    assert "--host=superlink.control" in services["superlink"]["command"], "and it listens there alone"
+    assert "--fleet-api-address=superlink.fleet:9092" in services["superlink"]["command"]
 
 
 def test_every_script_that_a_service_calls_is_in_the_image():
     for script in DOCKER.glob("*.sh"):
         done = subprocess.run(["sh", "-n", str(script)], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    called = re.findall(r"[\w-]+\.sh", (DOCKER / "compose.yaml").read_text())
-    assert {"setup.sh", "register.sh", "run.sh"} <= set(called) <= {script.name for script in DOCKER.glob("*.sh")}
+    called = set(re.findall(r"[\w-]+\.sh", (DOCKER / "compose.yaml").read_text()))
+    assert {"setup.sh", "register.sh", "run.sh", "node.sh"} <= called <= {script.name for script in DOCKER.glob("*.sh")}
 
 
 def test_bases_are_pinned():
@@ -65,6 +81,10 @@ def test_bases_are_pinned():
         name, _, tag = base.partition(":")
         assert name in {"python", "nvidia/cuda"}
         assert re.match(r"\d+\.\d+\.\d+-", tag), base
+
+
+def call_in(demo: compose.Stack, name: str, *command: str) -> str:
+    return subprocess.run(demo.inside(name, *command), capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.slow
@@ -95,10 +115,36 @@ def test_the_demo_leaves_a_report_in_the_mounted_folder(tmp_path):
         assert "<html" in (results / "report.html").read_text()[:1000].lower()
         assert {path.stat().st_uid for path in results.rglob("*")} == {1000}
 
+        reach = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), 5).close()"
+        control, fleet = (f"10.213.7{n}.{list(demo.services).index('superlink') + 2}" for n in range(2))
+        for service, host, port, is_open in (
+            ("run", "superlink", "8000", True),
+            ("node-0", "superlink", "9092", True),
+            ("node-0", "superlink", "8000", False),
+            ("node-0", "superlink.control", "8000", False),
+            ("node-0", control, "8000", False),
+            ("node-0", fleet, "8000", False),
+        ):
+            command = demo.inside(service, "python3", "-c", reach, host, port)
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert (done.returncode == 0) == is_open, (service, host, port, done.stderr)
+        for name in demo.services:
+            written = "touch /opt/fedprune/x || touch /etc/x || touch /x"
+            assert subprocess.run(demo.inside(name, "sh", "-c", written), capture_output=True).returncode != 0
+            rights = call_in(demo, name, "grep", "-E", "NoNewPrivs|CapEff|CapBnd|Uid", "/proc/self/status")
+            assert re.findall(r"\t(\w+)", rights) == [*["1000"] * 4, "0" * 16, "0" * 16, "1"]
+
         volumes = tmp_path / "volumes"
         for k in range(3):  # a key for each, a state for each, and no one else can read them
             assert stat.S_IMODE((volumes / f"node-{k}" / "node.key").stat().st_mode) == 0o600
             assert [path.name for path in (volumes / f"state-{k}").glob("*/*")] == [f"{k:05d}"]
+
+        assert {stat.S_IMODE(path.stat().st_mode) for path in (volumes / "superlink").glob("superlink.db*")} == {0o600}
+
+        strangers = "fedprune deploy certificates --host superlink --out /tmp/c >&2"
+        wrong = ["sh", "-c", f"{strangers} && node.sh superlink:9092 /tmp/c/ca.crt"]
+        done = subprocess.run(demo.inside("node-0", *wrong), capture_output=True, text=True)
+        assert (done.returncode, "shows a certificate that '/tmp/c/ca.crt' refuses" in done.stderr) == (1, True), done
 
         for name in ("setup", "register"):  # a second `up`, with the volumes of the first
             assert demo.start(name).wait(timeout=300) == 0, demo.log_file(name).read_text()[-2000:]

@@ -57,7 +57,7 @@ def test_strangers_are_refused(deployment, transcript):
     """Judged by their exit and by the list of nodes: what they say of it is Flower's."""
     (port,) = launch.free_ports(1)
     plaintext = [launch.tool("flower-supernode"), "--superlink", f"127.0.0.1:{deployment.fleet_port}", "--insecure"]
-    deployment._spawn("plaintext", [*plaintext, "--port", str(port), "--max-retries", "2"])
+    deployment._spawn("plaintext", [*plaintext, "--port", str(port), "--max-wait-time", "10"])
     make_node_key(deployment.folder / "stranger" / "node.key")
     deployment.start_node("stranger", {"partition-id": 7, "num-partitions": 8})
     for name, what in (("plaintext", "a node without TLS"), ("stranger", "a node with a key that is not registered")):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import random
+import sqlite3
+import stat
 import sys
 import threading
 import time
 import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from types import SimpleNamespace
 
 import httpx
@@ -38,6 +42,7 @@ from flwr.superlink.servicer.runtime import runtime_handlers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fedprune_app.deploy import make_database
 from fedprune_app.engine import replies, rounds, wire
 from tests.test_borders import damaged, refusal
 
@@ -293,6 +298,21 @@ def facts(link: SuperLink) -> dict:
         "message_type": "train",
         "created_at": time.time(),
     }
+
+
+def test_a_superlinks_database_gives_back_the_room_of_replies_that_were_refused(tmp_path):
+    """Flower deletes them; a database that it makes itself keeps the room of the largest for ever."""
+    path = make_database(tmp_path / "superlink.db")
+    link = SuperLink(str(path)).enter()
+    for _ in range(3):
+        (request,) = link.ask(0)
+        link.reply(request, content_of(random.Random(0).randbytes(20 * MB)))
+        assert "it has over 2000000 bytes" in link.fetch(request, max_bytes=2 * MB)[request.metadata.message_id].error
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    files = sorted(tmp_path.glob("superlink.db*"))
+    assert sum(file.stat().st_size for file in files) < 2 * MB
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}, "Flower adds its files with the same mode"
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------

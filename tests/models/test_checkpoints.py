@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from fedprune_app.models.checkpoints import resolve_checkpoint
+from fedprune_app.models.checkpoints import TensorFiles, resolve_checkpoint
 from fedprune_app.models.llm import LanguageModel
 from tests.models.hub import local_hub
 from tests.models.tiny_llm import FAMILIES, text_folder, tiny_byte_model
@@ -133,3 +135,28 @@ def test_the_clients_of_a_run_find_the_model_fetched(tmp_path):
     assert done.returncode == 0, done.stderr
     assert sum(path.startswith("GET") and path.endswith("/model.safetensors") for path in hub.asked) == 1
     assert sum(path == f"GET /api/models/{NAME}/revision/main" for path in hub.asked) == 1
+
+
+@pytest.mark.parametrize("way", ["../", "absolute", "link"])
+def test_an_index_of_shards_leads_nowhere_but_into_its_folder(tmp_path, way):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file({"secret": torch.ones(2)}, tmp_path / "elsewhere.safetensors")
+    (folder / "shard.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
+    outside = str(tmp_path / "elsewhere.safetensors")
+    name = {"../": "../elsewhere.safetensors", "absolute": outside, "link": "shard.safetensors"}[way]
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"secret": name}}))
+    with pytest.raises(ValueError, match=r"is outside the folder, allowed: the folder's own files$") as error:
+        TensorFiles(folder)
+    assert repr(name) in str(error.value)
+
+
+def test_the_hubs_snapshots_are_links_to_blobs_of_the_same_model(tmp_path):
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "1", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    save_file({"weight": torch.ones(2)}, blobs / "abc")
+    (snapshot / "shard.safetensors").symlink_to("../../blobs/abc")
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"weight": "shard.safetensors"}}))
+    assert TensorFiles(snapshot).read(["weight"])["weight"].tolist() == [1, 1]

@@ -36,6 +36,19 @@ def test_it_is_trained_once_and_predicts_what_it_read(cache):
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
 
 
+def test_a_damaged_cached_model_is_trained_anew_and_one_line_says_so(cache, caplog):
+    recipe = Recipe(width=16, inner_width=16, num_layers=1, num_heads=2, steps=1, length=8)
+    weights = train_embedded(TEXTS, recipe) / "model.safetensors"
+    before = weights.read_bytes()
+    for damaged in (b"", before[:-1], bytes([before[0] ^ 1]) + before[1:]):
+        weights.write_bytes(damaged)
+        caplog.clear()
+        with caplog.at_level("WARNING", logger="flwr.fedprune"):
+            assert train_embedded(TEXTS, recipe) / "model.safetensors" == weights
+        assert [record.getMessage().count(str(weights.parent)) for record in caplog.records] == [1]
+        assert weights.read_bytes() == before
+
+
 def test_another_text_or_recipe_is_another_model(cache):
     folders = {embedded_folder(TEXTS, SMALL), embedded_folder(TEXTS[:1], SMALL), embedded_folder(TEXTS)}
     assert len(folders) == 3

@@ -1,0 +1,30 @@
+"""Pin all packages of the image, by version and hash, for whoever builds it next: `make lock` calls this.
+
+``requirements.lock`` holds all but PyTorch, and ``requirements.cuda.lock`` PyTorch and the CUDA libraries it needs: a
+build for CPUs takes PyTorch from an index of the builder's choice.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+HEADER = "# All packages of the image{}. Made by `make lock`, from pyproject.toml: do not edit.\n"
+
+
+def main() -> None:
+    command = ["uv", "pip", "compile", str(FOLDER.parent / "pyproject.toml"), "-", "--extra", "llm", "--quiet"]
+    command += ["--universal", "--python-version", "3.11", "--generate-hashes", "--no-header", "--no-annotate"]
+    done = subprocess.run(command, input="hatchling\n", stdout=subprocess.PIPE, text=True, check=True)
+    packages = re.split(r"^(?=[a-z0-9])", done.stdout, flags=re.MULTILINE)
+    is_of_torch = re.compile(r"(torch|triton|cuda-[a-z]+|nvidia-[a-z0-9-]+)==")
+    with_torch = [package for package in packages if is_of_torch.match(package)]
+    others = [package for package in packages if not is_of_torch.match(package)]
+    (FOLDER / "requirements.lock").write_text(HEADER.format(" but PyTorch") + "".join(others))
+    (FOLDER / "requirements.cuda.lock").write_text(HEADER.format(": PyTorch and CUDA's") + "".join(with_torch))
+
+
+if __name__ == "__main__":
+    main()

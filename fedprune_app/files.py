@@ -1,0 +1,215 @@
+"""The one place where files are written, so that a crash, a full disk or another user does no harm.
+
+What is written stands under a temporary name first: a random one, made anew, that follows no link and has the final
+mode from the start. The temporary file is locked while its writer lives. So whoever writes next in the same folder
+knows what a killed writer left there, and removes that.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+_TEMPORARY = re.compile(r"\.fedprune-[0-9a-f]{16}\.tmp")
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # of a folder, on file systems that cannot
+
+
+class SharedFolderError(ValueError):
+    """A secret was to be written where other users could read, replace or redirect it; one line for the user."""
+
+
+def replace_file(path: Path, content: bytes, mode: int = 0o666, *, durable: bool = True) -> None:
+    """A reader, or a crash, finds the old file or the new one, never a part; missing folders are made.
+
+    ``mode``: who may read and write the new file, less what the umask forbids, from its first byte on. A file for its
+    owner alone is a secret: :class:`SharedFolderError` for a folder that others own or may write to. What is not
+    ``durable`` may be lost when the power goes, which is faster.
+    """
+    with replacing(path, mode, durable=durable) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing(path: Path, mode: int = 0o666, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """As :func:`replace_file`, for a file that is written piece by piece: it is in its place when the block ends."""
+    is_secret = not mode & _OTHERS
+    path.parent.mkdir(0o755 if is_secret else 0o777, parents=True, exist_ok=True)
+    with _naming(path), _opened(path.parent) as folder:
+        if is_secret:
+            _require_own(path, os.fstat(folder))
+        _sweep(folder)
+        name, descriptor = _new_file(folder, mode)
+        try:
+            with open(descriptor, "wb") as file:
+                yield file
+                file.flush()
+                if durable:
+                    os.fsync(descriptor)
+                os.replace(name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        except BaseException:
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=folder)
+            raise
+        if durable:
+            _sync(folder)
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """A new folder to fill, which takes the place of ``path`` and of all in it when the block ends; else it is gone."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _naming(path), _opened(path.parent) as folder, _new_folder(path.parent, folder, 0o777) as new:
+        yield new
+        for inner, _, names in os.walk(new):
+            for name in (*names, "."):
+                with _opened(Path(inner) / name, 0) as descriptor:
+                    _sync(descriptor)
+        old = _random_name()
+        with suppress(FileNotFoundError):
+            os.rename(path.name, old, src_dir_fd=folder, dst_dir_fd=folder)
+        os.rename(new.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        _sync(folder)
+        shutil.rmtree(old, ignore_errors=True, dir_fd=folder)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder for this process alone, gone when the block ends; a killed process's goes when the next one is made."""
+    place = Path(tempfile.gettempdir())
+    with _opened(place) as folder, _new_folder(place, folder, 0o700) as new:
+        yield new
+
+
+def append_lines(path: Path, lines: bytes) -> None:
+    """On disk when it returns; a crash, or a disk that fills up, leaves at most a last line without its end."""
+    with _naming(path), appending(path) as file:
+        file.write(lines)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def appending(path: Path) -> BinaryIO:
+    """A file opened to add to its end, made where there is none; a link is not followed."""
+    return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
+
+
+# --- temporary names --------------------------------------------------------------------------------------------------
+
+
+def _random_name() -> str:
+    return f".fedprune-{secrets.token_hex(8)}.tmp"
+
+
+def _new_file(folder: int, mode: int) -> tuple[str, int]:
+    """A new locked file in an open folder: its name and descriptor."""
+    while True:
+        name = _random_name()
+        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode, dir_fd=folder)
+        if _lock(descriptor):
+            return name, descriptor
+        os.close(descriptor)
+
+
+@contextmanager
+def _new_folder(place: Path, folder: int, mode: int) -> Iterator[Path]:
+    """A new locked folder in ``place``, which is open; it is removed unless it was renamed meanwhile."""
+    _sweep(folder)
+    while True:
+        name = _random_name()
+        os.mkdir(name, mode, dir_fd=folder)
+        with suppress(FileNotFoundError):  # a sweeper was faster than the lock
+            descriptor = os.open(name, os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+            if _lock(descriptor):
+                break
+            os.close(descriptor)
+    try:
+        yield place / name
+    finally:
+        shutil.rmtree(name, ignore_errors=True, dir_fd=folder)
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock what was just made; False if a sweeper took it for a leftover in between, and has removed it."""
+    with suppress(OSError):  # a file system without locks: nothing is swept there either
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return os.fstat(descriptor).st_nlink > 0
+
+
+def _sweep(folder: int) -> None:
+    """Remove what killed writers of this user left in an open folder: what has such a name and is not locked."""
+    with os.scandir(folder) as entries:
+        names = [entry.name for entry in entries if _TEMPORARY.fullmatch(entry.name)]
+    for name in names:
+        with suppress(OSError):  # locked, so its writer lives; or another sweeper was faster
+            _remove_leftover(folder, name)
+
+
+def _remove_leftover(folder: int, name: str) -> None:
+    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    is_folder = stat.S_ISDIR(found.st_mode)
+    if found.st_uid != os.geteuid() or not (is_folder or stat.S_ISREG(found.st_mode)):
+        return
+    flags = os.O_DIRECTORY if is_folder else os.O_RDWR  # some network file systems lock what is open for writing alone
+    descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if is_folder:
+            shutil.rmtree(name, dir_fd=folder)
+        else:
+            os.unlink(name, dir_fd=folder)
+    finally:
+        os.close(descriptor)
+
+
+# --- folders ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _opened(path: Path, flags: int = os.O_DIRECTORY) -> Iterator[int]:
+    """An open folder stays the same one, whatever others do to its name."""
+    descriptor = os.open(path, os.O_RDONLY | flags)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _require_own(path: Path, folder: os.stat_result) -> None:
+    """Raise :class:`SharedFolderError` where somebody else may put another file, or a link, in a secret's place."""
+    allowed = "allowed: a folder that is yours and that nobody else may write to"
+    if folder.st_uid not in (os.geteuid(), 0):
+        raise SharedFolderError(f"{str(path)!r} is a secret and its folder belongs to another user, {allowed}")
+    if folder.st_mode & _OTHERS_WRITE and not folder.st_mode & stat.S_ISVTX:
+        raise SharedFolderError(f"{str(path)!r} is a secret and other users may write to its folder, {allowed}")
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """An error says which file could not be written: not a temporary name, and of a write the kernel says none."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and (error.filename is None or _TEMPORARY.search(str(error.filename))):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
