@@ -32,6 +32,7 @@ from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.engine.lifeline import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.launch import LaunchError, Link
 from fedprune_app.results.files import replace_file
+from fedprune_app.results.ownership import mark
 
 _VALID_DAYS = 365
 _MINUTE = "%Y-%m-%d %H:%M UTC"
@@ -339,7 +340,7 @@ def local_deployment(folder: Path, nodes: Sequence[Mapping[str, Scalar]]) -> Ite
     Node k's state is below ``folder/node-k/state`` unless its node-config says otherwise. A folder that held a
     deployment before goes on as that one: same keys, same nodes, same states.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    mark(folder, "deployment")
     certificates = certificates_in(folder / "certificates")
     if not certificates.ca.exists():
         make_certificates(folder / "certificates", ["127.0.0.1", "localhost"])

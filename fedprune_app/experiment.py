@@ -177,7 +177,7 @@ def _close_folder(folder: Path, status: str, error: BaseException) -> None:
     """Say in run.json how a run ended whose ServerApp could not say it itself; not that of another, still going."""
     if not (folder / "run.json").exists():
         return
-    with suppress(ValueError, OSError), exclusive(folder, patience_seconds=0):  # a full disk is said on the terminal
+    with suppress(ValueError, OSError), exclusive(folder, patience_seconds=0.5):  # a full disk is said on the terminal
         info = _read_json(folder / "run.json")
         if info.get("status") == "running":
             text = "interrupted" if status == "interrupted" else _one_line(error)
@@ -267,14 +267,15 @@ class _Progress:
         self._bytes = 0
         self._bar = Progress(
             SpinnerColumn(),
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[said]}"),
+            TextColumn("{task.fields[said]}", markup=False),
+            TextColumn("{task.fields[failed]}", style="yellow", markup=False),
             TimeRemainingColumn(),
             console=console,
         )
-        self._task = self._bar.add_task(config.system, total=config.num_server_rounds, said="starting")
+        self._task = self._bar.add_task(config.system, total=config.num_server_rounds, said="starting", failed="")
 
     def __enter__(self) -> _Progress:
         self._bar.start()
@@ -321,12 +322,12 @@ class _Progress:
         shown += [f"({text})  "] if (text := tested_on(row)) else []
         if shown:
             self._accuracy = "".join(shown)
-        failed = f"  [yellow]{row['failures']} failed[/]" if row.get("failures") else ""
-        said = f"{self._accuracy}{self._bytes / 1e6:.1f} MB{failed}"
+        failed = f"{row['failures']} failed" if row.get("failures") else ""
+        said = f"{self._accuracy}{self._bytes / 1e6:.1f} MB"
         if self._counts_rounds:
-            self._bar.update(self._task, completed=row["round"], said=said)
+            self._bar.update(self._task, completed=row["round"], said=said, failed=failed)
         else:
-            self._bar.update(self._task, said=said)
+            self._bar.update(self._task, said=said, failed=failed)
 
     @contextmanager
     def in_background(self) -> Iterator[None]:
