@@ -30,7 +30,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/mypy
 
 # A million inputs of what a model travels in, two minutes of everything else.
-FUZZ := reply reply_object introduction statement state run_config matrix jsonl run_info image_folder text_folder
+FUZZ := reply reply_object introduction statement state export run_config matrix jsonl run_info image_folder text_folder
 FUZZED = $(BIN)/python fuzz/fuzz.py $(1) $(2) -rss_limit_mb=2048 -timeout=10 fuzz/corpus/$(1)
 fuzz: $(DEV_STAMP)
 	$(PIP) install --quiet --editable '.[fuzz]'

@@ -4,33 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from fedprune_app import cli
 from fedprune_app.results.ownership import MARK, is_marked, mark
 from tests.results.conftest import made_up_run
 
 SMALL = ["num-server-rounds=1", "local-epochs=1", "evaluate-every=1", "system=fedavg"]
 HERE = ["--engine", "inprocess", "--clients", "3"]
-Fedprune = Callable[..., tuple[int, str]]
-
-
-@pytest.fixture
-def fedprune(monkeypatch, capsys, tmp_path) -> Fedprune:
-    """``fedprune(*arguments)`` in this process and in ``tmp_path``: the exit code, and what it said on stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str | Path) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["fedprune", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return int(ended.value.code or 0), capsys.readouterr().err
-
-    return call
 
 
 def contents(folder: Path) -> dict[str, bytes]:

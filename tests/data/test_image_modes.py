@@ -55,7 +55,7 @@ def test_an_8_bit_image_stored_in_16_bits_comes_back_exactly(read):
     ("image", "name", "says"),
     [
         (Image.fromarray(RAMP.astype(np.int32) * 1000), "x.tif", "has 32-bit integers, allowed: 8 or 16 bits"),
-        (Image.fromarray(RAMP.astype(np.float32) / 65535), "x.tif", "has floating-point numbers, allowed: 8 or 16 bits"),
+        (Image.fromarray(RAMP.astype(np.float32) / 65535), "x.tif", "has floating-point numbers, allowed: 8 or 16"),
         (Image.fromarray(RAMP >> 4), "x.png", "no value above 4095, allowed: values up to 65535, or 8 bits"),
         (Image.fromarray(np.dstack([GREY * 0, GREY])), "x.png", "differs in its transparency alone"),
         (Image.fromarray(np.dstack([COLOUR * 0, GREY])), "x.png", "differs in its transparency alone"),
