@@ -25,7 +25,7 @@ from rich.progress import (
 )
 
 from fedprune_app import launch
-from fedprune_app.config import Config, ConfigError, Scalar
+from fedprune_app.config import Config, ConfigError, Scalar, refused
 from fedprune_app.deploy import local_deployment
 from fedprune_app.engine.store import exclusive
 from fedprune_app.launch import LaunchError, LeftGoing, Link
@@ -51,6 +51,12 @@ class Placement:
     @property
     def is_simulation(self) -> bool:
         return not (self.superlink or self.nodes)
+
+    @property
+    def shares_data(self) -> bool:
+        """Whether all its clients have their parts of data that are on this machine, too."""
+        own = any("data-dir" in node for node in self.nodes)
+        return not (self.superlink or self.ray_address or own)
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -101,6 +107,10 @@ class Session:
             raise ConfigError(
                 f"min-clients is {config.min_clients}, allowed with {self.placement.num_clients} clients: at most that"
             )
+        if self.placement.shares_data:
+            from fedprune_app.startable import check_startable
+
+            check_startable(config, self.placement.num_clients)
         with _stoppable(), _Progress(config, folder, self.console) as progress:
             try:
                 if self.placement.engine == "inprocess":
@@ -127,6 +137,8 @@ class Session:
         with quiet(), progress.in_background():
             try:
                 run_in_process(server_app.app, client_app.app, self.placement.num_clients, config.to_dict())
+            except ConfigError as error:
+                raise ConfigError(refused(str(error)) or str(error)) from error
             except Exception as error:
                 raise LaunchError(_one_line(error)) from error
 
@@ -149,7 +161,10 @@ class Session:
         if outcome != "finished:completed":
             own_words = launch.outcome_of(folder / "run.json") != before
             error = _read_json(folder / "run.json").get("error") if own_words else None
-            raise LaunchError(str(error or launch.failure(link, run_id)))
+            told = launch.failure(link, run_id)
+            if setting := refused(told):
+                raise ConfigError(setting)
+            raise LaunchError(str(error or told))
 
 
 def _num_gpus(config: Config) -> int:
