@@ -13,7 +13,7 @@ import torch
 
 from clients.base import FederatedClient
 from fedprune_app.config import Config, ConfigError
-from fedprune_app.engine.rounds import ImagePeer
+from fedprune_app.engine.rounds import ImagePeer, Roster
 from fedprune_app.engine.store import VersionedStore
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import Recorder
@@ -49,7 +49,7 @@ def _make_both(config: Config, num_clients: int, folder: Path) -> None:
     client = system.client(config, 0, num_clients, folder / "clients")
     assert isinstance(client, FederatedClient)
     first = ImagePeer.read(0, client.get_properties({}))
-    roster = {k: replace(first, partition=k, node_id=k) for k in range(num_clients)}
+    roster: Roster = {k: replace(first, partition=k, node_id=k) for k in range(num_clients)}
     recorder = Recorder(folder / "run", tensorboard=config.tracking == "tensorboard")
     key = new_run_key()
     recorder.start({"system": config.system}, config.seed, {"headline": system.strategy.headline, "run_key": key})
