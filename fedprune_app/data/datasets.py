@@ -20,7 +20,6 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from fedprune_app.core.rng import numpy_generator
-from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.data.errors import FileError
 from fedprune_app.data.partitions import stratified_holdout
 
@@ -489,7 +488,6 @@ def _require(
     if all(file.exists() for file in files):
         return
     if download:
-        prepare_torchvision()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / ".fedprune-download.lock"):

@@ -16,14 +16,11 @@ from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fedprune_app.core.torchvision_shim import prepare_torchvision
-
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
 
 
 def import_transformers() -> Any:
     """The package, made importable beside a CPU-only torch. ``ValueError`` where it is not installed."""
-    prepare_torchvision()
     try:
         import transformers
     except ImportError:

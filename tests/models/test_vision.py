@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedprune_app.core.flops import forward_flops, training_flops
-from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.models import (
     MODELS,
     build_model,
@@ -224,7 +223,6 @@ def test_the_small_group_norm_network_pools_before_it_normalises():
 
 
 def test_vgg11_is_torchvisions_configuration_a_with_group_norms():
-    prepare_torchvision()
     from torchvision.models import vgg
 
     features = vgg.make_layers(vgg.cfgs["A"], batch_norm=True)
