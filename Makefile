@@ -50,7 +50,7 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml | $(BIN)/python
 	$(PIP) install --quiet torch==2.13.0
-	$(PIP) install --quiet --editable .
+	$(PIP) install --quiet --editable '.[all]'
 	touch $@
 
 $(DEV_STAMP): $(STAMP)
