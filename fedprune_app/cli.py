@@ -222,10 +222,13 @@ def sweep(
             if not cell.config.resume_from:
                 check_free(out / cell.name)
     placement = Placement(engine, clients or read.num_clients or 20, workers, ray_address=ray_address)
-    prepare_models([cell.config for cell in cells if not is_complete(out / cell.name, cell.config)], console)
-    mark(out, "sweep")
+    left = [cell.config for cell in cells if not is_complete(out / cell.name, cell.config)]
+    prepare_models(left, console)
     failed = []
     with Session(placement, console) as session:
+        for config in left:
+            session.check(config)
+        mark(out, "sweep")
         for number, cell in enumerate(cells, start=1):
             folder = out / cell.name
             if is_complete(folder, cell.config):
@@ -236,7 +239,7 @@ def sweep(
                 clear_the_way(folder)
             try:
                 session.run(cell.config, folder)
-            except LaunchError as error:
+            except (LaunchError, ConfigError) as error:
                 failed.append(cell.name)
                 _say(f" {cell.name}: {_one_line(error)}", "failed", "red")
     done = [load_run(out / cell.name) for cell in cells if is_complete(out / cell.name, cell.config)]

@@ -101,8 +101,8 @@ class Session:
                 self._link = self._stack.enter_context(launch.private_superlink(folder, self.placement.ray_address))
         return self._link, self._app
 
-    def run(self, config: Config, folder: Path) -> dict[str, Any]:
-        """Run to completion and return run.json. Raises :class:`LaunchError` with the run's own error otherwise."""
+    def check(self, config: Config) -> None:
+        """Raise :class:`ConfigError` for a run that could not start, as far as this machine can tell."""
         if self.placement.num_clients < config.min_clients and not self.placement.superlink:
             raise ConfigError(
                 f"min-clients is {config.min_clients}, allowed with {self.placement.num_clients} clients: at most that"
@@ -111,6 +111,10 @@ class Session:
             from fedprune_app.startable import check_startable
 
             check_startable(config, self.placement.num_clients)
+
+    def run(self, config: Config, folder: Path) -> dict[str, Any]:
+        """Run to completion and return run.json. Raises :class:`LaunchError` with the run's own error otherwise."""
+        self.check(config)
         with _stoppable(), _Progress(config, folder, self.console) as progress:
             try:
                 if self.placement.engine == "inprocess":

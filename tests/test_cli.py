@@ -116,7 +116,7 @@ def test_a_sweep_runs_every_cell_once_and_tables_them(tmp_path):
     assert done.returncode == 0, done.stderr
     names = [f"{system}-digits-seed{seed}" for system in ("fedavg", "subfedavg-target-rate30") for seed in (0, 1)]
     assert sorted(path.name for path in (tmp_path / "s").iterdir() if path.is_dir()) == sorted(names)
-    tables = {path.suffix: path.read_text() for path in (tmp_path / "s").iterdir() if path.is_file()}
+    tables = {path.suffix: path.read_text() for path in (tmp_path / "s").glob("[!.]*") if path.is_file()}
     assert tables.keys() == {".md", ".csv", ".tex"}
     assert "±" in tables[".md"]
 

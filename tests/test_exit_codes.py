@@ -49,6 +49,15 @@ def test_a_setting_that_the_run_would_refuse_is_told_before_it_starts(fedprune, 
     assert not (tmp_path / "a").exists()
 
 
+def test_a_sweep_with_a_run_that_could_not_start_begins_none(fedprune, tmp_path):
+    cells = "[fedavg, {system: fedavg, partition: classes, classes-per-client: 11}]"
+    (tmp_path / "m.yaml").write_text(f"clients: 4\ncommon: {{num-server-rounds: 1}}\nsystems: {cells}\n")
+    code, said = fedprune("sweep", "m.yaml", "--engine", "inprocess", "--out", "a")
+    assert code == 2
+    assert "classes-per-client is 11, allowed: 1 to 10" in said
+    assert not (tmp_path / "a").exists()
+
+
 def test_a_run_that_fails_exits_1(fedprune, tmp_path):
     code, said = fedprune("run", "system=fedavg", "learning-rate=1e30", *SMALL, *HERE, "--out", "a")
     assert code == 1
