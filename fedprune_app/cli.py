@@ -170,9 +170,10 @@ def _run_once(placement: Placement, settings: Config, out: Path, force: bool) ->
 
     if not placement.superlink:  # real nodes have models of their own
         prepare_models([settings], console)
-    if force:
-        clear_the_way(Path(settings.out_dir))
     with Session(placement, console) as session:
+        if force:
+            session.check(settings)
+            clear_the_way(Path(settings.out_dir))
         info = session.run(settings, Path(settings.out_dir))
     for note in info.get("notes", []):
         _say(f" {note}", "note:", "yellow")

@@ -73,6 +73,8 @@ def test_force_removes_what_is_in_the_way_of_a_run_and_nothing_else(fedprune, tm
 def test_a_wrong_setting_removes_nothing_in_spite_of_force(fedprune, tmp_path):
     before = fill(tmp_path / "mine", clients_jsonl="mine")
     assert_refused(fedprune("run", *SMALL, "seed=x", *HERE, "--out", "mine", "--force"), "seed is 'x'")
+    missing = [*SMALL, "dataset=mnist", "data-dir=nowhere"]
+    assert_refused(fedprune("run", *missing, *HERE, "--out", "mine", "--force"), "has no MNIST/raw")
     assert contents(tmp_path / "mine") == before
 
 

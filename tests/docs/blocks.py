@@ -112,6 +112,7 @@ class Checker:
         for name in (
             "demo.prepare_models",
             "demo.embedded_model",
+            "experiment.Session.check",
             "experiment.Session.run",
             "audit.audit",
             "export.export_model",
