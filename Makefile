@@ -30,7 +30,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/mypy
 
 # A million inputs of what a model travels in, two minutes of everything else.
-FUZZ := reply reply_object introduction statement state run_config matrix jsonl run_info image_folder text_folder
+FUZZ := reply reply_object introduction statement state export run_config matrix jsonl run_info image_folder text_folder
 FUZZED = $(BIN)/python fuzz/fuzz.py $(1) $(2) -rss_limit_mb=2048 -timeout=10 fuzz/corpus/$(1)
 fuzz: $(DEV_STAMP)
 	$(PIP) install --quiet --editable '.[fuzz]'
@@ -54,7 +54,7 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml | $(BIN)/python
 	$(PIP) install --quiet torch==2.13.0
-	$(PIP) install --quiet --editable .
+	$(PIP) install --quiet --editable '.[all]'
 	touch $@
 
 $(DEV_STAMP): $(STAMP)
@@ -62,4 +62,4 @@ $(DEV_STAMP): $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -25,7 +25,7 @@ from clients.base import FederatedClient, data_config
 from clients.privacy import ClientPrivacy
 from clients.training import TrainingResult
 from fedprune_app import client_app, server_app
-from fedprune_app.config import Config, ConfigError
+from fedprune_app.config import Config, ConfigError, refused
 from fedprune_app.core import rng
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.splits import ClientData, client_data
@@ -174,8 +174,8 @@ def audit(config: Config, question: Question) -> Finding:
         app = _app(watch, cast(type[FederatedClient], watched))
         try:
             run_in_process(server_app.app, app, question.clients, here.to_dict())
-        except ConfigError:
-            raise
+        except ConfigError as error:
+            raise ConfigError(refused(str(error)) or str(error)) from error
         except Exception as error:
             watch.failure = watch.failure or error
     if watch.failure is not None:

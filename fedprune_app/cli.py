@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from fedprune_app.config import (
     DEFAULTS,
@@ -38,7 +38,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train, prune and compare personalised federated models.",
 )
-console = Console(stderr=True)
+_AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}  # paths and errors are no markup
+console = Console(stderr=True, **_AS_IT_IS)
 _CORES = os.cpu_count() or 1
 _INTERRUPTED = 130
 
@@ -47,6 +48,14 @@ Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
 Workers = Annotated[int, typer.Option("--workers", help="Clients that train at the same time (ray).")]
 RayAddress = Annotated[str, typer.Option("--ray-address", help="HOST:PORT of a Ray cluster to simulate on.")]
 Engine = Annotated[str, typer.Option("--engine", help="ray, or inprocess for debugging.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Remove or replace what is in the way, even if fedprune did not write it.")
+]
+
+
+def _say(text: str, label: str = "", style: str = "") -> None:
+    """Print one line to the terminal: a coloured ``label``, then ``text`` as it is."""
+    console.print(Text.assemble((label, style), text), soft_wrap=True)
 
 
 def _absolute(values: dict[str, Scalar]) -> dict[str, Scalar]:
@@ -71,17 +80,35 @@ def _values(file: Path | None, overrides: list[str] | None) -> dict[str, Scalar]
     return _absolute(values)
 
 
-def _placed(values: dict[str, Scalar], out: Path, before: Mapping[str, Any] | None) -> Config:
-    """The configuration of a run in folder ``out``: a new one, or the continuation of the run.json ``before``."""
+def _placed(
+    values: dict[str, Scalar],
+    out: Path,
+    before: Mapping[str, Any] | None,
+    *,
+    force: bool = False,
+    is_here: bool = True,
+) -> Config:
+    """The configuration of a run in folder ``out``: a new one, or the continuation of the run.json ``before``.
+
+    A new run is refused where it would replace what fedprune did not write, unless ``force`` allows it, or the folder
+    is not on this machine (not ``is_here``), whose ServerApp then looks.
+    """
     from fedprune_app.registry import check_names
+    from fedprune_app.results.lock import is_held
+    from fedprune_app.results.ownership import check_free, in_the_way
     from fedprune_app.results.recorder import holds_run
 
     folder = out.expanduser().resolve()
     for key in ("out-dir", "resume-from"):
         if values.get(key):
             raise ConfigError(f"{key} is {values[key]!r}, allowed here: --out DIR and --resume say it")
-    if before is None and holds_run(folder):
-        raise ConfigError(f"--out {str(out)!r} already holds a run, allowed: a new folder, or --resume")
+    if before is None:
+        if is_here and is_held(folder):
+            raise ConfigError(f"--out {str(out)!r} is in use by another process, allowed: a new folder")
+        if is_here and not force:
+            check_free(folder)
+        if holds_run(folder) and not in_the_way(folder):
+            raise ConfigError(f"--out {str(out)!r} already holds a run, allowed: a new folder, or --resume")
     if before is not None:
         values = {**before.get("config", {}), **values, "resume-from": str(folder)}
     config = check_names(parse_config({**values, "out-dir": str(folder)}))
@@ -117,45 +144,52 @@ def run(
     ray_address: RayAddress = "",
     superlink: Annotated[str, typer.Option("--superlink", help="A connection of Flower's: real nodes.")] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    force: Force = False,
 ) -> None:
     """Run one federation and leave a run folder."""
     from fedprune_app.experiment import Placement
 
+    if force and superlink:
+        raise ConfigError("--force is given, allowed with --superlink: nothing; the folder is on the server")
     before = _recorded(out.expanduser().resolve(), superlink) if resume else None
-    settings = _placed(_values(config, overrides), out, before)
+    settings = _placed(_values(config, overrides), out, before, force=force, is_here=not superlink)
     known = len((before or {}).get("partition") or [])
     if clients is None:
         clients = known or 20
     if clients < known and not superlink:
         raise ConfigError(f"--clients is {clients}, allowed when resuming: {known}, as the run began")
     placement = Placement(engine, clients, workers, ray_address=ray_address, superlink=superlink)
-    _run_once(placement, settings, out)
+    _run_once(placement, settings, out, force and not resume)
 
 
-def _run_once(placement: Placement, settings: Config, out: Path) -> None:
-    """Run one federation, and say how it ended."""
+def _run_once(placement: Placement, settings: Config, out: Path, force: bool) -> None:
+    """Run one federation, and say how it ended; ``force`` first removes what is in its way."""
     from fedprune_app.demo import prepare_models
     from fedprune_app.experiment import Session
+    from fedprune_app.results.ownership import clear_the_way
 
     if not placement.superlink:  # real nodes have models of their own
         prepare_models([settings], console)
     with Session(placement, console) as session:
+        if force:
+            session.check(settings)
+            clear_the_way(Path(settings.out_dir))
         info = session.run(settings, Path(settings.out_dir))
     for note in info.get("notes", []):
-        console.print(f"[yellow]note:[/] {escape(note)}", highlight=False, soft_wrap=True)
-    console.print(f"[green]completed[/] {info['rounds_completed']} rounds in {info.get('seconds', 0):.0f} s")
+        _say(f" {note}", "note:", "yellow")
+    _say(f" {info['rounds_completed']} rounds in {info.get('seconds', 0):.0f} s", "completed", "green")
     if "final_sha256" in info:
-        console.print(f"final models: sha256 {info['final_sha256'][:16]}…  results: {out}", highlight=False)
+        _say(f"final models: sha256 {info['final_sha256'][:16]}…  results: {out}")
         _say_sizes(info, out)
     else:
-        console.print("results: in the ServerApp's run folder, on its machine", highlight=False)
+        _say("results: in the ServerApp's run folder, on its machine")
 
 
 def _say_sizes(info: Mapping[str, Any], out: Path) -> None:
     """Where a language model was written, and how large its weights are."""
     for name, key in (("global", "checkpoint_bytes"), ("global-packed", "packed_bytes")):
         if size := (info.get("final_model") or {}).get(key):
-            console.print(f"{out / 'models' / name}: {size / 1e6:,.2f} MB of weights", highlight=False, soft_wrap=True)
+            _say(f"{out / 'models' / name}: {size / 1e6:,.2f} MB of weights")
 
 
 @app.command()
@@ -168,12 +202,14 @@ def sweep(
     engine: Engine = "ray",
     ray_address: RayAddress = "",
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a sweep stopped.")] = False,
+    force: Force = False,
 ) -> None:
     """Run a matrix of experiments; finished runs are skipped. One table: markdown, csv, LaTeX."""
     from fedprune_app.demo import prepare_models
     from fedprune_app.experiment import Placement, Session
+    from fedprune_app.results.ownership import check_free, check_marked, clear_the_way, mark
     from fedprune_app.results.reader import load_run
-    from fedprune_app.results.tables import write_tables
+    from fedprune_app.results.tables import TABLES, write_tables
     from fedprune_app.sweep import is_complete, read_matrix
 
     read = read_matrix(matrix)
@@ -181,25 +217,36 @@ def sweep(
     if out.exists() and any(out.iterdir()) and not resume:
         raise ConfigError(f"--out {str(out)!r} is not empty, allowed: a new folder, or --resume")
     cells = read.cells(out, _absolute(dict(parse_override(text) for text in overrides or [])), resume)
+    if not force:
+        check_marked(out, "sweep", TABLES)
+        for cell in cells:
+            if not cell.config.resume_from:
+                check_free(out / cell.name)
     placement = Placement(engine, clients or read.num_clients or 20, workers, ray_address=ray_address)
-    prepare_models([cell.config for cell in cells if not is_complete(out / cell.name, cell.config)], console)
+    left = [cell.config for cell in cells if not is_complete(out / cell.name, cell.config)]
+    prepare_models(left, console)
     failed = []
     with Session(placement, console) as session:
+        for config in left:
+            session.check(config)
+        mark(out, "sweep")
         for number, cell in enumerate(cells, start=1):
             folder = out / cell.name
             if is_complete(folder, cell.config):
-                console.print(f"({number}/{len(cells)}) {cell.name}: finished before", highlight=False)
+                _say(f"({number}/{len(cells)}) {cell.name}: finished before")
                 continue
-            console.print(f"({number}/{len(cells)}) {cell.name}", highlight=False)
+            _say(f"({number}/{len(cells)}) {cell.name}")
+            if force and not cell.config.resume_from:
+                clear_the_way(folder)
             try:
                 session.run(cell.config, folder)
-            except LaunchError as error:
+            except (LaunchError, ConfigError) as error:
                 failed.append(cell.name)
-                console.print(f"[red]failed[/] {cell.name}: {error}", highlight=False)
+                _say(f" {cell.name}: {_one_line(error)}", "failed", "red")
     done = [load_run(out / cell.name) for cell in cells if is_complete(out / cell.name, cell.config)]
     if done:
         for path in write_tables(done, out):
-            console.print(f"table: {path}", highlight=False)
+            _say(f"table: {path}")
     if failed:
         raise LaunchError(f"{len(failed)} of {len(cells)} runs failed: {', '.join(failed)}")
 
@@ -208,13 +255,17 @@ def sweep(
 def report(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders of them.")],
     output: Annotated[Path, typer.Option("-o", "--output", help="The HTML file.")] = Path("report.html"),
+    force: Annotated[bool, typer.Option("--force", help="Replace the file even if it is no report.")] = False,
 ) -> None:
-    """Compare runs in one self-contained HTML file."""
+    """Compare runs in one self-contained HTML file. A damaged run folder is named and left out."""
     from fedprune_app.results.report import write_report
 
-    found = [each for folder in folders for each in _run_folders(folder)]
-    write_report(found, output)
-    console.print(f"report of {len(found)} runs: {output.resolve()}", highlight=False)
+    found = list(dict.fromkeys(each for folder in folders for each in _run_folders(folder)))
+    left_out: list[str] = []
+    write_report(found, output, force=force, on_left_out=left_out.append)
+    for reason in left_out:
+        _say(f" {reason}", "left out:", "yellow")
+    _say(f"report of {len(found) - len(left_out)} runs: {output.resolve()}")
 
 
 def _run_folders(folder: Path) -> list[Path]:
@@ -264,8 +315,8 @@ def export(
         after = small.milliseconds[batch]
         cells = f"{milliseconds:.3g}", f"{after:.3g}", f"{after / milliseconds:.1%}"
         table.add_row(f"ms per batch of {batch}", *cells)
-    Console().print(table)
-    console.print(f"[green]exported[/]: {output.resolve()}", highlight=False, soft_wrap=True)
+    Console(**_AS_IT_IS).print(table)
+    _say(f": {output.resolve()}", "exported", "green")
 
 
 @app.command()
@@ -285,6 +336,7 @@ def audit(
         bool, typer.Option("--without-noise", help="Clip and charge, but add no noise: the audit should then fail.")
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace that file even if no audit wrote it.")] = False,
 ) -> None:
     """Attack a private configuration: a lower bound on ε from one run, beside what the ledger claims.
 
@@ -293,7 +345,9 @@ def audit(
     from fedprune_app.audit import Question
     from fedprune_app.audit import audit as run_audit
     from fedprune_app.files import replace_file
+    from fedprune_app.privacy.audit import JSON_KEYS
     from fedprune_app.registry import check_names
+    from fedprune_app.results.ownership import check_json_file
 
     files = [Path(text) for text in settings if "=" not in text]
     if len(files) > 1:
@@ -301,7 +355,9 @@ def audit(
     values = _values(files[0] if files else None, [text for text in settings if "=" in text])
     config = check_names(parse_config(values))
     question = Question(canaries, guesses, delta, confidence, client, clients, without_noise)
-    with console.status(f"auditing {config.system}: {config.num_server_rounds} rounds of {clients} clients"):
+    if json_file is not None and not force:
+        check_json_file(json_file.expanduser().resolve(), JSON_KEYS)
+    with console.status(Text(f"auditing {config.system}: {config.num_server_rounds} rounds of {clients} clients")):
         found = run_audit(config, question)
     if json_file is not None:
         replace_file(json_file.expanduser().resolve(), json.dumps(found.to_dict(), indent=1).encode())
@@ -316,10 +372,10 @@ def audit(
         ("confidence", f"{found.confidence:.1%}"),
     ):
         table.add_row(name, text)
-    Console().print(table)
+    Console(**_AS_IT_IS).print(table)
     if not found.holds:
         raise LaunchError(found.verdict)
-    console.print(f"[green]passed[/]: {found.verdict}", highlight=False, soft_wrap=True)
+    _say(f": {found.verdict}", "passed", "green")
 
 
 @app.command(name="list")
@@ -344,7 +400,7 @@ def list_(
     if as_json:
         typer.echo(json.dumps({**kinds, "keys": settings}, indent=1))
         return
-    out = Console()
+    out = Console(**_AS_IT_IS)
     table = Table(box=None, pad_edge=False, show_header=keys)
     if keys:
         for title in ("key", "default", "meaning"):
@@ -353,7 +409,7 @@ def list_(
             table.add_row(key, json.dumps(default), HELP[key])
     else:
         for kind, entries in kinds.items():
-            table.add_row(f"[bold]{kind}[/]", "")
+            table.add_row(Text(kind, "bold"), "")
             for name, line in entries.items():
                 table.add_row(f"  {name}", line)
     out.print(table)
@@ -366,40 +422,48 @@ def demo(
     llm: Annotated[
         bool, typer.Option("--llm", help="FedSpaLLM on a small language model, trained here first.")
     ] = False,
+    force: Force = False,
 ) -> None:
     """Standalone, FedAvg, Sub-FedAvg and Dis-PFL on the embedded digits, and the report that compares them.
 
-    With --llm, FedSpaLLM at two densities instead, on a language model that is trained on Python's own sources.
+    With --llm, FedSpaLLM at two densities instead, on a language model that is trained on Python's own sources. Runs of
+    an earlier demo in --out are replaced; any other run there takes --force.
     """
-    import shutil
-
     from fedprune_app.demo import (
         DEMO_CLIENTS,
         DEMO_SYSTEMS,
         LLM_CLIENTS,
         LLM_DENSITIES,
+        check_replaceable,
         demo_settings,
         embedded_model,
         llm_settings,
     )
     from fedprune_app.experiment import Placement, Session
+    from fedprune_app.results.ownership import check_report_file, mark, remove_run
     from fedprune_app.results.report import write_report
 
+    out = out.expanduser().resolve()
     cells = {system: demo_settings(system) for system in DEMO_SYSTEMS}
     if llm:
-        console.print(f"embedded model: {embedded_model(console)}", highlight=False, soft_wrap=True)
         cells = {f"fedspallm-density{density}": llm_settings(density) for density in LLM_DENSITIES}
+    page = out / ("report-llm.html" if llm else "report.html")
+    if not force:
+        check_report_file(page)
+    for name in cells:
+        check_replaceable(out / name, force)
+    if llm:
+        _say(f"embedded model: {embedded_model(console)}")
     folders = []
     with Session(Placement("ray", LLM_CLIENTS if llm else DEMO_CLIENTS, workers), console) as session:
         for name, settings in cells.items():
-            folder = (out / name).resolve()
-            if (folder / "run.json").exists():
-                shutil.rmtree(folder)  # the demo's own folder, from an earlier demo
+            folder = out / name
+            remove_run(folder)
+            mark(folder, "demo")
             _say_sizes(session.run(_placed(settings, folder, before=None), folder), folder)
             folders.append(folder)
-    page = out.resolve() / ("report-llm.html" if llm else "report.html")
-    write_report(folders, page)
-    console.print(f"[green]done[/]: open {page}", highlight=False, soft_wrap=True)
+    write_report(folders, page, force=force)
+    _say(f": open {page}", "done", "green")
 
 
 deploy_app = typer.Typer(no_args_is_help=True, help="Real nodes over gRPC with TLS and keys; see docs/deploy.md.")
@@ -417,12 +481,14 @@ def local(
     capacities: Annotated[str, typer.Option("--capacities", help="The density each node can bear: '0.3 0.6 1'.")] = "",
     out: Out = Path("runs/deployed"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with the same nodes.")] = False,
+    force: Force = False,
 ) -> None:
     """Rehearse a deployment: SuperLink, executor and SuperNodes as processes here, with TLS and registered keys."""
     from fedprune_app.experiment import Placement
+    from fedprune_app.results.ownership import check_marked
 
     before = _recorded(out.expanduser().resolve()) if resume else None
-    settings = _placed(_values(config, overrides), out, before)
+    settings = _placed(_values(config, overrides), out, before, force=force)
     folders = [Path(each.strip()).expanduser().resolve() for each in data_dirs.split(",") if each.strip()]
     if nodes is None:
         nodes = len(folders) or 3
@@ -444,7 +510,10 @@ def local(
     for place, capacity in zip(places, given, strict=False):
         place["capacity"] = capacity
     folder = Path(settings.out_dir) / "deployment"
-    _run_once(Placement(num_clients=nodes, nodes=tuple(places), deployment=folder), settings, out)
+    placement = Placement(num_clients=nodes, nodes=tuple(places), deployment=folder)
+    if not force:
+        check_marked(folder, "deployment")
+    _run_once(placement, settings, out, force and not resume)
 
 
 @deploy_app.command()
@@ -458,8 +527,8 @@ def certificates(
 
     made = make_certificates(out.expanduser(), hosts, days)
     for path in (made.ca, made.certificate, made.key):
-        console.print(f"[green]made[/]: {path}", highlight=False, soft_wrap=True)
-    console.print(f"valid until {valid_until(made.certificate):%Y-%m-%d}", highlight=False)
+        _say(f": {path}", "made", "green")
+    _say(f"valid until {valid_until(made.certificate):%Y-%m-%d}")
 
 
 @deploy_app.command(name="node-key")
@@ -470,8 +539,8 @@ def node_key(
     from fedprune_app.deploy import make_node_key
 
     public = make_node_key(path.expanduser())
-    console.print(f"[green]made[/]: {path} and {public}", highlight=False, soft_wrap=True)
-    console.print(f"register it: flwr supernode register {public} NAME", highlight=False, soft_wrap=True)
+    _say(f": {path} and {public}", "made", "green")
+    _say(f"register it: flwr supernode register {public} NAME")
 
 
 @deploy_app.command()
@@ -516,21 +585,21 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except LeftGoing as error:
-        console.print(f"[yellow]not followed any more:[/] {_escaped(error)}", highlight=False, soft_wrap=True)
+        _say(f" {_one_line(error)}", "not followed any more:", "yellow")
         sys.exit(1)
     except LaunchError as error:
-        console.print(f"[red]failed:[/] {_escaped(error)}", highlight=False, soft_wrap=True)
+        _say(f" {_one_line(error)}", "failed:", "red")
         sys.exit(1)
     except (ValueError, OSError) as error:
-        console.print(f"[red]error:[/] {_escaped(error)}", highlight=False, soft_wrap=True)
+        _say(f" {_one_line(error)}", "error:", "red")
         sys.exit(2)
     if code == _INTERRUPTED:
-        console.print("[yellow]interrupted[/]; what is finished is on disk, `--resume` goes on from there")
+        _say("; what is finished is on disk, `--resume` goes on from there", "interrupted", "yellow")
     sys.exit(code)
 
 
-def _escaped(error: Exception) -> str:
-    return escape(" ".join(str(error).split()))
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 if __name__ == "__main__":

@@ -25,6 +25,19 @@ class ConfigError(ValueError):
     """A value in the configuration that cannot be; the message is one line for the user."""
 
 
+_REFUSED = "refused setting: "
+
+
+def refusal(error: ConfigError) -> ConfigError:
+    """``error`` as it leaves a ServerApp: Flower hands on the text of an error alone, and :func:`refused` knows it."""
+    return ConfigError(f"{_REFUSED}{str(error).removeprefix(_REFUSED)}")
+
+
+def refused(text: str) -> str:
+    """The message of the :class:`ConfigError` that :func:`refusal` put into a text; empty if there is none."""
+    return text.partition(_REFUSED)[2]
+
+
 def option(
     default: Scalar,
     help: str,

@@ -8,8 +8,12 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
-from fedprune_app.config import Config, Scalar
+from fedprune_app.config import Config, ConfigError, Scalar
+from fedprune_app.results.lock import is_held
+from fedprune_app.results.ownership import check_free, is_marked
+from fedprune_app.results.reader import read_info
 
 DEMO_CLIENTS = 20
 DEMO_SYSTEMS = ("standalone", "fedavg", "subfedavg", "dispfl")
@@ -38,6 +42,23 @@ def llm_settings(density: float) -> dict[str, Scalar]:
     }
 
 
+def check_replaceable(folder: Path, force: bool) -> None:
+    """Raise :class:`ConfigError` unless a demo may run in ``folder``, in place of what is there.
+
+    It may where an earlier demo's run is, unless somebody has continued that one; ``force`` allows any run that is
+    over.
+    """
+    if is_held(folder):
+        raise ConfigError(f"{str(folder)!r} is in use by another process, allowed: a run that is over")
+    if force:
+        return
+    check_free(folder)
+    if not (folder / "run.json").exists():
+        return
+    if not is_marked(folder, "demo") or read_info(folder).get("resumed_after_rounds"):
+        raise ConfigError(f"{str(folder)!r} holds a run that is no demo's, allowed: another --out, or --force")
+
+
 def prepare_models(configs: Iterable[Config], console: Console) -> None:
     """Train or fetch the language models that runs on this machine need.
 
@@ -51,7 +72,7 @@ def prepare_models(configs: Iterable[Config], console: Console) -> None:
             continue
         from fedprune_app.models.checkpoints import resolve_checkpoint
 
-        with console.status(f"fetching {model}" if download else f"looking for {model}"):
+        with console.status(Text(f"fetching {model}" if download else f"looking for {model}")):
             resolve_checkpoint(model, download)
 
 
@@ -67,7 +88,7 @@ def embedded_model(console: Console) -> Path:
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)
-    columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn())
+    columns = (TextColumn("{task.description}", style="bold"), BarColumn(bar_width=24), MofNCompleteColumn())
     said = TextColumn("{task.fields[said]}")
     with Progress(*columns, said, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("training the embedded language model, once", total=None, said="")

@@ -37,6 +37,7 @@ from fedprune_app.engine.lifeline import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.engine.superlink import CREDENTIALS, SECRET_VARIABLE, credentials
 from fedprune_app.files import SharedFolderError, replace_file
 from fedprune_app.launch import LaunchError, Link
+from fedprune_app.results.ownership import mark
 
 _VALID_DAYS = 365
 _MINUTE = "%Y-%m-%d %H:%M UTC"
@@ -403,6 +404,7 @@ def local_deployment(folder: Path, nodes: Sequence[Mapping[str, Scalar]]) -> Ite
     deployment before goes on as that one: same keys, same nodes, same states.
     """
     folder.mkdir(0o700, parents=True, exist_ok=True)  # keys, states and the SuperLink's messages are in there
+    mark(folder, "deployment")
     certificates = certificates_in(folder / "certificates")
     if not certificates.ca.exists():
         make_certificates(folder / "certificates", ["127.0.0.1", "localhost"])

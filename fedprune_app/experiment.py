@@ -24,7 +24,7 @@ from rich.progress import (
 )
 
 from fedprune_app import launch
-from fedprune_app.config import Config, ConfigError, Scalar
+from fedprune_app.config import Config, ConfigError, Scalar, refused
 from fedprune_app.deploy import local_deployment
 from fedprune_app.engine.store import exclusive
 from fedprune_app.files import replace_file, scratch_folder
@@ -50,6 +50,12 @@ class Placement:
     @property
     def is_simulation(self) -> bool:
         return not (self.superlink or self.nodes)
+
+    @property
+    def shares_data(self) -> bool:
+        """Whether all its clients have their parts of data that are on this machine, too."""
+        own = any("data-dir" in node for node in self.nodes)
+        return not (self.superlink or self.ray_address or own)
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -101,12 +107,20 @@ class Session:
                 self._link = self._stack.enter_context(local_deployment(place, self.placement.nodes)).link
         return self._link
 
-    def run(self, config: Config, folder: Path) -> dict[str, Any]:
-        """Run to completion and return run.json. Raises :class:`LaunchError` with the run's own error otherwise."""
+    def check(self, config: Config) -> None:
+        """Raise :class:`ConfigError` for a run that could not start, as far as this machine can tell."""
         if self.placement.num_clients < config.min_clients and not self.placement.superlink:
             raise ConfigError(
                 f"min-clients is {config.min_clients}, allowed with {self.placement.num_clients} clients: at most that"
             )
+        if self.placement.shares_data:
+            from fedprune_app.startable import check_startable
+
+            check_startable(config, self.placement.num_clients)
+
+    def run(self, config: Config, folder: Path) -> dict[str, Any]:
+        """Run to completion and return run.json. Raises :class:`LaunchError` with the run's own error otherwise."""
+        self.check(config)
         with _stoppable(), _Progress(config, folder, self.console) as progress:
             try:
                 if self.placement.engine == "inprocess":
@@ -135,6 +149,8 @@ class Session:
         with quiet(), progress.in_background():
             try:
                 run_in_process(server_app.app, client_app.app, self.placement.num_clients, config.to_dict())
+            except ConfigError as error:
+                raise ConfigError(refused(str(error)) or str(error)) from error
             except Exception as error:
                 raise LaunchError(_one_line(error)) from error
 
@@ -147,7 +163,7 @@ class Session:
             self.app, values, place.num_clients, place.num_workers, gpus, place.ray_address
         ) as simulation:
             if not launch.wait_for(simulation, run_file, progress.update):
-                raise LaunchError(_own_words(run_file, before) or launch.last_line(simulation.log_file))
+                raise _failure(_own_words(run_file, before), launch.last_line(simulation.log_file))
 
     def _run_on_nodes(self, config: Config, folder: Path, progress: _Progress) -> None:
         progress.say("starting Flower")
@@ -158,13 +174,19 @@ class Session:
             progress.say("starting clients")
             outcome = launch.follow(link, run_id, folder, progress.update)
         if outcome != "finished:completed":
-            raise LaunchError(_own_words(run_file, before) or launch.failure(link, run_id))
+            raise _failure(_own_words(run_file, before), launch.failure(link, run_id))
 
 
 def _own_words(run_file: Path, before: tuple[str, int] | None) -> str | None:
     """Why the run failed, in its own words, if it left any since ``before``."""
     error = _read_json(run_file).get("error") if launch.outcome_of(run_file) != before else None
     return str(error) if error else None
+
+
+def _failure(own_words: str | None, told: str) -> Exception:
+    """The error of a run that failed: of a setting that it refused, or why it failed in its own words or Flower's."""
+    setting = refused(told)
+    return ConfigError(setting) if setting else LaunchError(own_words or told)
 
 
 def _num_gpus(config: Config) -> int:
@@ -192,7 +214,7 @@ def _close_folder(folder: Path, status: str, error: BaseException) -> None:
     """Say in run.json how a run ended whose ServerApp could not say it itself; not that of another, still going."""
     if not (folder / "run.json").exists():
         return
-    with suppress(ValueError, OSError), exclusive(folder, patience_seconds=0):  # a full disk is said on the terminal
+    with suppress(ValueError, OSError), exclusive(folder, patience_seconds=0.5):  # a full disk is said on the terminal
         info = _read_json(folder / "run.json")
         if info.get("status") == "running":
             text = "interrupted" if status == "interrupted" else _one_line(error)
@@ -282,14 +304,15 @@ class _Progress:
         self._bytes = 0
         self._bar = Progress(
             SpinnerColumn(),
-            TextColumn("[bold]{task.description}"),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[said]}"),
+            TextColumn("{task.fields[said]}", markup=False),
+            TextColumn("{task.fields[failed]}", style="yellow", markup=False),
             TimeRemainingColumn(),
             console=console,
         )
-        self._task = self._bar.add_task(config.system, total=config.num_server_rounds, said="starting")
+        self._task = self._bar.add_task(config.system, total=config.num_server_rounds, said="starting", failed="")
 
     def __enter__(self) -> _Progress:
         self._bar.start()
@@ -336,12 +359,12 @@ class _Progress:
         shown += [f"({text})  "] if (text := tested_on(row)) else []
         if shown:
             self._accuracy = "".join(shown)
-        failed = f"  [yellow]{row['failures']} failed[/]" if row.get("failures") else ""
-        said = f"{self._accuracy}{self._bytes / 1e6:.1f} MB{failed}"
+        failed = f"{row['failures']} failed" if row.get("failures") else ""
+        said = f"{self._accuracy}{self._bytes / 1e6:.1f} MB"
         if self._counts_rounds:
-            self._bar.update(self._task, completed=row["round"], said=said)
+            self._bar.update(self._task, completed=row["round"], said=said, failed=failed)
         else:
-            self._bar.update(self._task, said=said)
+            self._bar.update(self._task, said=said, failed=failed)
 
     @contextmanager
     def in_background(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.exit import add_exit_handler
 
-from fedprune_app.config import Config, ConfigError, check_resumable, parse_config
+from fedprune_app.config import Config, ConfigError, check_resumable, parse_config, refusal
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import rounds, wire
 from fedprune_app.engine.lifeline import end_with_launcher
@@ -31,13 +31,16 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     """Run one federation from start, or from the checkpoint in ``resume-from``, to its last round."""
     end_with_launcher()
-    # A wrong setting raises here, before anything is written.
-    config = check_names(parse_config(context.run_config))
-    torch.set_num_threads(config.num_threads)
-    folder = run_folder(config, context.run_id)
-    log.info("run folder: %s", folder)
-    with exclusive(folder):
-        _run(grid, config, folder)
+    try:
+        # A wrong setting raises here, before anything is written.
+        config = check_names(parse_config(context.run_config))
+        torch.set_num_threads(config.num_threads)
+        folder = run_folder(config, context.run_id)
+        log.info("run folder: %s", folder)
+        with exclusive(folder):
+            _run(grid, config, folder)
+    except ConfigError as error:
+        raise refusal(error) from error
 
 
 def _run(grid: Grid, config: Config, folder: Path) -> None:

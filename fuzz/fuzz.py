@@ -32,6 +32,8 @@ with atheris.instrument_imports(
     from fedprune_app.engine import replies, wire
     from fedprune_app.engine.rounds import ImagePeer, Peer, TextPeer
     from fedprune_app.engine.store import State, read_tensors, write_tensors
+    from fedprune_app.models import build_model, state_tensors
+    from fedprune_app.results.load import ExportInfo, encode_export, full_density, load_model, read_export_info
     from fedprune_app.results.reader import read_info, read_masks, read_rows
     from fedprune_app.sweep import read_matrix
     from strategies.base import RoundLog
@@ -42,6 +44,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Metadata, RecordDict
 from flwr.app.message import make_message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 from PIL import Image
+from safetensors.torch import save
 
 MAX_BYTES = 1 << 20  # what a decoder may make of its input here
 CONFIG = parse_config({})
@@ -132,6 +135,19 @@ def statements() -> Iterable[bytes]:
     yield json.dumps({**digest, "accuracy-personal": 0.5, "accuracy-global": 0.25, "channel-density": 1.0}).encode()
 
 
+def exports() -> Iterable[bytes]:
+    """The metadata and the payload of a small network, a byte of zero between them; and a file of both."""
+    draw, shape = torch.Generator().manual_seed(0), (1, 8, 8)
+    for name, channels in (("cnn-small", {}), ("cnn-small-bn", {"bn1": tuple(range(16))})):
+        model = build_model(name, shape, 3, rng=draw)
+        tensors = state_tensors(model, include_buffers=True)
+        masks = {weight: torch.rand(t.shape, generator=draw) < 0.05 for weight, t in tensors.items() if t.dim() > 1}
+        payload = Payload.pruned(tensors, masks)
+        info = ExportInfo("fedavg", 3, 7, name, shape, 3, (0.5,), (0.25,), full_density(model, payload), channels)
+        yield b"1" + info.to_json().encode() + b"\0" + codec.pack(payload)
+        yield b"0" + encode_export(info, payload)
+
+
 def images() -> Iterable[bytes]:
     for mode, format in (("L", "PNG"), ("RGB", "PNG"), ("P", "PNG"), ("L", "JPEG"), ("RGB", "BMP"), ("RGB", "GIF")):
         file = io.BytesIO()
@@ -217,6 +233,25 @@ def state(data: bytes) -> State:
     """A state or checkpoint file, damaged or made by a stranger."""
     path = written("state.safetensors", data)
     return read_tensors(path)
+
+
+@target(exports)
+def export(data: bytes) -> None:
+    """An exported model of a stranger's: a network that answers, or one line."""
+    content = data[1:]
+    if data[:1] == b"1":
+        text, _, body = content.partition(b"\0")
+        tensor = torch.frombuffer(bytearray(body or b"\0"), dtype=torch.uint8)
+        content = save({codec.KEY: tensor}, metadata={"fedprune": text.decode(errors="replace")})
+    path = written("export.safetensors", content)
+    said = ""
+    try:
+        assert not load_model(path).training
+        read_export_info(path)
+    except ValueError as error:
+        said = str(error)
+    assert "\n" not in said
+    assert len(said) < 1000
 
 
 @target(run_configs)

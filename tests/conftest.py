@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
-from fedprune_app import client_app, server_app
+from fedprune_app import cli, client_app, server_app
 from fedprune_app.config import parse_config
 from fedprune_app.engine.inprocess import run_in_process
 
@@ -92,6 +93,22 @@ def federate(tmp_path: Path) -> Callable[..., Finished]:
         return Finished(folder)
 
     return run
+
+
+@pytest.fixture
+def fedprune(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., tuple[int, str]]:
+    """``fedprune(*arguments)`` in this process and in ``tmp_path``: the exit code, and what it said on stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str | Path) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["fedprune", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0), capsys.readouterr().err
+
+    return call
 
 
 class SmallDisk:

@@ -1,27 +1,64 @@
-"""Make ``import torchvision`` work beside a CPU-only torch."""
+"""Make ``import torchvision`` work beside a CPU-only torch, whoever imports it."""
 
 from __future__ import annotations
 
-from importlib.machinery import PathFinder
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
+from types import ModuleType
 
-import torch
+
+class _Hook(MetaPathFinder):
+    """Finds torchvision as the other finders do, and calls :func:`prepare_torchvision` before its code runs."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != "torchvision":
+            return None
+        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others), None)
+        if spec is not None and (loader := spec.loader) is not None:
+            run = loader.exec_module
+
+            def prepare_and_run(module: ModuleType) -> None:
+                prepare_torchvision()
+                run(module)
+
+            loader.exec_module = prepare_and_run  # type: ignore[method-assign]  # of this one loader
+        return spec
+
+
+def prepare_when_imported() -> None:
+    """See to it that :func:`prepare_torchvision` is called when torchvision is imported; until then it costs nothing.
+
+    transformers and Opacus import torchvision in their own time, so this stands before anything of theirs is used:
+    ``import fedprune_app`` calls it.
+    """
+    if not any(isinstance(finder, _Hook) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Hook())
 
 
 def prepare_torchvision() -> None:
-    """Call before the first import of torchvision (or of a library that imports it); idempotent.
+    """Declare what torchvision lacks, before its code runs; idempotent.
 
     torchvision's wheel brings compiled operators built against CUDA torch. Beside a CPU-only torch they do not
     load, and torchvision then fails while it describes the operators that are not there ("operator
     torchvision::nms does not exist"). Declaring the two it asks for, without an implementation, is enough for
     its datasets, transforms and models. Where the compiled operators load, nothing is declared.
     """
+    import torch
+
     if not hasattr(torch.ops.torchvision, "nms") and not _compiled_operators_load():
         for name in ("nms", "qnms"):
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def _compiled_operators_load() -> bool:
+    import torch
+
     package = find_spec("torchvision")
     library = package and PathFinder.find_spec("_C", package.submodule_search_locations)
     if not library or not library.origin:

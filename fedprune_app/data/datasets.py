@@ -14,18 +14,21 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
 from fedprune_app.core.rng import numpy_generator
-from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.data.errors import FileError
 from fedprune_app.data.partitions import stratified_holdout
 from fedprune_app.files import replacing
 
 log = logging.getLogger("flwr.fedprune")
+
+if TYPE_CHECKING:
+    from PIL.ImageFile import ImageFile
 
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
@@ -328,7 +331,7 @@ def _decoded(folder: Path, part: str, members: list[tuple[os.DirEntry[str], int]
     if not members:
         raise ValueError(f"data-dir '{folder}' has no images in {part}/")
     labels = np.array([label for _, label in members], dtype=np.int64)
-    digest = hashlib.sha256(_CACHE_FORMAT)
+    digest = hashlib.sha256(_CACHE_FORMAT + _READING)
     for item, _ in members:
         try:
             status = item.stat()
@@ -358,17 +361,39 @@ def _decoded(folder: Path, part: str, members: list[tuple[os.DirEntry[str], int]
     return (_decode(folder, paths) if images is None else images), labels
 
 
+_READING = b"2"  # of the way in which files become pixels: a cache of another way is not used
+_DIM = 1 << 12
+
+
+class _Unreadable(ValueError):
+    """Why a file's pixels cannot be had as 8 bits per channel without losing what is in them."""
+
+
 def _decode(folder: Path, paths: list[str]) -> Images:
-    """(N, C, H, W); one channel if every image is grey, else three."""
+    """(N, C, H, W); one channel if every image is grey, else three.
+
+    Of 16 bits per channel the higher 8 are taken, so 0 is black and 65535 white, as for colour in Pillow. Transparency
+    is dropped. What cannot be read so is refused by its name: integers of 32 bits and floating-point numbers, whose
+    range a file does not say; an image of one colour that differs in its transparency alone; and images of 16 bits of
+    which none uses more than a sixteenth of the range (12 bits in a file of 16, say): few levels would be left.
+    """
     from PIL import Image
 
     images = np.empty(0, dtype=np.uint8)
     all_grey = True
+    brightest, deep = 0, ""  # of the images of 16 bits: the largest value, and the first file
     for i, path in enumerate(paths):
         try:
             with Image.open(path) as image:
-                all_grey = all_grey and image.mode in ("1", "L")
-                pixels = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+                all_grey = all_grey and (image.mode in ("1", "L") or _is_deep_grey(image))
+                if _is_deep_grey(image):
+                    values = np.asarray(image)
+                    brightest, deep = max(brightest, int(values.max())), deep or path
+                    pixels = np.broadcast_to((values >> 8).astype(np.uint8), (3, *values.shape))
+                else:
+                    pixels = _colours(image).transpose(2, 0, 1)
+        except _Unreadable as error:
+            raise _refused(path, folder, str(error)) from None
         except Exception as error:  # Pillow's readers raise what they like, DecompressionBombError too
             raise _refused(path, folder, f"cannot be read as an image ({type(error).__name__})") from None
         if i == 0:
@@ -377,7 +402,27 @@ def _decode(folder: Path, paths: list[str]) -> Images:
             size, first = "x".join(map(str, pixels.shape[1:])), "x".join(map(str, images.shape[2:]))
             raise _refused(path, folder, f"is {size} (height x width), the images before it are {first}")
         images[i] = pixels
+    if deep and brightest < _DIM:
+        why = f"and the others of 16 bits have no value above {brightest}, allowed: values up to 65535, or 8 bits"
+        raise _refused(deep, folder, why)
     return images[:, :1].copy() if all_grey else images
+
+
+def _is_deep_grey(image: ImageFile) -> bool:
+    """Whether an image is grey of 16 bits. Before version 11 Pillow says so of PNG files by 32-bit integers."""
+    return image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
+
+
+def _colours(image: ImageFile) -> NDArray[np.uint8]:
+    """(H, W, 3) of an image of 8 bits per channel. Raises :class:`_Unreadable`."""
+    if image.mode in ("I", "F"):
+        kind = "32-bit integers" if image.mode == "I" else "floating-point numbers"
+        raise _Unreadable(f"has {kind}, allowed: 8 or 16 bits per channel")
+    pixels = np.asarray(image.convert("RGBA" if image.has_transparency_data else "RGB"))
+    colours, transparency = pixels[..., :3], pixels[..., 3:]
+    if transparency.size and np.ptp(transparency) and not np.ptp(colours, axis=(0, 1)).any():
+        raise _Unreadable("is of one colour and differs in its transparency alone, allowed: an image in its colours")
+    return colours
 
 
 def _refused(path: str, folder: Path, why: str) -> FileError:
@@ -474,7 +519,6 @@ def _require(
     if all(file.exists() for file in files):
         return
     if download:
-        prepare_torchvision()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with FileLock(folder / ".fedprune-download.lock"):

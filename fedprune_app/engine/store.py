@@ -24,6 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fedprune_app.files import appending, replace_file
+from fedprune_app.results.lock import LOCK
 
 log = logging.getLogger("flwr.fedprune")  # below Flower's logger, so that `flwr log` shows it
 _NAME = re.compile(r"round-(\d{5,})\.safetensors")
@@ -70,7 +71,7 @@ def exclusive(folder: Path, patience_seconds: float = 30.0) -> Iterator[None]:
     Waits for a predecessor that is on its way out; raises ``ValueError`` if it stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with appending(folder / ".lock") as lock:
+    with appending(folder / LOCK) as lock:
         deadline = time.monotonic() + patience_seconds
         while True:
             try:

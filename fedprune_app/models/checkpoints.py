@@ -15,7 +15,6 @@ from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.files import replacing_folder
 
 INDEX = "model.safetensors.index.json"
@@ -24,7 +23,6 @@ _FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
 
 def import_transformers() -> Any:
     """The package, made importable beside a CPU-only torch. ``ValueError`` where it is not installed."""
-    prepare_torchvision()
     try:
         import transformers
     except ImportError:

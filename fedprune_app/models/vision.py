@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.models.variational import LATENT, Prior, Variational
 
 ImageShape = tuple[int, int, int]  # (channels, height, width)
@@ -155,7 +154,6 @@ def _resnet18(image_shape: ImageShape, num_classes: int, norm: Callable[[int], n
     Its last pooling is adaptive, so images of any size fit. Source: Dis-PFL's released code (its text says
     "PyTorch's implementation", whose 7x7 stem was made for ImageNet).
     """
-    prepare_torchvision()
     from torchvision.models import resnet18
 
     model: nn.Module = resnet18(num_classes=num_classes, norm_layer=norm)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -131,6 +131,10 @@ class Finding:
         guessed = guesses_of(scores, number)
         correct = int(((guessed == 1) & coins).sum() + ((guessed == -1) & ~coins).sum())
         return cls(len(coins), number, correct, delta, confidence, claim)
+
+
+JSON_KEYS = frozenset({*(each.name for each in fields(Finding)), "bound", "holds"})
+"""The keys of :meth:`Finding.to_dict`."""
 
 
 # --- the attack -------------------------------------------------------------------------------------------------------

@@ -69,6 +69,8 @@ class ExportInfo:
         if not isinstance(found, dict):
             raise ValueError(f"its metadata is {_short(found)}, allowed: a JSON object")
         for key, (is_allowed, allowed) in _KEYS.items():
+            if key not in found:
+                raise ValueError(f"its metadata has no '{key}', allowed: {allowed}")
             if not is_allowed(found.get(key)):
                 raise ValueError(f"'{key}' is {_short(found.get(key))}, allowed: {allowed}")
         depth = found["image_shape"][0]

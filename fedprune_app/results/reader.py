@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedprune_app.results.fields import CLIENT_FIELDS, HEADLINES, ROUND_FIELDS, STATUSES
+from fedprune_app.results.lock import is_held
 
 Row = Mapping[str, Any]
 Matrix = NDArray[np.floating[Any]] | Sequence[Sequence[float]]
@@ -137,7 +138,10 @@ def load_run(folder: Path) -> Run:
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """run.json of a run folder, with the types of the fields that others rely on checked."""
+    """run.json of a run folder, with the types of the fields that others rely on checked.
+
+    A run that is recorded as running, and that no process works on any more, is "interrupted": its process was killed.
+    """
     path = folder / "run.json"
     if not path.is_file():
         raise ValueError(f"'{folder}' is not a run folder: it has no run.json")
@@ -152,6 +156,8 @@ def read_info(folder: Path) -> dict[str, Any]:
     partition = info.get("partition")
     for row in [] if partition is None else partition if isinstance(partition, list) else [partition]:
         _check_partition(row, path)
+    if info["status"] == "running" and not is_held(folder):
+        info |= {"status": "interrupted", "error": info.get("error") or "its process ended without a word"}
     return info
 
 

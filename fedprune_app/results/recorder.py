@@ -22,6 +22,7 @@ from typing import Any, Literal, Protocol
 
 from fedprune_app.files import append_lines, replace_file
 from fedprune_app.results.fields import CLIENT_FIELDS, HEADLINES, ROUND_FIELDS
+from fedprune_app.results.ownership import check_free
 from fedprune_app.results.reader import Masks, Matrix, read_info, read_masks, read_rows
 
 GIT_VARIABLE = "FEDPRUNE_GIT_HASH"
@@ -61,9 +62,10 @@ class Recorder:
 
         ``headline`` names the system's main number, ``partition`` lists per client
         ``{partition, train, validation, test}`` with counts per class, ``model`` is
-        ``{name, parameters, classes}``. Raises ``ValueError`` if the folder already holds a run: results are
-        never overwritten.
+        ``{name, parameters, classes}``. Raises ``ValueError`` if the folder already holds a run, or files that
+        a run would replace and that none wrote: nothing is ever overwritten.
         """
+        check_free(self.folder)
         if holds_run(self.folder):
             raise ValueError(f"'{self.folder}' already holds a run, allowed: a new folder, or resuming it")
         extra = {"headline": HEADLINES[0], "partition": None, "model": None, **(extra or {})}
@@ -84,10 +86,10 @@ class Recorder:
         if clash := sorted(info.keys() & extra.keys()):
             raise ValueError(f"extra must not set '{clash[0]}': the recorder does")
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._begin(info | extra)  # first: from now on the folder is known to be a run's
         for name in ("rounds.jsonl", "clients.jsonl"):
             replace_file(self.folder / name, b"")
         self._masks_path.unlink(missing_ok=True)
-        self._begin(info | extra)
 
     def resume(self, rounds_completed: int) -> None:
         """Continue this folder's run after ``rounds_completed`` rounds; what later rounds recorded is dropped.
@@ -212,14 +214,17 @@ class Recorder:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a folder holds a run that has something to lose; one that failed before its first round has not."""
+    """Whether a folder holds a run that has something to lose; one that ended before its first round has not.
+
+    So says a run.json that says "running", too: who holds the folder's lock knows that nobody else works on it.
+    """
     if not (folder / "run.json").exists():
         return False
     try:
         info = read_info(folder)
     except ValueError:
         return True
-    return bool(info["rounds_completed"]) or info["status"] not in ("failed", "interrupted")
+    return bool(info["rounds_completed"]) or info["status"] == "completed"
 
 
 def versions() -> dict[str, str | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -14,6 +14,7 @@ from plotly.offline import get_plotlyjs
 
 from fedprune_app.files import replace_file
 from fedprune_app.results.figures import figures
+from fedprune_app.results.ownership import check_report_file
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import (
     COLUMNS,
@@ -50,21 +51,37 @@ class Series:
     status: str
 
 
-def write_report(folders: Sequence[Path], out: Path) -> Path:
+def write_report(
+    folders: Sequence[Path], out: Path, *, force: bool = False, on_left_out: Callable[[str], object] | None = None
+) -> Path:
     """Write the page that compares the runs in ``folders`` to ``out``, in one step; returns ``out``.
 
-    Raises ``ValueError`` for no folders and, from :func:`~fedprune_app.results.reader.load_run`, for a folder
-    that holds no readable run.
+    A folder without a readable run is left out: the page says so in one line that names the file, and so does
+    ``on_left_out``. Raises ``ValueError`` for no folders, where none is readable, and for an ``out`` that exists and is
+    no report, unless ``force`` says to replace it.
     """
     if not folders:
         raise ValueError("a report needs at least one run folder")
-    page = render([load_run(Path(folder)) for folder in dict.fromkeys(folders)])
+    if not force:
+        check_report_file(Path(out))
+    runs, left_out = [], []
+    for folder in dict.fromkeys(map(Path, folders)):
+        try:
+            runs.append(load_run(folder))
+        except (ValueError, OSError) as error:
+            left_out.append(" ".join(str(error).split()))
+    if not runs:
+        raise ValueError(f"no run folder can be read: {left_out[0]}")
+    if on_left_out is not None:
+        for reason in left_out:
+            on_left_out(reason)
+    page = render(runs, left_out)
     out = Path(out)
     replace_file(out, page.encode("utf-8", errors="replace"))  # JSON may hold half of a surrogate pair
     return out
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[Run], left_out: Sequence[str] = ()) -> str:
     """The page's HTML. The same runs give the same text."""
     groups = group_runs(runs)
     series = appearance(groups)
@@ -81,6 +98,8 @@ def render(runs: Sequence[Run]) -> str:
         series=series,
         cards=[_card(group) for group in groups] if len(groups) <= _CARDS_UP_TO else [],
         problems=[run for run in runs if run.status != "completed"],
+        left_out=left_out,
+        runs_asked=len(runs) + len(left_out),
         tables={
             "Final numbers": _table(groups, OUTCOME),
             "Perplexity": _perplexity_table(groups),

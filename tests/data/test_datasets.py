@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.data import datasets
 from fedprune_app.data.datasets import DATASETS, load_dataset
 from fedprune_app.data.errors import FileError
@@ -443,7 +442,6 @@ def test_a_download_fills_the_folder_once(tmp_path, monkeypatch):
 
 
 def test_a_download_is_checked_against_the_published_checksum(tmp_path, monkeypatch):
-    prepare_torchvision()
     import torchvision.datasets.utils
 
     def refuse(url, root, md5):

@@ -9,12 +9,36 @@ import torch
 from fedprune_app.core import torchvision_shim
 
 
-def test_after_preparing_twice_torchvision_imports():
-    code = (
-        "from fedprune_app.core.torchvision_shim import prepare_torchvision as prepare; prepare(); prepare();"
-        "from torchvision import datasets, models, transforms; prepare()"
+def python(code: str) -> str:
+    command = [sys.executable, "-W", "error", "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def test_after_import_fedprune_app_torchvision_imports():
+    said = python(
+        "import fedprune_app, sys; assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
+        "from torchvision import datasets, models, transforms; import importlib.resources, torchvision\n"
+        "print(len(torchvision.__path__), importlib.resources.files('torchvision').is_dir())"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+    assert said == "1 True\n"
+
+
+def test_looking_whether_torchvision_is_there_does_not_import_torch():
+    python(
+        "import fedprune_app, sys; from importlib.util import find_spec\n"
+        "assert find_spec('torchvision').loader.name == 'torchvision' and 'torch' not in sys.modules"
+    )
+
+
+@pytest.mark.parametrize("first", ["fedprune_app, transformers", "transformers, fedprune_app"])
+def test_transformers_finds_its_models_in_whatever_order_both_are_imported(first):
+    python(f"import {first}; transformers.LlamaConfig(); transformers.LlamaForCausalLM")
+
+
+def test_one_hook_is_enough():
+    before = list(sys.meta_path)
+    torchvision_shim.prepare_when_imported()
+    assert sys.meta_path == before
 
 
 @pytest.mark.parametrize("compiled", [True, False])

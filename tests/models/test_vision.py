@@ -6,7 +6,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedprune_app.core.flops import forward_flops, training_flops
-from fedprune_app.core.torchvision_shim import prepare_torchvision
 from fedprune_app.models import (
     MODELS,
     build_model,
@@ -164,7 +163,6 @@ def test_subfedavg_initialises_models_with_batch_norm_as_its_hybrid_variant():
 
 def test_vgg11_starts_as_torchvisions_does():
     """Dis-PFL's released VGG-11 draws its weights as torchvision's: Kaiming by fan-out, and N(0, 0.01)."""
-    prepare_torchvision()
     from torchvision.models import vgg11
 
     with torch.random.fork_rng():
@@ -243,7 +241,6 @@ def test_the_small_group_norm_network_pools_before_it_normalises():
 
 
 def test_vgg11_is_torchvisions_configuration_a_with_group_norms():
-    prepare_torchvision()
     from torchvision.models import vgg
 
     features = vgg.make_layers(vgg.cfgs["A"], batch_norm=True)

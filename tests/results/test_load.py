@@ -167,6 +167,20 @@ def test_metadata_that_cannot_be_is_refused_by_its_key(key, value, content, load
     assert len(said) < 400
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["format", "system", "client", "round", "model", "image_shape", "classes", "mean", "std", "density", "channels"],
+)
+def test_metadata_that_lacks_a_key_is_refused_by_it(key, content, load, tmp_path):
+    tensors = safetensors.torch.load(content)
+    size = int.from_bytes(content[:8], "little")
+    metadata = json.loads(json.loads(content[8 : 8 + size])["__metadata__"]["fedprune"])
+    del metadata[key]
+    assert f"has no '{key}'" in refusal(load, safetensors.torch.save(tensors, {"fedprune": json.dumps(metadata)}))
+    with pytest.raises(ValueError, match=f"has no '{key}'"):
+        read_export_info(tmp_path / "model.safetensors")
+
+
 def test_channels_that_do_not_match_their_tensors_are_refused(lenet, content, load):
     channels = {name: list(indices) for name, indices in lenet[0].channels.items()}
     first, *others = channels["bn2"]

@@ -198,6 +198,7 @@ def test_unreadable_masks_do_not_stop_a_run_from_being_resumed(tmp_path, content
 
 
 def test_a_new_run_does_not_inherit_masks(tmp_path):
+    started(tmp_path).finish("failed")
     (tmp_path / "masks.json").write_text("{}")
     started(tmp_path)
     assert not (tmp_path / "masks.json").exists()

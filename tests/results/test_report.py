@@ -365,3 +365,25 @@ def test_the_name_of_a_large_layer_set_is_cut_short_and_escaped(make_run):
     sets = {name: {"bytes_down": 2, "bytes_up": 1} for name in names}
     (view, _) = drawn([make_run("p", "fedp3", extra={"bytes_by_layer_set": sets})])["layer-sets"].variants
     assert view.layout["xaxis"]["ticktext"] == ["&lt;b&gt;a", "a … d (4)", "l0 … l29 (30)"]
+
+
+def test_a_damaged_run_is_left_out_and_named(make_run, tmp_path):
+    good = [make_run(f"good{seed}", "fedavg", seed) for seed in (0, 1)]
+    damaged = make_run("damaged", "fedavg", 2)
+    (damaged / "rounds.jsonl").write_bytes(b'{"round": "one"}\n')
+    said: list[str] = []
+    page = write_report([good[0], damaged, good[1]], tmp_path / "r.html", on_left_out=said.append).read_text()
+    (line,) = said
+    assert f"{damaged / 'rounds.jsonl'} line 1: 'round' is 'one'" in line
+    text = " ".join(Elements(page.replace(get_plotlyjs(), "")).text.split())
+    assert "Left out: 1 of 3 run folders cannot be read" in text
+    assert f"{damaged / 'rounds.jsonl'} line 1" in text
+    assert "Left out" not in page_of(good, tmp_path / "whole.html")
+
+
+def test_a_report_of_damaged_runs_alone_is_refused(make_run, tmp_path):
+    damaged = make_run("damaged", "fedavg")
+    (damaged / "run.json").write_text("{")
+    with pytest.raises(ValueError, match=r"no run folder can be read: .*not valid JSON"):
+        write_report([damaged], tmp_path / "r.html")
+    assert not (tmp_path / "r.html").exists()

@@ -1,0 +1,31 @@
+"""Whether a process is at work in a run folder, for whoever reads it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+LOCK = ".lock"
+"""The file of a run folder that the process at work holds (``engine.store.exclusive``)."""
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process works on the run in ``folder``: whether one holds its lock, or that cannot be found out.
+
+    Nothing is made or written, so a folder that may only be read will do. A copy of a folder is held by nobody. On a
+    file system without locks, or where the lock may not be opened, nobody can tell: the run then counts as held.
+    """
+    try:
+        handle = os.open(folder / LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment, for which `exclusive` waits
+    except OSError:
+        return True
+    finally:
+        os.close(handle)
+    return False

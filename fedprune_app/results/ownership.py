@@ -1,0 +1,139 @@
+"""What fedprune wrote, and what is a user's own: nothing of a user's is removed or replaced unless they ask for it.
+
+* A run folder is fedprune's if it holds a run.json that fedprune can read. A new run starts in any other folder too,
+  as long as nothing there has the name of something that a run writes.
+* A folder that a command fills, or fills anew (a demo's run, a sweep, a deployment), holds the file :data:`MARK`, which
+  names that command.
+* A report names fedprune as its generator.
+
+Errors here are ``ValueError`` of one line that names what is in the way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from fedprune_app.files import replace_file
+from fedprune_app.results.reader import read_info
+
+MARK = ".fedprune"
+"""The file of a folder in which fedprune replaces what it wrote before; its text is the command."""
+GENERATOR = '<meta name="generator" content="fedprune">'
+"""The line of a report's head that says who wrote it."""
+_OF_A_RUN = (
+    "run.json", "rounds.jsonl", "clients.jsonl", "masks.json", "progress.json", "models", "checkpoints", "clients",
+    "mailbox", "layers", "tensorboard",
+)  # fmt: skip
+_HEAD_BYTES = 4096
+
+
+# --- folders ------------------------------------------------------------------------------------------------------
+
+
+def in_the_way(folder: Path) -> list[str]:
+    """Names in ``folder`` that a new run would write under, and that no run of fedprune's wrote."""
+    found = [name for name in _OF_A_RUN if os.path.lexists(folder / name)]
+    if "run.json" in found:
+        try:
+            read_info(folder)
+        except ValueError:
+            return found
+        return []
+    return found
+
+
+def check_free(folder: Path) -> None:
+    """Raise ``ValueError`` if a new run in ``folder`` would replace what fedprune did not write."""
+    if found := in_the_way(folder):
+        raise ValueError(f"{_held(folder, found)}, allowed: another folder, or --force, which removes that")
+
+
+def clear_the_way(folder: Path) -> None:
+    """Remove from ``folder`` what :func:`check_free` would refuse."""
+    for name in in_the_way(folder):
+        remove(folder / name)
+
+
+def remove_run(folder: Path) -> None:
+    """Remove from ``folder`` all that has the name of something that a run writes; other files stay."""
+    for name in _OF_A_RUN:
+        remove(folder / name)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a folder with all that is in it, or a link; nothing where there is nothing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def is_marked(folder: Path, command: str) -> bool:
+    """Whether ``folder`` is one that this command of fedprune's made."""
+    try:
+        with (folder / MARK).open("rb") as file:
+            return file.read(_HEAD_BYTES).decode(errors="replace").strip() == command
+    except OSError:
+        return False
+
+
+def mark(folder: Path, command: str) -> None:
+    """Say in ``folder``, which is made if it is missing, that this command of fedprune's fills it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not is_marked(folder, command):
+        remove(folder / MARK)
+        replace_file(folder / MARK, f"{command}\n".encode())
+
+
+def check_marked(folder: Path, command: str, names: Iterable[str] | None = None) -> None:
+    """Raise ``ValueError`` if ``folder`` holds one of ``names`` (None: anything) and this command did not make it."""
+    if is_marked(folder, command):
+        return
+    there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    found = [name for name in there if names is None or name in names]
+    if found:
+        raise ValueError(f"{_held(folder, found)}, allowed: another folder, or --force, which replaces that")
+
+
+def _held(folder: Path, names: list[str]) -> str:
+    shown = ", ".join(map(repr, names[:5])) + (" and more" if len(names) > 5 else "")
+    damaged = ", or which is damaged" if "run.json" in names else ""
+    return f"folder {str(folder)!r} holds {shown}, which fedprune did not write{damaged}"
+
+
+# --- single files -------------------------------------------------------------------------------------------------
+
+
+def check_report_file(path: Path) -> None:
+    """Raise ``ValueError`` unless ``path`` is free, or a report that fedprune wrote."""
+    _check_file(path)
+    if os.path.lexists(path):
+        with path.open("rb") as file:
+            if GENERATOR.encode() in file.read(_HEAD_BYTES):
+                return
+        raise _exists(path)
+
+
+def check_json_file(path: Path, keys: Collection[str]) -> None:
+    """Raise ``ValueError`` unless ``path`` is free, or a JSON object of exactly these keys, as fedprune writes it."""
+    _check_file(path)
+    if os.path.lexists(path):
+        try:
+            found = json.loads(path.read_bytes()) if path.stat().st_size < 1 << 20 else None
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict) or found.keys() != set(keys):
+            raise _exists(path)
+
+
+def _check_file(path: Path) -> None:
+    if path.is_dir():
+        raise ValueError(f"{str(path)!r} is a folder, allowed: a file")
+
+
+def _exists(path: Path) -> ValueError:
+    return ValueError(f"{str(path)!r} exists and fedprune did not write it, allowed: another file, or --force")

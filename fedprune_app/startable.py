@@ -1,0 +1,57 @@
+"""Whether a run could start: what its server and its first client refuse is found before Flower starts.
+
+Both are made as the run makes them, in a temporary folder, and asked nothing but who they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+from clients.base import FederatedClient
+from fedprune_app.config import Config, ConfigError
+from fedprune_app.engine.rounds import ImagePeer, Roster
+from fedprune_app.engine.store import VersionedStore
+from fedprune_app.registry import SYSTEMS
+from fedprune_app.results.recorder import Recorder
+from fedprune_app.run_folder import new_run_key
+from fedprune_app.tasks import BUILDS
+
+
+def check_startable(config: Config, num_clients: int) -> None:
+    """Raise :class:`ConfigError` with the reason if a run of ``num_clients`` on this machine could not start.
+
+    Of a language model, which may be large, only the folder of its texts is looked at.
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', allowed on this machine, which has none: auto, cpu")
+    if SYSTEMS[config.system].data == "text":
+        if config.dataset == "text" and not Path(config.data_dir).is_dir():
+            raise ConfigError(f"data-dir is {config.data_dir!r}, allowed with dataset 'text': a folder of texts")
+        return
+    with TemporaryDirectory(prefix="fedprune-") as folder:
+        private = replace(config.dp, ledger_dir="")  # nobody's ledger is touched
+        here = replace(config, out_dir=folder, state_dir="", resume_from="", dp=private)
+        try:
+            _make_both(here, num_clients, Path(folder))
+        except ConfigError:
+            raise
+        except (ValueError, ImportError) as error:
+            raise ConfigError(" ".join(str(error).split())) from None
+
+
+def _make_both(config: Config, num_clients: int, folder: Path) -> None:
+    """Client 0, and a server that takes all others to be like it."""
+    system = SYSTEMS[config.system]
+    client = system.client(config, 0, num_clients, folder / "clients")
+    assert isinstance(client, FederatedClient)
+    first = ImagePeer.read(0, client.get_properties({}))
+    roster: Roster = {k: replace(first, partition=k, node_id=k) for k in range(num_clients)}
+    recorder = Recorder(folder / "run", tensorboard=config.tracking == "tensorboard")
+    key = new_run_key()
+    recorder.start({"system": config.system}, config.seed, {"headline": system.strategy.headline, "run_key": key})
+    BUILDS[system.data](config, roster, recorder, VersionedStore(folder / "run" / "checkpoints"), key)
+    recorder.finish("interrupted")

@@ -1,0 +1,92 @@
+"""Every command in README.md and docs/*.md is one that works: each is parsed, and those that can be are run."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+
+from tests.docs.blocks import ROOT, Block, Checker, blocks, spans
+
+NO_COMMANDS = {
+    "runs/first/": "a tree of files",
+    "server_app  client_app": "who may import whom",
+    "subfedavg: 2 rounds": "a transcript",
+    "    --node-config": "a part of a command",
+    "[superlink.NAME]": "a configuration of Flower's",
+}
+COMMANDS = [(block, command) for block in blocks() if block.is_commands for command in block.commands]
+SPANS = [(span, command) for span in spans() for command in span.commands]
+
+
+def test_every_fenced_block_is_known_for_what_it_is():
+    for block in blocks():
+        if block.language == "python":
+            compile(block.text, str(block), "exec")
+        elif not block.is_commands:
+            assert any(block.text.startswith(start) for start in NO_COMMANDS), f"{block} is no block of commands"
+    assert {"README.md", "docs/deploy.md", "docs/privacy.md", "docs/results.md"} <= {
+        block.page for block, _ in COMMANDS
+    }
+
+
+@pytest.fixture
+def checker(monkeypatch, tmp_path) -> Checker:
+    return Checker(monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("block", "command"), COMMANDS, ids=[f"{block}-{' '.join(command)[:50]}" for block, command in COMMANDS]
+)
+def test_every_command_of_a_block_could_start(checker, block, command):
+    checker.check(command)
+
+
+def test_every_command_in_a_sentence_is_one_of_ours(checker):
+    for span, command in SPANS:
+        if len(command) > 1 and "..." not in command:
+            program, first = command[:2]
+            if program == "make":
+                checker.check(command)
+            else:
+                from tests.docs.blocks import cli, typer
+
+                group = typer.main.get_command(cli.app)
+                assert first.rstrip(",.") in group.commands, f"{span}: {span.text}"
+                given = {word for word in command if word.startswith("--") and len(word) > 2}
+                inner = group.commands[first]
+                inner = inner.commands.get(command[2], inner) if hasattr(inner, "commands") else inner
+                known = {option for each in inner.params for option in each.opts}
+                assert given <= known, f"{span}: {span.text}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fedprune run learning-rte=1",
+        "fedprune run --enginee ray",
+        "fedprune run -c configs/none.toml",
+        "fedprune sweep configs/matrices/fedp3_small_mnist.yaml fedp3.layer-sett=1",
+        "fedprune reprot runs/a",
+        "flwr run . --federation-confg x",
+        "flwr run . --run-config configs/none.toml",
+        "flower-superlink --hosst 0.0.0.0",
+        "ray start --haed",
+        "make demoo",
+        "docker compose -f none.yaml up",
+    ],
+)
+def test_a_mistake_in_a_command_would_be_found(checker, text):
+    (command,) = Block("page", 1, "", text).commands
+    with pytest.raises((Exception, SystemExit)):
+        checker.check(command)
+
+
+def test_make_demo_installs_what_the_readme_promises_to_work_after_it():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (stamp,) = re.findall(r"^\$\(STAMP\):.*?^\ttouch", (ROOT / "Makefile").read_text(), re.MULTILINE | re.DOTALL)
+    assert "--editable '.[all]'" in stamp
+    (everything,) = extras["all"]
+    installed = set(re.fullmatch(r"fedprune\[(.*)\]", everything)[1].split(","))
+    assert installed == extras.keys() - {"all", "dev", "fuzz"}

@@ -1,0 +1,166 @@
+"""The commands of README and docs as they stand, in a copy of the repository: run to their end, or until they go well.
+
+What takes hours is interrupted after a round, as its user would by Ctrl-C. `$HOME/cifar` holds noise in the format and
+size of CIFAR-10. What needs other machines, Docker or a day is parsed alone, in ``test_commands.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.docs.blocks import ROOT, Block, blocks, copy_of_the_repository
+
+USE = next(block for block in blocks() if "--out runs/first" in block.text and block.is_commands)
+SNIPPET = next(block for block in blocks() if block.language == "python")
+PRIVATE, AUDIT = (
+    next(block for block in blocks() if block.page == "docs/privacy.md" and text in block.text)
+    for text in ("--out runs/private", "audit.json")
+)
+DEPLOYED = next(block for block in blocks() if "fedprune deploy local --nodes 3" in block.text)
+NODE_KEY = next(block for block in blocks() if block.text.startswith("fedprune deploy node-key hospital-a.key"))
+CERTIFICATES = next(block for block in blocks() if block.text.startswith("fedprune deploy certificates"))
+ENDS = ("--out runs/first", "fedprune report", "fedprune demo", "system=fedspallm", "fedprune audit")
+
+
+def lines(*found: Block) -> list[str]:
+    """The command lines of blocks; of one that goes on in the next line, all of it."""
+    texts = [block.text.replace("\\\n", " ").splitlines() for block in found]
+    return [line for text in texts for line in text if line.strip()]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    """A copy of the repository, and a home with data."""
+    folder = tmp_path_factory.mktemp("docs")
+    data = folder / "home" / "cifar" / "cifar-10-batches-bin"
+    data.mkdir(parents=True)
+    draw = np.random.default_rng(0)
+    for name in (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"):
+        records = draw.integers(0, 256, (10_000, 3073), dtype=np.uint8)
+        records[:, 0] = np.arange(10_000) % 10
+        records.tofile(data / name)
+    (data / "batches.meta.txt").write_text("\n".join("abcdefghij"))
+    return copy_of_the_repository(folder / "fedprune")
+
+
+def environment(place: Path) -> dict[str, str]:
+    """Of a user who has activated fedprune's virtual environment, with a home and ports of their own."""
+    from fedprune_app.launch import free_ports
+
+    ports = free_ports(2)
+    return {
+        **os.environ,
+        "HOME": str(place.parent / "home"),
+        "XDG_CACHE_HOME": str(place.parent / "home" / ".cache"),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(place),
+        "FLWR_LOCAL_SUPERLINK_HTTP_API_PORT": str(ports[0]),
+        "FLWR_LOCAL_CONTROL_API_PORT": str(ports[1]),
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+def rounds_below(folder: Path) -> int:
+    """How many rounds the runs in a folder, or below it, have completed."""
+    found = 0
+    for path in [folder / "run.json", *folder.glob("*/run.json")]:
+        try:
+            found += json.loads(path.read_text())["rounds_completed"]
+        except (OSError, ValueError):
+            continue
+    return found
+
+
+def run(line: str, place: Path, *, seconds: float = 1500) -> str:
+    """Run a line as it stands; unless it is one that ends, interrupt it when it has done a round. Its last line."""
+    words = line.split("#")[0].split()
+    out = place / words[words.index("--out") + 1] if "--out" in words else place / "none"
+    ends = any(text in line for text in ENDS)
+    before, started = rounds_below(out), time.monotonic()
+    with (place / "said.txt").open("w+") as said:
+        command = ["bash", "-c", f"exec {line}"]
+        process = subprocess.Popen(
+            command, cwd=place, env=environment(place), stderr=said, stdout=said, start_new_session=True
+        )
+        interrupted = False
+        while process.poll() is None:
+            assert time.monotonic() - started < seconds, f"{line} takes too long"
+            if not (ends or interrupted) and rounds_below(out) > before:
+                process.send_signal(signal.SIGINT)
+                interrupted = True
+            time.sleep(0.2)
+        said.seek(0)
+        text = said.read()
+    assert process.returncode in ((0, 130) if interrupted else (0,)), f"{line}\n{text}"
+    return text.strip().splitlines()[-1] if text.strip() else ""
+
+
+@pytest.mark.parametrize("text", ["fedprune list", "fedprune list --keys"])
+def test_the_lists_are_quick(text, place):
+    assert f"`{text}`" in (ROOT / "README.md").read_text()
+    run(text, place)
+
+
+def test_a_nodes_key_and_certificates_are_made_as_the_page_says(place):
+    run(NODE_KEY.text.strip(), place)
+    assert (place / "hospital-a.key.pub").exists()
+    run(lines(CERTIFICATES)[0], place)
+    assert (place / "certificates" / "ca.crt").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(6 * 3600)
+def test_the_commands_of_the_readme_work_in_their_order(place):
+    for line in lines(USE):
+        started = time.monotonic()
+        last = run(line, place)
+        print(f"{time.monotonic() - started:6.0f} s  {line.split('  ')[0]}: {last}")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", SNIPPET.text + "\nassert model.config.vocab_size"],
+        cwd=place,
+        env=environment(place),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3 * 3600)
+def test_the_commands_on_privacy_work(place):
+    for line in lines(PRIVATE, AUDIT):
+        if "data-dir=DIR" not in line and "--without-noise" not in line:  # the latter ends with 1, as it is to show
+            print(line, run(line, place))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_rehearsals_of_a_deployment_work(place):
+    for line in lines(DEPLOYED):
+        if "/data/" not in line:
+            print(line, run(line, place))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_export_of_the_readme_works(place):
+    if not (place / "runs" / "first").exists():
+        run(lines(USE)[0], place)
+    text = (ROOT / "README.md").read_text()
+    command = "fedprune export runs/first --client 3 -o client-3.safetensors"
+    assert f"`{command}`" in text
+    for more in ("", "--force", "--force --format onnx", "--force --format torch-export"):
+        done = subprocess.run(
+            ["bash", "-c", f"{command} {more}"], cwd=place, env=environment(place), capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr

@@ -1,0 +1,82 @@
+"""Exit code 2 for a wrong setting, wherever it is found; 1 for a run that failed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from PIL import Image
+
+SMALL = ["num-server-rounds=1", "local-epochs=1"]
+HERE = ["--engine", "inprocess", "--clients", "4"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["dataset=cifar10"], "data-dir is empty: dataset 'cifar10' is read from files"),
+        (["dataset=cifar10", "data-dir=nowhere"], "has no cifar-10-batches-bin"),
+        (["dataset=mnist", "data-dir=nowhere"], "has no MNIST/raw"),
+        (["dataset=image-folder", "data-dir=float"], "has floating-point numbers, allowed: 8 or 16 bits"),
+        (["partition=classes", "classes-per-client=11"], "classes-per-client is 11, allowed: 1 to 10"),
+        (["samples-per-client=100000"], "samples-per-client is 100000, allowed: at most"),
+        (["shard-size=100000"], "1438 samples make 0 of shard-size 100000"),
+        (["model=vgg11-gn"], "too small for this model"),
+        (["system=fjord", "model=resnet18-gn"], "allowed with system 'fjord'"),
+        (["system=fedcr", "model=cnn-small"], "one whose name ends in -cr"),
+        (["system=fedavg", "robust=trimmed-mean", "robust-trim=0.01"], "robust-trim is 0.01, allowed with 2 clients"),
+        (["system=fedp3", "fedp3.layer-set=none"], "fedp3.layer-set is 'none'"),
+        (["system=dispfl", "dispfl.topology=file", "dispfl.adjacency-file=none"], "none': [Errno 2]"),
+        (["system=fedltp", "validation-fraction=0", "fedltp.public-samples=1"], ""),
+        (["system=fedspallm", "dataset=text", "data-dir=nowhere"], "allowed with dataset 'text': a folder of texts"),
+        (["min-clients=5"], "min-clients is 5, allowed with 4 clients: at most that"),
+        (["device=cuda"], "device is 'cuda', allowed on this machine"),
+    ],
+)
+def test_a_setting_that_the_run_would_refuse_is_told_before_it_starts(fedprune, tmp_path, monkeypatch, settings, says):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("fedprune_app.demo.prepare_models", lambda configs, console: None)  # no model is trained here
+    for part in ("train", "test"):
+        for kind in ("a", "b"):
+            (tmp_path / "float" / part / kind).mkdir(parents=True)
+            Image.new("F", (5, 4)).save(tmp_path / "float" / part / kind / "x.tif")
+    code, said = fedprune("run", *SMALL, *HERE, *settings, "--out", "a")
+    assert code == 2, said
+    assert says in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_sweep_with_a_run_that_could_not_start_begins_none(fedprune, tmp_path):
+    cells = "[fedavg, {system: fedavg, partition: classes, classes-per-client: 11}]"
+    (tmp_path / "m.yaml").write_text(f"clients: 4\ncommon: {{num-server-rounds: 1}}\nsystems: {cells}\n")
+    code, said = fedprune("sweep", "m.yaml", "--engine", "inprocess", "--out", "a")
+    assert code == 2
+    assert "classes-per-client is 11, allowed: 1 to 10" in said
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_run_that_fails_exits_1(fedprune, tmp_path):
+    code, said = fedprune("run", "system=fedavg", "learning-rate=1e30", *SMALL, *HERE, "--out", "a")
+    assert code == 1
+    assert "training diverged" in said.splitlines()[-1]
+    assert json.loads((tmp_path / "a" / "run.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize("engine", ["inprocess", pytest.param("ray", marks=pytest.mark.slow)])
+def test_a_refusal_within_a_run_exits_2(tmp_path, engine):
+    """What cannot be told before: here because the check before the start is left out."""
+    code = (
+        "import sys, fedprune_app.startable as s; s.check_startable = lambda config, clients: None\n"
+        "from fedprune_app.cli import main; main()"
+    )
+    setting = ["system=fedavg", "robust=trimmed-mean", "robust-trim=0.01"]
+    command = [sys.executable, "-c", code, "run", *SMALL, *setting, "--clients", "4", "--out"]
+    command += [engine, "--engine", engine]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: robust-trim is 0.01, allowed with 2 clients a round")
+    info = json.loads((tmp_path / engine / "run.json").read_text())
+    assert (info["status"], info["error"][:12]) == ("failed", "robust-trim ")
