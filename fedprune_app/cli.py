@@ -46,6 +46,9 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
 Workers = Annotated[int, typer.Option("--workers", help="Clients that train at the same time (ray).")]
 RayAddress = Annotated[str, typer.Option("--ray-address", help="HOST:PORT of a Ray cluster to simulate on.")]
+AcceptLoss = Annotated[
+    bool, typer.Option("--accept-loss", help="With --resume, go on even if a damaged file makes the result another.")
+]
 Engine = Annotated[str, typer.Option("--engine", help="ray, or inprocess for debugging.")]
 
 
@@ -90,6 +93,12 @@ def _placed(values: dict[str, Scalar], out: Path, before: Mapping[str, Any] | No
     return config
 
 
+def _accepting(loss: bool, resume: bool) -> dict[str, Scalar]:
+    if loss and not resume:
+        raise ConfigError("--accept-loss is given, allowed: with --resume")
+    return {"accept-loss": True} if loss else {}
+
+
 def _recorded(out: Path, superlink: str = "") -> dict[str, Any]:
     """run.json of the run to resume; empty if it is on the server alone, whose ServerApp then compares the settings."""
     from fedprune_app.results.reader import read_info
@@ -117,16 +126,18 @@ def run(
     ray_address: RayAddress = "",
     superlink: Annotated[str, typer.Option("--superlink", help="A connection of Flower's: real nodes.")] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    accept_loss: AcceptLoss = False,
 ) -> None:
     """Run one federation and leave a run folder."""
     from fedprune_app.experiment import Placement
 
     before = _recorded(out.expanduser().resolve(), superlink) if resume else None
-    settings = _placed(_values(config, overrides), out, before)
+    settings = _placed(_values(config, overrides) | _accepting(accept_loss, resume), out, before)
     known = len((before or {}).get("partition") or [])
     if clients is None:
         clients = known or 20
-    if clients < known and not superlink:
+    is_another = clients > known > 0 and not (before or {}).get("clients_left_out")
+    if (clients < known or is_another) and not superlink:
         raise ConfigError(f"--clients is {clients}, allowed when resuming: {known}, as the run began")
     placement = Placement(engine, clients, workers, ray_address=ray_address, superlink=superlink)
     _run_once(placement, settings, out)
@@ -141,8 +152,9 @@ def _run_once(placement: Placement, settings: Config, out: Path) -> None:
         prepare_models([settings], console)
     with Session(placement, console) as session:
         info = session.run(settings, Path(settings.out_dir))
-    for note in info.get("notes", []):
-        console.print(f"[yellow]note:[/] {escape(note)}", highlight=False, soft_wrap=True)
+    for kind, key in (("note", "notes"), ("lost", "losses")):
+        for line in info.get(key, []):
+            console.print(f"[yellow]{kind}:[/] {escape(line)}", highlight=False, soft_wrap=True)
     console.print(f"[green]completed[/] {info['rounds_completed']} rounds in {info.get('seconds', 0):.0f} s")
     if "final_sha256" in info:
         console.print(f"final models: sha256 {info['final_sha256'][:16]}…  results: {out}", highlight=False)
@@ -417,12 +429,13 @@ def local(
     capacities: Annotated[str, typer.Option("--capacities", help="The density each node can bear: '0.3 0.6 1'.")] = "",
     out: Out = Path("runs/deployed"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with the same nodes.")] = False,
+    accept_loss: AcceptLoss = False,
 ) -> None:
     """Rehearse a deployment: SuperLink, executor and SuperNodes as processes here, with TLS and registered keys."""
     from fedprune_app.experiment import Placement
 
     before = _recorded(out.expanduser().resolve()) if resume else None
-    settings = _placed(_values(config, overrides), out, before)
+    settings = _placed(_values(config, overrides) | _accepting(accept_loss, resume), out, before)
     folders = [Path(each.strip()).expanduser().resolve() for each in data_dirs.split(",") if each.strip()]
     if nodes is None:
         nodes = len(folders) or 3

@@ -30,7 +30,7 @@ from fedprune_app.deploy import local_deployment
 from fedprune_app.engine.store import exclusive
 from fedprune_app.launch import LaunchError, LeftGoing, Link
 from fedprune_app.results.fields import own_models, tested_on
-from fedprune_app.results.files import replace_file
+from fedprune_app.results.recorder import write_info
 
 ENGINES = ("ray", "inprocess")
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -101,6 +101,7 @@ class Session:
             raise ConfigError(
                 f"min-clients is {config.min_clients}, allowed with {self.placement.num_clients} clients: at most that"
             )
+        before = _content(folder / "run.json")
         with _stoppable(), _Progress(config, folder, self.console) as progress:
             try:
                 if self.placement.engine == "inprocess":
@@ -110,7 +111,7 @@ class Session:
             except BaseException as error:
                 self._stack.close()  # nothing may write there any more
                 self._link = self._app = None
-                if not isinstance(error, LeftGoing):
+                if not isinstance(error, LeftGoing) and _content(folder / "run.json") != before:  # else it never began
                     _close_folder(folder, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
                 raise
         info = _read_json(folder / "run.json")
@@ -127,6 +128,8 @@ class Session:
         with quiet(), progress.in_background():
             try:
                 run_in_process(server_app.app, client_app.app, self.placement.num_clients, config.to_dict())
+            except ConfigError:
+                raise
             except Exception as error:
                 raise LaunchError(_one_line(error)) from error
 
@@ -165,6 +168,13 @@ def _one_line(error: BaseException) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
@@ -181,7 +191,7 @@ def _close_folder(folder: Path, status: str, error: BaseException) -> None:
         info = _read_json(folder / "run.json")
         if info.get("status") == "running":
             text = "interrupted" if status == "interrupted" else _one_line(error)
-            replace_file(folder / "run.json", json.dumps(info | {"status": status, "error": text}, indent=1).encode())
+            write_info(folder, info | {"status": status, "error": text})
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
+from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.models.llm import LanguageModel, cast, import_transformers
 
 PrunedLayers = Callable[[int], Payload]
@@ -47,14 +49,15 @@ def write_packed(model: LanguageModel, layers: PrunedLayers, folder: Path) -> in
     """The same model as kept values and entropy-coded masks, for :func:`load_packed`; the bytes of its weights."""
     shutil.rmtree(folder, ignore_errors=True)
     _write_config(model, folder)
-    sizes = {}
+    sizes, digests = {}, {}
     for part in range(model.num_layers + 1):
         tensors, masks = _named_part(model, layers, part - 1)
         data = codec.pack(Payload(tensors, masks))
         name = f"part-{part:05d}.fp"
         (folder / name).write_bytes(data)
+        digests[name] = hashlib.sha256(data).hexdigest()
         sizes[name] = sum(t.numel() * (t.element_size() + 1) for t in tensors.values())
-    (folder / _INDEX).write_text(json.dumps({"parts": sizes}, indent=1))
+    (folder / _INDEX).write_text(json.dumps(sealed_json({"parts": sizes, "sha256": digests}), indent=1))
     return sum((folder / name).stat().st_size for name in sizes)
 
 
@@ -65,10 +68,16 @@ def load_packed(folder: Path | str) -> Any:
     tensors: dict[str, Tensor] = {}
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
-        for name, max_bytes in json.loads((folder / _INDEX).read_text())["parts"].items():
+        index = json.loads((folder / _INDEX).read_text())
+        if "sha256" in index:  # not what an earlier version wrote
+            check_json(index)
+        for name, max_bytes in index["parts"].items():
             if Path(name).name != name:
                 raise ValueError(f"{name!r} is no name of a part")
-            tensors |= codec.unpack((folder / name).read_bytes(), int(max_bytes)).tensors
+            data = (folder / name).read_bytes()
+            if "sha256" in index and hashlib.sha256(data).hexdigest() != index["sha256"][name]:
+                raise ValueError(f"{name} is damaged: its content is not what was written")
+            tensors |= codec.unpack(data, int(max_bytes)).tensors
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"packed model {str(folder)!r} cannot be read: {error}") from None
     dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
