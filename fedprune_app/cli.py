@@ -225,8 +225,19 @@ def report(
     from fedprune_app.results.report import write_report
 
     found = [each for folder in folders for each in _run_folders(folder)]
+    _say_unsealed(found)
     write_report(found, output)
     console.print(f"report of {len(found)} runs: {output.resolve()}", highlight=False)
+
+
+def _say_unsealed(folders: list[Path]) -> None:
+    """Name the runs of earlier versions, whose files have no digests."""
+    from fedprune_app.results.reader import is_sealed
+
+    for folder in folders:
+        if not is_sealed(folder):
+            text = f"{folder} was written by an earlier version: nothing shows whether its files are damaged"
+            console.print(f"[yellow]note:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
 
 def _run_folders(folder: Path) -> list[Path]:
@@ -254,6 +265,7 @@ def export(
 
     if (client is None) != is_global:
         raise ConfigError("export needs one of --client K and --global")
+    _say_unsealed([folder])
     info, full, small = export_model(
         folder, client, format, output, force=force, state_dir=state_dir, data_dir=data_dir
     )

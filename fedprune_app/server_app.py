@@ -18,9 +18,9 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine import rounds, wire
 from fedprune_app.engine.lifeline import end_with_launcher
 from fedprune_app.engine.rounds import Roster
-from fedprune_app.engine.store import checkpoint_store, exclusive
+from fedprune_app.engine.store import State, checkpoint_store, exclusive
 from fedprune_app.registry import SYSTEMS, check_names
-from fedprune_app.results.reader import file_sha256, read_info
+from fedprune_app.results.reader import file_sha256, marks_of, read_info
 from fedprune_app.results.recorder import Recorder, Status
 from fedprune_app.resuming import Choice
 from fedprune_app.run_folder import new_run_key, run_folder
@@ -71,7 +71,7 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
             state = checkpoints.read(completed) if choice.point else None
             strategy = BUILDS[system.data](config, roster, recorder, checkpoints, run_key)
             # nothing is written before this line: what refuses to go on leaves the run as it was
-            _go_on(recorder, config, before, choice)
+            _go_on(recorder, config, before, choice, state)
             checkpoints.drop_after(completed)
             if choice.point is not None and state is not None:
                 strategy.restore(state)
@@ -127,7 +127,7 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str,
     return roster
 
 
-def _go_on(recorder: Recorder, config: Config, before: Mapping[str, Any], choice: Choice) -> None:
+def _go_on(recorder: Recorder, config: Config, before: Mapping[str, Any], choice: Choice, state: State | None) -> None:
     """Open the run folder again: from here on the run is another one than it was."""
     changed: dict[str, Any] = {"config": {**config.to_dict(), "resume-from": "", "accept-loss": False}}
     if choice.notes:
@@ -135,7 +135,8 @@ def _go_on(recorder: Recorder, config: Config, before: Mapping[str, Any], choice
     if choice.losses:
         changed["losses"] = [*before.get("losses", []), *choice.losses]
     recorder.annotate(**changed)
-    recorder.resume(choice.rounds_completed)
+    records = state.meta.get("records") if state else None
+    recorder.resume(choice.rounds_completed, marks_of(records, "its checkpoint"))
     log.info("resuming after round %d", choice.rounds_completed)
     for line in (*choice.notes, *choice.losses):
         log.warning("%s", line)

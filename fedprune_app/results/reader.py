@@ -125,11 +125,6 @@ class Run:
         """Field of rounds.jsonl that is the system's main number."""
         return str(self.info.get("headline") or HEADLINES[0])
 
-    @property
-    def is_sealed(self) -> bool:
-        """Whether its files could be checked; those of earlier versions have no digests."""
-        return seals.KEY in self.info
-
     def series(self, field: str) -> list[tuple[int, float]]:
         """(round, value) of every round in which ``field`` was measured."""
         return [(row["round"], row[field]) for row in self.rounds if row.get(field) is not None]
@@ -203,6 +198,14 @@ def _bears_out(path: Path, mark: Mark) -> bool:
     except OSError:
         return False
     return not left and total.hexdigest() == mark.sha256
+
+
+def is_sealed(folder: Path) -> bool:
+    """Whether run.json has a digest; also where it cannot be read, which its reader will say."""
+    try:
+        return seals.KEY in read_info(folder)
+    except ValueError:
+        return True
 
 
 def read_info(folder: Path) -> dict[str, Any]:
@@ -294,9 +297,10 @@ def read_rows(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, dic
         raise ValueError(f"{path} is damaged: its content is not what was written")
 
 
-def readable_lines(path: Path, last_round: int) -> Iterator[bytes]:
-    """The lines of a jsonl file that can be read, of rounds up to ``last_round``."""
-    for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
+def readable_lines(path: Path, last_round: int, mark: Mark | None = None) -> Iterator[bytes]:
+    """The lines of a jsonl file that can be read, of rounds up to ``last_round``; with a ``mark``, of its part."""
+    content = path.read_bytes() if path.is_file() else b""
+    for line in content[: mark.size if mark else None].splitlines(keepends=True):
         with suppress(ValueError):
             if line.endswith(b"\n") and _row(line, str(path))["round"] <= last_round:
                 yield line

@@ -118,8 +118,10 @@ class Recorder:
         """Take up this folder's run, in memory alone until :meth:`resume`. ``ValueError`` if the folder holds none."""
         self._info = read_info(self.folder)
 
-    def resume(self, rounds_completed: int) -> None:
+    def resume(self, rounds_completed: int, marks: Mapping[str, Mark] | None = None) -> None:
         """Continue this folder's run after ``rounds_completed`` rounds; what later rounds recorded is dropped.
+
+        ``marks``, by file, say how much of the records the run had written by then; what follows is dropped, too.
 
         The data of :meth:`start` stays, with what was annotated since :meth:`reopen`; ``seconds`` goes on from what was
         spent, lost rounds included. Rows that cannot be read are dropped, too. Raises ``ValueError`` if the folder
@@ -130,7 +132,7 @@ class Recorder:
         info = self._info
         for name in RECORDS:
             self._tallies[name] = _Tally()
-            kept = list(readable_lines(self.folder / name, rounds_completed))
+            kept = list(readable_lines(self.folder / name, rounds_completed, (marks or {}).get(name)))
             for line in kept:
                 self._tallies[name].add(line, 1)
             replace_file(self.folder / name, b"".join(kept))
