@@ -205,9 +205,9 @@ def sweep(
             console.print(f"({number}/{len(cells)}) {cell.name}", highlight=False)
             try:
                 session.run(cell.config, folder)
-            except LaunchError as error:
+            except (LaunchError, ConfigError) as error:
                 failed.append(cell.name)
-                console.print(f"[red]failed[/] {cell.name}: {error}", highlight=False)
+                console.print(f"[red]failed[/] {cell.name}: {escape(str(error))}", highlight=False)
     done = [load_run(out / cell.name) for cell in cells if is_complete(out / cell.name, cell.config)]
     if done:
         for path in write_tables(done, out):

@@ -27,6 +27,7 @@ from rich.progress import (
 from fedprune_app import launch
 from fedprune_app.config import Config, ConfigError, Scalar
 from fedprune_app.deploy import local_deployment
+from fedprune_app.engine.lifeline import take_refusal
 from fedprune_app.engine.store import exclusive
 from fedprune_app.launch import LaunchError, LeftGoing, Link
 from fedprune_app.results.fields import own_models, tested_on
@@ -144,11 +145,14 @@ class Session:
                 _num_gpus(config),
                 self.placement.ray_address,
             )
+        take_refusal(folder)  # of a launcher that did not live to read it
         before = launch.outcome_of(folder / "run.json")
         submitted = _elsewhere if self.placement.superlink else _ours
         with submitted(link, lambda: launch.submit(link, app, config.to_dict(), simulation)) as run_id:
             progress.say("starting clients")
             outcome = launch.follow(link, run_id, folder, progress.update)
+        if refusal := take_refusal(folder):
+            raise ConfigError(refusal)
         if outcome != "finished:completed":
             own_words = launch.outcome_of(folder / "run.json") != before
             error = _read_json(folder / "run.json").get("error") if own_words else None

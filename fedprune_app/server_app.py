@@ -16,7 +16,7 @@ from fedprune_app import resuming
 from fedprune_app.config import Config, ConfigError, parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import rounds, wire
-from fedprune_app.engine.lifeline import end_with_launcher
+from fedprune_app.engine.lifeline import end_with_launcher, tell_launcher
 from fedprune_app.engine.rounds import Roster
 from fedprune_app.engine.store import State, checkpoint_store, exclusive
 from fedprune_app.registry import SYSTEMS, check_names
@@ -40,7 +40,11 @@ def main(grid: Grid, context: Context) -> None:
     folder = run_folder(config, context.run_id)
     log.info("run folder: %s", folder)
     with exclusive(folder):
-        _run(grid, config, folder)
+        try:
+            _run(grid, config, folder)
+        except ConfigError as error:
+            tell_launcher(folder, str(error))
+            raise
 
 
 def _run(grid: Grid, config: Config, folder: Path) -> None:
