@@ -25,6 +25,7 @@ from fedprune_app.core import rng
 from fedprune_app.core.flops import sparse_flops, training_flops
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
+from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.data.augmentation import CropFlip, augmentation
 from fedprune_app.data.splits import ClientData, DataConfig, client_data, dataset_of, label_counts
 from fedprune_app.engine.store import State, grouped
@@ -63,9 +64,15 @@ class FederatedClient(Node):
     privacy_kind: type[ClientPrivacy] = ClientPrivacy
 
     def __init__(
-        self, config: Config, partition: int, num_partitions: int, state_dir: Path, capacity: float | None = None
+        self,
+        config: Config,
+        partition: int,
+        num_partitions: int,
+        state_dir: Path,
+        capacity: float | None = None,
+        run_key: str = "",
     ) -> None:
-        super().__init__(config, partition, num_partitions, state_dir, capacity)
+        super().__init__(config, partition, num_partitions, state_dir, capacity, run_key)
         self.data_config = data_config(config, self.has_own_data)
         self.dataset = dataset_of(self.data_config)
         self.data = self.local_data()
@@ -367,6 +374,7 @@ class FederatedClient(Node):
         cache = self.store.folder / "scores.json"
         try:
             known = json.loads(cache.read_text())
+            check_json(known)
             if known["digest"] == digest:
                 return dict(known["scores"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -376,7 +384,7 @@ class FederatedClient(Node):
             "accuracy-validation": self.accuracy("validation"),
         }
         with suppress(OSError):  # it only saves time: a full disk need not cost the evaluation
-            replace_file(cache, json.dumps({"digest": digest, "scores": scores}).encode())
+            replace_file(cache, json.dumps(sealed_json({"digest": digest, "scores": scores})).encode())
         return scores
 
 

@@ -27,7 +27,7 @@ from fedprune_app.core.expansion import INPUT_NORMS
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.text import Document, perplexity_texts, stdlib_training_text, windows_of
 from fedprune_app.engine.layers import LayerFiles
-from fedprune_app.engine.store import State
+from fedprune_app.engine.store import State, owner
 from fedprune_app.engine.wire import Schema
 from fedprune_app.models.checkpoints import resolve_checkpoint
 from fedprune_app.models.embedded import embedded_folder
@@ -96,12 +96,18 @@ class FedSpaLLMClient(Node):
     versions_kept = 1  # hidden states are large, and can be computed again
 
     def __init__(
-        self, config: Config, partition: int, num_partitions: int, state_dir: Path, capacity: float | None = None
+        self,
+        config: Config,
+        partition: int,
+        num_partitions: int,
+        state_dir: Path,
+        capacity: float | None = None,
+        run_key: str = "",
     ) -> None:
-        super().__init__(config, partition, num_partitions, state_dir, capacity)
+        super().__init__(config, partition, num_partitions, state_dir, capacity, run_key)
         self.options = config.fedspallm
         self.model = language_model(config, self.device)
-        self.layers = LayerFiles(self.store.folder / "layers")
+        self.layers = LayerFiles(self.store.folder / "layers", owner(f"layer of client {partition}", run_key))
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
@@ -201,6 +207,10 @@ class FedSpaLLMClient(Node):
         if version is None:
             return Payload({})
         return self.layers.load(layer, int(version), Schema.like(self.model.layer_like(layer)).max_bytes)
+
+    def check_state(self, round: int) -> None:
+        for layer, version in self.store.read(round).meta.get("pruned", {}).items():
+            self.layers.check(int(layer), int(version))
 
     def density(self, state: State) -> float:
         """Kept share of all parameters of the client's own model."""

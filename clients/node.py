@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from flwr.client import NumPyClient
 
 from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine.store import State, VersionedStore
+from fedprune_app.engine.store import State, VersionedStore, client_store
 from fedprune_app.engine.wire import Schema
 
 NDArrays = list[np.ndarray[Any, Any]]
@@ -35,13 +35,19 @@ class LocalUpdate(Protocol):
 class Node(NumPyClient):
     """One client with its state below ``state_dir``: number ``partition``, out of ``num_partitions`` of the data.
 
-    ``num_partitions`` 0: it has data of its own, all of which it takes.
+    ``num_partitions`` 0: it has data of its own, all of which it takes. ``run_key`` names the run that it is in.
     """
 
     versions_kept = 3  # of its state, below the one the server last took in
 
     def __init__(
-        self, config: Config, partition: int, num_partitions: int, state_dir: Path, capacity: float | None = None
+        self,
+        config: Config,
+        partition: int,
+        num_partitions: int,
+        state_dir: Path,
+        capacity: float | None = None,
+        run_key: str = "",
     ) -> None:
         self.config = config
         self.partition = partition
@@ -51,7 +57,8 @@ class Node(NumPyClient):
         self.received = Payload({})  # its payload
         self.has_own_data = num_partitions == 0
         self.share = (0, 1) if self.has_own_data else (partition, num_partitions)  # of the data there is: k of n
-        self.store = VersionedStore(state_dir / f"{partition:05d}", keep=self.versions_kept)
+        self.run_key = run_key
+        self.store: VersionedStore = client_store(state_dir, partition, run_key, self.versions_kept)
         self.device = device_of(config)
 
     # --- what a client says -------------------------------------------------------------------------------------
@@ -145,7 +152,24 @@ class Node(NumPyClient):
     @staticmethod
     def _note(lost: str, config: Mapping[str, Any]) -> dict[str, str]:
         notes = [lost, *config.get("refused", [])]
-        return {"note": "; ".join(filter(None, notes))} if any(notes) else {}
+        told = {"note": "; ".join(filter(None, notes))} if any(notes) else {}
+        return {**told, "lost": lost} if lost else told
+
+    def check_state(self, round: int) -> None:
+        """Raise ``ValueError`` naming the file where what is kept since ``round`` is damaged or missing."""
+        self.store.read(round)
+
+    def lost_states(self, rounds: Iterable[int]) -> dict[str, Any]:
+        """The answer to a server that resumes a run: which of these versions of its state it has lost, and why."""
+        lost: dict[int, str] = {}
+        for round in rounds:
+            try:
+                self.check_state(round)
+            except ValueError as error:
+                lost[round] = str(error)
+                if self.has_own_data:  # where its operator keeps its files is nobody's business
+                    lost[round] = lost[round].replace(str(self.store.folder), self.store.folder.name)
+        return {"partition": self.partition, "lost-rounds": list(lost), "lost-reasons": list(lost.values())}
 
 
 def device_of(config: Config) -> torch.device:

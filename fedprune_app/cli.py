@@ -47,6 +47,9 @@ Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...",
 Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
 Workers = Annotated[int, typer.Option("--workers", help="Clients that train at the same time (ray).")]
 RayAddress = Annotated[str, typer.Option("--ray-address", help="HOST:PORT of a Ray cluster to simulate on.")]
+AcceptLoss = Annotated[
+    bool, typer.Option("--accept-loss", help="With --resume, go on even if a damaged file makes the result another.")
+]
 Engine = Annotated[str, typer.Option("--engine", help="ray, or inprocess for debugging.")]
 Force = Annotated[
     bool, typer.Option("--force", help="Remove or replace what is in the way, even if fedprune did not write it.")
@@ -117,6 +120,12 @@ def _placed(
     return config
 
 
+def _accepting(loss: bool, resume: bool) -> dict[str, Scalar]:
+    if loss and not resume:
+        raise ConfigError("--accept-loss is given, allowed: with --resume")
+    return {"accept-loss": True} if loss else {}
+
+
 def _recorded(out: Path, superlink: str = "") -> dict[str, Any]:
     """run.json of the run to resume; empty if it is on the server alone, whose ServerApp then compares the settings."""
     from fedprune_app.results.reader import read_info
@@ -145,6 +154,7 @@ def run(
     superlink: Annotated[str, typer.Option("--superlink", help="A connection of Flower's: real nodes.")] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     force: Force = False,
+    accept_loss: AcceptLoss = False,
 ) -> None:
     """Run one federation and leave a run folder."""
     from fedprune_app.experiment import Placement
@@ -152,11 +162,13 @@ def run(
     if force and superlink:
         raise ConfigError("--force is given, allowed with --superlink: nothing; the folder is on the server")
     before = _recorded(out.expanduser().resolve(), superlink) if resume else None
-    settings = _placed(_values(config, overrides), out, before, force=force, is_here=not superlink)
+    values = _values(config, overrides) | _accepting(accept_loss, resume)
+    settings = _placed(values, out, before, force=force, is_here=not superlink)
     known = len((before or {}).get("partition") or [])
     if clients is None:
         clients = known or 20
-    if clients < known and not superlink:
+    is_another = clients > known > 0 and not (before or {}).get("clients_left_out")
+    if (clients < known or is_another) and not superlink:
         raise ConfigError(f"--clients is {clients}, allowed when resuming: {known}, as the run began")
     placement = Placement(engine, clients, workers, ray_address=ray_address, superlink=superlink)
     _run_once(placement, settings, out, force and not resume)
@@ -175,8 +187,9 @@ def _run_once(placement: Placement, settings: Config, out: Path, force: bool) ->
             session.check(settings)
             clear_the_way(Path(settings.out_dir))
         info = session.run(settings, Path(settings.out_dir))
-    for note in info.get("notes", []):
-        _say(f" {note}", "note:", "yellow")
+    for kind, key in (("note", "notes"), ("lost", "losses")):
+        for line in info.get(key, []):
+            _say(f" {line}", f"{kind}:", "yellow")
     _say(f" {info['rounds_completed']} rounds in {info.get('seconds', 0):.0f} s", "completed", "green")
     if "final_sha256" in info:
         _say(f"final models: sha256 {info['final_sha256'][:16]}…  results: {out}")
@@ -261,11 +274,22 @@ def report(
     from fedprune_app.results.report import write_report
 
     found = list(dict.fromkeys(each for folder in folders for each in _run_folders(folder)))
+    _say_unsealed(found)
     left_out: list[str] = []
     write_report(found, output, force=force, on_left_out=left_out.append)
     for reason in left_out:
         _say(f" {reason}", "left out:", "yellow")
     _say(f"report of {len(found) - len(left_out)} runs: {output.resolve()}")
+
+
+def _say_unsealed(folders: list[Path]) -> None:
+    """Name the runs of earlier versions, whose files have no digests."""
+    from fedprune_app.results.reader import is_sealed
+
+    for folder in folders:
+        if not is_sealed(folder):
+            text = f"{folder} was written by an earlier version: nothing shows whether its files are damaged"
+            _say(f" {text}", "note:", "yellow")
 
 
 def _run_folders(folder: Path) -> list[Path]:
@@ -293,6 +317,7 @@ def export(
 
     if (client is None) != is_global:
         raise ConfigError("export needs one of --client K and --global")
+    _say_unsealed([folder])
     info, full, small = export_model(
         folder, client, format, output, force=force, state_dir=state_dir, data_dir=data_dir
     )
@@ -482,13 +507,15 @@ def local(
     out: Out = Path("runs/deployed"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with the same nodes.")] = False,
     force: Force = False,
+    accept_loss: AcceptLoss = False,
 ) -> None:
     """Rehearse a deployment: SuperLink, executor and SuperNodes as processes here, with TLS and registered keys."""
     from fedprune_app.experiment import Placement
     from fedprune_app.results.ownership import check_marked
 
     before = _recorded(out.expanduser().resolve()) if resume else None
-    settings = _placed(_values(config, overrides), out, before, force=force)
+    values = _values(config, overrides) | _accepting(accept_loss, resume)
+    settings = _placed(values, out, before, force=force)
     folders = [Path(each.strip()).expanduser().resolve() for each in data_dirs.split(",") if each.strip()]
     if nodes is None:
         nodes = len(folders) or 3

@@ -53,10 +53,11 @@ def make_client(context: Context, message: Message, kind: type[Node] | None = No
     torch.set_num_threads(config.num_threads)
     fields = wire.fields_of(message.content)
     partition, num_partitions = place_of(context.node_config, fields, config.dataset)
-    folder = client_state_folder(config, context.run_id, str(fields.get("run-key")))
+    run_key = str(fields.get("run-key"))
+    folder = client_state_folder(config, context.run_id, run_key)
     capacity = context.node_config.get("capacity")
     kind = kind or SYSTEMS[config.system].client
-    return kind(config, partition, num_partitions, folder, check_capacity(capacity))
+    return kind(config, partition, num_partitions, folder, check_capacity(capacity), run_key)
 
 
 def place_of(node_config: Mapping[str, Any], fields: wire.Fields, dataset: str) -> tuple[int, int]:
@@ -110,10 +111,12 @@ def _discreet(context: Context) -> Iterator[None]:
 
 @app.query()
 def query(message: Message, context: Context, kind: type[Node] | None = None) -> Message:
-    """Who is there: the answer to the server's first message."""
+    """Who is there: the answer to the server's first message. Before a run is resumed, also what is lost there."""
     with _discreet(context):
-        properties = make_client(context, message, kind).get_properties(wire.fields_of(message.content))
-    return Message(wire.pack(None, properties), reply_to=message)
+        client, fields = make_client(context, message, kind), wire.fields_of(message.content)
+        asked = fields.get("states")
+        told = client.get_properties(fields) if asked is None else client.lost_states(map(int, asked))
+    return Message(wire.pack(None, told), reply_to=message)
 
 
 @app.train()

@@ -662,6 +662,7 @@ class Config:
     out_dir: str = option("", "run folder, absolute; empty: ~/fedprune-runs/<run id>")
     state_dir: str = option("", "folder for the clients' state of any run, absolute; empty: <run folder>/clients")
     resume_from: str = option("", "run folder to continue")
+    accept_loss: bool = option(False, "resume also where a damaged file makes the result another; run.json says so")
     device: str = option("auto", "where clients train; 'auto' takes CUDA when present", choices=("auto", "cpu", "cuda"))
     num_threads: int = option(1, "torch threads per client; a different number changes float sums", least=1)
     tracking: str = option("none", "also write TensorBoard files", choices=("none", "tensorboard"))
@@ -876,6 +877,7 @@ _MAY_CHANGE_ON_RESUME = {
     "out-dir",
     "state-dir",
     "resume-from",
+    "accept-loss",
     "data-dir",
     "fedltp.public-data-dir",
     "download",

@@ -26,10 +26,12 @@ from rich.progress import (
 from fedprune_app import launch
 from fedprune_app.config import Config, ConfigError, Scalar, refused
 from fedprune_app.deploy import local_deployment
+from fedprune_app.engine.lifeline import take_refusal
 from fedprune_app.engine.store import exclusive
-from fedprune_app.files import replace_file, scratch_folder
+from fedprune_app.files import scratch_folder
 from fedprune_app.launch import LaunchError, LeftGoing, Link
 from fedprune_app.results.fields import own_models, tested_on
+from fedprune_app.results.recorder import write_info
 
 ENGINES = ("ray", "inprocess")
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -121,6 +123,7 @@ class Session:
     def run(self, config: Config, folder: Path) -> dict[str, Any]:
         """Run to completion and return run.json. Raises :class:`LaunchError` with the run's own error otherwise."""
         self.check(config)
+        before = _content(folder / "run.json")
         with _stoppable(), _Progress(config, folder, self.console) as progress:
             try:
                 if self.placement.engine == "inprocess":
@@ -132,7 +135,7 @@ class Session:
             except BaseException as error:
                 self._stack.close()  # nothing may write there any more
                 self._work = self._link = None
-                if not isinstance(error, LeftGoing):
+                if not isinstance(error, LeftGoing) and _content(folder / "run.json") != before:  # else it never began
                     _close_folder(folder, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
                 raise
         info = _read_json(folder / "run.json")
@@ -157,22 +160,29 @@ class Session:
     def _simulate(self, config: Config, folder: Path, progress: _Progress) -> None:
         progress.say("starting clients")
         place, run_file = self.placement, folder / "run.json"
+        take_refusal(folder)  # of a launcher that did not live to read it
         before = launch.outcome_of(run_file)
         values, gpus = config.to_dict(), _num_gpus(config)
         with launch.simulation(
             self.app, values, place.num_clients, place.num_workers, gpus, place.ray_address
         ) as simulation:
-            if not launch.wait_for(simulation, run_file, progress.update):
+            completed = launch.wait_for(simulation, run_file, progress.update)
+            if refusal := take_refusal(folder):
+                raise ConfigError(refusal)
+            if not completed:
                 raise _failure(_own_words(run_file, before), launch.last_line(simulation.log_file))
 
     def _run_on_nodes(self, config: Config, folder: Path, progress: _Progress) -> None:
         progress.say("starting Flower")
         link, run_file = self._connect(), folder / "run.json"
         before = launch.outcome_of(run_file)
+        take_refusal(folder)  # of a launcher that did not live to read it
         submitted = _elsewhere if self.placement.superlink else _ours
         with submitted(link, lambda: launch.submit(link, self.app, config.to_dict())) as run_id:
             progress.say("starting clients")
             outcome = launch.follow(link, run_id, folder, progress.update)
+        if refusal := take_refusal(folder):
+            raise ConfigError(refusal)
         if outcome != "finished:completed":
             raise _failure(_own_words(run_file, before), launch.failure(link, run_id))
 
@@ -202,6 +212,13 @@ def _one_line(error: BaseException) -> str:
     return lines[-1] if lines else type(error).__name__
 
 
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
@@ -218,7 +235,7 @@ def _close_folder(folder: Path, status: str, error: BaseException) -> None:
         info = _read_json(folder / "run.json")
         if info.get("status") == "running":
             text = "interrupted" if status == "interrupted" else _one_line(error)
-            replace_file(folder / "run.json", json.dumps(info | {"status": status, "error": text}, indent=1).encode())
+            write_info(folder, info | {"status": status, "error": text})
 
 
 @contextmanager

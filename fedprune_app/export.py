@@ -30,7 +30,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.core.structured import gather
 from fedprune_app.data.datasets import Dataset, load_dataset
-from fedprune_app.engine.store import State, VersionedStore, read_tensors
+from fedprune_app.engine.store import State, checkpoint_store, client_store, owner, read_tensors
 from fedprune_app.files import replace_file
 from fedprune_app.models.initial import channels_of, chosen_name, initial_model
 from fedprune_app.models.vision import load_state_tensors, parameter_names, prunable_names, state_tensors
@@ -126,7 +126,7 @@ def find_model(run: Path, client: int | None, *, state_dir: str = "", data_dir: 
             f"run {str(run)!r} is of {config.system}, allowed: of images; its models/ are ready as they are"
         )
     if client is None:
-        state, round = _global_state(run, config), int(info["rounds_completed"])
+        state, round = _global_state(run, info, config), int(info["rounds_completed"])
     else:
         round, state = _client_state(run, info, config, client, state_dir)
     folder, needs_test = data_dir or config.data_dir, "nodes" not in info  # or it is a client's own
@@ -140,11 +140,15 @@ def find_model(run: Path, client: int | None, *, state_dir: str = "", data_dir: 
     return _exportable(run, config, dataset, client, round, state)
 
 
-def _global_state(run: Path, config: Config) -> State:
+def _global_state(run: Path, info: Mapping[str, Any], config: Config) -> State:
     """As weights; those that are exactly 0 count as pruned."""
     if not SYSTEMS[config.system].strategy.has_global_model:
         raise ValueError(f"system '{config.system}' has no global model, allowed: --client K")
-    tensors = _read(run / "models" / "global.safetensors").tensors
+    path = run / "models" / "global.safetensors"
+    if not path.exists():
+        raise ValueError(f"{str(path)!r} is missing")
+    whose = owner("global model", str(info.get("run_key") or ""))
+    tensors = read_tensors(path, round=int(info["rounds_completed"]), owner=whose).tensors
     return State({f"weights/{name}": tensor for name, tensor in tensors.items()})
 
 
@@ -157,16 +161,11 @@ def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: in
     known = sorted(row["partition"] for row in info.get("partition") or [])
     if client not in known:
         raise ValueError(f"--client is {client}, allowed: {_ranges(known)}{instead}")
-    placed = replace(config, state_dir=state_dir or config.state_dir)
-    folder = client_state_folder(placed, 0, str(info.get("run_key"))) if placed.state_dir else run / "clients"
-    store = VersionedStore(folder / f"{client:05d}")
-    checkpoint = VersionedStore(run / "checkpoints").load()
-    if checkpoint is None:  # somebody tidied up
-        newest = store.rounds()[-1:]
-        rounds = {client: newest[0]} if newest else {}
-    else:
-        rounds = {int(p): int(r) for p, r in checkpoint[1].meta["state-rounds"].items()}
-    if checkpoint is not None and client not in rounds:
+    run_key, placed = str(info.get("run_key") or ""), replace(config, state_dir=state_dir or config.state_dir)
+    folder = client_state_folder(placed, 0, run_key) if placed.state_dir else run / "clients"
+    store = client_store(folder, client, run_key)
+    rounds = _state_rounds(run, info)
+    if client not in rounds:
         trained = f"{_ranges(sorted(rounds))}{instead}"
         raise ValueError(f"--client {client} never trained in this run and has no model, allowed: {trained}")
     if client not in rounds or rounds[client] not in store.rounds():
@@ -189,6 +188,16 @@ def _read(path: Path) -> State:
     if not path.exists():
         raise ValueError(f"{str(path)!r} is missing")
     return read_tensors(path)
+
+
+def _state_rounds(run: Path, info: Mapping[str, Any]) -> dict[int, int]:
+    """Whose state of which round is the last that counted: as run.json says, or the last checkpoint of a run by an
+    earlier version."""
+    found = info.get("state_rounds")
+    if found is None:
+        checkpoints = checkpoint_store(run, str(info.get("run_key") or ""))
+        found = checkpoints.read(int(info["rounds_completed"])).meta["state-rounds"]
+    return {int(p): int(r) for p, r in found.items()}
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -30,12 +30,13 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.robust import BoundedMean, TrimmedMean
 from fedprune_app.engine import rounds, wire
 from fedprune_app.engine.rounds import Answer, Peer, Roster
-from fedprune_app.engine.store import State, VersionedStore, write_tensors
+from fedprune_app.engine.store import ResumePoint, State, VersionedStore, owner, write_tensors
 from fedprune_app.results.fields import tested_on
 from fedprune_app.results.recorder import Recorder
 
 log = logging.getLogger("flwr.fedprune")
 _REASONS_KEPT = 20  # per round, in the record
+_LOSS = 300  # characters of what a client says it lost
 _EPSILONS = ("epsilon", "epsilon-paper", "epsilon-second")  # fields: by the ledger, by the paper, at dp.second-delta
 
 
@@ -221,7 +222,8 @@ class FederatedStrategy(Strategy):
     def write_model(self, folder: Path) -> None:
         """The server's final model, into the run's folder of models."""
         if self.has_global_model:
-            write_tensors(folder / "global.safetensors", self.model)
+            round, whose = int(self.recorder.info["rounds_completed"]), owner("global model", self.run_key)
+            write_tensors(folder / "global.safetensors", self.model, round=round, owner=whose)
 
     # --- the life of a run --------------------------------------------------------------------------------------
 
@@ -274,7 +276,7 @@ class FederatedStrategy(Strategy):
                 for partition, row_of in sorted(self.log.clients.items())
             )
             self.recorder.round(row)
-            self.checkpoints.save(current, self.state())
+            self.checkpoints.save(current, self.recorded_state())
             if failed is not None:
                 raise failed
             log.info("round %d/%d: %s", current, num_rounds, _summary(row))
@@ -315,11 +317,26 @@ class FederatedStrategy(Strategy):
     def restore(self, state: State) -> None:
         """Continue from a state that :meth:`state` gave."""
         self.model = {name: state.tensors[name] for name in self.model}
-        self.state_rounds = {int(p): int(r) for p, r in state.meta["state-rounds"].items()}
+        self.state_rounds = state_rounds_of(state.meta)
         self.epsilons = {int(p): float(e) for p, e in state.meta.get("epsilons", {}).items()}
         self.paper_epsilons = {int(p): float(e) for p, e in state.meta.get("paper-epsilons", {}).items()}
         self.second_epsilons = {int(p): float(e) for p, e in state.meta.get("second-epsilons", {}).items()}
         self.spent = {int(p): int(r) for p, r in state.meta.get("spent", {}).items()}
+
+    def recorded_state(self) -> State:
+        """:meth:`state`, and what vouches for the records that were written before it."""
+        state = self.state()
+        return State(state.tensors, {**state.meta, "records": self.recorder.marks})
+
+    @classmethod
+    def resume_points(
+        cls, folder: Path, run_key: str, round: int, meta: Mapping[str, Any], config: Config
+    ) -> Iterator[ResumePoint]:
+        """Where a run can go on from by the checkpoint of ``round``, which says ``meta``: the latest point first."""
+        yield ResumePoint(round, state_rounds_of(meta))
+
+    def go_on_from(self, point: ResumePoint) -> None:
+        """Drop what the run folder has of a later time than ``point``, one of :meth:`resume_points`."""
 
     def summary(self) -> None:
         """Log what will run (a Flower strategy's duty)."""
@@ -444,8 +461,7 @@ class FederatedStrategy(Strategy):
         row = {"num_examples": int(wire.number(fields, "num-examples", 1)), **self.training_row(peer, fields)}
         if row["num_examples"] != peer.num_examples:
             raise ValueError(f"field 'num-examples' is {row['num_examples']}, it said {peer.num_examples} before")
-        if "note" in fields:
-            self.note(answer.partition, str(fields["note"]))
+        self._notes_of(answer.partition, fields)
         self._epsilons_of(fields)  # all that may refuse the reply comes before it moves anything
         self.receive(peer, round, answer.content)
         return row | self._privacy_of(answer.partition, fields, round)
@@ -501,6 +517,18 @@ class FederatedStrategy(Strategy):
         if line not in self.log.notes:
             self.log.notes.append(line)
             log.warning("%s", line)
+
+    def _notes_of(self, partition: int, fields: wire.Fields) -> None:
+        if "note" in fields:
+            self.note(partition, str(fields["note"]))
+        if "lost" in fields:
+            self.lose(partition, str(fields["lost"]))
+
+    def lose(self, partition: int, text: str) -> None:
+        """Mark the run, in run.json: from now on it is not what it would have been without this loss."""
+        line = f"client {partition}: {wire.one_line(text)[:_LOSS]}"
+        if line not in (losses := list(self.recorder.info.get("losses", []))):
+            self.recorder.annotate(losses=[*losses, line])
 
     def aggregate_evaluate(  # type: ignore[override]  # streamed answers instead of a list of messages
         self, server_round: int, replies: Iterable[Answer]
@@ -585,8 +613,7 @@ class FederatedStrategy(Strategy):
         digest = fields.get("digest")
         if not (isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest)):
             raise ValueError(f"field 'digest' is {reprlib.repr(digest)}, allowed: 64 hexadecimal digits")
-        if "note" in fields:
-            self.note(partition, str(fields["note"]))
+        self._notes_of(partition, fields)
         return {"num_examples": self.roster[partition].num_examples, "digest": digest}
 
     def model_digest(self) -> str:
@@ -628,6 +655,11 @@ class FederatedStrategy(Strategy):
         for message in messages:
             yield partition_of[message.metadata.dst_node_id], message
             del message  # as in _messages
+
+
+def state_rounds_of(meta: Mapping[str, Any]) -> dict[int, int]:
+    """Whose reply of which round a checkpoint had taken in."""
+    return {int(p): int(r) for p, r in meta["state-rounds"].items()}
 
 
 def _encoded(plan: Mapping[int, Payload]) -> Iterator[tuple[int, Contents]]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import logging
 import shutil
 import time
@@ -46,11 +45,10 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine import rounds, wire
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.rounds import Peer, Roster, TextPeer
-from fedprune_app.engine.store import State, VersionedStore
-from fedprune_app.files import replace_file
+from fedprune_app.engine.store import ResumePoint, State, VersionedStore, owner
 from fedprune_app.results.fields import OWN_TEXT
 from fedprune_app.results.recorder import Recorder
-from strategies.base import Contents, FederatedStrategy, RoundLog
+from strategies.base import Contents, FederatedStrategy, RoundLog, state_rounds_of
 
 log = logging.getLogger("flwr.fedprune")
 _COMPARED_UP_TO = 64  # clients whose masks of one layer are compared with each other
@@ -104,6 +102,26 @@ def _unpacked(payload: Payload) -> Votes:
     return Votes(Payload(mean, payload.masks), counts)
 
 
+def _on_disk(folder: Path, run_key: str) -> tuple[LayerFiles, LayerFiles, VersionedStore]:
+    """The global model's layers, the means that wait for the others, and how far a round has come, by step."""
+    layers = folder / "layers"
+    return (
+        LayerFiles(layers, owner("layer", run_key)),
+        LayerFiles(layers / "pending", owner("mean", run_key)),
+        VersionedStore(layers / "progress", keep=2, owner=owner("progress", run_key)),
+    )
+
+
+def _lost_layers(versions: Mapping[str, int], files: LayerFiles) -> Iterator[str]:
+    """What is wrong with these versions of layers: a line for each that is damaged or missing."""
+    for layer, version in versions.items():
+        if version != _DENSE:
+            try:
+                files.check(int(layer), int(version))
+            except ValueError as error:
+                yield str(error)
+
+
 def _first_differing(ones: Sequence[str], others: Sequence[str]) -> int | None:
     return next((i for i, (one, other) in enumerate(zip(ones, others, strict=True)) if one != other), None)
 
@@ -116,7 +134,7 @@ Write = Callable[[Path, Layers], Mapping[str, Any]]
 
 
 class FedSpaLLM(FederatedStrategy):
-    """Its state between layers is on disk: ``layers/``, one packed file per layer and round, and ``progress.json``."""
+    """Its state between layers is on disk: ``layers/``, one packed file per layer and round, and ``progress/``."""
 
     headline = "perplexity_global"
     paper_formula = "16 or 32 bits per kept weight and one per mask entry up; sampled layers, dense or masked, down"
@@ -139,8 +157,7 @@ class FedSpaLLM(FederatedStrategy):
         self._check_pattern()
         self.roster = self._with_the_model()
         self.texts = texts  # by name; the first is what the run is judged by
-        self.layers = LayerFiles(recorder.folder / "layers")
-        self.pending = LayerFiles(recorder.folder / "layers" / "pending")
+        self.layers, self.pending, self.progress = _on_disk(recorder.folder, run_key)
         self.versions = dict.fromkeys(range(dense.num_layers), _DENSE)  # layer -> round that wrote it
         self._of_round = self._layer = 0  # what is being pruned
         self._pruners: dict[int, list[int]] = {}
@@ -536,36 +553,62 @@ class FedSpaLLM(FederatedStrategy):
 
     def state(self) -> State:
         versions = {str(layer): version for layer, version in self.versions.items()}
-        return State({}, {**super().state().meta, "versions": versions})
+        everybody = self.config.fraction_train == 1 and self.config.drop_probability == 0
+        renewed = everybody and all(self._share(peer) == 1 for peer in self.roster.values())
+        return State({}, {**super().state().meta, "versions": versions, "renewed": renewed})
 
     def restore(self, state: State) -> None:
         super().restore(state)
         self.versions = {int(layer): int(version) for layer, version in state.meta["versions"].items()}
 
-    @property
-    def _progress_file(self) -> Path:
-        return self.layers.folder / "progress.json"
+    @classmethod
+    def resume_points(
+        cls, folder: Path, run_key: str, round: int, meta: Mapping[str, Any], config: Config
+    ) -> Iterator[ResumePoint]:
+        """After the layers of the next round that are finished, and after the round itself.
+
+        Where everybody prunes all layers in every round, a round needs nothing of what clients kept of those before.
+        """
+        layers, pending, progress = _on_disk(folder, run_key)
+        for step in reversed(progress.rounds()):
+            try:
+                found = progress.read(step).meta
+            except ValueError as error:
+                yield ResumePoint(round, {}, (str(error),), is_usable=False, step=step)
+                continue
+            if found["round"] == round + 1:
+                state = found["state"]
+                lost = [*_lost_layers(state["versions"], layers)]
+                waiting = {layer: round + 1 for layer, row in found["by-layer"].items() if "weights" in row}
+                lost += _lost_layers(waiting, pending) if found["waits"] else ()
+                yield ResumePoint(round, state_rounds_of(state), tuple(lost), not lost, step)
+        lost = [*_lost_layers(meta["versions"], layers)]
+        yield ResumePoint(round, state_rounds_of(meta), tuple(lost), not lost)
+        if meta["renewed"] and round < config.num_server_rounds:  # then the next round needs no client's state
+            yield ResumePoint(round, {}, tuple(lost), not lost)
+
+    def go_on_from(self, point: ResumePoint) -> None:
+        self.state_rounds = dict(point.state_rounds)
+        self.progress.drop_after(point.step or self.step(point.round + 1, 0) - 1)
 
     def _save_progress(self, layers_done: int) -> None:
         content = {
-            "run-key": self.run_key,
             "round": self._of_round,
             "layers-done": layers_done,
+            "waits": self.options.expansion == "global",  # for the means of all layers
             "state": self.state().meta,
             "log": {**asdict(self.log), "clients": {str(p): row for p, row in self.log.clients.items()}},
             "by-layer": self._by_layer,
             "differing": [[a, b, count] for (a, b), count in self._differing.items()],
         }
-        replace_file(self._progress_file, json.dumps(content).encode())
+        self.progress.save(self.step(self._of_round, layers_done - 1), State({}, content))
 
     def _resume(self, round: int) -> int:
         """Layers of this round that were finished before an interruption, and all that was known of them."""
-        try:
-            found = json.loads(self._progress_file.read_text())
-            if (found["run-key"], found["round"]) != (self.run_key, round):
-                return 0
-        except (OSError, ValueError, KeyError, TypeError):
+        newest = self.progress.load()
+        if newest is None or newest[1].meta["round"] != round:
             return 0
+        found = newest[1].meta
         self.restore(State({}, found["state"]))
         self.log = RoundLog(**{**found["log"], "clients": {int(p): row for p, row in found["log"]["clients"].items()}})
         self._by_layer = found["by-layer"]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from flwr.app import RecordDict
 
+from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.mailbox import Mailbox
 from fedprune_app.engine.rounds import Peer
-from fedprune_app.engine.store import State
-from strategies.base import FederatedStrategy
+from fedprune_app.engine.store import ResumePoint, State
+from strategies.base import FederatedStrategy, state_rounds_of
 
 _NOTHING = Payload({})
 
@@ -25,7 +27,7 @@ class Relay(FederatedStrategy):
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
-        self.mailbox = Mailbox(self.recorder.folder / "mailbox")
+        self.mailbox = self._mailbox(self.recorder.folder, self.run_key)
         self.letter_rounds: dict[int, int] = {}  # whose letter of which round may be passed on in this round
         self.letter_bytes: dict[int, int] = {}  # what those weigh in a message
         self._next_letter_bytes: dict[int, int] = {}
@@ -40,7 +42,11 @@ class Relay(FederatedStrategy):
 
     def letter(self, partition: int) -> wire.EncodedArrays:
         """The last model that this client published before this round."""
-        letter = self.mailbox.get(partition, self.letter_rounds[partition])
+        try:
+            letter = self.mailbox.get(partition, self.letter_rounds[partition])
+        except ValueError as error:
+            self.lose(partition, f"its letter is lost: {error}")
+            raise
         letter.know(wire.letter_name(partition), self.letter_bytes[partition])
         return letter
 
@@ -73,6 +79,17 @@ class Relay(FederatedStrategy):
 
     def evaluation_payload(self) -> Payload:
         return _NOTHING
+
+    @staticmethod
+    def _mailbox(folder: Path, run_key: str) -> Mailbox:
+        return Mailbox(folder / "mailbox", run_key=run_key)
+
+    @classmethod
+    def resume_points(
+        cls, folder: Path, run_key: str, round: int, meta: Mapping[str, Any], config: Config
+    ) -> Iterator[ResumePoint]:
+        letters = state_rounds_of(meta)
+        yield ResumePoint(round, letters, tuple(cls._mailbox(folder, run_key).lost(letters)))
 
     def state(self) -> State:
         letter_bytes = {str(k): size for k, size in sorted(self._next_letter_bytes.items())}

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fedprune_app.results.recorder import write_info
+
 SMALL = ["num-server-rounds=2", "local-epochs=1", "evaluate-every=1"]
 HERE = ["--engine", "inprocess", "--clients", "4"]
 
@@ -123,7 +125,7 @@ def test_a_sweep_runs_every_cell_once_and_tables_them(tmp_path):
     # a cell that was cut short is run again, finished ones are left alone
     cut = tmp_path / "s" / names[0] / "run.json"
     info = json.loads(cut.read_text())
-    cut.write_text(json.dumps(info | {"status": "interrupted", "final_sha256": None}))
+    write_info(cut.parent, info | {"status": "interrupted", "final_sha256": None})
     whole = tmp_path / "s" / names[1] / "run.json"
     written = whole.stat().st_mtime_ns
     refused = fedprune("sweep", "m.yaml", "--out", "s", "--engine", "inprocess", cwd=tmp_path)

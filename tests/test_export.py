@@ -23,6 +23,7 @@ from fedprune_app.engine.store import VersionedStore, read_tensors, write_tensor
 from fedprune_app.models import build_model, load_state_tensors
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.load import load_model, read_export_info
+from fedprune_app.results.recorder import write_info
 from tests.conftest import Finished
 
 CLIENTS = 4
@@ -340,7 +341,7 @@ def test_only_completed_runs_are_exported(finished, tmp_path):
     (folder / "models" / "global.safetensors").unlink()
     refused(folder, None, tmp_path, "global.safetensors' is missing")
     info = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps({**info, "status": "interrupted"}))
+    write_info(folder, {**info, "status": "interrupted"})
     refused(folder, None, tmp_path, "is interrupted, allowed: a completed run")
 
 
@@ -379,7 +380,7 @@ def test_the_folder_of_the_pictures_may_be_elsewhere(finished, tmp_path, picture
     shutil.copytree(run.folder, folder)
     info = json.loads((folder / "run.json").read_text())
     info["config"]["data-dir"] = str(tmp_path / "none")
-    (folder / "run.json").write_text(json.dumps(info))
+    write_info(folder, info)
     refused(folder, 0, tmp_path, "none")
     assert exported(Finished(folder), 0, tmp_path, data_dir=pictures)
 

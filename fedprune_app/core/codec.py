@@ -229,7 +229,7 @@ def pack(payload: Payload) -> bytes:
     return encode(payload)[KEY].tobytes()
 
 
-def unpack(data: bytes, max_bytes: int) -> Payload:
+def unpack(data: bytes | memoryview, max_bytes: int) -> Payload:
     """The inverse of :func:`pack`, as careful as :func:`decode`."""
     return decode({KEY: np.frombuffer(data, dtype=np.uint8)}, max_bytes=max_bytes)
 

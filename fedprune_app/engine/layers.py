@@ -2,33 +2,62 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
 from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
+from fedprune_app.core.seals import Unsealed, seal, unseal
 from fedprune_app.files import replace_file
 
+log = logging.getLogger("flwr.fedprune")
 _NAME = re.compile(r"layer-(\d{5,})-version-(\d{5,})\.fp")
 
 
 class LayerFiles:
-    """Written in one step each; a later version does not touch an earlier one."""
+    """Written in one step each, with a digest; a later version does not touch an earlier one.
 
-    def __init__(self, folder: Path) -> None:
+    With ``owner``, which says whose layers they are, those of others count as damaged.
+    """
+
+    def __init__(self, folder: Path, owner: str | None = None) -> None:
         self.folder = folder
+        self.owner = owner
 
     def save(self, layer: int, version: int, payload: Payload) -> None:
         """Write a layer."""
-        replace_file(self._path(layer, version), codec.pack(payload))
+        body = codec.encode(payload)[codec.KEY].data
+        replace_file(self._path(layer, version), seal(body, self._about(layer, version)))
 
     def load(self, layer: int, version: int, max_bytes: int) -> Payload:
         """Read a layer of at most so many decoded bytes. ``ValueError`` if it is not there or damaged."""
+        body = self._body(layer, version)
+        try:
+            return codec.unpack(body, max_bytes)
+        except ValueError as error:
+            raise ValueError(f"layer file {str(self._path(layer, version))!r} is damaged: {error}") from None
+
+    def check(self, layer: int, version: int) -> None:
+        """Raise ``ValueError`` naming the file where a layer is missing or damaged; it is not decoded."""
+        self._body(layer, version)
+
+    def _body(self, layer: int, version: int) -> bytes | memoryview:
         path = self._path(layer, version)
         try:
-            return codec.unpack(path.read_bytes(), max_bytes)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"layer file {str(path)!r} cannot be read: {error}") from None
+            content = path.read_bytes()
+            return unseal(content, self._about(layer, version))
+        except Unsealed:
+            log.warning("layer file %r was written by an earlier version: it has no digest", str(path))
+            return content
+        except OSError as error:
+            raise ValueError(f"layer file {str(path)!r} cannot be read: {error.strerror or error}") from None
+        except ValueError as error:
+            raise ValueError(f"layer file {str(path)!r} is damaged: {error}") from None
+
+    def _about(self, layer: int, version: int) -> dict[str, int | str]:
+        about: dict[str, int | str] = {"layer": layer, "version": version}
+        return about if self.owner is None else {**about, "owner": self.owner}
 
     def drop_before(self, layer: int, version: int) -> None:
         """Remove a layer's versions that are older than this one."""

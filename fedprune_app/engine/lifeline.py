@@ -9,11 +9,16 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import psutil
 
+from fedprune_app.files import replace_file
+
 LAUNCHER_VARIABLE = "FEDPRUNE_LAUNCHER"
 _CHECK_SECONDS = 0.5
+_REFUSAL = ".refusal"
 
 
 def launcher_identity() -> str:
@@ -43,3 +48,22 @@ def end_with_launcher() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+
+
+def tell_launcher(folder: Path, refusal: str) -> None:
+    """If a launcher waits, leave word for it why the settings or the run folder are refused.
+
+    run.json is not the place: a run that is not resumed stays as it was. Flower keeps 300 characters of an error.
+    """
+    if LAUNCHER_VARIABLE in os.environ:
+        with suppress(OSError):
+            replace_file(folder / _REFUSAL, refusal.encode())
+
+
+def take_refusal(folder: Path) -> str:
+    """What :func:`tell_launcher` left in a run folder, which then is as it was before; empty if nothing."""
+    with suppress(OSError):
+        text = (folder / _REFUSAL).read_text()
+        (folder / _REFUSAL).unlink()
+        return text
+    return ""

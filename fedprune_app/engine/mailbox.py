@@ -7,6 +7,7 @@ round like every state (:mod:`fedprune_app.engine.store`), so that the run goes 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +16,15 @@ from flwr.app import ArrayRecord
 
 from fedprune_app.core import codec
 from fedprune_app.engine import wire
-from fedprune_app.engine.store import State, VersionedStore
+from fedprune_app.engine.store import State, VersionedStore, owner
 
 
 class Mailbox:
     """Letters by partition; the most recently read ones stay in memory up to ``cache_bytes``."""
 
-    def __init__(self, folder: Path, cache_bytes: int = 64 * 2**20) -> None:
+    def __init__(self, folder: Path, cache_bytes: int = 64 * 2**20, run_key: str = "") -> None:
         self.folder = folder
+        self.run_key = run_key
         self.cache_bytes = cache_bytes
         self._cached: OrderedDict[tuple[int, int], wire.EncodedArrays] = OrderedDict()
         self._bytes_cached = 0
@@ -58,6 +60,16 @@ class Mailbox:
             self._bytes_cached -= _size(oldest)
         return letter
 
+    def lost(self, rounds: Mapping[int, int]) -> list[str]:
+        """What is wrong with the letters of these partitions and rounds: a line for each that is damaged or missing."""
+        found = []
+        for partition, round in rounds.items():
+            try:
+                self._store(partition).read(round)
+            except ValueError as error:
+                found.append(str(error))
+        return found
+
     def drop_after(self, round: int) -> None:
         """Forget letters of later rounds: a future that was abandoned."""
         for key in [key for key in self._cached if key[1] > round]:
@@ -71,7 +83,8 @@ class Mailbox:
             self._bytes_cached -= _size(letter)
 
     def _store(self, partition: int) -> VersionedStore:
-        return VersionedStore(self.folder / f"{partition:05d}")
+        whose = owner(f"letter of client {partition}", self.run_key)
+        return VersionedStore(self.folder / f"{partition:05d}", owner=whose)
 
 
 def _size(letter: ArrayRecord) -> int:

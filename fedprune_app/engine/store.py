@@ -1,6 +1,9 @@
 """Versioned state on disk: one safetensors file per round, written atomically. Clients and server use the same class.
 
 A file ``round-00012.safetensors`` holds the state *after* round 12: tensors, and a JSON object in the file's metadata.
+Beside that stand the round, whose state it is, and a digest of everything; a file that does not bear them out, or that
+lies under another round's or owner's name, is damaged.
+
 The server remembers whose reply of which round it took in, and tells each client from which version to go on. So a
 reply that came too late, or a kill between a client's save and the server's checkpoint, changes nothing; older versions
 stay until the server's own older checkpoints are gone too.
@@ -23,11 +26,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from fedprune_app.core.payload import Payload
+from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.files import appending, replace_file
 from fedprune_app.results.lock import LOCK
 
 log = logging.getLogger("flwr.fedprune")  # below Flower's logger, so that `flwr log` shows it
 _NAME = re.compile(r"round-(\d{5,})\.safetensors")
+_KEY, _UNSEALED_KEY = "fedprune-state", "fedprune"  # of the file's metadata; the second is earlier versions'
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,7 @@ class State:
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
+    is_sealed: bool = True  # whether the file had a digest; those of earlier versions have none
 
     def group(self, prefix: str) -> dict[str, Tensor]:
         """The tensors named ``prefix/name``, by ``name``."""
@@ -48,20 +55,56 @@ def grouped(**groups: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{prefix}/{name}": t for prefix, tensors in groups.items() for name, t in tensors.items()}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any] | None = None) -> None:
-    """Write tensors, and plain JSON values beside them, as one safetensors file, in one step."""
+def owner(what: str, run_key: str) -> str | None:
+    """Whose state a file is: ``what`` of one run and no other; None, and anybody's, where the run is not known."""
+    return f"{what} of run {run_key}" if run_key else None
+
+
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any] | None = None,
+    *,
+    round: int = 0,
+    owner: str | None = None,
+) -> None:
+    """Write tensors, and plain JSON values beside them, as one safetensors file with its digest, in one step."""
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    replace_file(path, save(contiguous, metadata={"fedprune": json.dumps(dict(meta or {}))}))
+    about = {"round": round, "owner": owner or "", "meta": dict(meta or {}), "tensors": Payload(contiguous).digest()}
+    replace_file(path, save(contiguous, metadata={_KEY: json.dumps(sealed_json(about))}))
 
 
-def read_tensors(path: Path) -> State:
-    """Read what :func:`write_tensors` wrote. Raises ``ValueError`` naming the file when it is damaged."""
+def read_tensors(path: Path, *, round: int | None = None, owner: str | None = None) -> State:
+    """Read what :func:`write_tensors` wrote, of this round and owner where they are given.
+
+    Raises ``ValueError`` naming the file when it is damaged, or is another's. A file of an earlier version, which has
+    no digest, is read with a warning.
+    """
     try:
         with safe_open(path, framework="pt") as file:
-            meta = json.loads((file.metadata() or {})["fedprune"])
-            return State({name: file.get_tensor(name) for name in file.keys()}, meta)  # noqa: SIM118 - no dict
-    except (OSError, SafetensorError, KeyError, ValueError, RecursionError) as error:
-        raise ValueError(f"state file {str(path)!r} is damaged: {error}") from None
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
+        if metadata.keys() == {_UNSEALED_KEY}:
+            state = State(tensors, json.loads(metadata[_UNSEALED_KEY]), is_sealed=False)
+        else:
+            state = _checked(tensors, json.loads(metadata[_KEY]), round, owner)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ValueError(f"state file {str(path)!r} is damaged: {reason}") from None
+    if not state.is_sealed:
+        log.warning("state file %r was written by an earlier version: nothing shows whether it is damaged", str(path))
+    return state
+
+
+def _checked(tensors: Mapping[str, Tensor], about: dict[str, Any], round: int | None, owner: str | None) -> State:
+    check_json(about)
+    if about["tensors"] != Payload(tensors).digest():
+        raise ValueError("its content is not what was written")
+    if round is not None and about["round"] != round:
+        raise ValueError(f"it is of round {about['round']}, allowed here: {round}")
+    if owner is not None and about["owner"] != owner:
+        raise ValueError(f"it is the {about['owner']}, allowed here: the {owner}")
+    return State(tensors, about["meta"])
 
 
 @contextmanager
@@ -85,13 +128,15 @@ def exclusive(folder: Path, patience_seconds: float = 30.0) -> Iterator[None]:
 
 
 class VersionedStore:
-    """The versions of one state, in a folder of its own."""
+    """The versions of one state, in a folder of its own; with ``owner``, those of others count as damaged."""
 
-    def __init__(self, folder: Path, keep: int = 3) -> None:
+    def __init__(self, folder: Path, keep: int = 3, owner: str | None = None) -> None:
         self.folder = folder
         self.keep = keep
+        self.owner = owner
 
-    def _path(self, round: int) -> Path:
+    def path(self, round: int) -> Path:
+        """Where the version after ``round`` is, or would be."""
         return self.folder / f"round-{round:05d}.safetensors"
 
     def rounds(self) -> list[int]:
@@ -107,22 +152,22 @@ class VersionedStore:
         Up to ``accepted``, the round that is known to count (default: ``round``), those are all but the newest
         ``keep``; between the two, all: they came too late. Later ones stay: this save may be the late one, overtaken.
         """
-        write_tensors(self._path(round), state.tensors, state.meta)
+        write_tensors(self.path(round), state.tensors, state.meta, round=round, owner=self.owner)
         accepted = round if accepted is None else accepted
         versions = self.rounds()
         counting = [r for r in versions if r <= accepted]
         for old in counting[: -self.keep] + [r for r in versions if accepted < r < round]:
-            self._path(old).unlink(missing_ok=True)
+            self.path(old).unlink(missing_ok=True)
 
     def drop_after(self, round: int) -> None:
         """Remove the versions of later rounds: a future that was abandoned."""
         for later in self.rounds():
             if later > round:
-                self._path(later).unlink(missing_ok=True)
+                self.path(later).unlink(missing_ok=True)
 
     def read(self, round: int) -> State:
-        """The version after ``round``, no other. ``ValueError`` if it is not there or damaged."""
-        return read_tensors(self._path(round))
+        """The version after ``round``, no other. ``ValueError`` naming the file if it is not there or damaged."""
+        return read_tensors(self.path(round), round=round, owner=self.owner)
 
     def load(self, before: int | None = None) -> tuple[int, State] | None:
         """The newest readable version, of a round smaller than ``before`` if given, with its round; or None.
@@ -133,7 +178,32 @@ class VersionedStore:
             if before is not None and round >= before:
                 continue
             try:
-                return round, read_tensors(self._path(round))
+                return round, self.read(round)
             except ValueError as error:
                 log.warning("%s; falling back to the version before it", error)
         return None
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Somewhere a run can go on from: after ``round``, or after a ``step`` of the round that follows it.
+
+    ``state_rounds``: which version of its state each client then needs. ``lost``: what else is damaged or missing on
+    the server's disk that it needs, a line each; ``is_usable``: whether the run can go on without that.
+    """
+
+    round: int
+    state_rounds: Mapping[int, int]
+    lost: tuple[str, ...] = ()
+    is_usable: bool = True
+    step: int = 0
+
+
+def client_store(states: Path, partition: int, run_key: str, keep: int = 3) -> VersionedStore:
+    """The states of one client of a run, in the folder of all its clients' states."""
+    return VersionedStore(states / f"{partition:05d}", keep, owner(f"state of client {partition}", run_key))
+
+
+def checkpoint_store(folder: Path, run_key: str) -> VersionedStore:
+    """The server's own states, below the run folder."""
+    return VersionedStore(folder / "checkpoints", owner=owner("checkpoint", run_key))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
+from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.files import replacing_folder
 from fedprune_app.models.checkpoints import INDEX, inside
 from fedprune_app.models.llm import LanguageModel, cast, import_transformers
@@ -47,7 +49,7 @@ def write_checkpoint(model: LanguageModel, layers: PrunedLayers, folder: Path) -
 
 def write_packed(model: LanguageModel, layers: PrunedLayers, folder: Path) -> int:
     """The same model as kept values and entropy-coded masks, for :func:`load_packed`; the bytes of its weights."""
-    sizes = {}
+    sizes, digests = {}, {}
     total = 0
     with replacing_folder(folder) as new:
         _write_config(model, new)
@@ -56,9 +58,10 @@ def write_packed(model: LanguageModel, layers: PrunedLayers, folder: Path) -> in
             data = codec.pack(Payload(tensors, masks))
             name = f"part-{part:05d}.fp"
             (new / name).write_bytes(data)
+            digests[name] = hashlib.sha256(data).hexdigest()
             sizes[name] = sum(t.numel() * (t.element_size() + 1) for t in tensors.values())
             total += len(data)
-        (new / _PARTS).write_text(json.dumps({"parts": sizes}, indent=1))
+        (new / _PARTS).write_text(json.dumps(sealed_json({"parts": sizes, "sha256": digests}), indent=1))
     return total
 
 
@@ -69,10 +72,16 @@ def load_packed(folder: Path | str) -> Any:
     tensors: dict[str, Tensor] = {}
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
-        for name, max_bytes in json.loads((folder / _PARTS).read_text())["parts"].items():
+        index = json.loads((folder / _PARTS).read_text())
+        if "sha256" in index:  # not what an earlier version wrote
+            check_json(index)
+        for name, max_bytes in index["parts"].items():
             if Path(name).name != name:
                 raise ValueError(f"{name!r} is no name of a part")
-            tensors |= codec.unpack((folder / name).read_bytes(), int(max_bytes)).tensors
+            data = (folder / name).read_bytes()
+            if "sha256" in index and hashlib.sha256(data).hexdigest() != index["sha256"][name]:
+                raise ValueError(f"{name} is damaged: its content is not what was written")
+            tensors |= codec.unpack(data, int(max_bytes)).tensors
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"packed model {str(folder)!r} cannot be read: {error}") from None
     dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())

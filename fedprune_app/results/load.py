@@ -2,7 +2,9 @@
 
 One safetensors file, so loading runs no code of its author's. It has one tensor, a payload in the bytes of the wire
 codec (kept values and entropy-coded masks), and in its metadata, under ``fedprune``, a JSON object: see
-:class:`ExportInfo`. Where channels were removed, the payload is the small network's.
+:class:`ExportInfo`. The object has two digests more: ``body_sha256`` of the tensor, and ``content_sha256`` of itself; a
+file that does not bear them out is refused, and one without, of an earlier version, is read. Where channels were
+removed, the payload is the small network's.
 
 >>> model = load_model("client-3.safetensors")  # doctest: +SKIP
 >>> logits = model(images)  # (N, C, H, W) in [0, 1], then (x - mean) / std with read_export_info's
@@ -10,10 +12,12 @@ codec (kept values and entropy-coded masks), and in its metadata, under ``fedpru
 
 from __future__ import annotations
 
+import hashlib
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
@@ -26,10 +30,13 @@ from torch import Tensor, nn
 
 from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
+from fedprune_app.core.seals import Unsealed, check_json, sealed_json
 from fedprune_app.core.structured import ChannelGroup, Slice, shrink
 from fedprune_app.models.vision import MODELS, architecture, load_state_tensors, named_tensors, parameter_names
 
+log = logging.getLogger("flwr.fedprune")
 FORMAT = 1
+_BODY = "body_sha256"
 MAX_FILE_BYTES = 1 << 31
 _MAX_SIDE = 1 << 12  # of an image, in pixels or channels
 _MAX_CLASSES = 1 << 20
@@ -85,12 +92,19 @@ class ExportInfo:
 def encode_export(info: ExportInfo, payload: Payload) -> bytes:
     """The file. ``payload``: all parameters and running statistics of the network, small where channels are gone."""
     body = torch.from_numpy(codec.encode(payload)[codec.KEY])
-    return save({codec.KEY: body}, metadata={"fedprune": info.to_json()})
+    about = sealed_json({**json.loads(info.to_json()), _BODY: _sha256(body)})
+    return save({codec.KEY: body}, metadata={"fedprune": json.dumps(about)})
+
+
+def _sha256(body: Tensor) -> str:
+    return hashlib.sha256(body.numpy().data).hexdigest()
 
 
 def read_export_info(path: str | PathLike[str]) -> ExportInfo:
     """What the file says it holds; its tensors are not looked at. Raises a one-line ``ValueError`` naming the file."""
-    return _read(Path(path), with_tensors=False)[0]
+    found = _read(Path(path), with_tensors=False)
+    _check_digests(Path(path), found)
+    return found.info
 
 
 def load_model(path: str | PathLike[str]) -> nn.Module:
@@ -100,11 +114,13 @@ def load_model(path: str | PathLike[str]) -> nn.Module:
     before memory is taken for it, which is never more than the full network would need. Raises a one-line
     ``ValueError`` naming the file.
     """
-    info, payload = _read(Path(path), with_tensors=True)
+    found = _read(Path(path), with_tensors=True)
     try:
-        return network_of(info, payload)
+        network = network_of(found.info, found.payload)
     except ValueError as error:
         raise ValueError(f"exported model {str(path)!r}: {error}") from None
+    _check_digests(Path(path), found)  # last, because it cannot say what is wrong
+    return network
 
 
 def network_of(info: ExportInfo, payload: Payload) -> nn.Module:
@@ -148,7 +164,32 @@ def num_parameters(payload: Payload, names: list[str]) -> int:
     return Payload(_of(payload.tensors, names), _of(payload.masks, names)).num_kept()
 
 
-def _read(path: Path, with_tensors: bool) -> tuple[ExportInfo, Payload]:
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """What a file holds: ``body`` and its ``payload`` only where tensors were asked for."""
+
+    info: ExportInfo
+    metadata: str
+    body: Tensor | None = None
+    payload: Payload = field(default_factory=lambda: Payload({}))
+
+
+def _check_digests(path: Path, found: _Found) -> None:
+    about = json.loads(found.metadata)
+    try:
+        check_json(about)
+        if found.body is None or _sha256(found.body) == about.get(_BODY):
+            return
+    except Unsealed:
+        if _BODY not in about:
+            log.warning("exported model %r was written by an earlier version: it has no digest", str(path))
+            return
+    except (ValueError, RecursionError):
+        pass
+    raise ValueError(f"exported model {str(path)!r} is damaged: its content is not what was written")
+
+
+def _read(path: Path, with_tensors: bool) -> _Found:
     try:
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
             raise ValueError(f"{size} bytes, allowed: at most {MAX_FILE_BYTES}")
@@ -159,14 +200,15 @@ def _read(path: Path, with_tensors: bool) -> tuple[ExportInfo, Payload]:
                 raise ValueError("no model that `fedprune export --format safetensors` wrote")
             info = ExportInfo.from_json(text)
             if not with_tensors:
-                return info, Payload({})
+                return _Found(info, text)
             body = file.get_tensor(codec.KEY)
         if body.dtype != torch.uint8:
             raise ValueError(f"tensor {codec.KEY!r} has dtype {body.dtype}, allowed: torch.uint8")
         model = architecture(info.model, info.image_shape, info.classes)
         # values, and a byte per element of a mask
         needed = sum(tensor.numel() * (tensor.element_size() + 1) for tensor in named_tensors(model).values())
-        return info, codec.decode({codec.KEY: body.numpy()}, max_bytes=min(needed, MAX_FILE_BYTES))
+        payload = codec.decode({codec.KEY: body.numpy()}, max_bytes=min(needed, MAX_FILE_BYTES))
+        return _Found(info, text, body, payload)
     except OSError as error:
         raise ValueError(f"exported model {str(path)!r} cannot be read: {error.strerror or error}") from None
     except (SafetensorError, ValueError) as error:

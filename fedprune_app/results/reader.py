@@ -1,10 +1,16 @@
-"""Run folders read back, with nothing taken on trust: sizes, types and a line cut short by a crash."""
+"""Run folders read back, with nothing taken on trust: sizes, types, digests, and a line cut short by a crash.
+
+run.json has a digest of its own and, in ``records``, how many rows and bytes of each other file it vouches for, and
+their digest. So a row that is missing is noticed; what a killed run wrote after its last run.json is left out.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -12,6 +18,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
+from fedprune_app.core import seals
 from fedprune_app.results.fields import CLIENT_FIELDS, HEADLINES, ROUND_FIELDS, STATUSES
 from fedprune_app.results.lock import is_held
 
@@ -66,6 +73,22 @@ class Masks:
         if matrix.diagonal().any() or not np.allclose(matrix, matrix.T, rtol=0, atol=1e-6):
             raise ValueError("'distance' is not symmetric with a zero diagonal, as distances are")
         return cls(round, tuple(partitions), matrix)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The part of a record that is vouched for: its first ``rows`` lines, of ``size`` bytes, and their SHA-256."""
+
+    rows: int
+    size: int
+    sha256: str
+
+    @classmethod
+    def of(cls, value: object, where: str) -> Mark:
+        """Checked; raises a one-line ``ValueError`` naming where it stands."""
+        if isinstance(value, Mapping) and _is_count(value.get("rows")) and _is_count(value.get("size")):
+            return cls(value["rows"], value["size"], str(value.get("sha256")))
+        raise ValueError(f"{where}: {_short(value)}, allowed: rows, size and sha256 of a file")
 
 
 @dataclass(frozen=True)
@@ -127,14 +150,63 @@ class Run:
 def load_run(folder: Path) -> Run:
     """The run recorded in ``folder``; a last jsonl line cut short by a crash is left out.
 
-    Raises a one-line ``ValueError`` for a folder without run.json and for a file that is malformed, too large
-    or has a field of the wrong type, naming the file (and line).
+    Raises a one-line ``ValueError`` for a folder without run.json and for a file that is malformed, too large, not what
+    was written, or has a field of the wrong type, naming the file (and line).
     """
     folder = Path(folder)
     info = read_info(folder)
-    rounds = tuple(row for _, row in read_rows(folder / "rounds.jsonl"))
-    clients = tuple(row for _, row in read_rows(folder / "clients.jsonl"))
-    return Run(folder, info, rounds, clients, read_masks(folder))
+    rounds, clients = (tuple(row for _, row in _recorded_rows(folder, name, info)) for name in RECORDS)
+    return Run(folder, info, rounds, clients, read_masks(folder, info))
+
+
+RECORDS = ("rounds.jsonl", "clients.jsonl")
+
+
+def marks_of(found: object, where: str) -> dict[str, Mark]:
+    """What vouches for each record: empty where there is nothing, as in what earlier versions wrote."""
+    if found is None:
+        return {}
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{where}: 'records' is {_short(found)}, allowed: an object by file")
+    return {name: Mark.of(found.get(name), f"{where}: 'records' of {name}") for name in RECORDS}
+
+
+def _recorded_rows(folder: Path, name: str, info: Mapping[str, Any]) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    path, mark = folder / name, marks_of(info.get("records"), str(folder / "run.json")).get(name)
+    yield from read_rows(path, mark)
+    if mark is not None and info["status"] == "completed" and (more := path.stat().st_size - mark.size):
+        raise ValueError(f"{path} is damaged: {more} bytes follow its last row")
+
+
+def check_records(folder: Path, marks: Mapping[str, Mark]) -> list[str]:
+    """What is wrong with the parts of the records that are vouched for: a line for each damaged file."""
+    return [f"{folder / name} is damaged or cut" for name, mark in marks.items() if not _bears_out(folder / name, mark)]
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a file's content, read in pieces."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _bears_out(path: Path, mark: Mark) -> bool:
+    total, left = hashlib.sha256(), mark.size
+    try:
+        with path.open("rb") as file:
+            while left and (piece := file.read(min(left, 1 << 20))):
+                total.update(piece)
+                left -= len(piece)
+    except OSError:
+        return False
+    return not left and total.hexdigest() == mark.sha256
+
+
+def is_sealed(folder: Path) -> bool:
+    """Whether run.json has a digest; also where it cannot be read, which its reader will say."""
+    try:
+        return seals.KEY in read_info(folder)
+    except ValueError:
+        return True
 
 
 def read_info(folder: Path) -> dict[str, Any]:
@@ -147,6 +219,7 @@ def read_info(folder: Path) -> dict[str, Any]:
         raise ValueError(f"'{folder}' is not a run folder: it has no run.json")
     _check_size(path, MAX_JSON_BYTES)
     info = _parse(path.read_bytes(), str(path), _int64)
+    _check_seal(info, path)
     for key, (kinds, allowed) in _INFO_TYPES.items():
         if type(info.get(key)) not in kinds:
             raise ValueError(f"{path}: '{key}' is {_short(info.get(key))}, allowed: {allowed}")
@@ -161,13 +234,33 @@ def read_info(folder: Path) -> dict[str, Any]:
     return info
 
 
-def read_masks(folder: Path) -> Masks | None:
-    """masks.json of a run folder, checked; None where there is none."""
+def _check_seal(info: Mapping[str, Any], path: Path) -> None:
+    try:
+        seals.check_json(info)
+    except seals.Unsealed:
+        if "records" in info:  # so no earlier version wrote it
+            raise ValueError(f"{path} is damaged: its digest is missing") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def read_masks(folder: Path, info: Mapping[str, Any] | None = None) -> Masks | None:
+    """masks.json of a run folder, checked; None where there is none.
+
+    Of a completed run, whose run.json is ``info``, it must be the one that the run wrote.
+    """
     path = folder / "masks.json"
+    records = (info or {}).get("records") or {}
+    digest = records.get("masks.json") if info and info["status"] == "completed" else None
     if not path.is_file():
+        if digest is not None:
+            raise ValueError(f"{path} is missing")
         return None
     _check_size(path, MAX_MASKS_BYTES)
-    found = _parse(path.read_bytes(), str(path))
+    content = path.read_bytes()
+    if digest is not None and hashlib.sha256(content).hexdigest() != digest:
+        raise ValueError(f"{path} is damaged: its content is not what was written")
+    found = _parse(content, str(path))
     if not _is_count(found.get("round")):
         raise ValueError(f"{path}: 'round' is {_short(found.get('round'))}, allowed: an integer")
     if not _is_list_of(found.get("partitions"), _is_count):
@@ -182,22 +275,47 @@ def read_masks(folder: Path) -> Masks | None:
         raise ValueError(f"{path}: {error}") from None
 
 
-def read_rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def read_rows(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """(line, row) for every complete line of a jsonl file; a file that is not there has none.
 
-    A line counts once its newline is on disk: what follows the last newline was cut short and is skipped.
+    A line counts once its newline is on disk: what follows the last newline was cut short and is skipped. With a
+    ``mark``, for every line that it vouches for; raises ``ValueError`` naming the file where these are not what was
+    written, at the latest after the last of them.
     """
     if not path.is_file():
+        if mark is not None and mark.rows:
+            raise ValueError(f"{path} is missing: it had {mark.rows} rows")
         return
     _check_size(path, MAX_JSONL_BYTES)
+    total = hashlib.sha256()
+    rows = size = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            where = f"{path} line {number}"
-            row = _parse(line, where)
-            _check_row(row, where)
+            if not line.endswith(b"\n") or (mark is not None and size >= mark.size):
+                break
+            row = _row(line, f"{path} line {number}")
+            total.update(line)
+            rows, size = number, size + len(line)
             yield line, row
+    if mark is not None and rows < mark.rows:
+        raise ValueError(f"{path} is damaged: it has {rows} of {mark.rows} rows")
+    if mark is not None and (size, total.hexdigest()) != (mark.size, mark.sha256):
+        raise ValueError(f"{path} is damaged: its content is not what was written")
+
+
+def readable_lines(path: Path, last_round: int, mark: Mark | None = None) -> Iterator[bytes]:
+    """The lines of a jsonl file that can be read, of rounds up to ``last_round``; with a ``mark``, of its part."""
+    content = path.read_bytes() if path.is_file() else b""
+    for line in content[: mark.size if mark else None].splitlines(keepends=True):
+        with suppress(ValueError):
+            if line.endswith(b"\n") and _row(line, str(path))["round"] <= last_round:
+                yield line
+
+
+def _row(line: bytes, where: str) -> dict[str, Any]:
+    row = _parse(line, where)
+    _check_row(row, where)
+    return row
 
 
 def _parse(text: bytes, where: str, parse_int: Callable[[str], int | None] = int) -> dict[str, Any]:

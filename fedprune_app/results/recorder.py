@@ -3,11 +3,13 @@
 A system that compares its clients' masks adds masks.json.
 
 Whatever happens to the process, the folder stays readable: run.json is replaced in one step, jsonl rows are
-on disk before the next round begins, and :meth:`Recorder.resume` removes what a crash cut short.
+on disk before the next round begins, and :meth:`Recorder.resume` removes what a crash cut short. run.json has digests
+of itself and of the rows so far.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import math
@@ -20,10 +22,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from fedprune_app.core import seals
 from fedprune_app.files import append_lines, replace_file
 from fedprune_app.results.fields import CLIENT_FIELDS, HEADLINES, ROUND_FIELDS
 from fedprune_app.results.ownership import check_free
-from fedprune_app.results.reader import Masks, Matrix, read_info, read_masks, read_rows
+from fedprune_app.results.reader import RECORDS, Mark, Masks, Matrix, read_info, read_masks, readable_lines
 
 GIT_VARIABLE = "FEDPRUNE_GIT_HASH"
 Status = Literal["completed", "failed", "interrupted"]
@@ -37,8 +40,26 @@ class _Writer(Protocol):
     def close(self) -> None: ...
 
 
+class _Tally:
+    """What a record has so far, for its :class:`Mark`."""
+
+    def __init__(self) -> None:
+        self._total = hashlib.sha256()
+        self._rows = self._size = 0
+
+    def add(self, lines: bytes, rows: int) -> None:
+        self._total.update(lines)
+        self._rows, self._size = self._rows + rows, self._size + len(lines)
+
+    @property
+    def mark(self) -> Mark:
+        return Mark(self._rows, self._size, self._total.hexdigest())
+
+
 class Recorder:
     """Writes one run folder: :meth:`start` or :meth:`resume`, then rounds and clients, then :meth:`finish`.
+
+    Between :meth:`reopen` and :meth:`resume` it writes nothing: a run that is not resumed in the end stays as it was.
 
     Accuracies and densities are shares in [0, 1], bytes are bytes, times are seconds. A declared field that a
     row lacks is written as null, a field not declared is kept, NaN and infinities become null.
@@ -52,6 +73,10 @@ class Recorder:
         self._tensorboard = tensorboard
         self._writer: _Writer | None = None
         self._info: dict[str, Any] = {}
+        self._tallies = {name: _Tally() for name in RECORDS}
+        self._masks_sha256: str | None = None
+        self._writes = False  # or what is known of the run is kept in memory
+        self._waits = False
         self._seconds_before = 0.0  # spent by earlier processes of a resumed run
         self._started_at = 0.0
         if tensorboard:
@@ -87,21 +112,32 @@ class Recorder:
             raise ValueError(f"extra must not set '{clash[0]}': the recorder does")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._begin(info | extra)  # first: from now on the folder is known to be a run's
-        for name in ("rounds.jsonl", "clients.jsonl"):
+        for name in RECORDS:
             replace_file(self.folder / name, b"")
         self._masks_path.unlink(missing_ok=True)
 
-    def resume(self, rounds_completed: int) -> None:
+    def reopen(self) -> None:
+        """Take up this folder's run, in memory alone until :meth:`resume`. ``ValueError`` if the folder holds none."""
+        self._info = read_info(self.folder)
+
+    def resume(self, rounds_completed: int, marks: Mapping[str, Mark] | None = None) -> None:
         """Continue this folder's run after ``rounds_completed`` rounds; what later rounds recorded is dropped.
 
-        The data of :meth:`start` stays; ``seconds`` goes on from what was spent, lost rounds included. Raises
-        ``ValueError`` if the folder holds no run.
+        ``marks``, by file, say how much of the records the run had written by then; what follows is dropped, too.
+
+        The data of :meth:`start` stays, with what was annotated since :meth:`reopen`; ``seconds`` goes on from what was
+        spent, lost rounds included. Rows that cannot be read are dropped, too. Raises ``ValueError`` if the folder
+        holds no run.
         """
-        info = read_info(self.folder)
-        for name in ("rounds.jsonl", "clients.jsonl"):
-            path = self.folder / name
-            kept = [line for line, row in read_rows(path) if row["round"] <= rounds_completed]
-            replace_file(path, b"".join(kept))
+        if not self._info:
+            self.reopen()
+        info = self._info
+        for name in RECORDS:
+            self._tallies[name] = _Tally()
+            kept = list(readable_lines(self.folder / name, rounds_completed, (marks or {}).get(name)))
+            for line in kept:
+                self._tallies[name].add(line, 1)
+            replace_file(self.folder / name, b"".join(kept))
         self._drop_masks_after(rounds_completed)
         resumed = [*info.get("resumed_after_rounds", []), rounds_completed]
         info |= {"status": "running", "error": None, "final_sha256": None}
@@ -112,6 +148,11 @@ class Recorder:
         """Add to run.json what is known only once the clients are up, such as ``partition`` and ``model``."""
         self._running().update(_plain(extra))
         self._write_info()
+
+    @property
+    def marks(self) -> dict[str, dict[str, Any]]:
+        """What vouches for the rows written so far, by file: for run.json and for checkpoints."""
+        return {name: vars(tally.mark) for name, tally in self._tallies.items()}
 
     @property
     def info(self) -> Mapping[str, Any]:
@@ -145,7 +186,10 @@ class Recorder:
         """
         masks = Masks.of(self._running()["rounds_completed"], partitions, distance)
         content = {"round": masks.round, "partitions": masks.partitions, "distance": masks.distance.round(6)}
-        replace_file(self._masks_path, json.dumps(_plain(content), allow_nan=False).encode())
+        data = json.dumps(_plain(content), allow_nan=False).encode()
+        replace_file(self._masks_path, data)
+        self._masks_sha256 = hashlib.sha256(data).hexdigest()
+        self._write_info()
 
     def progress(self, done: int, total: int, text: str) -> None:
         """How far the round in work is, for whoever watches; kept nowhere else, and lost without harm."""
@@ -153,10 +197,13 @@ class Recorder:
 
     def waiting(self, text: str) -> None:
         """What the run waits for before its first round, for whoever watches."""
+        self._waits = True
         self._tell({"text": text})
 
     def done_waiting(self) -> None:
-        (self.folder / "progress.json").unlink(missing_ok=True)
+        """The run waits no longer."""
+        if self._waits or self._writes:
+            (self.folder / "progress.json").unlink(missing_ok=True)
 
     def _tell(self, what: Mapping[str, Any]) -> None:
         with suppress(OSError):
@@ -167,7 +214,7 @@ class Recorder:
         self._running().update(status=status, final_sha256=final_sha256, error=error)
         self._write_info()
         self.done_waiting()
-        self._info = {}
+        self._info, self._writes = {}, False
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -175,7 +222,7 @@ class Recorder:
     @property
     def is_open(self) -> bool:
         """Whether a run has begun, or gone on, and not finished."""
-        return bool(self._info)
+        return bool(self._info) and self._writes
 
     @property
     def _masks_path(self) -> Path:
@@ -187,11 +234,12 @@ class Recorder:
             keep = masks is not None and masks.round <= rounds_completed
         except ValueError:  # it can be made again, unlike what it would stop
             keep = False
+        self._masks_sha256 = hashlib.sha256(self._masks_path.read_bytes()).hexdigest() if keep else None
         if not keep:
             self._masks_path.unlink(missing_ok=True)
 
     def _begin(self, info: dict[str, Any]) -> None:
-        self._info = _plain(info)
+        self._info, self._writes = _plain(info), True
         self._seconds_before = float(info["seconds"])
         self._started_at = time.monotonic()
         self._write_info()
@@ -201,16 +249,25 @@ class Recorder:
 
     def _running(self) -> dict[str, Any]:
         if not self._info:
-            raise ValueError(f"run in '{self.folder}' is not open: call start or resume first")
+            raise ValueError(f"run in '{self.folder}' is not open: call start, reopen or resume first")
         return self._info
 
     def _write_info(self) -> None:
+        if not self._writes:
+            return
+        self._info["records"] = {**self.marks, "masks.json": self._masks_sha256}
         self._info["seconds"] = round(self._seconds_before + time.monotonic() - self._started_at, 3)
-        replace_file(self.folder / "run.json", _info_text(self._info).encode())
+        write_info(self.folder, self._info)
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-        append_lines(self.folder / name, text.encode())
+        lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+        append_lines(self.folder / name, lines)
+        self._tallies[name].add(lines, len(rows))
+
+
+def write_info(folder: Path, info: Mapping[str, Any]) -> None:
+    """Replace run.json, in one step; its digest is made anew."""
+    replace_file(folder / "run.json", _info_text(seals.sealed_json(info)).encode())
 
 
 def holds_run(folder: Path) -> bool:

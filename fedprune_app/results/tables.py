@@ -23,8 +23,8 @@ MEGABYTE = 1e6  # bytes, as the papers count
 
 # Where a run lives and how it was executed; none of it changes what was computed.
 _BOOKKEEPING = {
-    "out-dir", "state-dir", "data-dir", "fedltp.public-data-dir", "resume-from", "device", "tracking", "download",
-    "startup-seconds",
+    "out-dir", "state-dir", "data-dir", "fedltp.public-data-dir", "resume-from", "accept-loss", "device", "tracking",
+    "download", "startup-seconds",
 }  # fmt: skip
 
 

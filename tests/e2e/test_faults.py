@@ -8,6 +8,7 @@ import pytest
 import torch
 from flwr.app import Message
 
+from fedprune_app.config import ConfigError
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.rounds import TooFewReplies
@@ -159,12 +160,27 @@ def test_a_lost_client_state_is_said_and_the_previous_one_used(federate, tmp_pat
     (tmp_path / "run/clients/00003/round-00002.safetensors").write_bytes(b"damaged")
     for path in (tmp_path / "run/clients/00004").glob("*.safetensors"):
         path.unlink()
-    run = federate(name="run", fraction_train=1.0, num_server_rounds=3, resume_from=str(tmp_path / "run"))
-    assert run.rounds[-1]["notes"] == [
-        "client 3: the state of round 2 is lost, went on from round 1",
-        "client 4: the state of round 2 is lost, began anew",
-    ]
+    before = contents(tmp_path / "run")
+    more = {"fraction_train": 1.0, "num_server_rounds": 3, "resume_from": str(tmp_path / "run")}
+    with pytest.raises(ConfigError, match=r"client 3: .*00003/round-00002.safetensors' is damaged: .*accept-loss"):
+        federate(name="run", **more)
+    assert contents(tmp_path / "run") == before
+    run = federate(name="run", accept_loss=True, **more)
+    lost = ["client 3: the state of round 2 is lost, went on from round 1"]
+    lost += ["client 4: the state of round 2 is lost, began anew"]
+    assert run.rounds[-1]["notes"] == lost
     assert run.info["status"] == "completed"
+    assert [line[:40] for line in run.info["losses"]] == [
+        f"client 3: state file '{tmp_path}"[:40],
+        f"client 4: state file '{tmp_path}"[:40],
+        *(line[:40] for line in lost),
+    ]
+    assert run.info["config"]["accept-loss"] is False, "it is for one time"
+
+
+def contents(folder):
+    """Every file of a folder, but for the lock."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
 
 
 def late_in_round_2(request: Message, reply: Message, partition: int) -> Message:

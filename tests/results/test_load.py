@@ -261,22 +261,13 @@ def test_what_is_no_exported_model_is_refused(content, load, tmp_path):
             load_model(path)
 
 
-def test_a_damaged_file_is_refused_or_differs_in_values_alone(lenet, content, load):
-    rng, shapes = draw(5), [p.shape for p in lenet[2].parameters()]
-    refused = loaded = 0
+def test_a_damaged_file_is_refused(content, load):
+    rng = draw(5)
     for _ in range(80):
         damaged = bytearray(content)
         header = 8 + int.from_bytes(content[:8], "little")
         until = header + 400 if torch.rand((), generator=rng) < 0.5 else len(content)
         damaged[int(torch.randint(until, (), generator=rng))] ^= 1 << int(torch.randint(8, (), generator=rng))
-        try:
-            model = load(bytes(damaged))
-        except ValueError as error:
-            refused += "\n" not in str(error)
-        else:
-            assert [p.shape for p in model.parameters()] == shapes
-            loaded += 1
-    assert refused + loaded == 80
-    assert min(refused, loaded) > 15
+        refusal(load, bytes(damaged))
     for size in (0, 7, 8, 300, len(content) // 2, len(content) - 1):
         refusal(load, content[:size])

@@ -1,0 +1,73 @@
+"""Digests inside what is written: whoever reads it sees whether it is what was written, and about what.
+
+SHA-256 finds damage, not malice: whoever may write a file may write its digest too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+KEY = "content_sha256"
+"""The field that a sealed JSON object has besides its own."""
+_START = b"fedprune seal "
+_MAX_LINE = 4096
+
+
+class Unsealed(ValueError):
+    """A file without a digest, as earlier versions wrote them."""
+
+
+def json_digest(content: Mapping[str, Any]) -> str:
+    """The SHA-256 of a JSON object, whatever the order of its keys and the space between them."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def sealed_json(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The object, and its digest as a last field."""
+    plain = {key: value for key, value in content.items() if key != KEY}
+    return {**plain, KEY: json_digest(plain)}
+
+
+def check_json(content: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` where an object is not what :func:`sealed_json` made, :class:`Unsealed` without a digest."""
+    if KEY not in content:
+        raise Unsealed("it has no digest")
+    if json_digest({key: value for key, value in content.items() if key != KEY}) != content[KEY]:
+        raise ValueError("its content is not what was written")
+
+
+def seal(body: bytes | memoryview, about: Mapping[str, Any]) -> bytes:
+    """A file's content: one line with a digest and what the file is, then the body."""
+    line = {"about": dict(about), "sha256": _digest(body, about)}
+    return b"".join([_START, json.dumps(line).encode(), b"\n", body])
+
+
+def unseal(content: bytes, about: Mapping[str, Any]) -> memoryview:
+    """The body of what :func:`seal` wrote about a thing of which ``about`` is true.
+
+    Raises :class:`Unsealed` for content without a first line of that kind, and ``ValueError`` for what is damaged or is
+    about something else.
+    """
+    if not content.startswith(_START):
+        raise Unsealed("it has no digest")
+    end = content.find(b"\n", 0, _MAX_LINE)
+    try:
+        line = json.loads(content[len(_START) : end])
+        said, digest = dict(line["about"]), line["sha256"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError("its first line is damaged") from None
+    body = memoryview(content)[end + 1 :]
+    if digest != _digest(body, said):
+        raise ValueError("its content is not what was written")
+    if about.items() - said.items():
+        raise ValueError(f"it is {said}, allowed here: {dict(about)}")
+    return body
+
+
+def _digest(body: bytes | memoryview, about: Mapping[str, Any]) -> str:
+    total = hashlib.sha256(json.dumps(about, sort_keys=True).encode())
+    total.update(body)
+    return total.hexdigest()

@@ -1,0 +1,169 @@
+"""Where a run that stopped goes on: the latest point from which it ends as if nothing had happened.
+
+Everything here reads; nothing is written before the run goes on. What is needed is asked for and checked first: the
+checkpoint, the records up to it, what the system keeps on the server's disk, and each client's state, which the client
+itself checks. What is damaged is named, and an earlier point is taken; only where none is whole is the run refused, or
+goes on with a loss that the user accepts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from flwr.app import Message, MessageType
+from flwr.serverapp import Grid
+
+from fedprune_app.config import Config, ConfigError, check_resumable
+from fedprune_app.engine import rounds, wire
+from fedprune_app.engine.rounds import Answer, Roster
+from fedprune_app.engine.store import ResumePoint, checkpoint_store
+from fedprune_app.registry import SYSTEMS
+from fedprune_app.results.reader import check_records, file_sha256, load_run, marks_of
+
+log = logging.getLogger("flwr.fedprune")
+_NOTES = 20
+LostStates = Mapping[int, Mapping[int, str]]
+"""By partition and round, why a client's state is lost."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the server's disk has of a run: ``points`` to go on from, the latest first, and what is ``damaged``."""
+
+    before: Mapping[str, Any]  # run.json
+    points: list[ResumePoint]
+    damaged: list[str] = field(default_factory=list)
+    is_complete: bool = False  # nothing is left to do, and nothing to make good
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The point a run goes on from, None for its start; for run.json, what is to note, and what is lost for good."""
+
+    point: ResumePoint | None
+    notes: list[str]
+    losses: list[str]
+
+    @property
+    def rounds_completed(self) -> int:
+        return self.point.round if self.point else 0
+
+
+def find(folder: Path, before: Mapping[str, Any], config: Config) -> Found:
+    """Look through a run folder, whose run.json is ``before``. Raises :class:`ConfigError` where ``config`` is another
+    run's, or no checkpoint can be read after more rounds than one."""
+    check_resumable(before["config"], config)
+    run_key = str(before["run_key"])
+    strategy, checkpoints = SYSTEMS[config.system].strategy, checkpoint_store(folder, run_key)
+    points: list[ResumePoint] = []
+    damaged: list[str] = []
+    for round in reversed(checkpoints.rounds()):
+        try:
+            meta = checkpoints.read(round).meta
+        except ValueError as error:
+            damaged.append(str(error))
+            continue
+        cut = check_records(folder, marks_of(meta.get("records"), str(checkpoints.path(round))))
+        for point in strategy.resume_points(folder, run_key, round, meta, config):
+            points.append(replace(point, lost=(*cut, *point.lost)))
+    if not points and before["rounds_completed"] > 1:  # a round is recorded before its checkpoint is written
+        first = f" ({damaged[0]})" if damaged else ""
+        raise ConfigError(
+            f"{str(checkpoints.folder)!r} has no readable checkpoint, allowed when resuming after "
+            f"{before['rounds_completed']} rounds: at least one{first}"
+        )
+    if points and points[0].round > config.num_server_rounds:
+        asked = config.num_server_rounds
+        raise ConfigError(f"num-server-rounds is {asked}, allowed when resuming: at least {points[0].round}")
+    ends = bool(points) and points[0].round == config.num_server_rounds and before["status"] == "completed"
+    spoilt = _spoilt_results(folder, before) if ends else []
+    is_complete = ends and not (spoilt or damaged or points[0].lost)
+    return Found(before, points, [*damaged, *spoilt], is_complete)
+
+
+def _spoilt_results(folder: Path, before: Mapping[str, Any]) -> list[str]:
+    """What of a completed run's results is damaged or missing, a line each."""
+    found = []
+    try:
+        load_run(folder)
+    except ValueError as error:
+        found.append(str(error))
+    for name, digest in before.get("model_files", {}).items():
+        path = folder / "models" / name
+        if not path.is_file():
+            found.append(f"{path} is missing")
+        elif file_sha256(path) != digest:
+            found.append(f"{path} is damaged: its content is not what was written")
+    return found
+
+
+def ask_for_states(
+    grid: Grid, roster: Roster, run_key: str, points: list[ResumePoint], deadline_seconds: float
+) -> LostStates:
+    """Have every client check the versions of its state that any of the points needs; which it has lost, and why."""
+    wanted = {p: sorted({point.state_rounds.get(p, 0) for point in points} - {0}) for p in roster}
+
+    def questions() -> Iterator[tuple[int, Message]]:
+        for partition, versions in wanted.items():
+            if versions:
+                fields = {"round": 0, "run-key": run_key, "partition": partition, "states": versions}
+                request, node = wire.pack(None, fields), roster[partition].node_id
+                yield partition, rounds.message_to(node, request, MessageType.QUERY, 0, deadline_seconds)
+
+    return {
+        answer.partition: _lost(answer, wanted[answer.partition])
+        for answer in rounds.exchange(grid, questions(), deadline_seconds)
+    }
+
+
+def _lost(answer: Answer, wanted: list[int]) -> dict[int, str]:
+    try:
+        if answer.content is None:
+            raise ValueError(answer.error)
+        fields = wire.fields_of(answer.content)
+        versions, reasons = fields.get("lost-rounds"), fields.get("lost-reasons")
+        if not (isinstance(versions, list) and isinstance(reasons, list)):
+            raise ValueError("it does not say what it has")
+        return {int(round): wire.one_line(str(why)) for round, why in zip(versions, reasons, strict=True)}
+    except (TypeError, ValueError) as error:
+        return dict.fromkeys(wanted, f"its state cannot be checked: {wire.one_line(str(error))}")
+
+
+def choose(found: Found, lost_states: LostStates, *, accept_loss: bool) -> Choice:
+    """The latest point to which nothing is missing; with ``accept_loss``, else the latest that can be used at all.
+
+    Raises :class:`ConfigError` with the first loss where there is none.
+    """
+    reasons = list(found.damaged)
+    losses = {id(point): _losses(point, lost_states) for point in found.points}
+    whole = next((point for point in found.points if point.is_usable and not losses[id(point)]), None)
+    usable = next((point for point in found.points if point.is_usable), None)
+    if whole is None and found.points and not (accept_loss and usable):
+        reasons += [line for point in found.points for line in losses[id(point)]]
+        more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+        raise ConfigError(
+            f"{reasons[0]}{more}: from no round left can the run go on to the result it would have had, allowed: the "
+            "file from a copy, or accept-loss"
+        )
+    chosen = whole or usable
+    for point in found.points[: found.points.index(chosen)] if chosen else ():
+        reasons += [line for line in losses[id(point)] if line not in reasons]
+    kept = chosen.round if chosen else 0
+    if (repeated := found.before["rounds_completed"] - kept) and not reasons:
+        reasons.append(f"round {found.before['rounds_completed']} left no readable checkpoint")
+    notes = [f"{line}; went on from round {kept}, rounds repeated: {repeated}" for line in reasons]
+    if "records" not in found.before:
+        notes.append("the run was begun by an earlier version: nothing shows whether its files are damaged")
+    return Choice(chosen, notes[:_NOTES], losses[id(chosen)] if chosen else [])
+
+
+def _losses(point: ResumePoint, lost_states: LostStates) -> list[str]:
+    states = sorted(point.state_rounds.items())
+    return [
+        *point.lost,
+        *(f"client {p}: {lost_states[p][round]}" for p, round in states if round in lost_states.get(p, {})),
+    ]
