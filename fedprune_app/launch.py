@@ -106,16 +106,16 @@ def simulation(
     As many clients train at a time as ``num_workers``, or as the Ray cluster at ``ray_address``, "host:port", has CPUs.
     """
     client: dict[str, float] = {"num_cpus": 1, "num_gpus": gpus / num_workers if gpus else 0.0}
-    init = {"log_to_driver": False}
     own_ray = {} if ray_address else {"num_cpus": num_workers, "num_gpus": int(gpus)}
     settings = {
         "app": str(app),
         "config": dict(config),
         "num-clients": num_clients,
-        "backend": {"client_resources": client, "init_args": {**init, **own_ray}},
+        "backend": {"client_resources": client, "init_args": {"log_to_driver": False, **own_ray}},
     }
-    # Ray's sockets are below the folder, and their paths have 107 characters: it is where Ray would make its own
-    place = os.environ.get("RAY_TMPDIR", "/tmp")
+    # Ray's sockets are below the folder, and their paths have at most 107 characters: so where Ray would make its own
+    place = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
+    place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="fedprune-", dir=place, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         (folder / "settings.json").write_text(json.dumps(settings))

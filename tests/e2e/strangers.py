@@ -16,6 +16,7 @@ PYPROJECT = """
 [project]
 name = "stranger"
 version = "1.0.0"
+description = "somebody else's"
 license = "Apache-2.0"
 dependencies = []
 
@@ -32,7 +33,8 @@ from pathlib import Path
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
-server, client = ServerApp(), ClientApp()
+server = ServerApp()
+client = ClientApp()
 
 
 @server.main()

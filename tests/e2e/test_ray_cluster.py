@@ -24,7 +24,15 @@ QUICK = ["system=fedavg", "num-server-rounds=3", "local-epochs=1", "fraction-tra
 
 
 @pytest.fixture
-def cluster(tmp_path):
+def token_file(tmp_path):
+    """With the secret of the cluster."""
+    path = tmp_path / "ray.token"
+    path.write_text("5ec2e7" * 10)
+    return path
+
+
+@pytest.fixture
+def cluster(tmp_path, token_file):
     """Its address and its two raylets, of one CPU each."""
     (port,) = launch.free_ports(1)
     ray = [launch.tool("ray"), "start", "--block", "--num-cpus", "1", "--disable-usage-stats"]
@@ -34,6 +42,7 @@ def cluster(tmp_path):
     head += ["--temp-dir", folder]
     other = ["--address", f"127.0.0.1:{port}", "--node-ip-address", "127.0.0.1"]
     environment = {**os.environ, "RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "300"}
+    environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
     started = []
     try:
         for name, arguments in (("head", head), ("other", other)):
@@ -75,12 +84,13 @@ def _actors(raylet: psutil.Process) -> set[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_clients_run_on_both_nodes_of_a_cluster_and_end_with_the_same_models(cluster, tmp_path):
+def test_clients_run_on_both_nodes_of_a_cluster_and_end_with_the_same_models(cluster, token_file, tmp_path):
     address, raylets = cluster
     out = tmp_path / "run"
+    environment = {**os.environ, "RAY_AUTH_TOKEN_PATH": str(token_file)}
     command = [sys.executable, "-m", "fedprune_app.cli", "run", "--ray-address", address, "--clients", "4"]
     with (tmp_path / "run.log").open("w") as log:
-        run = subprocess.Popen([*command, "--out", str(out), *QUICK], stdout=log, stderr=log)
+        run = subprocess.Popen([*command, "--out", str(out), *QUICK], stdout=log, stderr=log, env=environment)
     seen: list[set[int]] = [set(), set()]
     while run.poll() is None:
         for known, raylet in zip(seen, raylets, strict=True):
@@ -96,6 +106,12 @@ def test_clients_run_on_both_nodes_of_a_cluster_and_end_with_the_same_models(clu
         assert raylet.is_running(), "the cluster is not ours to stop"
         psutil.wait_procs([psutil.Process(pid) for pid in _actors(raylet)], timeout=30)
         assert not _actors(raylet)
+    # who has no token is refused, in a line
+    refused = subprocess.run([*command, "--out", str(tmp_path / "refused"), *QUICK], capture_output=True, text=True)
+    assert refused.returncode == 1
+    last = refused.stderr.strip().splitlines()[-1]
+    assert last == f"failed: Failed to connect to Ray cluster at {address}"
+    assert not _actors(raylets[0])
 
 
 @pytest.mark.parametrize("address", ["here", "127.0.0.1:", ":6379", "127.0.0.1:99999", "127.0.0.1:ray"])
