@@ -23,6 +23,8 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supercore.telemetry import EventType
 
+_NO_REASON = ("An error was encountered. Ending simulation.", "Simulation Runtime crashed.")  # Flower's, around others
+
 
 def run(app: Path, config: dict[str, Any], num_clients: int, backend: dict[str, Any]) -> None:
     """Run the Flower app in the folder ``app`` with a run's ``config`` to its end.
@@ -55,10 +57,11 @@ def main() -> None:
     try:
         run(Path(settings["app"]), settings["config"], settings["num-clients"], settings["backend"])
     except Exception as error:
-        while error.__cause__ is not None:  # Flower's own words only say that there was an error
-            error = error.__cause__  # type: ignore[assignment]
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        print(lines[0], file=sys.stderr, flush=True)
+        cause: BaseException = error
+        while str(cause) in _NO_REASON and cause.__cause__ is not None:
+            cause = cause.__cause__
+        lines = str(cause).strip().splitlines() or [type(cause).__name__]
+        print(lines[-1], file=sys.stderr, flush=True)
         os._exit(1)  # the ServerApp's thread may still wait for clients
 
 
