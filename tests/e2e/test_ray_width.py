@@ -54,6 +54,7 @@ def train(message, context):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_ten_clients_are_at_work_at_once_on_a_ray_of_ten_cpus(tmp_path):
     app = launch.stage_app(tmp_path / "app", ("meeting_server:app", "meeting_client:app"))

@@ -25,6 +25,7 @@ from fedprune_app.deploy import local_deployment
 from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.experiment import Placement, Session
 from tests.e2e.deployed import until
+from tests.e2e.test_proxy import behind_a_dead_proxy
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -138,13 +139,14 @@ def attack(seen: Seen, stranger: Stranger) -> None:
 
 @pytest.fixture(scope="module")
 def seen(stranger: Stranger, tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    """A run on Ray that was attacked while it trained."""
+    """A run on Ray that was attacked while it trained, on a machine whose proxy reaches nothing."""
     folder, seen = tmp_path_factory.mktemp("attacked"), Seen()
     out = folder / "run"
     failures: list[BaseException] = []
     over = threading.Event()
     config = parse_config({**SETTINGS, "out-dir": str(out)})
-    with Session(Placement("ray", num_clients=3, num_workers=2), Console(stderr=True)) as session:
+    with pytest.MonkeyPatch.context() as patch, Session(Placement("ray", 3, 2), Console(stderr=True)) as session:
+        behind_a_dead_proxy(patch)
         app = session.app
         (app / "patient_client.py").write_text(PATIENT_CLIENT.replace("FOLDER", repr(str(folder))))
         launch.stage_app(app, ("fedprune_app.server_app:app", "patient_client:app"))
@@ -189,7 +191,7 @@ def test_a_stranger_can_run_nothing_on_the_ports_of_a_run(seen):
         assert {"UNAUTHENTICATED", "401"} & set(answers), port
 
 
-def test_an_attacked_run_ends_with_the_same_models(seen, tmp_path):
+def test_an_attacked_run_behind_a_proxy_ends_with_the_same_models(seen, tmp_path):
     assert seen.info["status"] == "completed"
     run_in_process(server_app.app, client_app.app, 3, {**seen.info["config"], "out-dir": str(tmp_path)})
     assert json.loads((tmp_path / "run.json").read_text())["final_sha256"] == seen.info["final_sha256"]
