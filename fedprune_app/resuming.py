@@ -153,9 +153,11 @@ def choose(found: Found, lost_states: LostStates, *, accept_loss: bool) -> Choic
     for point in found.points[: found.points.index(chosen)] if chosen else ():
         reasons += [line for line in losses[id(point)] if line not in reasons]
     kept = chosen.round if chosen else 0
-    if (repeated := found.before["rounds_completed"] - kept) and not reasons:
-        reasons.append(f"round {found.before['rounds_completed']} left no readable checkpoint")
-    notes = [f"{line}; went on from round {kept}, rounds repeated: {repeated}" for line in reasons]
+    recorded = found.before["rounds_completed"]
+    notes = [f"{line}; went on after round {kept}" for line in reasons]
+    if repeated := recorded - kept:
+        why = "" if reasons else f"round {recorded} left no readable checkpoint: "
+        notes.append(f"{why}rounds repeated: {repeated}")
     if "records" not in found.before:
         notes.append("the run was begun by an earlier version: nothing shows whether its files are damaged")
     return Choice(chosen, notes[:_NOTES], losses[id(chosen)] if chosen else [])

@@ -250,7 +250,9 @@ def test_a_serverapp_that_is_killed_resumes_to_the_same_models(deployment, tmp_p
     assert [row["round"] for row in run.rounds] == [1, 2, 3]
     assert info["final_sha256"] == in_process_sha256(run.config, tmp_path / "here", NODES)
     if truncated:
-        assert info["notes"] == [f"round {recorded} left no readable checkpoint: rounds repeated: 1"]
+        named, repeated = info["notes"]
+        assert newest.name in named
+        assert repeated == "rounds repeated: 1"
         fault, happens = "... its last checkpoint truncated", "`--resume` goes on from the one before, and says so"
     else:
         fault, happens = "ServerApp killed", "`--resume` goes on from the last checkpoint"

@@ -361,7 +361,10 @@ def test_a_client_that_lost_ledger_and_state_trains_no_more(federation):
     settings = DP | {"system": "fedavg", "fresh": True, "fraction_train": 1.0}
     run = federation(**settings)
     shutil.rmtree(run.folder / "clients" / "00001")
-    again = federation(**settings | {"num_server_rounds": 3}, resume_from=str(run.folder))
+    more = {"num_server_rounds": 3, "resume_from": str(run.folder)}
+    with pytest.raises(ConfigError, match=r"client 1: state file .*00001/round-00002.safetensors' is damaged"):
+        federation(**settings | more)
+    again = federation(**settings | more, accept_loss=True)
     last = again.rounds[-1]
     assert (last["round"], last["replies"], last["failures"], last["evaluation_failures"]) == (3, 3, 1, 1)
     told = f"{run.rows(2)[1]['epsilon']:.4g}"
