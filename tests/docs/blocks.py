@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FEDPRUNE = ("fedprune",)
 FLOWER = ("flwr", "flower-superlink", "flower-superexec", "flower-supernode")
-SHELL = ("umask", "head", "mkdir", "chown", "make", "ray", "docker")  # what else a block of commands may call
+SHELL = ("umask", "head", "mkdir", "chown", "export", "openssl", "make", "ray", "docker")  # what else a block of commands may call
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`((?:fedprune|make) [^`]+)`")
 _TARGETS = re.compile(r"^([a-z-]+):", re.MULTILINE)
@@ -118,6 +118,8 @@ class Checker:
             "export.export_model",
             "results.report.write_report",
             "deploy.is_healthy",
+            "deploy.check_link",
+            "deploy.make_database",
         ):
             self.monkeypatch.setattr(f"fedprune_app.{name}", started)
         self.monkeypatch.setattr(cli, "_recorded", lambda out, superlink="": {})

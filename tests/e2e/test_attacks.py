@@ -11,6 +11,7 @@ import torch
 from fedprune_app.config import ConfigError
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
+from fedprune_app.engine.store import read_tensors
 from strategies.fedavg import FedAvg
 from strategies.fedcr import PRECISION, WEIGHTED
 from tests.conftest import tampered_app
@@ -44,8 +45,8 @@ def accuracy(run) -> float:
     return run.rounds[-1]["accuracy_global"]
 
 
-def model_of(run) -> bytes:
-    return (run.folder / "models" / "global.safetensors").read_bytes()
+def model_of(run) -> str:
+    return Payload(read_tensors(run.folder / "models" / "global.safetensors").tensors).digest()
 
 
 @pytest.mark.parametrize("system", ["fedavg", "subfedavg"])

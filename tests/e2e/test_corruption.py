@@ -28,7 +28,7 @@ CLIENTS, ROUNDS = 4, 4
 MORE = {
     "subfedavg": {},
     "fedavg": {},
-    "dispfl": {"dispfl.neighbours": 2},
+    "dispfl": {"dispfl.neighbours": 2, "dispfl.annealing-rounds": 9},
     "fedfomo": {},
     "fedltp": {"fedltp.tickets": 1, "fedltp.ticket-iterations": 10, "steps-per-epoch": 4, "seed": 1},
 }
