@@ -16,6 +16,7 @@ import pytest
 from fedprune_app.engine.store import exclusive
 from fedprune_app.results.lock import LOCK, is_held
 from fedprune_app.results.reader import load_run, read_info
+from fedprune_app.results.recorder import write_info
 from fedprune_app.results.report import write_report
 from tests.results.conftest import made_up_run
 
@@ -31,7 +32,7 @@ def running(tmp_path):
     """A run folder that says "running"."""
     folder = made_up_run(tmp_path / "run", rounds=2, clients=3)
     info = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(info | {"status": "running", "error": None, "final_sha256": None}))
+    write_info(folder, info | {"status": "running", "error": None, "final_sha256": None})
     return folder
 
 
