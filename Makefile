@@ -11,8 +11,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 demo: $(STAMP)
 	$(BIN)/fedprune demo --out runs/demo
 
+# Two workers, each with whole files: the tests of a file share their federations.
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-all: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m ""
