@@ -23,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FEDPRUNE = ("fedprune",)
 FLOWER = ("flwr", "flower-superlink", "flower-superexec", "flower-supernode")
-SHELL = ("umask", "head", "mkdir", "chown", "export", "openssl", "make", "ray", "docker")  # what else a block of commands may call
+# What else a block of commands may call.
+SHELL = ("umask", "head", "mkdir", "chown", "export", "openssl", "make", "ray", "docker")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`((?:fedprune|make) [^`]+)`")
 _TARGETS = re.compile(r"^([a-z-]+):", re.MULTILINE)
