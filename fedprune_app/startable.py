@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 
@@ -15,6 +14,7 @@ from clients.base import FederatedClient
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.engine.rounds import ImagePeer, Roster
 from fedprune_app.engine.store import VersionedStore
+from fedprune_app.files import scratch_folder
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.run_folder import new_run_key
@@ -32,11 +32,11 @@ def check_startable(config: Config, num_clients: int) -> None:
         if config.dataset == "text" and not Path(config.data_dir).is_dir():
             raise ConfigError(f"data-dir is {config.data_dir!r}, allowed with dataset 'text': a folder of texts")
         return
-    with TemporaryDirectory(prefix="fedprune-") as folder:
+    with scratch_folder() as folder:
         private = replace(config.dp, ledger_dir="")  # nobody's ledger is touched
-        here = replace(config, out_dir=folder, state_dir="", resume_from="", dp=private)
+        here = replace(config, out_dir=str(folder), state_dir="", resume_from="", dp=private)
         try:
-            _make_both(here, num_clients, Path(folder))
+            _make_both(here, num_clients, folder)
         except ConfigError:
             raise
         except (ValueError, ImportError) as error:

@@ -101,7 +101,10 @@ def own_model(run, partition):
     config = parse_config(run.info["config"])
     client = SYSTEMS[config.system].client(config, partition, CLIENTS, run.folder / "clients")
     state = client.store.read(state_rounds(run)[str(partition)])
-    client.test_accuracy(client.personal_model(Payload({}), state), client.masks(state))
+    received = {}
+    if config.system == "lg-fedavg":  # whose upper layers are the server's
+        received = read_tensors(run.folder / "models" / "global.safetensors").tensors
+    client.test_accuracy(client.personal_model(Payload(received), state), client.masks(state))
     return client.model.eval(), client.data.test_images
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedprune_app.results.ownership import MARK, is_marked, mark
+from fedprune_app.results.recorder import write_info
 from tests.results.conftest import made_up_run
 
 SMALL = ["num-server-rounds=1", "local-epochs=1", "evaluate-every=1", "system=fedavg"]
@@ -90,7 +91,7 @@ def test_the_server_looks_itself_for_a_run_that_flower_starts(federate, tmp_path
 def test_a_run_that_was_killed_before_its_first_round_may_begin_anew(fedprune, tmp_path):
     folder = made_up_run(tmp_path / "a", rounds=1)
     info = json.loads((folder / "run.json").read_text())
-    (folder / "run.json").write_text(json.dumps(info | {"status": "running", "rounds_completed": 0}))
+    write_info(folder, info | {"status": "running", "rounds_completed": 0})
     code, said = fedprune("run", *SMALL, *HERE, "--out", "a")
     assert code == 0, said
 
@@ -196,8 +197,8 @@ def test_a_demos_run_that_a_user_went_on_with_is_the_users(fedprune, quick_demo,
     fedprune("demo", "--out", "demo")
     code, said = fedprune("demo", "--out", "demo")
     assert code == 0, said
-    path = tmp_path / "demo" / "fedavg" / "run.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"resumed_after_rounds": [1]}))
+    folder = tmp_path / "demo" / "fedavg"
+    write_info(folder, json.loads((folder / "run.json").read_text()) | {"resumed_after_rounds": [1]})
     before = contents(tmp_path / "demo")
     assert_refused(fedprune("demo", "--out", "demo"), "fedavg' holds a run that is no demo's")
     assert contents(tmp_path / "demo") == before
