@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -79,6 +80,15 @@ def tampered_app(train: Tamper = honest, query: Tamper = honest, evaluate: Tampe
     app.train()(tampered(train, client_app.train))
     app.evaluate()(tampered(evaluate, client_app.evaluate))
     return app
+
+
+@pytest.fixture(autouse=True)
+def loggers_that_speak() -> None:
+    """Flower's loggers are as at the start: its database, when it is made, silences all loggers of the process."""
+    for name in ("flwr", "flwr.fedprune"):
+        logger = logging.getLogger(name)
+        logger.disabled, logger.propagate = False, True
+    logging.getLogger("flwr").setLevel(logging.INFO)
 
 
 @pytest.fixture
