@@ -88,7 +88,7 @@ def loggers_that_speak() -> None:
     for name in ("flwr", "flwr.fedprune"):
         logger = logging.getLogger(name)
         logger.disabled, logger.propagate = False, True
-    logging.getLogger("flwr").setLevel(logging.INFO)
+    logging.getLogger("flwr").setLevel(logging.DEBUG)
 
 
 @pytest.fixture
