@@ -124,6 +124,7 @@ class Session:
         """Run to completion and return run.json. Raises :class:`LaunchError` with the run's own error otherwise."""
         self.check(config)
         before = _content(folder / "run.json")
+        take_refusal(folder)  # of a launcher that did not live to read it
         with _stoppable(), _Progress(config, folder, self.console) as progress:
             try:
                 if self.placement.engine == "inprocess":
@@ -160,43 +161,36 @@ class Session:
     def _simulate(self, config: Config, folder: Path, progress: _Progress) -> None:
         progress.say("starting clients")
         place, run_file = self.placement, folder / "run.json"
-        take_refusal(folder)  # of a launcher that did not live to read it
         before = launch.outcome_of(run_file)
         values, gpus = config.to_dict(), _num_gpus(config)
         with launch.simulation(
             self.app, values, place.num_clients, place.num_workers, gpus, place.ray_address
         ) as simulation:
-            completed = launch.wait_for(simulation, run_file, progress.update)
-            if refusal := take_refusal(folder):
-                raise ConfigError(refusal)
-            if not completed:
-                raise _failure(_own_words(run_file, before), launch.last_line(simulation.log_file))
+            if not launch.wait_for(simulation, run_file, progress.update):
+                raise _failure(folder, before, lambda: launch.last_line(simulation.log_file))
 
     def _run_on_nodes(self, config: Config, folder: Path, progress: _Progress) -> None:
         progress.say("starting Flower")
         link, run_file = self._connect(), folder / "run.json"
         before = launch.outcome_of(run_file)
-        take_refusal(folder)  # of a launcher that did not live to read it
         submitted = _elsewhere if self.placement.superlink else _ours
         with submitted(link, lambda: launch.submit(link, self.app, config.to_dict())) as run_id:
             progress.say("starting clients")
             outcome = launch.follow(link, run_id, folder, progress.update)
-        if refusal := take_refusal(folder):
-            raise ConfigError(refusal)
         if outcome != "finished:completed":
-            raise _failure(_own_words(run_file, before), launch.failure(link, run_id))
+            raise _failure(folder, before, lambda: launch.failure(link, run_id))
 
 
-def _own_words(run_file: Path, before: tuple[str, int] | None) -> str | None:
-    """Why the run failed, in its own words, if it left any since ``before``."""
+def _failure(folder: Path, before: tuple[str, int] | None, ask_flower: Callable[[], str]) -> Exception:
+    """The error of a run that failed: a refused setting, or else the run's own words since ``before``, or Flower's."""
+    if refusal := take_refusal(folder):
+        return ConfigError(refusal)
+    told = ask_flower()
+    if setting := refused(told):
+        return ConfigError(setting)
+    run_file = folder / "run.json"
     error = _read_json(run_file).get("error") if launch.outcome_of(run_file) != before else None
-    return str(error) if error else None
-
-
-def _failure(own_words: str | None, told: str) -> Exception:
-    """The error of a run that failed: of a setting that it refused, or why it failed in its own words or Flower's."""
-    setting = refused(told)
-    return ConfigError(setting) if setting else LaunchError(own_words or told)
+    return LaunchError(str(error or told))
 
 
 def _num_gpus(config: Config) -> int:
