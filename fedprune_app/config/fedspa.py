@@ -18,7 +18,7 @@ class FedSPAOptions(Table):
     acceleration: str = option(
         "momentum",
         "The server's step along the mean update.",
-        choices={"momentum": "with momentum", "adam": "as Adam steps", "none": "the mean update as it is"},
+        choices={"momentum": "with momentum", "adam": "as Adam steps", "none": "the plain mean update"},
     )
     server_momentum: float = option(
         0.5, "The server's momentum, for acceleration 'momentum'. For 'adam' the number is β₁.", least=0, below=1

@@ -94,10 +94,10 @@ class FedSpaLLMOptions(Table):
     )
     unsampled: str = option(
         "cached",
-        "The layers that a client uses in place of those it does not prune.",
+        "The version of a layer that a client uses where the client does not prune the layer.",
         choices={
-            "cached": "the dense ones that the client has",
-            "current": "the current ones, which the client gets from round 2 on",
+            "cached": "the dense layer that the client has",
+            "current": "the current layer, which the client gets from round 2 on",
         },
     )
     expansion: str = option(
