@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from clients.base import FederatedClient
-from fedprune_app.config import Config, ConfigError
+from fedprune_app.config import Config, ConfigError, written_below
 from fedprune_app.engine.store import VersionedStore
 from fedprune_app.federation.clients import ImageClientInfo, Roster
 from fedprune_app.federation.round import RunContext
@@ -34,10 +34,8 @@ def check_startable(config: Config, num_clients: int) -> None:
             raise ConfigError(f"data-dir is {config.data_dir!r}, allowed with dataset 'text': a folder of texts")
         return
     with scratch_folder() as folder:
-        private = replace(config.dp, ledger_dir="")  # nobody's ledger is touched
-        here = replace(config, out_dir=str(folder), state_dir="", resume_from="", dp=private)
         try:
-            _make_both(here, num_clients, folder)
+            _make_both(written_below(folder, config), num_clients, folder)  # nobody's ledger is touched
         except ConfigError:
             raise
         except (ValueError, ImportError) as error:

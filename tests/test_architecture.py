@@ -17,7 +17,8 @@ ALLOWED = {  # room: rooms it may import
     "fedprune_app.data": {"core", "files"},
     "fedprune_app.models": {"core", "files"},
     "fedprune_app.privacy": {"core", "files"},
-    "fedprune_app.results": {"core", "files", "models"},  # models: an exported file is loaded as a network
+    # config: which settings change no result; models: an exported file is loaded as a network
+    "fedprune_app.results": {"core", "config", "files", "models"},
     "fedprune_app.engine": {"core", "files", "results"},
     "fedprune_app.federation": {"core", "config", "engine", "results"},
     "strategies": {"core", "config", "engine", "federation", "files", "results"},

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedprune_app.config import OPTIONS
 from fedprune_app.files import replace_file
 from fedprune_app.results.fields import own_models, tested_on, windows_of_text
 from fedprune_app.results.reader import Run
@@ -22,10 +23,7 @@ _DATA = ("dataset", "partition", "clients", "model")
 MEGABYTE = 1e6  # bytes, as the papers count
 
 # Where a run lives and how it was executed; none of it changes what was computed.
-_BOOKKEEPING = {
-    "out-dir", "state-dir", "data-dir", "fedltp.public-data-dir", "resume-from", "accept-loss", "device", "tracking",
-    "download", "startup-seconds",
-}  # fmt: skip
+_BOOKKEEPING = frozenset(key for key, option in OPTIONS.items() if not option.changes_results)
 
 
 @dataclass(frozen=True)
