@@ -37,18 +37,18 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from clients.base import data_config
-from clients.training import SGD, train
 from fedprune_app.config import Config, Scalar, parse_config
 from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.masks import random_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator, numpy_generator
 from fedprune_app.data.datasets import load_dataset
-from fedprune_app.data.splits import client_data
+from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.engine import rounds, wire
 from fedprune_app.engine.inprocess import InProcessGrid
 from fedprune_app.experiment import Placement, Session
+from fedprune_app.learning.sgd import SGD
+from fedprune_app.learning.train import train
 from fedprune_app.models.initial import initial_model
 from fedprune_app.models.vision import load_state_tensors, prunable_names, state_tensors
 from fedprune_app.run_folder import new_run_key

@@ -19,18 +19,20 @@ from torch import Tensor
 
 from clients.node import NDArrays, Node, payload_names, received_payload
 from clients.privacy import ClientPrivacy
-from clients.training import SGD, TrainingResult, evaluate, train
-from fedprune_app.config import Config, class_names
+from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.flops import sparse_flops, training_flops
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.data.augmentation import CropFlip, augmentation
-from fedprune_app.data.splits import ClientData, DataConfig, client_data, dataset_of, label_counts
+from fedprune_app.data.splits import ClientData, client_data, data_config, dataset_of, label_counts
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
 from fedprune_app.files import replace_file
+from fedprune_app.learning.evaluate import evaluate
+from fedprune_app.learning.sgd import SGD
+from fedprune_app.learning.train import TrainingResult, train
 from fedprune_app.models import vision
 from fedprune_app.models.initial import initial_model, layer_flops, shared_names
 
@@ -44,14 +46,6 @@ class Update:
     training: TrainingResult
     flops: float  # of the whole local phase
     metrics: Mapping[str, Any] = field(default_factory=dict)  # more to tell the server
-
-
-def data_config(config: Config, is_own: bool = False) -> DataConfig:
-    """The part of the configuration that determines every client's data."""
-    names = set(DataConfig.__dataclass_fields__) - {"is_own", "classes", "public_scale"}
-    same = {name: getattr(config, name) for name in names}
-    classes = class_names(config.classes)
-    return DataConfig(is_own=is_own, classes=classes, public_scale=config.dp.enabled, **same)
 
 
 class FederatedClient(Node):

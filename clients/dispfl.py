@@ -21,7 +21,6 @@ from torch import Tensor
 
 from clients.base import Update
 from clients.gossip import GossipClient
-from clients.training import dense_gradient
 from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.flops import training_flops
@@ -29,6 +28,7 @@ from fedprune_app.core.masks import erk_densities, prune_and_grow, random_masks,
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.schedules import cosine_fraction
 from fedprune_app.engine.store import State, grouped
+from fedprune_app.learning.evaluate import dense_gradient
 from fedprune_app.models import vision
 
 _ALLOCATIONS = {"erk": erk_densities, "uniform": uniform_densities}

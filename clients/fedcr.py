@@ -18,13 +18,13 @@ from torch.nn import functional as F
 from clients.base import Update
 from clients.fedp3 import FedP3Client
 from clients.node import never_private
-from clients.parts import Network
-from clients.training import TrainingResult
 from fedprune_app.config import Config, FedP3Options
 from fedprune_app.core import rng
 from fedprune_app.core.gaussians import experts_by_class, kl_divergence
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
+from fedprune_app.learning.parts import Network
+from fedprune_app.learning.train import TrainingResult
 from fedprune_app.models.variational import Variational
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from clients.base import FederatedClient, Update, split_letters
 from clients.node import never_private
-from clients.training import evaluate
 from fedprune_app.config import Config
 from fedprune_app.core.flops import sparse_flops
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
+from fedprune_app.learning.evaluate import evaluate
 from fedprune_app.models import vision
 
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from clients.base import Update
 from clients.fedavg import FedAvgClient
 from clients.node import NDArrays, received_payload
-from clients.training import evaluate
 from fedprune_app.config import Config
 from fedprune_app.core.masks import packed, unpacked
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
+from fedprune_app.learning.evaluate import evaluate
 from fedprune_app.models import vision
 
 

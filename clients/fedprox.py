@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from clients.fedavg import FedAvgClient
-from clients.training import TrainingResult, proximal
+from fedprune_app.learning.hooks import proximal
+from fedprune_app.learning.train import TrainingResult
 
 
 class FedProxClient(FedAvgClient):

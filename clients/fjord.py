@@ -22,7 +22,14 @@ from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.structured import extents, hidden_groups, lead, lead_masks, leading_count, widen
+from fedprune_app.core.structured import (
+    extents,
+    hidden_groups,
+    leading_block,
+    leading_count,
+    leading_masks,
+    zero_padded,
+)
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models import vision
 
@@ -52,12 +59,12 @@ class FjORDClient(FederatedClient):
         return extents(self.groups, {group.name: leading_count(group.size, width) for group in self.groups})
 
     def masks(self, state: State) -> dict[str, Tensor]:
-        return state.group("masks") or lead_masks(self.reach(), self.shapes)
+        return state.group("masks") or leading_masks(self.reach(), self.shapes)
 
     def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
         """The sub-network in full coordinates; what is not sent (local norms) is the client's own."""
-        start = {**self.own_model(state), **widen(received.tensors, self.shapes)}
-        return start | pruned(start, lead_masks(self.reach(), self.shapes))
+        start = {**self.own_model(state), **zero_padded(received.tensors, self.shapes)}
+        return start | pruned(start, leading_masks(self.reach(), self.shapes))
 
     def local_update(self, received: Payload, state: State, round: int) -> Update:
         width, reach = float(self.request["width"]), self.reach()
@@ -72,9 +79,9 @@ class FjORDClient(FederatedClient):
         dropout = OrderedDropout(self.model, self.groups, (), {}, law, draw, self.layer_flops(), teacher)
         result = self.train(round, part=dropout)
         tensors = vision.state_tensors(self.model, include_buffers=True)
-        sent = {name: lead(tensors[name], reach.get(name)).contiguous() for name in self.shared}
-        masks = {n: m for n, m in lead_masks(reach, self.shapes).items() if n in tensors}
+        sent = {name: leading_block(tensors[name], reach.get(name)).contiguous() for name in self.shared}
+        masks = {n: m for n, m in leading_masks(reach, self.shapes).items() if n in tensors}
         return Update(Payload(sent), State(grouped(weights=tensors, masks=masks)), result, dropout.flops)
 
     def uploaded(self, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
-        return Payload(widen(sent.tensors, self.shapes), lead_masks(self.reach(), self.shapes))
+        return Payload(zero_padded(sent.tensors, self.shapes), leading_masks(self.reach(), self.shapes))

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from clients.parts import Part
 from fedprune_app.core.flops import BACKWARD_PER_FORWARD, training_flops
 from fedprune_app.core.structured import ChannelGroup, LeadingCounts, extents, leading_count
+from fedprune_app.learning.parts import Part
 
 FJORD_SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
 Law = Callable[[np.random.Generator], float]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from clients.base import FederatedClient, Update
-from clients.training import proximal
 from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
+from fedprune_app.learning.hooks import proximal
 from fedprune_app.models import vision
 
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from flwr.client import NumPyClient
 
 from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, VersionedStore, client_store
 from fedprune_app.engine.wire import Schema
+from fedprune_app.learning.device import device_of
 
 NDArrays = list[np.ndarray[Any, Any]]
 _NO_STATE = State()
@@ -170,12 +170,6 @@ class Node(NumPyClient):
                 if self.has_own_data:  # where its operator keeps its files is nobody's business
                     lost[round] = lost[round].replace(str(self.store.folder), self.store.folder.name)
         return {"partition": self.partition, "lost-rounds": list(lost), "lost-reasons": list(lost.values())}
-
-
-def device_of(config: Config) -> torch.device:
-    """What the key ``device`` means on this machine."""
-    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return torch.device("cuda" if cuda else "cpu")
 
 
 def payload_names(payload: Payload) -> dict[str, list[str]]:

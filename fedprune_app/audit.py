@@ -21,18 +21,18 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clients.base import FederatedClient, data_config
+from clients.base import FederatedClient
 from clients.privacy import ClientPrivacy
-from clients.training import TrainingResult
 from fedprune_app import client_app, server_app
 from fedprune_app.config import Config, ConfigError, refused
 from fedprune_app.core import rng
 from fedprune_app.core.payload import Payload
-from fedprune_app.data.splits import ClientData, client_data
+from fedprune_app.data.splits import ClientData, client_data, data_config
 from fedprune_app.engine import wire
 from fedprune_app.engine.inprocess import quiet, run_in_process
 from fedprune_app.files import scratch_folder
 from fedprune_app.launch import LaunchError
+from fedprune_app.learning.train import TrainingResult
 from fedprune_app.models import vision
 from fedprune_app.privacy.audit import Evidence, Finding
 from fedprune_app.privacy.noise import Noise

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.structured import Extents, extents, hidden_groups, lead, lead_masks, leading_count, widen
+from fedprune_app.core.structured import (
+    Extents,
+    extents,
+    hidden_groups,
+    leading_block,
+    leading_count,
+    leading_masks,
+    zero_padded,
+)
 from fedprune_app.engine import wire
 from fedprune_app.engine.rounds import Peer
 from fedprune_app.engine.wire import Schema
@@ -46,7 +54,7 @@ class FjORD(FederatedStrategy):
 
     def sub_network(self, partition: int) -> dict[str, Tensor]:
         reach = self.reach(partition)
-        return {name: lead(tensor, reach.get(name)).contiguous() for name, tensor in self.model.items()}
+        return {name: leading_block(tensor, reach.get(name)).contiguous() for name, tensor in self.model.items()}
 
     def plan(self, round: int, participants: list[int]) -> Mapping[int, Payload]:
         return {partition: Payload(self.sub_network(partition)) for partition in participants}
@@ -65,7 +73,7 @@ class FjORD(FederatedStrategy):
 
     def reply_schema(self, partition: int) -> Schema:
         reach = self.reach(partition)
-        return Schema.like({name: lead(tensor, reach.get(name)) for name, tensor in self.model.items()})
+        return Schema.like({name: leading_block(tensor, reach.get(name)) for name, tensor in self.model.items()})
 
     def open_round(self, round: int, participants: list[int]) -> None:
         self.participants = participants
@@ -73,8 +81,8 @@ class FjORD(FederatedStrategy):
         self.mean = self.averaging(len(participants), max_weight=largest)
 
     def accept(self, peer: Peer, update: Payload) -> None:
-        masks = lead_masks(self.reach(peer.partition), self.shapes)
-        full = Payload(widen(update.tensors, self.shapes), masks)
+        masks = leading_masks(self.reach(peer.partition), self.shapes)
+        full = Payload(zero_padded(update.tensors, self.shapes), masks)
         self.mean.add(full, weight=self.weight_of(peer.partition))
 
     def close_round(self, round: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from clients import node
-from clients.base import data_config, split_letters, with_letters
+from clients.base import split_letters, with_letters
 from clients.dispfl import DisPFLClient
 from clients.fedavg import FedAvgClient
 from clients.node import payload_names
@@ -16,7 +16,7 @@ from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient
 from fedprune_app.config import parse_config
 from fedprune_app.core.payload import Payload
-from fedprune_app.data.splits import client_data
+from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.models.vision import state_tensors
 
 QUICK = {"shard-size": 40, "local-epochs": 2, "learning-rate": 0.05, "subfedavg.accuracy-threshold": 0.0}

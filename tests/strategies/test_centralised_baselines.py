@@ -7,12 +7,11 @@ import shutil
 import pytest
 import torch
 
-from clients.base import data_config
 from clients.fedavg_ft import FedAvgFTClient
 from fedprune_app.config import parse_config
 from fedprune_app.core import rng
 from fedprune_app.core.payload import Payload
-from fedprune_app.data.splits import client_data
+from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.engine.rounds import TooFewReplies
 from fedprune_app.engine.store import State
 from fedprune_app.export import find_model

@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from clients.base import data_config
 from clients.fedltp import FedLTPClient
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.rng import generator
 from fedprune_app.core.tickets import Ticket, ticket_masks
-from fedprune_app.data.splits import client_data, partition_indices, public_part
+from fedprune_app.data.splits import client_data, data_config, partition_indices, public_part
 from fedprune_app.models import build_model, prunable_names, state_tensors
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
 from fedprune_app.privacy.ledger import Ledger
