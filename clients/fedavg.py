@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from clients.base import FederatedClient
+from clients.base import ImageClient
 from fedprune_app.config import Config
 
 
-class FedAvgClient(FederatedClient):
+class FedAvgClient(ImageClient):
     """McMahan et al., AISTATS 2017, Algorithm 1, ClientUpdate."""
 
     validates = "received"

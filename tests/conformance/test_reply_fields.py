@@ -1,0 +1,114 @@
+"""Every field of every reply is one that the system's client declares: on the wire, private or not."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+from flwr.app import MessageType
+
+from clients.reply_fields import ReplyFields, declared, undeclared
+from fedprune_app import client_app
+from fedprune_app.config import parse_config
+from fedprune_app.engine import wire
+from fedprune_app.engine.inprocess import InProcessGrid
+from fedprune_app.registry import SYSTEMS
+from tests.conformance.conftest import CLIENTS, PRIVATE, ROUNDS, SYSTEM
+
+KINDS = {MessageType.QUERY: "introduction", MessageType.TRAIN: "training", MessageType.EVALUATE: "evaluation"}
+PRIVATELY = {
+    "subfedavg": {"subfedavg.gate-split": "none"},
+    "dispfl": {"dispfl.growth": "random"},
+    "fedltp": {"dp.count-scale": 20.0},
+}
+"""What a system needs, beside ``PRIVATE``, to run with ``dp.enabled``."""
+
+
+def private_settings(settings_of, system):
+    """Settings of a private run; None where the system cannot have one."""
+    settings = {**settings_of(system), **PRIVATE, **PRIVATELY.get(system, {})}
+    return None if SYSTEMS[system].client.why_not_private(parse_config(settings)) else settings
+
+
+@pytest.fixture
+def heard(conform, settings_of):
+    """``heard(system, is_private)``: the names of the fields of each reply of a run, by kind."""
+
+    def listen(system, is_private):
+        replies = {kind: [] for kind in KINDS.values()}
+
+        class Listening(InProcessGrid):
+            def pull_messages(self, message_ids):
+                for reply in super().pull_messages(message_ids):
+                    assert not reply.has_error(), reply.error
+                    replies[KINDS[reply.metadata.message_type]].append(set(wire.fields_of(reply.content)))
+                    yield reply
+
+        Listening.__name__ = f"Listening{is_private}"
+        settings = private_settings(settings_of, system) if is_private else {}
+        if settings is None:
+            pytest.skip(f"system {system} cannot be private")
+        conform(system, grid=Listening, **{key.replace("-", "_"): value for key, value in settings.items()})
+        return replies
+
+    return listen
+
+
+@pytest.mark.parametrize("is_private", [False, True], ids=["as it is", "private"])
+@SYSTEM
+def test_every_reply_holds_declared_fields_alone(heard, settings_of, system, is_private):
+    replies = heard(system, is_private)
+    private = is_private or parse_config(settings_of(system)).dp.enabled
+    fields = declared(SYSTEMS[system].client)
+    assert {kind: bool(each) for kind, each in replies.items()} == dict.fromkeys(KINDS.values(), True)
+    assert len(replies["introduction"]) == CLIENTS
+    assert len(replies["training"]) >= CLIENTS * ROUNDS
+    for kind, each in replies.items():
+        for names in each:
+            assert undeclared(names, fields.allowed(kind, private)) == [], kind
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+@SYSTEM
+def test_a_field_that_nobody_declared_is_refused_by_its_name(settings_of, system, kind):
+    client_class = SYSTEMS[system].client
+    config = parse_config(settings_of(system))
+    client = SimpleNamespace(config=config)
+    allowed = sorted(declared(client_class).allowed(kind, config.dp.enabled))
+    check = client_class.check_reply
+    watched = type("Watched", (client_class,), {"__init__": lambda self: None, "config": config})()
+    check(watched, kind, [f"{name}x" if name.endswith("/") else name for name in allowed])
+    with pytest.raises(ValueError, match=f"field 'diary' is in a reply, allowed in {kind}: {re.escape(allowed[0])}"):
+        check(watched, kind, [*allowed, "diary"])
+
+
+@pytest.mark.parametrize(("told", "is_private"), [("diary", False), ("loss", True), ("labels-train", True)])
+def test_the_client_app_sends_no_undeclared_field(conform, monkeypatch, told, is_private):
+    """A client that tells it fails, as it would with an error of any other kind."""
+
+
+def test_what_a_class_declares_adds_to_what_its_base_classes_declare():
+    class Base:
+        declares = ReplyFields(training=frozenset({"loss", "density"}), withheld_when_private=frozenset({"loss"}))
+
+    class Silent(Base):
+        pass
+
+    class Mixed:
+        declares = ReplyFields(training=frozenset({"density/", "epsilon"}), only_when_private=frozenset({"epsilon"}))
+
+    class Both(Silent, Mixed):
+        declares = ReplyFields(evaluation=frozenset({"score"}))
+
+    assert declared(Both).allowed("training", is_private=False) == {"loss", "density", "density/"}
+    assert declared(Both).allowed("training", is_private=True) == {"density", "density/", "epsilon"}
+    assert declared(Both).allowed("evaluation", is_private=False) == {"score"}
+    assert declared(Both).allowed("introduction", is_private=False) == frozenset()
+
+
+def test_a_prefix_allows_what_begins_with_it_and_nothing_else():
+    allowed = frozenset({"density", "perplexity/"})
+    assert undeclared(["density", "perplexity/c4", "perplexity/a b/c"], allowed) == []
+    assert undeclared(["density/conv1", "perplexity", "densities"], allowed) == ["density/conv1", "perplexity", "densities"]
+    assert undeclared(["anything"], frozenset()) == ["anything"]
