@@ -118,8 +118,7 @@ class ImageClient(ImageNode[Update]):
         return scores
 
     def evaluation_counts(self) -> int:
-        """The counts are of the personal, received and global model, of what is validated, and of a start that is
-        tested before training."""
+        """This counts the personal, received and global model, what is validated, and a start that is tested."""
         return 4 + (self.validates == "received")
 
     # --- local work ---------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ _ALLOCATIONS = {"erk": erk_densities, "uniform": uniform_densities}
 
 
 class DisPFLClient(GossipClient):
-    """Keeps a mask for each convolution and linear weight, of a density that never changes."""
+    """A Dis-PFL client keeps a mask for each convolution and linear weight, of a density that never changes."""
 
     prunes = True
 
@@ -51,11 +51,14 @@ class DisPFLClient(GossipClient):
         )
 
     def target_density(self) -> float:
-        """What this client can bear: its node's ``capacity``, its place in ``dispfl.densities``, or ``density``."""
+        """This is the density that the client can bear.
+
+        It is its node's ``capacity``, else its place in ``dispfl.densities``, else ``density``.
+        """
         return self.place.capacity or self.config.dispfl.density_of(self.client_id, self.config.density)
 
     def initial_masks(self) -> dict[str, Tensor]:
-        """Line 2: positions drawn at random, their number per layer by ERK."""
+        """This is line 2: it draws positions at random, their number per layer by ERK."""
         shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         densities = _ALLOCATIONS[self.config.dispfl.allocation](shapes, self.target_density())
         partition = self.client_id if self.config.dispfl.initial_masks == "per-client" else 0
@@ -87,7 +90,7 @@ class DisPFLClient(GossipClient):
         return Update(payload, state, result, self.training_flops(masks) + search_flops, metrics)
 
     def search(self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor], round: int) -> dict[str, Tensor]:
-        """Algorithm 2: drop the smallest α_t of each layer's weights, grow as many where the gradient is largest."""
+        """This is Algorithm 2: the smallest α_t of each layer's weights go, as many grow by the largest gradients."""
         config = self.config
         horizon = config.dispfl.annealing_rounds or config.num_server_rounds
         fraction = cosine_fraction(config.dispfl.prune_rate, round - 1, horizon) if round <= horizon else 0.0

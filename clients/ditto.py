@@ -20,7 +20,7 @@ from fedprune_app.models import vision
 
 
 class DittoClient(ImageClient):
-    """State: ``weights`` are the personal model's; ``local`` what of the global model stays here (local norms)."""
+    """The state holds the personal model's ``weights``, and ``local``, what of the global model stays (local norms)."""
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:

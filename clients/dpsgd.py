@@ -20,7 +20,7 @@ from fedprune_app.models import vision
 
 
 class DPSGDClient(GossipClient):
-    """What is validated is the consensus model."""
+    """A D-PSGD client answers for its own model, and validates the consensus model."""
 
     validates = "received"
 

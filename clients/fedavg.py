@@ -7,7 +7,7 @@ from fedprune_app.config import Config
 
 
 class FedAvgClient(ImageClient):
-    """McMahan et al., AISTATS 2017, Algorithm 1, ClientUpdate."""
+    """A FedAvg client does ClientUpdate of Algorithm 1: McMahan et al., AISTATS 2017."""
 
     validates = "received"
 

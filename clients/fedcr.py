@@ -30,7 +30,7 @@ from fedprune_app.models.variational import Variational
 
 
 class FedCRClient(FedP3Client):
-    """State as FedP3's, with a personal head."""
+    """The state is as FedP3's, with a personal head."""
 
     headless = frozenset({"prior.mean", "prior.std"})
 

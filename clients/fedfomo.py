@@ -77,7 +77,7 @@ class FedFomoClient(ImageClient):
         )
 
     def validation_loss(self, tensors: Mapping[str, Tensor]) -> float:
-        """Sum of the cross entropies on the validation data."""
+        """This is the sum of the cross entropies on the validation data."""
         vision.load_state_tensors(self.model, tensors)
         images, labels = self.data.validation_images, self.data.validation_labels
         return evaluate(self.model, images, labels, device=self.device).loss_sum

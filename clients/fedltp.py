@@ -33,8 +33,10 @@ class FedLTPClient(FedAvgClient):
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
-        """The masks are public: made by the server of public data, or at worst of what was released; and scores are
-        noised."""
+        """The masks are public, and scores are noised.
+
+        The server makes the masks of public data, or at worst of what was released.
+        """
         if config.fedltp.validators == "none" or config.dp.count_scale > 0:
             return ""
         return (
@@ -43,11 +45,11 @@ class FedLTPClient(FedAvgClient):
         )
 
     def round_counts(self) -> int:
-        """At most one score a round: whether this client is asked is not for it to say."""
+        """A client is asked for at most one score a round, and cannot know in which rounds."""
         return int(self.config.fedltp.validators != "none")
 
     def planned_counts(self) -> int:
-        """Scores are asked for in rounds that the client does not join, too."""
+        """This adds the scores that are asked for in rounds that the client does not join."""
         unjoined = self.config.num_server_rounds - self.planned_rounds()
         return super().planned_counts() + unjoined * self.round_counts()
 
@@ -65,7 +67,7 @@ class FedLTPClient(FedAvgClient):
         return Payload(unpacked(sent.tensors, masks, before), masks)
 
     def received_scores(self, task: Task, state: State) -> Scores:
-        """Of the global model as it is, whatever sub-model of it this client trains."""
+        """This tests the global model as it is, whatever sub-model of it this client trains."""
         scores = {"accuracy-global": self.test_accuracy(task, self.begin(task, state), task.payload.masks)}
         scores["accuracy-validation"] = self.accuracy(task, "validation")
         return {**scores, "accuracy-received": scores["accuracy-global"]}

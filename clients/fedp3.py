@@ -32,7 +32,7 @@ from fedprune_app.models import vision
 
 
 class FedP3Client(ImageClient):
-    """State: ``weights``, all of them, and ``masks``, the P_i they were trained under."""
+    """The state holds all ``weights``, and ``masks``, the P_i under which they were trained."""
 
     headless: frozenset[str] = frozenset()  # tensors of no layer, which are received alone
 
@@ -56,7 +56,10 @@ class FedP3Client(ImageClient):
     # --- what is asked for ------------------------------------------------------------------------------------------
 
     def own_layers(self, task: Task, state: State) -> list[str]:
-        """L_i, as the server asks, and the last layer. ``ValueError`` where it asks for more than it may."""
+        """This is L_i, as the server asks for it, and the last layer.
+
+        Raises ``ValueError`` where the server asks for more than it may.
+        """
         asked = list(task.fields["layers"])
         if unknown := [layer for layer in asked if layer not in self.layers]:
             raise ValueError(f"layer '{unknown[0]}' is asked for, allowed: {', '.join(self.layers)}")
@@ -72,7 +75,7 @@ class FedP3Client(ImageClient):
         return [*asked, self.head]
 
     def global_masks(self, task: Task) -> dict[str, Tensor]:
-        """P_i: as received, or of the dense model that is evaluated, by the server's own rule."""
+        """This is P_i: as received, or for a dense model that is evaluated made by the server's own rule."""
         if task.payload.masks or not task.payload.tensors or "density" not in task.fields:
             return dict(task.payload.masks)
         density = float(task.fields["density"])
@@ -86,7 +89,7 @@ class FedP3Client(ImageClient):
         return state.group("masks") if state.tensors else self.global_masks(task)
 
     def begin(self, task: Task, state: State) -> dict[str, Tensor]:
-        """Line 8, and of its own what is never sent: a personal head, local norms."""
+        """This is line 8; what is never sent (a personal head, local norms) is the client's own."""
         start = {**self.own_model(state), **task.payload.tensors}
         return start | pruned(start, self.global_masks(task))
 
@@ -105,7 +108,7 @@ class FedP3Client(ImageClient):
         own = self.own_layers(task, state)
         kept = self.global_masks(task) if self.options.pruned_weights == "stay-zero" else {}
         part = None
-        if self.head_alone(task.round):
+        if self.trains_head_alone(task.round):
             epochs, frozen = self.options.head_epochs, self.hidden_parameters()
             result, tensors = self.train_from_start(task, state, masks=kept, epochs=epochs, frozen=frozen)
         else:
@@ -118,15 +121,16 @@ class FedP3Client(ImageClient):
 
     # --- the released code's last round -----------------------------------------------------------------------------
 
-    def head_alone(self, round: int) -> bool:
+    def trains_head_alone(self, round: int) -> bool:
+        """This says whether the round is the last one, in which the released code trains the last layer alone."""
         return self.options.head_epochs > 0 and round == self.config.num_server_rounds
 
     def planned_epochs(self) -> int:
         return super().planned_epochs() + (self.options.head_epochs and self.options.head_epochs - self.round_epochs())
 
     def flops(self, masks: Mapping[str, Tensor], round: int) -> float:
-        """Of a round's training; hidden layers that are frozen have no backward pass."""
-        if not self.head_alone(round):
+        """These are the FLOPs of a round's training; hidden layers that are frozen have no backward pass."""
+        if not self.trains_head_alone(round):
             return self.training_flops(masks)
         forward = self.layer_flops()
         backward = BACKWARD_PER_FORWARD * forward[self.head]
@@ -137,7 +141,7 @@ class FedP3Client(ImageClient):
     def local_pruning(
         self, own: list[str], masks: Mapping[str, Tensor], round: int
     ) -> UniformPruning | OrderedDropout | None:
-        """Q_i, which prunes each step's network further outside of the client's own layers; nothing when fixed."""
+        """This is Q_i, which prunes each step's network further outside of the client's own layers; None when fixed."""
         options = self.options
         if options.local == "fixed":
             return None

@@ -22,7 +22,7 @@ from fedprune_app.models import vision
 
 
 class FedSPAClient(FedAvgClient):
-    """Sends the values of its round's coordinates, in their order; the server has drawn the same."""
+    """A Fed-SPA client sends the values of its round's coordinates, in their order; the server has drawn the same."""
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
@@ -30,7 +30,7 @@ class FedSPAClient(FedAvgClient):
         return ""
 
     def coordinates(self, task: Task) -> dict[str, Tensor]:
-        """This round's set, of the tensors that travel. ``ValueError`` for a seed that is none."""
+        """This is the round's set, of the tensors that travel. Raises ``ValueError`` for a seed that is none."""
         seed = int(wire.number(task.fields, "coordinates", 0, 2**63 - 1))
         tensors = vision.named_tensors(self.model)
         return random_coordinates({name: tensors[name].shape for name in self.shared}, self.config.fedspa.share, seed)

@@ -17,12 +17,12 @@ from fedprune_app.models import vision
 
 
 class FineTuned(ImageClient):
-    """To be mixed into the client of a system that has a global model."""
+    """This is mixed into the client of a system that has a global model."""
 
     validates = "personal"
 
     def planned_epochs(self) -> int:
-        """Under dp.enabled fine-tuning is private and charged: what comes of it is evaluated."""
+        """This adds the epochs of fine-tuning: what comes of them is evaluated, so they are private and charged too."""
         config = self.config
         return super().planned_epochs() + self.evaluations * (config.finetune.epochs or config.local_epochs)
 

@@ -36,7 +36,7 @@ from fedprune_app.models import vision
 
 
 class FjORDClient(ImageClient):
-    """State: ``weights`` in the full network's coordinates, 0 beyond the client's width; ``masks`` say how far."""
+    """The state holds ``weights`` in the full network's coordinates, and ``masks``, False beyond the client's width."""
 
     validates = "received"
 
@@ -64,7 +64,7 @@ class FjORDClient(ImageClient):
         return state.group("masks") or leading_masks(self.extents(task), self.shapes)
 
     def begin(self, task: Task, state: State) -> dict[str, Tensor]:
-        """The sub-network in full coordinates; what is not sent (local norms) is the client's own."""
+        """This is the sub-network in full coordinates; what is not sent (local norms) is the client's own."""
         start = {**self.own_model(state), **zero_padded(task.payload.tensors, self.shapes)}
         return start | pruned(start, leading_masks(self.extents(task), self.shapes))
 

@@ -26,22 +26,22 @@ class GossipClient(ImageClient):
     declares: ClassVar = ReplyFields(training=frozenset({"accuracy-received"}))
 
     def peer_schema(self) -> Schema:
-        """What a neighbour publishes: the shared tensors, the prunable ones masked where the system prunes."""
+        """A neighbour publishes the shared tensors, with masks for the prunable ones where the system prunes."""
         return self.shared_schema(self.prunable if self.prunes else ())
 
     @property
     @abstractmethod
     def prunes(self) -> bool:
-        """Whether the prunable tensors are masked."""
+        """This says whether the prunable tensors are masked."""
 
     @abstractmethod
     def start_masks(self, task: Task, state: State) -> dict[str, Tensor]:
-        """The masks to train under in this round."""
+        """These are the masks to train under in this round."""
 
     def begin(self, task: Task, state: State) -> dict[str, Tensor]:
-        """``w_{k,t+1/2}``: the average of what the neighbours and this client published, under this round's masks.
+        """This is ``w_{k,t+1/2}``: the average of the neighbour models and the client's own, under this round's masks.
 
-        Whoever has nothing to average with goes on from its own model, at first the common initial one.
+        A client that has nothing to average with goes on from its own model, at first the common initial one.
         """
         own, start = state.group("weights"), self.own_model(state)
         tensors, updates = task.payload.tensors, dict(task.peer_updates)
@@ -63,7 +63,7 @@ class GossipClient(ImageClient):
         return state.group("weights") or self.begin(task.without_payloads(), state)
 
     def received_scores(self, task: Task, state: State) -> Scores:
-        """Of a consensus model, where the system has one; what a client starts from is tested when it starts."""
+        """This tests a consensus model, where the system has one; a start is tested when training starts."""
         scores = {"accuracy-global": self.test_accuracy(task, task.payload.tensors)}
         if self.validates == "received":
             scores["accuracy-validation"] = self.accuracy(task, "validation")

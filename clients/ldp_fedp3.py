@@ -34,7 +34,7 @@ from fedprune_app.engine.store import State, grouped
 
 
 class LDPFedP3Client(ImageClient):
-    """State: ``weights``, ũ_i as it was before the sketch."""
+    """The state holds ``weights``, which are ũ_i as it was before the sketch."""
 
     validates = "received"
 
@@ -68,7 +68,10 @@ class LDPFedP3Client(ImageClient):
         return {name: part.view(shapes[name]) for name, part in zip(self.order, parts, strict=True)}
 
     def sketch(self, task: Task) -> tuple[int, Tensor]:
-        """n and which coordinates are this client's, bool (d,). ``ValueError`` for a place that cannot be."""
+        """This returns n, and which coordinates are this client's: bool (d,).
+
+        Raises ``ValueError`` for a place that cannot be.
+        """
         num_clients, place = task.fields["clients"], task.fields["place"]
         if type(num_clients) is not int or not 1 <= num_clients <= self.place.num_clients:
             raise ValueError(f"clients is {num_clients!r}, allowed: 1 to {self.place.num_clients}")

@@ -23,7 +23,7 @@ from fedprune_app.engine.store import State
 
 
 class LGFedAvgClient(ImageClient):
-    """Its own lower layers under the server's upper ones."""
+    """An LG-FedAvg client has its own lower layers under the server's upper ones."""
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
@@ -47,14 +47,14 @@ class LGFedAvgClient(ImageClient):
         return {**self.own_model(state), **task.payload.tensors}
 
     def local_update(self, task: Task, state: State) -> Update:
-        """FedAvg's, of all layers, in the rounds of ``lgfedavg.pretrain-rounds``."""
+        """This sends the upper layers; in the rounds of ``lgfedavg.pretrain-rounds`` all, as FedAvg does."""
         is_whole = task.round <= self.config.lgfedavg.pretrain_rounds
         return self.dense_update(task, state, self.everything if is_whole else self.shared)
 
     def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
-        """The client's own lower layers under the averaged upper ones."""
+        """The personal model is the client's own lower layers under the averaged upper ones."""
         return self.begin(task, state)
 
     def received_scores(self, task: Task, state: State) -> Scores:
-        """No model is global as a whole."""
+        """There is no global accuracy, since no model is global as a whole."""
         return {"accuracy-received": self.test_accuracy(task, self.begin(task, state))}

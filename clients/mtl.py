@@ -12,7 +12,7 @@ from fedprune_app.learning.hooks import proximal
 
 
 class MTLClient(ImageClient):
-    """Goes on from its own model; others' reach it through the anchor alone."""
+    """An MTL client goes on from its own model; other models act on it through the anchor alone."""
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:

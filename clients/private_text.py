@@ -34,7 +34,10 @@ class _Cut:
         self._tokens: dict[tuple[int, str], Tensor] = {}
 
     def encode(self, model: LanguageModel, text: str, length: int) -> Tensor:
-        """The token ids of a text, without the tail that fills no segment: of most documents of a crawl, none."""
+        """This returns the token ids of a text, without the tail that fills no segment.
+
+        Most documents of a crawl have none left then.
+        """
         if (found := self._tokens.get((length, text))) is not None:
             return found
         ids = model.encode(text)
@@ -94,12 +97,12 @@ def segments(
 
 
 def own_text(data_dir: str, test_fraction: float, seed: int) -> tuple[list[Document], str]:
-    """:func:`own_documents`, not to be written to."""
+    """This returns :func:`own_documents`, not to be written to."""
     return _own(data_dir, test_fraction, seed, _files(data_dir))
 
 
 def forget_documents() -> None:
-    """Free the memory of all but segments: every client has introduced itself, and pruning needs the room."""
+    """This frees the memory of all but segments, once every client has introduced itself: pruning needs the room."""
     _shared.cache_clear()
     _own.cache_clear()
     for cut in _cut.values():

@@ -12,7 +12,7 @@ from fedprune_app.engine.store import State
 
 
 class StandaloneClient(ImageClient):
-    """Starts from the common initial model, and never hears of another."""
+    """A standalone client starts from the common initial model, and never hears of another."""
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:

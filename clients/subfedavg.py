@@ -22,12 +22,15 @@ from fedprune_app.models import vision
 
 
 def pruned(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The masked tensors, zero where their mask is False."""
+    """This returns the masked tensors, zero where their mask is False."""
     return {name: torch.where(mask, tensors[name], 0.0) for name, mask in masks.items()}
 
 
 class SubFedAvgClient(ImageClient):
-    """Keeps a mask for each convolution and linear weight, all ones at first; biases and norms are never pruned."""
+    """A Sub-FedAvg client keeps a mask for each convolution and linear weight, all ones at first.
+
+    Biases and norms are never pruned.
+    """
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
@@ -41,7 +44,7 @@ class SubFedAvgClient(ImageClient):
         )
 
     def round_counts(self) -> int:
-        """At most one for the gate."""
+        """The gate asks for at most one count."""
         return int(self.config.subfedavg.gate_split != "none")
 
     def masks(self, task: Task, state: State) -> dict[str, Tensor]:
@@ -49,7 +52,7 @@ class SubFedAvgClient(ImageClient):
         return state.group("masks") or full_masks({name: parameters[name].shape for name in self.prunable})
 
     def begin(self, task: Task, state: State) -> dict[str, Tensor]:
-        """``θ_k ← θ_g ⊙ m_k``; biases as received."""
+        """This is ``θ_k ← θ_g ⊙ m_k``, with biases as received."""
         start = super().begin(task, state)
         return start | pruned(start, self.masks(task, state))
 
@@ -81,7 +84,10 @@ class SubFedAvgClient(ImageClient):
 
     @property
     def target_rate(self) -> float:
-        """Percent of all parameters to prune in the end: what the node cannot bear, if it says what it can."""
+        """This is the percentage of all parameters to prune in the end.
+
+        Where the node says what it can bear, it is what the node cannot bear.
+        """
         return self.config.subfedavg.target_rate if self.place.capacity is None else 100 * (1 - self.place.capacity)
 
     def _percent_pruned(self, mask: dict[str, Tensor]) -> float:
@@ -90,12 +96,12 @@ class SubFedAvgClient(ImageClient):
         return 100 * gone / sum(self.sizes.values())
 
     def weights(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Copies of these tensors of the model as it is."""
+        """This copies these tensors of the model as it is."""
         tensors = vision.state_tensors(self.model)
         return {name: tensors[name] for name in names}
 
     def is_accurate_enough(self, task: Task) -> bool:
-        """Whether the model as it is passes the accuracy gate, where there is one: strictly above the threshold."""
+        """This says whether the model as it is passes the accuracy gate, where there is one: above the threshold."""
         if self.config.subfedavg.gate_split == "none":
             return True
         accuracy = self.accuracy(task, self.config.subfedavg.gate_split, decides=True)
@@ -105,12 +111,12 @@ class SubFedAvgClient(ImageClient):
     def mask_towards_target(
         self, mask: dict[str, Tensor], full_step: dict[str, Tensor], percent_pruned: float
     ) -> dict[str, Tensor]:
-        """The mask of a full step, or of the smaller last one before the target."""
+        """This is the mask of a full step, or of the smaller last step before the target."""
         missing = self.target_rate - percent_pruned
         if missing >= self.config.subfedavg.prune_step:
             return full_step
         return prune_percent(self.weights(mask), mask, self.last_step(missing, percent_pruned))
 
     def last_step(self, missing: float, percent_pruned: float) -> float:
-        """Percent of the weights that are left to prune in the last step: what is missing, at most the code's cap."""
+        """This is the percentage of the remaining weights that the last step prunes: what is missing, up to the cap."""
         return min(missing / (100 - percent_pruned) * 100, self.config.subfedavg.final_step_cap)

@@ -61,7 +61,7 @@ class SubFedAvgHyClient(SubFedAvgClient):
         self.fc_shapes = {f"{name}.weight": self.shapes[f"{name}.weight"] for name in linear}
 
     def begin(self, task: Task, state: State) -> dict[str, Tensor]:
-        """Own norms, where they stay local, are the initial ones at first: nobody sends them."""
+        """The client's norms, where they stay local, are the initial ones at first: nobody sends them."""
         initial = vision.state_tensors(self.full, include_buffers=True)
         return pruned({**initial, **state.group("weights"), **task.payload.tensors}, self.masks(task, state))
 
@@ -86,14 +86,14 @@ class SubFedAvgHyClient(SubFedAvgClient):
         return self.coordinates(self.channels(state), self.fc_masks(state))
 
     def coordinates(self, kept: Kept, fc: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Masks of every full tensor: of those that removed channels cut, and of the linear weights."""
+        """This returns masks of every full tensor: of those that removed channels cut, and of the linear weights."""
         cut = full_masks(self.shapes) | coordinate_masks(self.groups, kept, self.shapes)
         return cut | {name: cut[name] & mask for name, mask in fc.items()}
 
     # --- the small network ----------------------------------------------------------------------------------------
 
     def work_with(self, tensors: Mapping[str, Tensor], kept: Kept) -> None:
-        """Make ``self.model`` the network of these channels, with these full tensors."""
+        """This makes ``self.model`` the network of these channels, with these full tensors."""
         self.model = shrink(copy.deepcopy(self.full), self.groups, kept)
         vision.load_state_tensors(self.model, gather(tensors, self.groups, kept))
 
