@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-all rehearsal faults lint fuzz format lock benchmarks clean
+.PHONY: demo test test-all record-hashes rehearsal faults lint fuzz format lock benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/fedprune demo --out runs/demo
@@ -24,6 +24,10 @@ rehearsal: $(DEV_STAMP)
 
 faults: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m slow tests/e2e/test_deployment_faults.py
+
+# What every system ends with, recorded anew: only where a change is meant to change results (see tests/conformance/recorded.py).
+record-hashes: $(DEV_STAMP)
+	RECORD_HASHES=1 $(BIN)/python -m pytest -q tests/conformance/test_recorded.py
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

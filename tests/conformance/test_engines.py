@@ -1,0 +1,32 @@
+"""Every system gives the same models on every engine, with one worker or two. Slow: Ray starts anew for each run."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from fedprune_app.config import parse_config
+from fedprune_app.experiment import Placement, Session
+from tests.conformance.conftest import CLIENTS, SYSTEM
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
+
+
+@pytest.fixture(scope="module", params=["ray with 1 worker", "ray with 2 workers", "gRPC with TLS"])
+def session(request):
+    """One session for all systems; real nodes stay connected from run to run."""
+    placement = {
+        "ray with 1 worker": Placement("ray", CLIENTS, num_workers=1),
+        "ray with 2 workers": Placement("ray", CLIENTS, num_workers=2),
+        "gRPC with TLS": Placement(
+            num_clients=CLIENTS, nodes=tuple({"partition-id": k, "num-partitions": CLIENTS} for k in range(CLIENTS))
+        ),
+    }[request.param]
+    with Session(placement, Console(stderr=True)) as opened:
+        yield opened
+
+
+@SYSTEM
+def test_a_system_gives_the_same_models_as_in_one_process(conform, settings_of, session, tmp_path, system):
+    config = parse_config({**settings_of(system), "out-dir": str(tmp_path), "deadline-seconds": 600.0})
+    assert session.run(config, tmp_path)["final_sha256"] == conform(system).sha256
