@@ -61,8 +61,8 @@ class DisPFLClient(GossipClient):
         """This is line 2: it draws positions at random, their number per layer by ERK."""
         shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         densities = _ALLOCATIONS[self.config.dispfl.allocation](shapes, self.target_density())
-        partition = self.client_id if self.config.dispfl.initial_masks == "per-client" else 0
-        draw = rng.generator(self.config.seed, "initial masks", partition)
+        drawn_for = self.client_id if self.config.dispfl.initial_masks == "per-client" else 0
+        draw = rng.generator(self.config.seed, "initial masks", drawn_for)
         return random_masks({name: shapes[name] for name in self.prunable}, densities, draw)
 
     def masks(self, task: Task, state: State) -> dict[str, Tensor]:

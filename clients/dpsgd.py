@@ -39,8 +39,8 @@ class DPSGDClient(GossipClient):
             return {}
         parameters = dict(self.model.named_parameters())
         shapes = {name: parameters[name].shape for name in self.prunable}
-        partition = self.client_id if options.masks == "per-client" else 0
-        draw = rng.generator(self.config.seed, "initial masks", partition)
+        drawn_for = self.client_id if options.masks == "per-client" else 0
+        draw = rng.generator(self.config.seed, "initial masks", drawn_for)
         return state.group("masks") or random_masks(shapes, uniform_densities(shapes, options.density), draw)
 
     def start_masks(self, task: Task, state: State) -> dict[str, Tensor]:

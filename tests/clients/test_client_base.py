@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
@@ -234,6 +235,19 @@ def test_peer_updates_share_their_memory_with_what_they_came_in():
     arrays, config = Task(1, NOTHING, {4: some_payload(0)}).to_numpy()
     update = Task.from_numpy(arrays, config).peer_updates[4]
     assert [tensor.data_ptr() for tensor in update.tensors.values()] == [a.ctypes.data for a in arrays[:3]]
+
+
+def test_a_task_cannot_be_changed():
+    with pytest.raises(FrozenInstanceError):
+        Task(1).round = 2
+
+
+def test_a_task_says_from_which_round_a_client_goes_on_if_the_server_does():
+    assert [Task(5, fields=fields).state_round for fields in ({}, {"state-round": 0}, {"state-round": 4})] == [
+        None,
+        0,
+        4,
+    ]
 
 
 def test_what_is_noted_of_a_task_belongs_to_that_task_alone():

@@ -1,14 +1,5 @@
-"""Clients train on one thread, as they do in a run: the number of threads changes float sums."""
+"""Networks are trained on one thread here too: the number of threads changes float sums."""
 
-from __future__ import annotations
+from tests.clients.conftest import one_thread
 
-import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+__all__ = ["one_thread"]
