@@ -14,8 +14,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from clients.training import SGD
 from fedprune_app.core.rng import generator
+from fedprune_app.learning.sgd import SGD
 from fedprune_app.models import ImageShape, build_model, prunable_names
 
 SHAPES: dict[str, ImageShape] = {

@@ -13,8 +13,8 @@ from functools import partial
 
 from _turns import Steps, in_turns, measure_each, print_ratios, step_arguments
 
-from clients.training import train
 from fedprune_app.core.rng import generator
+from fedprune_app.learning.train import train
 from fedprune_app.privacy.dpsgd import DPSGD
 from fedprune_app.privacy.noise import Noise, Secure, Seeded
 

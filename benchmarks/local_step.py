@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from clients.training import SGD, train
 from fedprune_app.core.rng import generator
+from fedprune_app.learning.sgd import SGD
+from fedprune_app.learning.train import train
 
 
 def bare_loop(model: nn.Module, images: Tensor, labels: Tensor, sgd: SGD, masks: dict[str, Tensor] | None) -> None:

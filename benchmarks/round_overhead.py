@@ -3,7 +3,7 @@
 Sub-FedAvg with LeNet-5 on 3x32x32 images, 10 of 100 clients a round, 500 samples a client, batch 10, 5 local epochs,
 one torch thread a process. Blocks of rounds are interleaved, nothing of the other kind running meanwhile:
 
-- training: as many plain processes as Ray has workers, each calling ``clients.training.train`` with masks for its
+- training: as many plain processes as Ray has workers, each calling ``fedprune_app.learning.train.train`` with masks for its
   share of the clients, on tensors that are already there;
 - clients: the same processes, each handing whole messages to the ClientApp, without Ray or a server;
 - Ray: ``fedprune run`` as users have it; ``seconds`` of rounds.jsonl, without the first two rounds.
@@ -37,19 +37,19 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from clients.base import data_config
-from clients.training import SGD, train
 from fedprune_app.config import Config, Scalar, parse_config
 from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.masks import random_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator, numpy_generator
 from fedprune_app.data.datasets import load_dataset
-from fedprune_app.data.splits import client_data
+from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import message_to
 from fedprune_app.engine.inprocess import InProcessGrid
 from fedprune_app.experiment import Placement, Session
+from fedprune_app.learning.sgd import SGD
+from fedprune_app.learning.train import train
 from fedprune_app.models.initial import initial_model
 from fedprune_app.models.vision import load_state_tensors, prunable_names, state_tensors
 from fedprune_app.run_folder import new_run_key

@@ -23,10 +23,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from clients.training import evaluate, train
 from fedprune_app.core.flops import forward_flops
 from fedprune_app.core.rng import generator
 from fedprune_app.core.structured import Kept, coordinate_masks, shrink
+from fedprune_app.learning.evaluate import evaluate
+from fedprune_app.learning.train import train
 from fedprune_app.models.channels import channel_groups
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from clients.base import Update
 from clients.gossip import GossipClient
-from clients.training import dense_gradient
+from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.flops import training_flops
@@ -29,13 +29,14 @@ from fedprune_app.core.masks import erk_densities, prune_and_grow, random_masks,
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.schedules import cosine_fraction
 from fedprune_app.engine.store import State, grouped
+from fedprune_app.learning.evaluate import dense_gradient
 from fedprune_app.models import vision
 
 _ALLOCATIONS = {"erk": erk_densities, "uniform": uniform_densities}
 
 
 class DisPFLClient(GossipClient):
-    """Keeps a mask for each convolution and linear weight, of a density that never changes."""
+    """A Dis-PFL client keeps a mask for each convolution and linear weight, of a density that never changes."""
 
     prunes = True
 
@@ -50,47 +51,50 @@ class DisPFLClient(GossipClient):
         )
 
     def target_density(self) -> float:
-        """What this client can bear: its node's ``capacity``, its place in ``dispfl.densities``, or ``density``."""
-        return self.capacity or self.config.dispfl.density_of(self.partition, self.config.density)
+        """This is the density that the client can bear.
+
+        It is its node's ``capacity``, else its place in ``dispfl.densities``, else ``density``.
+        """
+        return self.place.capacity or self.config.dispfl.density_of(self.client_id, self.config.density)
 
     def initial_masks(self) -> dict[str, Tensor]:
-        """Line 2: positions drawn at random, their number per layer by ERK."""
+        """This is line 2: it draws positions at random, their number per layer by ERK."""
         shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         densities = _ALLOCATIONS[self.config.dispfl.allocation](shapes, self.target_density())
-        partition = self.partition if self.config.dispfl.initial_masks == "per-client" else 0
-        draw = rng.generator(self.config.seed, "initial masks", partition)
+        drawn_for = self.client_id if self.config.dispfl.initial_masks == "per-client" else 0
+        draw = rng.generator(self.config.seed, "initial masks", drawn_for)
         return random_masks({name: shapes[name] for name in self.prunable}, densities, draw)
 
-    def masks(self, state: State) -> dict[str, Tensor]:
+    def masks(self, task: Task, state: State) -> dict[str, Tensor]:
         return state.group("masks") or self.initial_masks()
 
-    def start_masks(self, state: State) -> dict[str, Tensor]:
+    def start_masks(self, task: Task, state: State) -> dict[str, Tensor]:
         return state.group("next-masks") or self.initial_masks()
 
-    def local_update(self, received: Payload, state: State, round: int) -> Update:
-        masks = self.start_masks(state)  # m_{k,t}
-        metrics = self.test_start(self.begin(received, state))  # lines 7 and 8
+    def local_update(self, task: Task, state: State) -> Update:
+        masks = self.start_masks(task, state)  # m_{k,t}
+        metrics = self.test_start(task, self.begin(task, state))  # lines 7 and 8
 
         def mask_first(_: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
             for name, mask in masks.items():
                 gradients[name].mul_(mask.to(gradients[name].device))
 
         before_clipping = mask_first if self.config.dispfl.clip == "masked" else None
-        result = self.train(round, masks=masks, adjust_gradients=before_clipping)  # lines 9 to 13
+        result = self.train(task, masks=masks, adjust_gradients=before_clipping)  # lines 9 to 13
         tensors = vision.state_tensors(self.model, include_buffers=True)
         # line 15; the weights keep their old support until the next average, which may fill in what has grown
-        next_masks = masks if result.diverged else self.search(tensors, masks, round)
+        next_masks = masks if result.diverged else self.search(tensors, masks, task.round)
         payload = Payload({name: tensors[name] for name in self.shared}, masks)
         state = State(grouped(weights=tensors, **{"masks": masks, "next-masks": next_masks}))
         search_flops = training_flops(self.layer_flops(), self._search_batch())  # of a dense model
         return Update(payload, state, result, self.training_flops(masks) + search_flops, metrics)
 
     def search(self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor], round: int) -> dict[str, Tensor]:
-        """Algorithm 2: drop the smallest α_t of each layer's weights, grow as many where the gradient is largest."""
+        """This is Algorithm 2: the smallest α_t of each layer's weights go, as many grow by the largest gradients."""
         config = self.config
         horizon = config.dispfl.annealing_rounds or config.num_server_rounds
         fraction = cosine_fraction(config.dispfl.prune_rate, round - 1, horizon) if round <= horizon else 0.0
-        draw = rng.generator(config.seed, "mask search", self.partition, round)
+        draw = rng.generator(config.seed, "mask search", self.client_id, round)
         if config.dispfl.growth == "random":
             scores = {name: torch.rand(mask.shape, generator=draw) for name, mask in masks.items()}
         else:

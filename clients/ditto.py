@@ -11,15 +11,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from clients.base import FederatedClient, Update
+from clients.base import ImageClient, Update
+from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models import vision
 
 
-class DittoClient(FederatedClient):
-    """State: ``weights`` are the personal model's; ``local`` what of the global model stays here (local norms)."""
+class DittoClient(ImageClient):
+    """The state holds the personal model's ``weights``, and ``local``, what of the global model stays (local norms)."""
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
@@ -29,28 +30,26 @@ class DittoClient(FederatedClient):
     def round_epochs(self) -> int:
         return self.config.ditto.global_epochs + self.config.ditto.personal_epochs
 
-    def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
-        return {**state.group("local"), **received.tensors}
+    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+        return {**state.group("local"), **task.payload.tensors}
 
-    def personal_model(self, received: Payload, state: State) -> dict[str, Tensor]:
+    def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
         return self.own_model(state)
 
-    def local_update(self, received: Payload, state: State, round: int) -> Update:
+    def local_update(self, task: Task, state: State) -> Update:
         options = self.config.ditto
-        personal = self.personal_model(received, state)
-        vision.load_state_tensors(self.model, self.begin(received, state))
-        trained_global = self.train(round, epochs=options.global_epochs)
-        tensors = vision.state_tensors(self.model, include_buffers=True)
+        personal = self.personal_model(task, state)
+        trained_global, tensors = self.train_from_start(task, state, epochs=options.global_epochs)
         payload = Payload({name: tensors[name] for name in self.shared})
 
         vision.load_state_tensors(self.model, personal)
-        anchor = {name: received.tensors.get(name, tensor).to(self.device) for name, tensor in tensors.items()}
-        step = self.config.learning_rates[round] * options.pull
+        anchor = {name: task.payload.tensors.get(name, tensor).to(self.device) for name, tensor in tensors.items()}
+        step = self.config.learning_rates[task.round] * options.pull
 
         def pull(values: Mapping[str, Tensor]) -> None:
             torch._foreach_lerp_(list(values.values()), [anchor[name] for name in values], step)
 
-        result = self.train(round, role="train personal", epochs=options.personal_epochs, after_step=pull)
+        result = self.train(task, role="train personal", epochs=options.personal_epochs, after_step=pull)
         weights = vision.state_tensors(self.model, include_buffers=True)
         local = {name: tensor for name, tensor in tensors.items() if name not in self.shared}
         return Update(

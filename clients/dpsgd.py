@@ -10,6 +10,7 @@ from torch import Tensor
 
 from clients.base import Update
 from clients.gossip import GossipClient
+from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.masks import random_masks, uniform_densities
@@ -19,7 +20,7 @@ from fedprune_app.models import vision
 
 
 class DPSGDClient(GossipClient):
-    """What is validated is the consensus model."""
+    """A D-PSGD client answers for its own model, and validates the consensus model."""
 
     validates = "received"
 
@@ -32,23 +33,23 @@ class DPSGDClient(GossipClient):
     def prunes(self) -> bool:
         return self.config.dpsgd.density < 1
 
-    def masks(self, state: State) -> dict[str, Tensor]:
+    def masks(self, task: Task, state: State) -> dict[str, Tensor]:
         options = self.config.dpsgd
         if not self.prunes:
             return {}
         parameters = dict(self.model.named_parameters())
         shapes = {name: parameters[name].shape for name in self.prunable}
-        partition = self.partition if options.masks == "per-client" else 0
-        draw = rng.generator(self.config.seed, "initial masks", partition)
+        drawn_for = self.client_id if options.masks == "per-client" else 0
+        draw = rng.generator(self.config.seed, "initial masks", drawn_for)
         return state.group("masks") or random_masks(shapes, uniform_densities(shapes, options.density), draw)
 
-    def start_masks(self, state: State) -> dict[str, Tensor]:
-        return self.masks(state)
+    def start_masks(self, task: Task, state: State) -> dict[str, Tensor]:
+        return self.masks(task, state)
 
-    def local_update(self, received: Payload, state: State, round: int) -> Update:
-        masks = self.masks(state)
-        metrics = self.test_start(self.begin(received, state))
-        result = self.train(round, masks=masks)
+    def local_update(self, task: Task, state: State) -> Update:
+        masks = self.masks(task, state)
+        metrics = self.test_start(task, self.begin(task, state))
+        result = self.train(task, masks=masks)
         tensors = vision.state_tensors(self.model, include_buffers=True)
         payload = Payload({name: tensors[name] for name in self.shared}, masks)
         state = State(grouped(weights=tensors, masks=masks))

@@ -7,4 +7,4 @@ from clients.finetune import FineTuned
 
 
 class DPSGDFTClient(FineTuned, DPSGDClient):
-    """Answers for the consensus model, fine-tuned on its own data."""
+    """A D-PSGD-FT client answers for the consensus model, fine-tuned on its own data."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from clients.base import FederatedClient
+from clients.base import ImageClient
 from fedprune_app.config import Config
 
 
-class FedAvgClient(FederatedClient):
-    """McMahan et al., AISTATS 2017, Algorithm 1, ClientUpdate."""
+class FedAvgClient(ImageClient):
+    """A FedAvg client does ClientUpdate of Algorithm 1: McMahan et al., AISTATS 2017."""
 
     validates = "received"
 

@@ -7,4 +7,4 @@ from clients.finetune import FineTuned
 
 
 class FedAvgFTClient(FineTuned, FedAvgClient):
-    """Answers for the global model, fine-tuned on its own data."""
+    """A FedAvg-FT client answers for the global model, fine-tuned on its own data."""

@@ -9,27 +9,28 @@ class's images are multiplied; the products are sent.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clients.base import Update
+from clients.base import LocalTraining, Update
 from clients.fedp3 import FedP3Client
-from clients.node import never_private
-from clients.parts import Network
-from clients.training import TrainingResult
+from clients.node import Place, never_private
+from clients.task import Task
 from fedprune_app.config import Config, FedP3Options
 from fedprune_app.core import rng
 from fedprune_app.core.gaussians import experts_by_class, kl_divergence
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
+from fedprune_app.learning.parts import Network
+from fedprune_app.learning.train import TrainingResult
 from fedprune_app.models.variational import Variational
 
 
 class FedCRClient(FedP3Client):
-    """State as FedP3's, with a personal head."""
+    """The state is as FedP3's, with a personal head."""
 
     headless = frozenset({"prior.mean", "prior.std"})
 
@@ -37,8 +38,8 @@ class FedCRClient(FedP3Client):
     def why_not_private(cls, config: Config) -> str:
         return never_private(config, "it sends products over the examples of each class")
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, config: Config, place: Place) -> None:
+        super().__init__(config, place)
         if not isinstance(self.model, Variational):
             raise ValueError("the model has no Gaussian code, allowed with system 'fedcr': one whose name ends in -cr")
         self.network: Variational = self.model
@@ -47,17 +48,17 @@ class FedCRClient(FedP3Client):
     def options(self) -> FedP3Options:
         return self.config.fedcr.as_fedp3(self.config.fedp3)
 
-    def local_update(self, received: Payload, state: State, round: int) -> Update:
+    def local_update(self, task: Task, state: State) -> Update:
         classes, latent = self.network.prior.mean.shape
         self.experts = [torch.zeros(classes, latent, dtype=torch.float64) for _ in range(2)]
-        update = super().local_update(received, state, round)
+        update = super().local_update(task, state)
         precision, weighted = (total.cpu() for total in self.experts)
         sent = {**update.payload.tensors, "experts.precision": precision, "experts.weighted-mean": weighted}
         return replace(update, payload=Payload(sent))
 
-    def train(self, round: int, **how: Any) -> TrainingResult:
+    def train(self, task: Task, **how: Unpack[LocalTraining]) -> TrainingResult:
         options, network = self.config.fedcr, self.network
-        draw = rng.generator(self.config.seed, "codes", self.partition, round)
+        draw = rng.generator(self.config.seed, "codes", self.client_id, task.round)
         latent = network.prior.mean.shape[1]
         epochs_done = 0
 
@@ -78,14 +79,15 @@ class FedCRClient(FedP3Client):
                 self.experts = [total + part.cpu() for total, part in zip(self.experts, products, strict=True)]
             return F.cross_entropy(logits.flatten(0, 1), target.flatten()) + options.beta * kl_divergence(*pair).mean()
 
-        return super().train(round, objective=objective, after_epoch=after_epoch, **how)
+        how["objective"], how["after_epoch"] = objective, after_epoch
+        return super().train(task, **how)
 
-    def accuracy(self, split: str, *, decides: bool = False) -> float | None:
-        """By the mean prediction over draws of the code; the same draws whenever it is asked."""
-        draw = rng.generator(self.config.seed, "codes to test", self.partition)
+    def accuracy(self, task: Task, split: str, *, decides: bool = False) -> float | None:
+        """This judges the mean prediction over draws of the code, which are the same draws each time."""
+        draw = rng.generator(self.config.seed, "codes to test", self.client_id)
         shape = self.config.fedcr.test_draws, self.network.prior.mean.shape[1]
         self.network.noise = torch.randn(shape, generator=draw)
         try:
-            return super().accuracy(split)
+            return super().accuracy(task, split)
         finally:
             self.network.noise = None

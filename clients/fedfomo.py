@@ -10,42 +10,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from clients.base import FederatedClient, Update, split_letters
+from clients.base import ImageClient, Update
 from clients.node import never_private
-from clients.training import evaluate
+from clients.reply_fields import ReplyFields
+from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.flops import sparse_flops
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
+from fedprune_app.learning.evaluate import evaluate
 from fedprune_app.models import vision
 
 
-class FedFomoClient(FederatedClient):
-    """Decides on validation data, of which there must be some."""
+class FedFomoClient(ImageClient):
+    """A FedFomo client decides on validation data, of which there must be some."""
+
+    declares: ClassVar = ReplyFields(training=frozenset({"candidates", "worth"}))
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
         return never_private(config, "it weighs models by validation losses, which one example can change at will")
 
-    def letter_schema(self) -> Schema:
+    def peer_schema(self) -> Schema:
         return self.shared_schema()
 
-    def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
+    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
         return self.own_model(state)
 
-    def local_update(self, received: Payload, state: State, round: int) -> Update:
-        _, letters = split_letters(received)
-        before = self.begin(received, state)  # θ_k^{t-1}
+    def local_update(self, task: Task, state: State) -> Update:
+        before = self.begin(task, state)  # θ_k^{t-1}
         vision.load_state_tensors(self.model, before)
-        result = self.train(round)
+        result = self.train(task)
         trained = vision.state_tensors(self.model, include_buffers=True)
 
-        candidates = {k: {**trained, **letter.tensors} for k, letter in letters.items()} | {self.partition: trained}
+        candidates = {k: {**trained, **update.tensors} for k, update in task.peer_updates.items()}
+        others = list(candidates)
+        candidates[self.client_id] = trained
         loss_before = self.validation_loss(before)
         worth = {}
         for k, candidate in candidates.items():
@@ -61,7 +67,7 @@ class FedFomoClient(FederatedClient):
                 after = {name: tensor + weight * (candidates[k][name] - before[name]) for name, tensor in after.items()}
 
         num_tests = len(self.data.validation_labels) * (len(candidates) + 1)
-        metrics = {"candidates": list(letters), "worth": [worth[k] for k in letters]} if letters else {}
+        metrics = {"candidates": others, "worth": [worth[k] for k in others]} if others else {}
         return Update(
             Payload({name: after[name] for name in self.shared}),
             State(grouped(weights=after)),
@@ -71,7 +77,7 @@ class FedFomoClient(FederatedClient):
         )
 
     def validation_loss(self, tensors: Mapping[str, Tensor]) -> float:
-        """Sum of the cross entropies on the validation data."""
+        """This is the sum of the cross entropies on the validation data."""
         vision.load_state_tensors(self.model, tensors)
         images, labels = self.data.validation_images, self.data.validation_labels
         return evaluate(self.model, images, labels, device=self.device).loss_sum

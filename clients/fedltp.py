@@ -9,28 +9,34 @@ is divided by the batch size.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from clients.base import Update
 from clients.fedavg import FedAvgClient
-from clients.node import NDArrays, received_payload
-from clients.training import evaluate
+from clients.reply_fields import ReplyFields
+from clients.scores import Scores
+from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.masks import packed, unpacked
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
+from fedprune_app.learning.evaluate import evaluate
 from fedprune_app.models import vision
 
 
 class FedLTPClient(FedAvgClient):
-    """State: ``weights``, zero outside of ``masks``, those of the sub-model it was trained as."""
+    """The state holds ``weights``, zero outside of ``masks``, which are those of the sub-model they were trained as."""
+
+    declares: ClassVar = ReplyFields(evaluation=frozenset({"score", "num-validation", "declined"}))
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
-        """The masks are public: made by the server of public data, or at worst of what was released; and scores are
-        noised."""
+        """The masks are public, and scores are noised.
+
+        The server makes the masks of public data, or at worst of what was released.
+        """
         if config.fedltp.validators == "none" or config.dp.count_scale > 0:
             return ""
         return (
@@ -39,45 +45,43 @@ class FedLTPClient(FedAvgClient):
         )
 
     def round_counts(self) -> int:
-        """At most one score a round: whether this client is asked is not for it to say."""
+        """A client is asked for at most one score a round, and cannot know in which rounds."""
         return int(self.config.fedltp.validators != "none")
 
     def planned_counts(self) -> int:
-        """Scores are asked for in rounds that the client does not join, too."""
+        """This adds the scores that are asked for in rounds that the client does not join."""
         unjoined = self.config.num_server_rounds - self.planned_rounds()
         return super().planned_counts() + unjoined * self.round_counts()
 
-    def masks(self, state: State) -> dict[str, Tensor]:
-        return state.group("masks") or dict(self.received.masks)
+    def masks(self, task: Task, state: State) -> dict[str, Tensor]:
+        return state.group("masks") or dict(task.payload.masks)
 
-    def local_update(self, received: Payload, state: State, round: int) -> Update:
-        masks = dict(received.masks)
-        vision.load_state_tensors(self.model, self.begin(received, state))
-        result = self.train(round, masks=masks)  # lines 11 to 16
-        tensors = vision.state_tensors(self.model, include_buffers=True)
+    def local_update(self, task: Task, state: State) -> Update:
+        masks = dict(task.payload.masks)
+        result, tensors = self.train_from_start(task, state, masks=masks)  # lines 11 to 16
         payload = Payload(packed({name: tensors[name] for name in self.shared}, masks))  # line 17
         return Update(payload, State(grouped(weights=tensors, masks=masks)), result, self.training_flops(masks))
 
-    def uploaded(self, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
-        masks = dict(self.received.masks)
+    def uploaded(self, task: Task, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
+        masks = dict(task.payload.masks)
         return Payload(unpacked(sent.tensors, masks, before), masks)
 
-    def received_scores(self, received: Payload, state: State) -> dict[str, float | None]:
-        """Of the global model as it is, whatever sub-model of it this client trains."""
-        scores = {"accuracy-global": self.test_accuracy(self.begin(received, state), received.masks)}
-        scores["accuracy-validation"] = self.accuracy("validation")
+    def received_scores(self, task: Task, state: State) -> Scores:
+        """This tests the global model as it is, whatever sub-model of it this client trains."""
+        scores = {"accuracy-global": self.test_accuracy(task, self.begin(task, state), task.payload.masks)}
+        scores["accuracy-validation"] = self.accuracy(task, "validation")
         return {**scores, "accuracy-received": scores["accuracy-global"]}
 
-    def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        if config.get("asks") != "score":
-            return super().evaluate(parameters, config)
-        self.request, self.received = config, received_payload(parameters, config)
-        state, _ = self._state(config, before=int(config["round"]) + 1)
-        vision.load_state_tensors(self.model, self.begin(self.received, state))
-        return 0.0, self.num_examples, self.score(int(config["round"]))
+    def answer_evaluation(self, task: Task) -> tuple[int, dict[str, Any]]:
+        """This answers as every client does, or with a score where the server asks for one."""
+        if task.fields.get("asks") != "score":
+            return super().answer_evaluation(task)
+        state, _ = self.load_state(task, before=task.round + 1)
+        vision.load_state_tensors(self.model, self.begin(task, state))
+        return self.num_examples, self.score(task)
 
-    def score(self, round: int) -> dict[str, Any]:
-        """Equation 17: correct predictions of the model as it is on validation data, noised when private."""
+    def score(self, task: Task) -> dict[str, Any]:
+        """This is equation 17: correct predictions of the model as it is on validation data, noised when private."""
         images, labels = self.data.validation_images, self.data.validation_labels
         if not len(labels):
             raise ValueError("the client has no validation examples to score with")
@@ -88,7 +92,7 @@ class FedLTPClient(FedAvgClient):
         from fedprune_app.privacy.ledger import Overspent
 
         try:
-            noised = self.privacy.noised_score(correct, "validation", round, public)
+            noised = self.privacy.noised_score(correct, "validation", task.round, public)
         except Overspent as error:
-            return self.privacy.declined(round, error)
-        return {"score": noised, "num-validation": len(labels), **self.privacy.report(round)}
+            return self.privacy.declined(task.round, error)
+        return {"score": noised, "num-validation": len(labels), **self.privacy.report(task.round)}

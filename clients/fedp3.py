@@ -11,14 +11,15 @@ Yi, Gazagnadou, Richtárik, Lyu, ICLR 2024, Algorithm 1, lines 7 to 13, and Algo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
-from clients.base import FederatedClient, Update
+from clients.base import ImageClient, Update
 from clients.local_pruning import OrderedDropout, UniformPruning, share_law
-from clients.node import parts_not_private
+from clients.node import Place, parts_not_private
+from clients.scores import Scores
 from clients.subfedavg import pruned
+from clients.task import Task
 from fedprune_app.config import FEDP3_COUNTS, Config, FedP3Options
 from fedprune_app.core import rng
 from fedprune_app.core.flops import BACKWARD_PER_FORWARD, sparse_flops
@@ -30,8 +31,8 @@ from fedprune_app.engine.store import State, grouped
 from fedprune_app.models import vision
 
 
-class FedP3Client(FederatedClient):
-    """State: ``weights``, all of them, and ``masks``, the P_i they were trained under."""
+class FedP3Client(ImageClient):
+    """The state holds all ``weights``, and ``masks``, the P_i under which they were trained."""
 
     headless: frozenset[str] = frozenset()  # tensors of no layer, which are received alone
 
@@ -44,8 +45,8 @@ class FedP3Client(FederatedClient):
     def options(self) -> FedP3Options:
         return self.config.fedp3
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, config: Config, place: Place) -> None:
+        super().__init__(config, place)
         names = [name for name in vision.named_tensors(self.model) if name not in self.headless]
         self.layers = layers_of(names, self.prunable)
         self.head = list(self.layers)[-1]
@@ -54,9 +55,12 @@ class FedP3Client(FederatedClient):
 
     # --- what is asked for ------------------------------------------------------------------------------------------
 
-    def own_layers(self, state: State) -> list[str]:
-        """L_i, as the server asks, and the last layer. ``ValueError`` where it asks for more than it may."""
-        asked = list(self.request["layers"])
+    def own_layers(self, task: Task, state: State) -> list[str]:
+        """This is L_i, as the server asks for it, and the last layer.
+
+        Raises ``ValueError`` where the server asks for more than it may.
+        """
+        asked = list(task.fields["layers"])
         if unknown := [layer for layer in asked if layer not in self.layers]:
             raise ValueError(f"layer '{unknown[0]}' is asked for, allowed: {', '.join(self.layers)}")
         counts = FEDP3_COUNTS.get(self.options.layer_set, (len(asked),))
@@ -70,66 +74,63 @@ class FedP3Client(FederatedClient):
             raise ValueError(f"layers {', '.join(asked)} are asked for, allowed: {allowed}")
         return [*asked, self.head]
 
-    def global_masks(self, received: Payload) -> dict[str, Tensor]:
-        """P_i: as received, or of the dense model that is evaluated, by the server's own rule."""
-        if received.masks or not received.tensors or "density" not in self.request:
-            return dict(received.masks)
-        density = float(self.request["density"])
-        dense = {n for layer in (*self.request["layers"], self.head) for n in self.layers[layer]}
-        weights = {n: t for n, t in received.tensors.items() if n in self.prunable and n not in dense}
+    def global_masks(self, task: Task) -> dict[str, Tensor]:
+        """This is P_i: as received, or for a dense model that is evaluated made by the server's own rule."""
+        if task.payload.masks or not task.payload.tensors or "density" not in task.fields:
+            return dict(task.payload.masks)
+        density = float(task.fields["density"])
+        dense = {n for layer in (*task.fields["layers"], self.head) for n in self.layers[layer]}
+        weights = {n: t for n, t in task.payload.tensors.items() if n in self.prunable and n not in dense}
         if density == 1 or not weights:
             return {}
-        return sketch_masks(
-            weights, density, self.options.prune_by, self.config.seed, self.partition, int(self.request["round"])
-        )
+        return sketch_masks(weights, density, self.options.prune_by, self.config.seed, self.client_id, task.round)
 
-    def masks(self, state: State) -> dict[str, Tensor]:
-        return state.group("masks") if state.tensors else self.global_masks(self.received)
+    def masks(self, task: Task, state: State) -> dict[str, Tensor]:
+        return state.group("masks") if state.tensors else self.global_masks(task)
 
-    def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
-        """Line 8, and of its own what is never sent: a personal head, local norms."""
-        start = {**self.own_model(state), **received.tensors}
-        return start | pruned(start, self.global_masks(received))
+    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+        """This is line 8; what is never sent (a personal head, local norms) is the client's own."""
+        start = {**self.own_model(state), **task.payload.tensors}
+        return start | pruned(start, self.global_masks(task))
 
-    def received_scores(self, received: Payload, state: State) -> dict[str, float | None]:
-        start = self.begin(received, state)
-        scores = {"accuracy-received": self.test_accuracy(start)}
+    def received_scores(self, task: Task, state: State) -> Scores:
+        start = self.begin(task, state)
+        scores = {"accuracy-received": self.test_accuracy(task, start)}
         if not self.options.personal_head:  # with which nobody has a whole one
-            dense = {**start, **received.tensors}
-            pruned_any = bool(self.global_masks(received))
-            scores["accuracy-global"] = self.test_accuracy(dense) if pruned_any else scores["accuracy-received"]
+            dense = {**start, **task.payload.tensors}
+            pruned_any = bool(self.global_masks(task))
+            scores["accuracy-global"] = self.test_accuracy(task, dense) if pruned_any else scores["accuracy-received"]
         return scores
 
     # --- a round ----------------------------------------------------------------------------------------------------
 
-    def local_update(self, received: Payload, state: State, round: int) -> Update:
-        own = self.own_layers(state)
-        start, masks = self.begin(received, state), self.global_masks(received)
-        vision.load_state_tensors(self.model, start)
-        kept = masks if self.options.pruned_weights == "stay-zero" else {}
+    def local_update(self, task: Task, state: State) -> Update:
+        own = self.own_layers(task, state)
+        kept = self.global_masks(task) if self.options.pruned_weights == "stay-zero" else {}
         part = None
-        if self.head_alone(round):
-            result = self.train(round, masks=kept, epochs=self.options.head_epochs, frozen=self.but_the_last())
+        if self.trains_head_alone(task.round):
+            epochs, frozen = self.options.head_epochs, self.hidden_parameters()
+            result, tensors = self.train_from_start(task, state, masks=kept, epochs=epochs, frozen=frozen)
         else:
-            part = self.local_pruning(own, kept, round)
-            result = self.train(round, masks=kept, part=part)
-        tensors = vision.state_tensors(self.model, include_buffers=True)
+            part = self.local_pruning(own, kept, task.round)
+            result, tensors = self.train_from_start(task, state, masks=kept, part=part)
         sent = [name for layer in own for name in self.layers[layer] if name in self.shared]
         payload = Payload({name: tensors[name] for name in sent})  # line 12
         kept_state = State(grouped(weights=tensors, masks=kept), {"layers": own[:-1]})
-        return Update(payload, kept_state, result, part.flops if part else self.flops(kept, round))
+        return Update(payload, kept_state, result, part.flops if part else self.flops(kept, task.round))
 
     # --- the released code's last round -----------------------------------------------------------------------------
 
-    def head_alone(self, round: int) -> bool:
+    def trains_head_alone(self, round: int) -> bool:
+        """This says whether the round is the last one, in which the released code trains the last layer alone."""
         return self.options.head_epochs > 0 and round == self.config.num_server_rounds
 
     def planned_epochs(self) -> int:
         return super().planned_epochs() + (self.options.head_epochs and self.options.head_epochs - self.round_epochs())
 
     def flops(self, masks: Mapping[str, Tensor], round: int) -> float:
-        """Of a round's training; hidden layers that are frozen have no backward pass."""
-        if not self.head_alone(round):
+        """These are the FLOPs of a round's training; hidden layers that are frozen have no backward pass."""
+        if not self.trains_head_alone(round):
             return self.training_flops(masks)
         forward = self.layer_flops()
         backward = BACKWARD_PER_FORWARD * forward[self.head]
@@ -140,12 +141,12 @@ class FedP3Client(FederatedClient):
     def local_pruning(
         self, own: list[str], masks: Mapping[str, Tensor], round: int
     ) -> UniformPruning | OrderedDropout | None:
-        """Q_i, which prunes each step's network further outside of the client's own layers; nothing when fixed."""
+        """This is Q_i, which prunes each step's network further outside of the client's own layers; None when fixed."""
         options = self.options
         if options.local == "fixed":
             return None
         law = share_law(options.local_law, options.local_density)
-        draw = rng.numpy_generator(self.config.seed, "local pruning", self.partition, round)
+        draw = rng.numpy_generator(self.config.seed, "local pruning", self.client_id, round)
         shapes = {name: tensor.shape for name, tensor in vision.named_tensors(self.model).items()}
         if options.local == "uniform":
             mine = {name for layer in own for name in self.layers[layer]}

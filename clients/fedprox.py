@@ -5,16 +5,20 @@ Li et al., MLSys 2020, Algorithm 2. The released code of Sub-FedAvg gives no μ.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
+from clients.base import LocalTraining
 from clients.fedavg import FedAvgClient
-from clients.training import TrainingResult, proximal
+from clients.task import Task
+from fedprune_app.learning.hooks import proximal
+from fedprune_app.learning.train import TrainingResult
 
 
 class FedProxClient(FedAvgClient):
     """The gradient of the proximal term, ``μ (w − w_t)``, is added exactly, not by a step of its own."""
 
-    def train(self, round: int, **how: Any) -> TrainingResult:
+    def train(self, task: Task, **how: Unpack[LocalTraining]) -> TrainingResult:
         mu = self.config.fedprox.mu
         start = {n: p.detach().clone().to(self.device) for n, p in self.model.named_parameters()}
-        return super().train(round, adjust_gradients=proximal(start, mu) if mu else None, **how)
+        how["adjust_gradients"] = proximal(start, mu) if mu else None
+        return super().train(task, **how)

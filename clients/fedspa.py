@@ -12,6 +12,7 @@ from torch import Tensor
 
 from clients.base import Update
 from clients.fedavg import FedAvgClient
+from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.masks import packed, random_coordinates, unpacked
 from fedprune_app.core.payload import Payload
@@ -21,27 +22,26 @@ from fedprune_app.models import vision
 
 
 class FedSPAClient(FedAvgClient):
-    """Sends the values of its round's coordinates, in their order; the server has drawn the same."""
+    """A Fed-SPA client sends the values of its round's coordinates, in their order; the server has drawn the same."""
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
         """The coordinates follow from a number that the server sends, and it has nothing but what was released."""
         return ""
 
-    def coordinates(self) -> dict[str, Tensor]:
-        """This round's set, of the tensors that travel. ``ValueError`` for a seed that is none."""
-        seed = int(wire.number(self.request, "coordinates", 0, 2**63 - 1))
+    def coordinates(self, task: Task) -> dict[str, Tensor]:
+        """This is the round's set, of the tensors that travel. Raises ``ValueError`` for a seed that is none."""
+        seed = int(wire.number(task.fields, "coordinates", 0, 2**63 - 1))
         tensors = vision.named_tensors(self.model)
         return random_coordinates({name: tensors[name].shape for name in self.shared}, self.config.fedspa.share, seed)
 
-    def local_update(self, received: Payload, state: State, round: int) -> Update:
-        chosen = self.coordinates()
-        vision.load_state_tensors(self.model, self.begin(received, state))
-        result = self.train(round, active={name: mask for name, mask in chosen.items() if name in self.sizes})
-        tensors = vision.state_tensors(self.model, include_buffers=True)
+    def local_update(self, task: Task, state: State) -> Update:
+        chosen = self.coordinates(task)
+        active = {name: mask for name, mask in chosen.items() if name in self.sizes}
+        result, tensors = self.train_from_start(task, state, active=active)
         payload = Payload(packed({name: tensors[name] for name in self.shared}, chosen))
         return Update(payload, State(grouped(weights=tensors)), result, self.training_flops())
 
-    def uploaded(self, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
-        chosen = self.coordinates()
+    def uploaded(self, task: Task, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
+        chosen = self.coordinates(task)
         return Payload(unpacked(sent.tensors, chosen, before), chosen)

@@ -14,14 +14,15 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from clients import private_text
-from clients.node import NDArrays, Node, never_private
+from clients.node import Node, Place, never_private
+from clients.reply_fields import ReplyFields
+from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.expansion import INPUT_NORMS
 from fedprune_app.core.payload import Payload
@@ -37,7 +38,7 @@ from fedprune_app.results.fields import OWN_TEXT
 
 
 def language_model(config: Config, device: torch.device | str = "cpu") -> LanguageModel:
-    """The dense model that a run begins with, opened. ``ValueError`` where it is not on this machine."""
+    """This opens the dense model that a run begins with. Raises ``ValueError`` where it is not on this machine."""
     if config.model == "auto":
         folder = embedded_folder([document.text for document in stdlib_training_text()])
         if not folder.is_dir():
@@ -52,7 +53,7 @@ def language_model(config: Config, device: torch.device | str = "cpu") -> Langua
 def perplexities(
     config: Config, model: LanguageModel, own: LayerTensors, text: str | None = None
 ) -> dict[str, Perplexity]:
-    """Of ``model`` with the matrices that ``own`` gives of each layer in place of its own, by test text.
+    """This returns the perplexities of ``model``, by test text, with the matrices of ``own`` in place of its own.
 
     A ``text`` that is given is the only one, and has a name that no other may have: what is measured on it is compared
     with nothing else.
@@ -81,33 +82,33 @@ def perplexities(
 
 @dataclass(frozen=True)
 class LayerUpdate:
-    """A layer's outcome: its pruned matrices, the state after it, and what else to tell the server."""
+    """A layer update is a layer's pruned matrices, the state after it, and what else to tell the server."""
 
     payload: Payload
     state: State
     metrics: Mapping[str, Any]
 
 
-class FedSpaLLMClient(Node):
-    """Its state: ``hidden`` before layer ``next`` of round ``of-round``; by layer, the step that ``pruned`` it last and
-    how many weights that ``removed``.
+class FedSpaLLMClient(Node[LayerUpdate]):
+    """The state holds ``hidden``, the hidden states before layer ``next`` of round ``of-round``.
+
+    By layer it also says the step that ``pruned`` the layer last, and how many weights that ``removed``.
     """
 
     versions_kept = 1  # hidden states are large, and can be computed again
+    declares: ClassVar = ReplyFields(
+        introduction=frozenset({"documents", "shell-digest", "layer-digests"}),
+        training=frozenset({"density", "relative-error"}),
+        evaluation=frozenset({"digest", "density", "pruned-layers", "perplexity/", "windows", "windows-in-text"}),
+    )
 
-    def __init__(
-        self,
-        config: Config,
-        partition: int,
-        num_partitions: int,
-        state_dir: Path,
-        capacity: float | None = None,
-        run_key: str = "",
-    ) -> None:
-        super().__init__(config, partition, num_partitions, state_dir, capacity, run_key)
+    def __init__(self, config: Config, place: Place) -> None:
+        super().__init__(config, place)
         self.options = config.fedspallm
         self.model = language_model(config, self.device)
-        self.layers = LayerFiles(self.store.folder / "layers", owner(f"layer of client {partition}", run_key))
+        self.layers = LayerFiles(
+            self.store.folder / "layers", owner(f"layer of client {self.client_id}", place.run_key)
+        )
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
@@ -115,7 +116,7 @@ class FedSpaLLMClient(Node):
 
     @property
     def num_examples(self) -> int:
-        return self.options.num_segments(self.partition)
+        return self.options.num_segments(self.client_id)
 
     def message_schema(self) -> Schema:
         schemas = [Schema.like(self.model.layer_like(layer)) for layer in range(self.model.num_layers)]
@@ -123,38 +124,40 @@ class FedSpaLLMClient(Node):
 
     @cached_property
     def own_text(self) -> tuple[list[Document], str] | None:
-        """Where the client's data is its own: the documents it learns from, and its test text."""
-        if self.has_own_data or (self.options.deal == "own" and self.config.dataset == "text"):
+        """These are the documents that the client learns from, and its test text, where its data is its own."""
+        if self.place.has_own_data or (self.options.deal == "own" and self.config.dataset == "text"):
             return private_text.own_text(self.config.data_dir, self.config.test_fraction, self.config.seed)
         return None
 
     def segments(self) -> tuple[Tensor, list[str]]:
-        """The private text: token ids (segments, length), and the names of the documents it is from."""
+        """This returns the private text: token ids (segments, length), and the names of the documents they are from."""
         return private_text.segments(
             self.model,
             self.config.dataset,
             self.config.data_dir,
             self.config.test_fraction if self.own_text else None,
-            deal="own" if self.own_text else self.options.deal,
-            partition=self.partition,
-            num_partitions=self.share[1],
-            count=self.num_examples,
-            most=max(self.num_examples, *map(self.options.num_segments, range(self.share[1]))),
-            length=self.model.sequence_length(self.options.segment_length),
-            seed=self.config.seed,
+            private_text.Deal(
+                "own" if self.own_text else self.options.deal,
+                self.client_id,
+                num_clients=self.place.share[1],
+                count=self.num_examples,
+                most=max(self.num_examples, *map(self.options.num_segments, range(self.place.share[1]))),
+                length=self.model.sequence_length(self.options.segment_length),
+                seed=self.config.seed,
+            ),
         )
 
     # --- pruning ------------------------------------------------------------------------------------------------
 
-    def local_update(self, received: Payload, state: State, round: int) -> LayerUpdate:
-        """Lines 11 to 15 for one layer; ``round`` counts layers over all rounds."""
-        layer, of_round = int(self.request["layer"]), int(self.request["of-round"])
-        hidden = self.reach(layer, state, of_round)
-        module = self.model.layer(layer, {**self.model.layer_tensors(layer), **received.tensors})
+    def local_update(self, task: Task, state: State) -> LayerUpdate:
+        """This does lines 11 to 15 for one layer; ``task.round`` counts layers over all rounds."""
+        layer, of_round, step = int(task.fields["layer"]), int(task.fields["of-round"]), task.round
+        hidden = self.hidden_states_before(layer, state, of_round)
+        module = self.model.layer(layer, {**self.model.layer_tensors(layer), **task.payload.tensors})
         pruned_at: dict[str, int] = dict(state.meta.get("pruned", {}))
         removed: dict[str, int] = dict(state.meta.get("removed", {}))
         payload, error = Payload({}), 0.0
-        if self.request["prunes"]:
+        if task.fields["prunes"]:
             pruner = Pruner(
                 self.options.pruner,
                 self.config.density,
@@ -165,9 +168,9 @@ class FedSpaLLMClient(Node):
             )
             done = prune_layer(self.model, layer, module, hidden, pruner, self.config.batch_size)
             payload, hidden, error = done.payload, done.hidden, done.relative_error
-            self.layers.save(layer, round, payload)
-            self.layers.drop_before(layer, pruned_at.get(str(layer), round))
-            pruned_at[str(layer)], removed[str(layer)] = round, payload.num_elements() - payload.num_kept()
+            self.layers.save(layer, step, payload)
+            self.layers.drop_before(layer, pruned_at.get(str(layer), step))
+            pruned_at[str(layer)], removed[str(layer)] = step, payload.num_elements() - payload.num_kept()
             if self.options.ties == "wanda":
                 norms = {INPUT_NORMS + name: rms for name, rms in done.input_rms.items()}
                 payload = Payload({**payload.tensors, **norms}, payload.masks)
@@ -177,10 +180,11 @@ class FedSpaLLMClient(Node):
         meta = {"of-round": of_round, "next": layer + 1, "pruned": pruned_at, "removed": removed}
         return LayerUpdate(payload, State({} if is_last else {"hidden": hidden}, meta), {"relative-error": error})
 
-    def reach(self, layer: int, state: State, of_round: int) -> Tensor:
-        """The hidden states that enter a layer, from where they are: of this round on disk, or the text itself.
+    def hidden_states_before(self, layer: int, state: State, of_round: int) -> Tensor:
+        """This returns the hidden states that enter ``layer`` in round ``of_round``.
 
-        In the memory of those in ``state``, which are no longer what they were.
+        They are computed from those in ``state``, if these are of the same round and of no later layer, else from the
+        text. The result takes the memory of the hidden states in ``state``, which are overwritten.
         """
         position, hidden = 0, None
         if state.meta.get("of-round") == of_round and int(state.meta["next"]) <= layer:
@@ -194,15 +198,15 @@ class FedSpaLLMClient(Node):
             hidden = self.model.pass_through(module, hidden, self.config.batch_size)
         return hidden
 
-    def report(self, update: LayerUpdate) -> dict[str, Any]:
+    def report(self, task: Task, update: LayerUpdate) -> dict[str, Any]:
         if not all(bool(hidden.isfinite().all()) for hidden in update.state.tensors.values()):
-            raise ValueError(f"hidden states after decoder layer {self.request['layer']} are not finite")
+            raise ValueError(f"hidden states after decoder layer {task.fields['layer']} are not finite")
         return {"density": self.density(update.state)}
 
     # --- evaluation ---------------------------------------------------------------------------------------------
 
     def own_layer(self, layer: int, state: State) -> Payload:
-        """The client's own version of a layer's matrices; empty where it never pruned them."""
+        """This is the client's own version of a layer's matrices, empty where it never pruned them."""
         version = state.meta.get("pruned", {}).get(str(layer))
         if version is None:
             return Payload({})
@@ -213,43 +217,40 @@ class FedSpaLLMClient(Node):
             self.layers.check(int(layer), int(version))
 
     def density(self, state: State) -> float:
-        """Kept share of all parameters of the client's own model."""
+        """This is the kept share of all parameters of the client's own model."""
         removed: dict[str, int] = state.meta.get("removed", {})
         return 1 - sum(removed.values()) / self.model.num_parameters()[0]
 
-    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Who this client is: its partition, how much text it has, and which dense model."""
+    def introduction(self) -> dict[str, Any]:
+        """This tells also which documents the client's text is from, and which dense model the client has."""
         _, documents = self.segments()
         if self.own_text:
             length = self.model.sequence_length(self.options.window)
             windows_of(self.model.encode(self.own_text[1]), length)  # better now than after all pruning
         return {
-            **self.introduction(),
+            **super().introduction(),
             "documents": [] if self.own_text else documents[:32],
             "shell-digest": self.model.shell_digest(),
             "layer-digests": [self.model.layer_digest(layer) for layer in range(self.model.num_layers)],
         }
 
-    def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        """Perplexity of the client's own model on the test texts, or on its own text.
+    def evaluation(self, task: Task, state: State) -> tuple[int, dict[str, Any]]:
+        """This tells the perplexity of the client's own model on the test texts, or on its own text.
 
         After one round this is the paper's "standalone". From the second on a client prunes what the server made of all
         clients' layers.
         """
-        self.request = config
-        state, lost = self._state(config, before=int(config["state-round"]) + 1)
         total = hashlib.sha256(self.model.shell_digest().encode())
-        metrics: dict[str, Any] = {}
         for layer in range(self.model.num_layers):
             own = self.own_layer(layer, state)
             total.update((own.digest() if own.tensors else self.model.layer_digest(layer)).encode())
-        metrics |= {"digest": total.hexdigest(), "density": self.density(state)}
-        metrics["pruned-layers"] = len(state.meta.get("pruned", {}))
+        told: dict[str, Any] = {"digest": total.hexdigest(), "density": self.density(state)}
+        told["pruned-layers"] = len(state.meta.get("pruned", {}))
         text = self.own_text[1] if self.own_text else None
         found_in = perplexities(self.config, self.model, lambda i: self.own_layer(i, state).tensors, text)
         for name, found in found_in.items():
-            metrics[f"perplexity/{name}"] = found.value
+            told[f"perplexity/{name}"] = found.value
         if text is not None:  # of the other texts the server knows them
             measured = found_in[OWN_TEXT]
-            metrics |= {"windows": measured.windows, "windows-in-text": measured.windows_in_text}
-        return 0.0, self.num_examples, {**metrics, **self._note(lost, config)}
+            told |= {"windows": measured.windows, "windows-in-text": measured.windows_in_text}
+        return self.num_examples, told

@@ -10,37 +10,36 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from clients.base import FederatedClient
-from fedprune_app.core.payload import Payload
+from clients.base import ImageClient
+from clients.task import Task
 from fedprune_app.engine.store import State
 from fedprune_app.models import vision
 
 
-class FineTuned(FederatedClient):
-    """To be mixed into the client of a system that has a global model."""
+class FineTuned(ImageClient):
+    """This is mixed into the client of a system that has a global model."""
 
     validates = "personal"
 
     def planned_epochs(self) -> int:
-        """Under dp.enabled fine-tuning is private and charged: what comes of it is evaluated."""
+        """This adds the epochs of fine-tuning: what comes of them is evaluated, so they are private and charged too."""
         config = self.config
         return super().planned_epochs() + self.evaluations * (config.finetune.epochs or config.local_epochs)
 
-    def personal_model(self, received: Payload, state: State) -> dict[str, Tensor]:
+    def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
         options = self.config.finetune
-        round = int(self.request["round"])
         epochs = options.epochs or self.config.local_epochs
-        rate = self.config.learning_rates[round if options.learning_rate == "last" else 0]
-        begin = self.begin(received, state)
+        rate = self.config.learning_rates[task.round if options.learning_rate == "last" else 0]
+        begin = self.begin(task, state)
         if self.privacy is not None and not self.privacy.affords(epochs):
             return begin  # its budget is spent: what is released already has to do
         vision.load_state_tensors(self.model, begin)
         self.train(
-            round,
+            task,
             role="fine-tune",
             epochs=epochs,
             learning_rate=rate,
-            masks=self.masks(state),
-            frozen=self.but_the_last() if options.layers == "last" else (),
+            masks=self.masks(task, state),
+            frozen=self.hidden_parameters() if options.layers == "last" else (),
         )
         return vision.state_tensors(self.model, include_buffers=True)

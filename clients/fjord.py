@@ -9,26 +9,34 @@ per width; here all widths share them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from clients.base import FederatedClient, Update
+from clients.base import ImageClient, Update
 from clients.local_pruning import FJORD_SHARES, OrderedDropout
-from clients.node import parts_not_private
+from clients.node import Place, parts_not_private
 from clients.subfedavg import pruned
+from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.structured import extents, hidden_groups, lead, lead_masks, leading_count, widen
+from fedprune_app.core.structured import (
+    Extents,
+    extents,
+    hidden_groups,
+    leading_block,
+    leading_count,
+    leading_masks,
+    zero_padded,
+)
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models import vision
 
 
-class FjORDClient(FederatedClient):
-    """State: ``weights`` in the full network's coordinates, 0 beyond the client's width; ``masks`` say how far."""
+class FjORDClient(ImageClient):
+    """The state holds ``weights`` in the full network's coordinates, and ``masks``, False beyond the client's width."""
 
     validates = "received"
 
@@ -39,42 +47,41 @@ class FjORDClient(FederatedClient):
             return "fjord.distillation is True, allowed with dp.enabled: false; it has no private step yet"
         return parts_not_private(config, "system 'fjord'")
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, config: Config, place: Place) -> None:
+        super().__init__(config, place)
         if any(isinstance(layer, nn.GroupNorm) for layer in self.model.modules()):
             raise ValueError("the model has GroupNorm, allowed with system 'fjord': a model without, or with BatchNorm")
         tensors = vision.named_tensors(self.model)
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self.groups = hidden_groups(layers_of(list(tensors), self.prunable), self.shapes)
 
-    def reach(self) -> Mapping[str, Mapping[int, int]]:
-        width = float(self.request["width"])
+    def extents(self, task: Task) -> Extents:
+        """This says how far the client's sub-network, of the width that the server asks for, extends into tensors."""
+        width = float(task.fields["width"])
         return extents(self.groups, {group.name: leading_count(group.size, width) for group in self.groups})
 
-    def masks(self, state: State) -> dict[str, Tensor]:
-        return state.group("masks") or lead_masks(self.reach(), self.shapes)
+    def masks(self, task: Task, state: State) -> dict[str, Tensor]:
+        return state.group("masks") or leading_masks(self.extents(task), self.shapes)
 
-    def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
-        """The sub-network in full coordinates; what is not sent (local norms) is the client's own."""
-        start = {**self.own_model(state), **widen(received.tensors, self.shapes)}
-        return start | pruned(start, lead_masks(self.reach(), self.shapes))
+    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+        """This is the sub-network in full coordinates; what is not sent (local norms) is the client's own."""
+        start = {**self.own_model(state), **zero_padded(task.payload.tensors, self.shapes)}
+        return start | pruned(start, leading_masks(self.extents(task), self.shapes))
 
-    def local_update(self, received: Payload, state: State, round: int) -> Update:
-        width, reach = float(self.request["width"]), self.reach()
+    def local_update(self, task: Task, state: State) -> Update:
+        width, widest = float(task.fields["width"]), self.extents(task)
         shares = [*(share for share in FJORD_SHARES if share < width - 1e-9), width]
 
         def law(draw: np.random.Generator) -> float:
             return shares[int(draw.integers(len(shares)))]
 
-        vision.load_state_tensors(self.model, self.begin(received, state))
-        draw = rng.numpy_generator(self.config.seed, "ordered dropout", self.partition, round)
+        draw = rng.numpy_generator(self.config.seed, "ordered dropout", self.client_id, task.round)
         teacher = width if self.config.fjord.distillation else None
         dropout = OrderedDropout(self.model, self.groups, (), {}, law, draw, self.layer_flops(), teacher)
-        result = self.train(round, part=dropout)
-        tensors = vision.state_tensors(self.model, include_buffers=True)
-        sent = {name: lead(tensors[name], reach.get(name)).contiguous() for name in self.shared}
-        masks = {n: m for n, m in lead_masks(reach, self.shapes).items() if n in tensors}
+        result, tensors = self.train_from_start(task, state, part=dropout)
+        sent = {name: leading_block(tensors[name], widest.get(name)).contiguous() for name in self.shared}
+        masks = {n: m for n, m in leading_masks(widest, self.shapes).items() if n in tensors}
         return Update(Payload(sent), State(grouped(weights=tensors, masks=masks)), result, dropout.flops)
 
-    def uploaded(self, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
-        return Payload(widen(sent.tensors, self.shapes), lead_masks(self.reach(), self.shapes))
+    def uploaded(self, task: Task, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
+        return Payload(zero_padded(sent.tensors, self.shapes), leading_masks(self.extents(task), self.shapes))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from clients.base import FederatedClient, split_letters
+from clients.base import ImageClient
+from clients.reply_fields import ReplyFields
+from clients.scores import Scores
+from clients.task import Task
 from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
@@ -17,56 +20,57 @@ from fedprune_app.engine.wire import Schema
 from fedprune_app.models import vision
 
 
-class GossipClient(FederatedClient):
-    """State: ``weights`` are those published last, ``masks`` those they were trained under."""
+class GossipClient(ImageClient):
+    """The state holds ``weights``, those published last, and ``masks``, under which they were trained."""
 
-    def letter_schema(self) -> Schema:
-        """What a neighbour publishes: the shared tensors, the prunable ones masked where the system prunes."""
+    declares: ClassVar = ReplyFields(training=frozenset({"accuracy-received"}))
+
+    def peer_schema(self) -> Schema:
+        """A neighbour publishes the shared tensors, with masks for the prunable ones where the system prunes."""
         return self.shared_schema(self.prunable if self.prunes else ())
 
     @property
     @abstractmethod
     def prunes(self) -> bool:
-        """Whether the prunable tensors are masked."""
+        """This says whether the prunable tensors are masked."""
 
     @abstractmethod
-    def start_masks(self, state: State) -> dict[str, Tensor]:
-        """The masks to train under in this round."""
+    def start_masks(self, task: Task, state: State) -> dict[str, Tensor]:
+        """These are the masks to train under in this round."""
 
-    def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
-        """``w_{k,t+1/2}``: the average of what the neighbours and this client published, under this round's masks.
+    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+        """This is ``w_{k,t+1/2}``: the average of the neighbour models and the client's own, under this round's masks.
 
-        Whoever has nothing to average with goes on from its own model, at first the common initial one.
+        A client that has nothing to average with goes on from its own model, at first the common initial one.
         """
-        mixed, letters = split_letters(received)
         own, start = state.group("weights"), self.own_model(state)
-        tensors: Mapping[str, Tensor] = mixed.tensors
-        if letters:
+        tensors, updates = task.payload.tensors, dict(task.peer_updates)
+        if updates:
             if own:
-                letters[self.partition] = Payload({name: own[name] for name in self.shared}, state.group("masks"))
-            mean = MaskedMean(len(letters))
-            for sender, letter in letters.items():
+                updates[self.client_id] = Payload({name: own[name] for name in self.shared}, state.group("masks"))
+            mean = MaskedMean(len(updates))
+            for sender, update in updates.items():
                 try:
-                    mean.add(letter)
+                    mean.add(update)
                 except ValueError as error:  # finite, but too large to be summed
-                    self.refuse(sender, error)
+                    task.note_unusable(sender, error)
             tensors = mean.mixed()
-        masks = self.start_masks(state)
+        masks = self.start_masks(task, state)
         start = {**start, **tensors}
         return {name: torch.where(masks[name], t, 0) if name in masks else t for name, t in start.items()}
 
-    def personal_model(self, received: Payload, state: State) -> dict[str, Tensor]:
-        return state.group("weights") or self.begin(Payload({}), state)
+    def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
+        return state.group("weights") or self.begin(task.without_payloads(), state)
 
-    def received_scores(self, received: Payload, state: State) -> dict[str, float | None]:
-        """Of a consensus model, where the system has one; what a client starts from is tested when it starts."""
-        scores = {"accuracy-global": self.test_accuracy(received.tensors)}
+    def received_scores(self, task: Task, state: State) -> Scores:
+        """This tests a consensus model, where the system has one; a start is tested when training starts."""
+        scores = {"accuracy-global": self.test_accuracy(task, task.payload.tensors)}
         if self.validates == "received":
-            scores["accuracy-validation"] = self.accuracy("validation")
+            scores["accuracy-validation"] = self.accuracy(task, "validation")
         return scores
 
-    def test_start(self, start: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Load what training starts from, and in rounds that end with an evaluation test it first."""
+    def test_start(self, task: Task, start: Mapping[str, Tensor]) -> dict[str, Any]:
+        """This loads what training starts from, and tests it first in rounds that end with an evaluation."""
         vision.load_state_tensors(self.model, start)
-        score = self.accuracy("test") if self.request.get("evaluates") else None
+        score = self.accuracy(task, "test") if task.evaluates else None
         return {} if score is None else {"accuracy-received": score}

@@ -18,23 +18,23 @@ nothing. A server that feigns a round of one client and gets the whole learns no
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from clients.base import FederatedClient, Update
+from clients.base import ImageClient, Update
+from clients.node import Place
+from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.sketches import shared_out
 from fedprune_app.engine.store import State, grouped
-from fedprune_app.models import vision
 
 
-class LDPFedP3Client(FederatedClient):
-    """State: ``weights``, ũ_i as it was before the sketch."""
+class LDPFedP3Client(ImageClient):
+    """The state holds ``weights``, which are ũ_i as it was before the sketch."""
 
     validates = "received"
 
@@ -43,23 +43,21 @@ class LDPFedP3Client(FederatedClient):
         """All that leaves is a part of the privately trained model, chosen without data."""
         return ""
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, config: Config, place: Place) -> None:
+        super().__init__(config, place)
         layers = layers_of(self.shared, self.prunable)
         self.order = [name for names in layers.values() for name in names]
         self.layer_sizes = [sum(self.sizes[name] for name in names) for names in layers.values()]
 
-    def local_update(self, received: Payload, state: State, round: int) -> Update:
-        num_clients, mine = self.sketch(round)
-        vision.load_state_tensors(self.model, self.begin(received, state))
-        result = self.train(round)  # lines 5 to 8
-        tensors = vision.state_tensors(self.model, include_buffers=True)
+    def local_update(self, task: Task, state: State) -> Update:
+        num_clients, mine = self.sketch(task)
+        result, tensors = self.train_from_start(task, state)  # lines 5 to 8
         updated = torch.cat([tensors[name].flatten() for name in self.order])
         payload = Payload({"part": num_clients * updated[mine]})  # line 9: S_i ũ_i without its zeros
         return Update(payload, State(grouped(weights=tensors)), result, self.training_flops())
 
-    def uploaded(self, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
-        num_clients, mine = self.sketch(int(self.request["round"]))
+    def uploaded(self, task: Task, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
+        num_clients, mine = self.sketch(task)
         values = torch.cat([before[name].flatten() for name in self.order])
         values[mine] = sent.tensors["part"] / num_clients
         shapes = {name: before[name].shape for name in self.order}
@@ -69,13 +67,16 @@ class LDPFedP3Client(FederatedClient):
         parts = torch.split(flat, [self.sizes[name] for name in self.order])
         return {name: part.view(shapes[name]) for name, part in zip(self.order, parts, strict=True)}
 
-    def sketch(self, round: int) -> tuple[int, Tensor]:
-        """n and which coordinates are this client's, bool (d,). ``ValueError`` for a place that cannot be."""
-        num_clients, place = self.request["clients"], self.request["place"]
-        if type(num_clients) is not int or not 1 <= num_clients <= self.num_partitions:
-            raise ValueError(f"clients is {num_clients!r}, allowed: 1 to {self.num_partitions}")
+    def sketch(self, task: Task) -> tuple[int, Tensor]:
+        """This returns n, and which coordinates are this client's: bool (d,).
+
+        Raises ``ValueError`` for a place that cannot be.
+        """
+        num_clients, place = task.fields["clients"], task.fields["place"]
+        if type(num_clients) is not int or not 1 <= num_clients <= self.place.num_clients:
+            raise ValueError(f"clients is {num_clients!r}, allowed: 1 to {self.place.num_clients}")
         if type(place) is not int or not 0 <= place < num_clients:
             raise ValueError(f"place is {place!r}, allowed with {num_clients} clients: 0 to {num_clients - 1}")
-        draw = rng.generator(self.config.seed, "sketch", round=round)
+        draw = rng.generator(self.config.seed, "sketch", round=task.round)
         owners = shared_out(self.layer_sizes, num_clients, self.config.fedp3.sketch == "layers", draw)
         return num_clients, owners == place

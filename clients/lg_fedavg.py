@@ -10,19 +10,20 @@ model, upper layers included, is FedAvg's after local training under another nam
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor
 
-from clients.base import FederatedClient, Update
+from clients.base import ImageClient, Update
+from clients.node import Place
+from clients.scores import Scores
+from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.layers import last_layers
-from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
 
 
-class LGFedAvgClient(FederatedClient):
-    """Its own lower layers under the server's upper ones."""
+class LGFedAvgClient(ImageClient):
+    """An LG-FedAvg client has its own lower layers under the server's upper ones."""
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
@@ -37,24 +38,23 @@ class LGFedAvgClient(FederatedClient):
             return list(names)
         return last_layers(list(names), frozenset(prunable), config.lgfedavg.global_layers)
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, config: Config, place: Place) -> None:
+        super().__init__(config, place)
         self.everything = self.shared
         self.shared = last_layers(self.shared, self.prunable, self.config.lgfedavg.global_layers)
 
-    def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
-        return {**self.own_model(state), **received.tensors}
+    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+        return {**self.own_model(state), **task.payload.tensors}
 
-    def local_update(self, received: Payload, state: State, round: int) -> Update:
-        """FedAvg's, of all layers, in the rounds of ``lgfedavg.pretrain-rounds``."""
-        if round <= self.config.lgfedavg.pretrain_rounds:
-            self.shared = self.everything
-        return super().local_update(received, state, round)
+    def local_update(self, task: Task, state: State) -> Update:
+        """This sends the upper layers; in the rounds of ``lgfedavg.pretrain-rounds`` all, as FedAvg does."""
+        is_whole = task.round <= self.config.lgfedavg.pretrain_rounds
+        return self.dense_update(task, state, self.everything if is_whole else self.shared)
 
-    def personal_model(self, received: Payload, state: State) -> dict[str, Tensor]:
-        """The client's own lower layers under the averaged upper ones."""
-        return self.begin(received, state)
+    def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
+        """The personal model is the client's own lower layers under the averaged upper ones."""
+        return self.begin(task, state)
 
-    def received_scores(self, received: Payload, state: State) -> dict[str, float | None]:
-        """No model is global as a whole."""
-        return {"accuracy-received": self.test_accuracy(self.begin(received, state))}
+    def received_scores(self, task: Task, state: State) -> Scores:
+        """There is no global accuracy, since no model is global as a whole."""
+        return {"accuracy-received": self.test_accuracy(task, self.begin(task, state))}

@@ -12,16 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from clients.parts import Part
 from fedprune_app.core.flops import BACKWARD_PER_FORWARD, training_flops
 from fedprune_app.core.structured import ChannelGroup, LeadingCounts, extents, leading_count
+from fedprune_app.learning.parts import Part
 
 FJORD_SHARES = (0.2, 0.4, 0.6, 0.8, 1.0)
 Law = Callable[[np.random.Generator], float]
 
 
 def share_law(law: str, least: float) -> Law:
-    """How a step's share q is drawn: "uniform" in [least, 1], "constant", or "fjord", one of 0.2, ..., 1 from least."""
+    """This returns the law by which a step's share q is drawn, in [least, 1].
+
+    * ``uniform``: uniform in [least, 1].
+    * ``constant``: always ``least``.
+    * ``fjord``: one of 0.2, 0.4, ..., 1 that is at least ``least``.
+    """
     shares = [share for share in FJORD_SHARES if share >= least - 1e-9]
     laws: dict[str, Law] = {
         "uniform": lambda draw: least + (1 - least) * draw.random(),
@@ -32,7 +37,9 @@ def share_law(law: str, least: float) -> Law:
 
 
 class UniformPruning:
-    """Weights of these names are kept each with probability q, to 2^-16; those of ``masks`` are what there is of them.
+    """Uniform pruning keeps each weight of these names with probability q, to 2^-16.
+
+    Where ``masks`` are False there is no weight to keep.
 
     Source: FedP3, section 2, "uniform pruning".
     """
@@ -62,7 +69,9 @@ class UniformPruning:
 
 
 class OrderedDropout:
-    """Of each group of hidden units the first ``ceil(q · size)``; a group stays whole that only ``full`` layers touch.
+    """Ordered dropout keeps the first ``ceil(q · size)`` of each group of hidden units.
+
+    A group that only ``full`` layers touch stays whole.
 
     A layer in ``full`` keeps its units unless the next layer, not being full, takes in only the first ones. GroupNorm
     keeps whole groups, so that the small network computes what the masked one would. Source: FedP3, section 2, "uniform
@@ -91,7 +100,7 @@ class OrderedDropout:
         self.flops = 0.0
 
     def sized(self, share: float) -> Part:
-        """The part of this share of units."""
+        """This returns the part of the network that has this share of units."""
         counts = {
             g.name: g.size if g.name in self.whole else leading_count(g.size, share, self._multiple(g))
             for g in self.groups

@@ -4,30 +4,27 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from clients.base import FederatedClient, Update
-from clients.training import proximal
+from clients.base import ImageClient, Update
+from clients.task import Task
 from fedprune_app.config import Config
-from fedprune_app.core.payload import Payload
-from fedprune_app.engine.store import State, grouped
-from fedprune_app.models import vision
+from fedprune_app.engine.store import State
+from fedprune_app.learning.hooks import proximal
 
 
-class MTLClient(FederatedClient):
-    """Goes on from its own model; others' reach it through the anchor alone."""
+class MTLClient(ImageClient):
+    """An MTL client goes on from its own model; other models act on it through the anchor alone."""
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
         """The regulariser is made of what others released."""
         return ""
 
-    def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
+    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
         return self.own_model(state)
 
-    def local_update(self, received: Payload, state: State, round: int) -> Update:
-        vision.load_state_tensors(self.model, self.begin(received, state))
-        strength = self.config.mtl.strength * float(self.request.get("precision", 0.0))
-        anchor = {name: tensor.to(self.device) for name, tensor in received.tensors.items()}
-        result = self.train(round, adjust_gradients=proximal(anchor, strength) if anchor else None)
-        tensors = vision.state_tensors(self.model, include_buffers=True)
-        payload = Payload({name: tensors[name] for name in self.shared})
-        return Update(payload, State(grouped(weights=tensors)), result, self.training_flops())
+    def local_update(self, task: Task, state: State) -> Update:
+        precision = task.fields.get("precision")
+        strength = self.config.mtl.strength * float(precision or 0.0)
+        anchor = {name: tensor.to(self.device) for name, tensor in task.payload.tensors.items()}
+        pull = proximal(anchor, strength) if anchor else None
+        return self.dense_update(task, state, self.shared, adjust_gradients=pull, depends_on=precision)

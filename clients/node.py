@@ -1,28 +1,57 @@
-"""What every client half has, whatever it trains or prunes: its place, its state on disk, its answer to ``fit``."""
+"""Every client half has this, whatever it trains or prunes: its place, its state on disk, its answers to Flower."""
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-import numpy as np
-import torch
 from flwr.client import NumPyClient
 
+from clients.reply_fields import Kind, ReplyFields, declared, undeclared
+from clients.task import NDArrays, Task, names_of
 from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, VersionedStore, client_store
 from fedprune_app.engine.wire import Schema
+from fedprune_app.learning.device import device_of
 
-NDArrays = list[np.ndarray[Any, Any]]
 _NO_STATE = State()
 
 
+@dataclass(frozen=True)
+class Place:
+    """A place says which client of a run a node is, and what its operator gives it.
+
+    * ``client_id``: the client's number.
+    * ``num_clients``: how many clients share the data. It is 0 where the client has data of its own.
+    * ``state_dir``: the folder below which the client keeps its state.
+    * ``capacity``: the density that the node can bear, where its operator says so.
+    * ``run_key``: the name of the run that the client is in.
+    """
+
+    client_id: int
+    num_clients: int
+    state_dir: Path
+    capacity: float | None = None
+    run_key: str = ""
+
+    @property
+    def has_own_data(self) -> bool:
+        """This says whether the client has data of its own, all of which it takes."""
+        return self.num_clients == 0
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """This is the part of the data that the client has: k and n, for part k of n."""
+        return (0, 1) if self.has_own_data else (self.client_id, self.num_clients)
+
+
 class LocalUpdate(Protocol):
-    """The outcome of a local update: what is sent, what is kept, and what else to tell the server."""
+    """A local update has a payload to send, a state to keep, and more to tell the server."""
 
     @property
     def payload(self) -> Payload: ...
@@ -32,33 +61,29 @@ class LocalUpdate(Protocol):
     def metrics(self) -> Mapping[str, Any]: ...
 
 
-class Node(NumPyClient):
-    """One client with its state below ``state_dir``: number ``partition``, out of ``num_partitions`` of the data.
+AnUpdate = TypeVar("AnUpdate", bound=LocalUpdate)
 
-    ``num_partitions`` 0: it has data of its own, all of which it takes. ``run_key`` names the run that it is in.
+
+class Node(NumPyClient, Generic[AnUpdate]):
+    """A node is one client of a run, with its state below ``place.state_dir``.
+
+    Flower calls :meth:`get_properties`, :meth:`fit` and :meth:`evaluate`. These call, with the message as a
+    :class:`Task`: :meth:`introduction`; :meth:`local_update`, then :meth:`report` and :meth:`kept_state`; and
+    :meth:`evaluation`.
     """
 
     versions_kept = 3  # of its state, below the one the server last took in
+    declares: ClassVar = ReplyFields(
+        introduction=frozenset({"partition", "num-examples", "capacity", "own-data", "lost-rounds", "lost-reasons"}),
+        training=frozenset({"num-examples", "seconds", "note", "lost"}),
+        evaluation=frozenset({"num-examples", "note", "lost"}),
+    )
 
-    def __init__(
-        self,
-        config: Config,
-        partition: int,
-        num_partitions: int,
-        state_dir: Path,
-        capacity: float | None = None,
-        run_key: str = "",
-    ) -> None:
+    def __init__(self, config: Config, place: Place) -> None:
         self.config = config
-        self.partition = partition
-        self.num_partitions = num_partitions
-        self.capacity = capacity  # what this node can bear, where its operator says so
-        self.request: Mapping[str, Any] = {}  # the fields of the message being answered
-        self.received = Payload({})  # its payload
-        self.has_own_data = num_partitions == 0
-        self.share = (0, 1) if self.has_own_data else (partition, num_partitions)  # of the data there is: k of n
-        self.run_key = run_key
-        self.store: VersionedStore = client_store(state_dir, partition, run_key, self.versions_kept)
+        self.place = place
+        self.client_id = place.client_id
+        self.store: VersionedStore = client_store(place.state_dir, place.client_id, place.run_key, self.versions_kept)
         self.device = device_of(config)
 
     # --- what a client says -------------------------------------------------------------------------------------
@@ -66,79 +91,100 @@ class Node(NumPyClient):
     @property
     @abstractmethod
     def num_examples(self) -> int:
-        """How much it learns from, in whatever its task counts."""
+        """This is how much the client learns from, in whatever it counts."""
 
     def introduction(self) -> dict[str, Any]:
-        """What every client says of itself when it is asked who it is."""
+        """This returns what a client says of itself when it is asked who it is."""
         return {
-            "partition": self.partition,
+            "partition": self.client_id,
             "num-examples": self.num_examples,
-            **({} if self.capacity is None else {"capacity": self.capacity}),
-            **({"own-data": True} if self.has_own_data else {}),
+            **({} if self.place.capacity is None else {"capacity": self.place.capacity}),
+            **({"own-data": True} if self.place.has_own_data else {}),
         }
 
     @abstractmethod
     def message_schema(self) -> Schema:
-        """The largest payload that the server may send it."""
+        """This returns the largest payload that the server may send to the client."""
+
+    def peer_schema(self) -> Schema:
+        """This returns what other clients' updates must hold, in systems where clients see them."""
+        return Schema.like({})
 
     @abstractmethod
-    def local_update(self, received: Payload, state: State, round: int) -> LocalUpdate:
-        """The client's part of a round."""
+    def local_update(self, task: Task, state: State) -> AnUpdate:
+        """This does the client's part of a round."""
 
     @abstractmethod
-    def report(self, update: Any) -> dict[str, Any]:
-        """What the server records of an update. ``ValueError`` for one that must not count."""
+    def report(self, task: Task, update: AnUpdate) -> dict[str, Any]:
+        """This returns what the server records of an update. Raises ``ValueError`` for one that must not count."""
 
-    def kept_state(self, update: Any) -> State:
-        """What is stored of an update."""
-        kept: State = update.state
-        return kept
+    def kept_state(self, update: AnUpdate) -> State:
+        """This returns what is stored of an update."""
+        return update.state
+
+    @abstractmethod
+    def evaluation(self, task: Task, state: State) -> tuple[int, dict[str, Any]]:
+        """This returns on how many examples the client's own model was evaluated, and what was found."""
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
-        """Why this system cannot run so with ``dp.enabled``, one line for the user; empty if it can.
+        """This says in one line for the user why the system cannot run so with ``dp.enabled``; empty if it can.
 
         It can where everything that leaves a client, or is evaluated, is made of weights that were trained privately,
         of what others released, of draws without data, and of noised counts. A system says so itself.
         """
         return never_private(config, "nobody has examined what it releases")
 
-    def letter_schema(self) -> Schema:
-        """What other clients' payloads must hold, in systems where clients see them."""
-        return Schema.like({})
+    def check_reply(self, kind: Kind, fields: Iterable[str]) -> None:
+        """Raise ``ValueError`` for a field that this class of clients does not declare in a reply of this kind."""
+        allowed = declared(type(self)).allowed(kind, self.config.dp.enabled)
+        if unknown := undeclared(fields, allowed):
+            raise ValueError(f"field '{unknown[0]}' is in a reply, allowed in {kind}: {', '.join(sorted(allowed))}")
 
     # --- Flower's NumPyClient -----------------------------------------------------------------------------------
 
+    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+        """This answers the server's question who is there."""
+        return self.introduction()
+
     def fit(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[NDArrays, int, dict[str, Any]]:
-        """Load the state, update it, save it, and only then reply.
+        """This answers a training message."""
+        payload, told = self.answer_training(Task.from_numpy(parameters, config))
+        return payload.to_ndarrays(), self.num_examples, {**told, **names_of(payload)}
+
+    def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+        """This answers an evaluation message."""
+        return 0.0, *self.answer_evaluation(Task.from_numpy(parameters, config))
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def answer_training(self, task: Task) -> tuple[Payload, dict[str, Any]]:
+        """This loads the state, updates it, saves it, and only then returns the reply.
 
         A round that is asked for again (a resumed run) starts from the state before it, so it gives the same reply.
         Raises ``ValueError`` and saves nothing when the update must not count: when training diverges, say.
         """
         started = time.monotonic()
-        self.request = config
-        round = int(config["round"])
-        state, lost = self._state(config, before=round)
-        self.received = received_payload(parameters, config)
-        update = self.local_update(self.received, state, round)
-        told = self.report(update)
-        self.store.save(round, self.kept_state(update), accepted=config.get("state-round"))
-        metrics = {
-            **told,
-            "seconds": time.monotonic() - started,
-            **update.metrics,
-            **self._note(lost, config),
-            **payload_names(update.payload),
-        }
-        return update.payload.to_ndarrays(), self.num_examples, metrics
+        state, lost = self.load_state(task, before=task.round)
+        update = self.local_update(task, state)
+        told = self.report(task, update)
+        self.store.save(task.round, self.kept_state(update), accepted=task.state_round)
+        seconds = time.monotonic() - started
+        return update.payload, {**told, "seconds": seconds, **update.metrics, **_notes(task, lost)}
 
-    def _state(self, config: Mapping[str, Any], before: int) -> tuple[State, str]:
-        """The state after the round the server last took in from this client (``state-round``, 0 for none).
+    def answer_evaluation(self, task: Task) -> tuple[int, dict[str, Any]]:
+        """This loads the state, evaluates it, and returns the reply: how many examples, and what was found."""
+        state, lost = self.load_state(task, before=task.round + 1)
+        num_examples, told = self.evaluation(task, state)
+        return num_examples, {**told, **_notes(task, lost)}
 
-        Without that, the newest of a round smaller than ``before``. If it is lost, the one before it, and a note to
-        say so.
+    def load_state(self, task: Task, before: int) -> tuple[State, str]:
+        """This returns the state after the round that the server last took in from this client (``task.state_round``).
+
+        Where the server does not say, it is the newest state of a round smaller than ``before``. If the state is lost,
+        it is the one before that, with a note that says so.
         """
-        wanted = config.get("state-round")
+        wanted = task.state_round
         if wanted == 0:
             return _NO_STATE, ""
         found = self.store.load(before=before if wanted is None else wanted + 1)
@@ -149,52 +195,39 @@ class Node(NumPyClient):
             return state, ""
         return state, f"the state of round {wanted} is lost, went on from round {round}"
 
-    @staticmethod
-    def _note(lost: str, config: Mapping[str, Any]) -> dict[str, str]:
-        notes = [lost, *config.get("refused", [])]
-        told = {"note": "; ".join(filter(None, notes))} if any(notes) else {}
-        return {**told, "lost": lost} if lost else told
-
     def check_state(self, round: int) -> None:
         """Raise ``ValueError`` naming the file where what is kept since ``round`` is damaged or missing."""
         self.store.read(round)
 
     def lost_states(self, rounds: Iterable[int]) -> dict[str, Any]:
-        """The answer to a server that resumes a run: which of these versions of its state it has lost, and why."""
+        """This answers a server that resumes a run: which of these versions of its state it has lost, and why."""
         lost: dict[int, str] = {}
         for round in rounds:
             try:
                 self.check_state(round)
             except ValueError as error:
                 lost[round] = str(error)
-                if self.has_own_data:  # where its operator keeps its files is nobody's business
+                if self.place.has_own_data:  # where its operator keeps its files is nobody's business
                     lost[round] = lost[round].replace(str(self.store.folder), self.store.folder.name)
-        return {"partition": self.partition, "lost-rounds": list(lost), "lost-reasons": list(lost.values())}
+        return {"partition": self.client_id, "lost-rounds": list(lost), "lost-reasons": list(lost.values())}
 
 
-def device_of(config: Config) -> torch.device:
-    """What the key ``device`` means on this machine."""
-    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
-    return torch.device("cuda" if cuda else "cpu")
-
-
-def payload_names(payload: Payload) -> dict[str, list[str]]:
-    """The names that a list of ndarrays lacks, to travel beside it."""
-    return {"tensor-names": list(payload.tensors), "mask-names": list(payload.masks)}
-
-
-def received_payload(parameters: NDArrays, config: Mapping[str, Any]) -> Payload:
-    """The payload that Flower's list of arrays and the names beside it make."""
-    return Payload.from_ndarrays(parameters, config["tensor-names"], config["mask-names"])
+def _notes(task: Task, lost: str) -> dict[str, str]:
+    notes = list(filter(None, [lost, *task.notes]))
+    told = {"note": "; ".join(notes)} if notes else {}
+    return {**told, "lost": lost} if lost else told
 
 
 def parts_not_private(config: Config, what: str) -> str:
-    """One line for the user where ``what`` trains parts of the network, which ``dp.grad-sample`` cannot; else empty."""
+    """This says why ``what``, which trains parts of the network, cannot be private; empty if it can.
+
+    Only ``dp.grad-sample`` auto and one-pass can do it.
+    """
     if config.dp.grad_sample in ("auto", "one-pass"):
         return ""
     return f"dp.grad-sample is {config.dp.grad_sample!r}, allowed with {what}: auto, one-pass"
 
 
 def never_private(config: Config, why: str) -> str:
-    """One line for the user: ``dp.enabled`` does not go with the system."""
+    """This says in one line for the user that ``dp.enabled`` does not go with the system."""
     return f"dp.enabled is true, allowed with system {config.system!r}: false; {why}"

@@ -1,9 +1,10 @@
-"""What ``dp.enabled`` adds to a client: the noise, the ledger, and what it can still afford."""
+"""With ``dp.enabled`` a client has this: noise, a ledger, and what it can still afford."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,75 +20,78 @@ if TYPE_CHECKING:  # Opacus and dp-accounting take seconds to import, and most r
 _ROUNDING = 1e-6  # another version of a library may round otherwise; a lost charge is more
 
 
-class ClientPrivacy:
-    """One client's privacy in one run: ``num_examples`` of training data, neighbours differ by one example.
+@dataclass(frozen=True)
+class Plan:
+    """A plan says what a client is going to release: in the whole run, for ``dp.target-epsilon``, and in one round.
 
-    ``planned_epochs`` and ``planned_counts`` are how many epochs and noised counts the whole run is planned to have,
-    for ``dp.target-epsilon``, and ``round_epochs`` and ``round_counts`` those of the training of one round. The ledger
-    is in ``folder``, or in ``dp.ledger-dir`` for all runs on the data, whose name is ``whose``. Raises ``ValueError``
-    where the ledger is damaged.
+    ``epochs`` and ``round_epochs`` count epochs of training, ``counts`` and ``round_counts`` noised counts. Those of a
+    round are for its training, without an evaluation.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        partition: int,
-        num_examples: int,
-        planned_epochs: int,
-        round_epochs: int,
-        folder: Path,
-        whose: str,
-        round_counts: int = 0,
-        planned_counts: int = 0,
-    ) -> None:
+    epochs: int
+    round_epochs: int
+    counts: int = 0
+    round_counts: int = 0
+
+
+class ClientPrivacy:
+    """This is one client's privacy in one run; neighbouring data sets differ by one of ``num_examples`` examples.
+
+    ``ledger`` is the file in which the client's charges are. Raises ``ValueError`` where that is damaged.
+    """
+
+    def __init__(self, config: Config, client_id: int, num_examples: int, plan: Plan, ledger: Path) -> None:
         from fedprune_app.privacy.accounting import Laplace, noise_for
         from fedprune_app.privacy.ledger import Budget, Ledger
 
         self.options = options = config.dp
         self.seed = config.seed
-        self.partition = partition
+        self.client_id = client_id
         self.sample_rate = min(1.0, config.batch_size / num_examples)
         self.steps_per_epoch = config.steps_per_epoch or math.ceil(num_examples / config.batch_size)
         self.noise_multiplier = options.noise_multiplier
         if options.target_epsilon:
-            steps = planned_epochs * self.steps_per_epoch
-            besides = ((Laplace(options.count_scale, 1.0), planned_counts),) if planned_counts else ()
+            steps = plan.epochs * self.steps_per_epoch
+            besides = ((Laplace(options.count_scale, 1.0), plan.counts),) if plan.counts else ()
             self.noise_multiplier = noise_for(
                 options.target_epsilon, options.delta, self.sample_rate, steps, options.accountant, besides
             )
-        self.round_scale = options.count_scale if round_counts else 0.0
-        self.round_cost = dict(self.steps(round_epochs))
-        if round_counts:
-            self.round_cost[Laplace(options.count_scale, 1.0)] = round_counts
+        self.round_scale = options.count_scale if plan.round_counts else 0.0
+        self.round_cost = dict(self.steps(plan.round_epochs))
+        if plan.round_counts:
+            self.round_cost[Laplace(options.count_scale, 1.0)] = plan.round_counts
         limit = min((e for e in (options.epsilon_budget, options.target_epsilon) if e), default=None)
         budget = None if limit is None else Budget(limit, options.delta)
-        path = Path(options.ledger_dir) / f"{whose}.jsonl" if options.ledger_dir else folder / "ledger.jsonl"
-        self.ledger = Ledger(path, accountant=options.accountant, budget=budget)
+        self.ledger = Ledger(ledger, accountant=options.accountant, budget=budget)
 
     def noise(self, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> Noise:
-        """The randomness of one release, see :func:`~fedprune_app.privacy.noise.noise_source`."""
+        """This returns the randomness of one release, see :func:`~fedprune_app.privacy.noise.noise_source`."""
         from fedprune_app.privacy.noise import noise_source
 
-        return noise_source(self.options.secure_rng, self.seed, role, self.partition, round, public, settings)
+        return noise_source(self.options.secure_rng, self.seed, role, self.client_id, round, public, settings)
 
     # --- training -------------------------------------------------------------------------------------------------
 
     def steps(self, epochs: int) -> Spent:
-        """What so many epochs release."""
+        """This is what so many epochs release."""
         from fedprune_app.privacy.accounting import Steps
 
         return {Steps(self.noise_multiplier, self.sample_rate): epochs * self.steps_per_epoch}
 
     def affords(self, epochs: int) -> bool:
-        """Whether the budget bears so many more epochs."""
+        """This says whether the budget bears so many more epochs."""
         return self.ledger.affords(self.steps(epochs))
 
     def require(self, epochs: int) -> None:
-        """Raise :class:`~fedprune_app.privacy.ledger.Overspent` where it does not: before any work is done."""
+        """Raise :class:`~fedprune_app.privacy.ledger.Overspent` where the budget does not bear so many more epochs."""
         self.ledger.require(self.steps(epochs))
 
     def dpsgd(self, epochs: int, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> DPSGD:
-        """How the next training makes its gradients; ``public`` and ``settings``: all it starts from but the data."""
+        """This says how the next training makes its gradients.
+
+        ``public`` and ``settings`` are all that the training starts from but the data. Raises
+        :class:`~fedprune_app.privacy.ledger.Overspent`, before any work is done, where the budget does not bear it.
+        """
         from fedprune_app.privacy.dpsgd import DPSGD
 
         self.require(epochs)
@@ -105,20 +109,20 @@ class ClientPrivacy:
         )
 
     def charge_steps(self, steps: int, what: str) -> None:
-        """Charge what ran: after it, and before anything of it is stored or sent."""
+        """This charges what ran: after it, and before anything of it is stored or sent."""
         self.ledger.charge_steps(self.noise_multiplier, self.sample_rate, steps, what)
 
     # --- counts ---------------------------------------------------------------------------------------------------
 
     def noised_count(self, correct: int, most: int, split: str, round: int, public: Mapping[str, Tensor]) -> float:
-        """A share of correct predictions in [0, 1], of a count that is noised and charged."""
+        """This returns a share of correct predictions in [0, 1], of a count that is noised and charged."""
         noised = self.noised_score(correct, split, round, public)
         return min(max(noised, 0), most) / most
 
     def affordable_count(
         self, correct: int, most: int, split: str, round: int, public: Mapping[str, Tensor]
     ) -> float | None:
-        """As :meth:`noised_count`; None, and nothing charged, where the budget does not bear it."""
+        """This returns :meth:`noised_count`, or None, with nothing charged, where the budget does not bear a count."""
         from fedprune_app.privacy.ledger import Overspent
 
         try:
@@ -127,7 +131,7 @@ class ClientPrivacy:
             return None
 
     def noised_score(self, correct: int, split: str, round: int, public: Mapping[str, Tensor]) -> int:
-        """A count of correct predictions that is noised, rounded and charged. One example counts once."""
+        """This returns a count of correct predictions, noised, rounded and charged. One example counts once."""
         from fedprune_app.privacy.noise import noisy_count
 
         options = self.options
@@ -141,12 +145,15 @@ class ClientPrivacy:
 
     @property
     def charges(self) -> int:
-        """How many charges the ledger holds; the client's state remembers it."""
+        """This is how many charges the ledger holds; the client's state remembers the number."""
         return len(self.ledger)
 
     def require_memory(self, charges: int, told: float) -> None:
-        """``ValueError`` where the ledger holds fewer charges than the client's state has seen, or less ε than the
-        client has ``told``, as the server remembers it: ledger and state may be lost together."""
+        """Raise ``ValueError`` where the ledger holds less than is known of it.
+
+        The client's state has seen ``charges``. The server remembers the ε that the client has ``told``, since ledger
+        and state may be lost together.
+        """
         if len(self.ledger) < charges:
             raise ValueError(
                 f"ledger '{self.ledger.path}' holds {len(self.ledger)} charges, the client's state knows of {charges}: "
@@ -160,11 +167,11 @@ class ClientPrivacy:
             )
 
     def declined(self, round: int, why: Exception) -> dict[str, Any]:
-        """The answer to a request that the budget does not bear: what is told of it, and nothing else."""
+        """This is the answer to a task that the budget does not bear: what was spent so far, and why it declines."""
         return {**self.report(round), "budget-spent": True, "declined": str(why)}
 
     def report(self, round: int) -> dict[str, Any]:
-        """ε so far, Fed-LTP's printed figure beside it, and whether the budget bears no other round."""
+        """This tells ε so far, Fed-LTP's printed figure beside it, and whether the budget bears no other round."""
         from fedprune_app.privacy.paper import paper_epsilon
 
         options = self.options

@@ -6,9 +6,9 @@ A process that simulates many clients would else do it for each of them, twice. 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -34,7 +34,10 @@ class _Cut:
         self._tokens: dict[tuple[int, str], Tensor] = {}
 
     def encode(self, model: LanguageModel, text: str, length: int) -> Tensor:
-        """The token ids of a text, without the tail that fills no segment: of most documents of a crawl, none."""
+        """This returns the token ids of a text, without the tail that fills no segment.
+
+        Most documents of a crawl have none left then.
+        """
         if (found := self._tokens.get((length, text))) is not None:
             return found
         ids = model.encode(text)
@@ -48,23 +51,45 @@ class _Cut:
 _cut: WeakKeyDictionary[LanguageModel, _Cut] = WeakKeyDictionary()
 
 
-def segments(
-    model: LanguageModel, dataset: str, data_dir: str, test_fraction: float | None, *, seed: int, **deal: Any
-) -> tuple[Tensor, list[str]]:
-    """:func:`calibration_segments` of the text there is; with ``test_fraction`` of what is the client's own without it.
+@dataclass(frozen=True)
+class Deal:
+    """A deal says how the text is dealt to clients: these are arguments of :func:`calibration_segments`."""
 
-    Not to be written to.
+    deal: str
+    client_id: int
+    num_clients: int
+    count: int
+    most: int
+    length: int
+    seed: int
+
+
+def segments(
+    model: LanguageModel, dataset: str, data_dir: str, test_fraction: float | None, deal: Deal
+) -> tuple[Tensor, list[str]]:
+    """This returns :func:`calibration_segments` of the text there is, not to be written to.
+
+    With ``test_fraction`` they are of the client's own text, without its test part.
     """
     cut = _cut.setdefault(model, _Cut())
     files = _files(data_dir)
-    key = (dataset, files, test_fraction, seed, *sorted(deal.items()))
+    key = (dataset, files, test_fraction, deal)
     if key not in cut.segments:
         if test_fraction is None:
             documents = _shared(dataset, data_dir, files)
         else:
-            documents = _own(data_dir, test_fraction, seed, files)[0]
-        length = deal["length"]
-        found = calibration_segments(documents, lambda text: cut.encode(model, text, length), seed=seed, **deal)
+            documents = _own(data_dir, test_fraction, deal.seed, files)[0]
+        found = calibration_segments(
+            documents,
+            lambda text: cut.encode(model, text, deal.length),
+            deal=deal.deal,
+            partition=deal.client_id,
+            num_partitions=deal.num_clients,
+            count=deal.count,
+            most=deal.most,
+            length=deal.length,
+            seed=deal.seed,
+        )
         while len(cut.segments) >= _MOST_CLIENTS:
             del cut.segments[next(iter(cut.segments))]
         cut.segments[key] = found
@@ -72,12 +97,12 @@ def segments(
 
 
 def own_text(data_dir: str, test_fraction: float, seed: int) -> tuple[list[Document], str]:
-    """:func:`own_documents`, not to be written to."""
+    """This returns :func:`own_documents`, not to be written to."""
     return _own(data_dir, test_fraction, seed, _files(data_dir))
 
 
 def forget_documents() -> None:
-    """Free the memory of all but segments: every client has introduced itself, and pruning needs the room."""
+    """This frees the memory of all but segments, once every client has introduced itself: pruning needs the room."""
     _shared.cache_clear()
     _own.cache_clear()
     for cut in _cut.values():

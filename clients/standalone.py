@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from clients.base import FederatedClient, Update
+from clients.base import ImageClient, Update
+from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
 
 
-class StandaloneClient(FederatedClient):
-    """Starts from the common initial model, and never hears of another."""
+class StandaloneClient(ImageClient):
+    """A standalone client starts from the common initial model, and never hears of another."""
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
@@ -21,9 +22,9 @@ class StandaloneClient(FederatedClient):
     def evaluation_counts(self) -> int:
         return 2  # nothing is received
 
-    def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
+    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
         return self.own_model(state)
 
-    def local_update(self, received: Payload, state: State, round: int) -> Update:
-        update = super().local_update(received, state, round)
+    def local_update(self, task: Task, state: State) -> Update:
+        update = super().local_update(task, state)
         return Update(Payload({}), update.state, update.training, update.flops)

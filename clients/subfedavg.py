@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from clients.base import FederatedClient, Update
+from clients.base import ImageClient, Update
+from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.masks import full_masks, mask_distance, prune_percent
 from fedprune_app.core.payload import Payload
@@ -21,12 +22,15 @@ from fedprune_app.models import vision
 
 
 def pruned(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The masked tensors, zero where their mask is False."""
+    """This returns the masked tensors, zero where their mask is False."""
     return {name: torch.where(mask, tensors[name], 0.0) for name, mask in masks.items()}
 
 
-class SubFedAvgClient(FederatedClient):
-    """Keeps a mask for each convolution and linear weight, all ones at first; biases and norms are never pruned."""
+class SubFedAvgClient(ImageClient):
+    """A Sub-FedAvg client keeps a mask for each convolution and linear weight, all ones at first.
+
+    Biases and norms are never pruned.
+    """
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
@@ -40,23 +44,21 @@ class SubFedAvgClient(FederatedClient):
         )
 
     def round_counts(self) -> int:
-        """At most one for the gate."""
+        """The gate asks for at most one count."""
         return int(self.config.subfedavg.gate_split != "none")
 
-    def masks(self, state: State) -> dict[str, Tensor]:
+    def masks(self, task: Task, state: State) -> dict[str, Tensor]:
         parameters = dict(self.model.named_parameters())
         return state.group("masks") or full_masks({name: parameters[name].shape for name in self.prunable})
 
-    def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
-        """``θ_k ← θ_g ⊙ m_k``; biases as received."""
-        start = super().begin(received, state)
-        return start | pruned(start, self.masks(state))
+    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+        """This is ``θ_k ← θ_g ⊙ m_k``, with biases as received."""
+        start = super().begin(task, state)
+        return start | pruned(start, self.masks(task, state))
 
-    def local_update(self, received: Payload, state: State, round: int) -> Update:
+    def local_update(self, task: Task, state: State) -> Update:
         options = self.config.subfedavg
-        mask = self.masks(state)
-        vision.load_state_tensors(self.model, self.begin(received, state))
-
+        mask = self.masks(task, state)
         mask_first_epoch = mask
 
         def after_epoch(epoch: int) -> None:
@@ -64,26 +66,29 @@ class SubFedAvgClient(FederatedClient):
             if epoch == 0:
                 mask_first_epoch = prune_percent(self.weights(mask), mask, options.prune_step)  # m^{fe}, line 5
 
-        result = self.train(round, masks=mask, after_epoch=after_epoch)
+        result, tensors = self.train_from_start(task, state, masks=mask, after_epoch=after_epoch)
 
         mask_last_epoch = prune_percent(self.weights(mask), mask, options.prune_step)  # m^{le}, line 6
         distance = mask_distance(mask_first_epoch, mask_last_epoch)  # Δ, line 13; 0 with one local epoch
         percent_pruned = self._percent_pruned(mask)
-        tensors, mask_kept = vision.state_tensors(self.model, include_buffers=True), mask
+        mask_kept = mask
         # line 14: far enough apart, target not yet reached, and accurate enough with the new mask
         if distance > options.mask_distance and percent_pruned < self.target_rate:
-            new_mask = self.towards_target(mask, mask_last_epoch, percent_pruned)
+            new_mask = self.mask_towards_target(mask, mask_last_epoch, percent_pruned)
             candidate = tensors | pruned(tensors, new_mask)
             vision.load_state_tensors(self.model, candidate)
-            if self.accurate_enough():
+            if self.is_accurate_enough(task):
                 tensors, mask_kept = candidate, new_mask  # line 15: θ ⊙ m^{le}
         payload = Payload({name: tensors[name] for name in self.shared}, mask_kept)
         return Update(payload, State(grouped(weights=tensors, masks=mask_kept)), result, self.training_flops(mask))
 
     @property
     def target_rate(self) -> float:
-        """Percent of all parameters to prune in the end: what the node cannot bear, if it says what it can."""
-        return self.config.subfedavg.target_rate if self.capacity is None else 100 * (1 - self.capacity)
+        """This is the percentage of all parameters to prune in the end.
+
+        Where the node says what it can bear, it is what the node cannot bear.
+        """
+        return self.config.subfedavg.target_rate if self.place.capacity is None else 100 * (1 - self.place.capacity)
 
     def _percent_pruned(self, mask: dict[str, Tensor]) -> float:
         """Of all parameters, biases included, as the released code counts; whole numbers, so a target can be met."""
@@ -91,27 +96,27 @@ class SubFedAvgClient(FederatedClient):
         return 100 * gone / sum(self.sizes.values())
 
     def weights(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Copies of these tensors of the model as it is."""
+        """This copies these tensors of the model as it is."""
         tensors = vision.state_tensors(self.model)
         return {name: tensors[name] for name in names}
 
-    def accurate_enough(self) -> bool:
-        """Whether the model as it is passes the accuracy gate, where there is one: strictly above the threshold."""
+    def is_accurate_enough(self, task: Task) -> bool:
+        """This says whether the model as it is passes the accuracy gate, where there is one: above the threshold."""
         if self.config.subfedavg.gate_split == "none":
             return True
-        accuracy = self.accuracy(self.config.subfedavg.gate_split, decides=True)
+        accuracy = self.accuracy(task, self.config.subfedavg.gate_split, decides=True)
         # with room for float noise: 100 * (7 / 100) is more than 7
         return accuracy is not None and 100 * accuracy - self.config.subfedavg.accuracy_threshold > 1e-9
 
-    def towards_target(
+    def mask_towards_target(
         self, mask: dict[str, Tensor], full_step: dict[str, Tensor], percent_pruned: float
     ) -> dict[str, Tensor]:
-        """The mask of a full step, or of the smaller last one before the target."""
+        """This is the mask of a full step, or of the smaller last step before the target."""
         missing = self.target_rate - percent_pruned
         if missing >= self.config.subfedavg.prune_step:
             return full_step
         return prune_percent(self.weights(mask), mask, self.last_step(missing, percent_pruned))
 
     def last_step(self, missing: float, percent_pruned: float) -> float:
-        """Percent of the weights that are left to prune in the last step: what is missing, at most the code's cap."""
+        """This is the percentage of the remaining weights that the last step prunes: what is missing, up to the cap."""
         return min(missing / (100 - percent_pruned) * 100, self.config.subfedavg.final_step_cap)

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from clients.base import Update
-from clients.node import never_private
+from clients.node import Place, never_private
+from clients.reply_fields import ReplyFields
 from clients.subfedavg import SubFedAvgClient, pruned
+from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.flops import forward_flops, training_flops
 from fedprune_app.core.masks import full_masks, mask_distance, prune_percent
@@ -35,19 +37,22 @@ from fedprune_app.core.structured import (
     shrink,
 )
 from fedprune_app.engine.store import State, grouped
+from fedprune_app.learning.hooks import GradientHook
 from fedprune_app.models import vision
 from fedprune_app.models.initial import channels_of
 
 
 class SubFedAvgHyClient(SubFedAvgClient):
-    """State: ``weights`` in full coordinates, ``channels`` kept per group, ``fc``, the linear layers' masks."""
+    """The state holds ``weights`` in full coordinates, the ``channels`` kept per group, and the linear masks ``fc``."""
+
+    declares: ClassVar = ReplyFields(evaluation=frozenset({"channel-density"}))
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
         return never_private(config, "it ranks channels by BatchNorm, which mixes the examples of a batch")
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, config: Config, place: Place) -> None:
+        super().__init__(config, place)
         config, dataset = self.config, self.dataset
         self.groups = channels_of(config.model, config.dataset, dataset.image_shape, dataset.num_classes)
         self.full = self.model  # self.model is the network that is at work
@@ -55,50 +60,57 @@ class SubFedAvgHyClient(SubFedAvgClient):
         linear = [name for name, layer in self.full.named_modules() if isinstance(layer, nn.Linear)]
         self.fc_shapes = {f"{name}.weight": self.shapes[f"{name}.weight"] for name in linear}
 
-    def begin(self, received: Payload, state: State) -> dict[str, Tensor]:
-        """Own norms, where they stay local, are the initial ones at first: nobody sends them."""
+    def begin(self, task: Task, state: State) -> dict[str, Tensor]:
+        """The client's norms, where they stay local, are the initial ones at first: nobody sends them."""
         initial = vision.state_tensors(self.full, include_buffers=True)
-        return pruned({**initial, **state.group("weights"), **received.tensors}, self.masks(state))
+        return pruned({**initial, **state.group("weights"), **task.payload.tensors}, self.masks(task, state))
 
     # --- masks --------------------------------------------------------------------------------------------------
 
     def channels(self, state: State) -> Kept:
         return state.group("channels") or full_channels(self.groups)
 
+    def evaluation(self, task: Task, state: State) -> tuple[int, dict[str, Any]]:
+        num_examples, told = super().evaluation(task, state)
+        return num_examples, {**told, "channel-density": self.channel_density(state)}
+
     def channel_density(self, state: State) -> float:
+        """This is the kept share of the convolution channels."""
         every = torch.cat(list(self.channels(state).values()))
         return int(every.sum()) / len(every)
 
     def fc_masks(self, state: State) -> dict[str, Tensor]:
         return state.group("fc") or full_masks(self.fc_shapes)
 
-    def masks(self, state: State) -> dict[str, Tensor]:
+    def masks(self, task: Task, state: State) -> dict[str, Tensor]:
         return self.coordinates(self.channels(state), self.fc_masks(state))
 
     def coordinates(self, kept: Kept, fc: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Masks of every full tensor: of those that removed channels cut, and of the linear weights."""
+        """This returns masks of every full tensor: of those that removed channels cut, and of the linear weights."""
         cut = full_masks(self.shapes) | coordinate_masks(self.groups, kept, self.shapes)
         return cut | {name: cut[name] & mask for name, mask in fc.items()}
 
     # --- the small network ----------------------------------------------------------------------------------------
 
     def work_with(self, tensors: Mapping[str, Tensor], kept: Kept) -> None:
-        """Make ``self.model`` the network of these channels, with these full tensors."""
+        """This makes ``self.model`` the network of these channels, with these full tensors."""
         self.model = shrink(copy.deepcopy(self.full), self.groups, kept)
         vision.load_state_tensors(self.model, gather(tensors, self.groups, kept))
 
-    def test_accuracy(self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None) -> float | None:
+    def test_accuracy(
+        self, task: Task, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None
+    ) -> float | None:
         # a group's scales are masked where its channels are gone
         kept = {group.name: masks[group.scales[0]] for group in self.groups} if masks else full_channels(self.groups)
         self.work_with(tensors, kept)
-        return self.accuracy("test")
+        return self.accuracy(task, "test")
 
     # --- a round --------------------------------------------------------------------------------------------------
 
-    def local_update(self, received: Payload, state: State, round: int) -> Update:
+    def local_update(self, task: Task, state: State) -> Update:
         options = self.config.subfedavg
         kept, fc = self.channels(state), self.fc_masks(state)
-        self.work_with(self.begin(received, state), kept)
+        self.work_with(self.begin(task, state), kept)
         small_fc = gather(fc, self.groups, kept)
 
         def proposals() -> tuple[dict[str, Tensor], Kept]:
@@ -116,7 +128,7 @@ class SubFedAvgHyClient(SubFedAvgClient):
             if epoch == 0:
                 first = proposals()
 
-        result = self.train(round, masks=small_fc, after_epoch=after_epoch, adjust_gradients=self._scale_penalty())
+        result = self.train(task, masks=small_fc, after_epoch=after_epoch, adjust_gradients=self._scale_penalty())
         layers = forward_flops(self.model, self.dataset.image_shape)
         flops = training_flops(layers, self.examples_trained(), small_fc)
         last = proposals()
@@ -125,15 +137,15 @@ class SubFedAvgHyClient(SubFedAvgClient):
         percent_pruned = self._percent_pruned(self.coordinates(kept, fc))
         distance = mask_distance(first[0], last[0])
         if distance > options.fc_mask_distance and percent_pruned < self.target_rate:
-            fewer = scatter(self.towards_target(small_fc, last[0], percent_pruned), self.groups, kept, self.shapes)
+            fewer = scatter(self.mask_towards_target(small_fc, last[0], percent_pruned), self.groups, kept, self.shapes)
             candidate = tensors | pruned(tensors, fewer)
             self.work_with(candidate, kept)
-            if self.accurate_enough():
+            if self.is_accurate_enough(task):
                 tensors, fc = candidate, fewer
         if channel_distance(first[1], last[1]) > options.channel_distance:
             candidate = tensors | pruned(tensors, self.coordinates(last[1], fc))
             self.work_with(candidate, last[1])
-            if self.accurate_enough():
+            if self.is_accurate_enough(task):
                 tensors, kept = candidate, last[1]
 
         masks = self.coordinates(kept, fc)
@@ -149,7 +161,7 @@ class SubFedAvgHyClient(SubFedAvgClient):
     def _scale_names(self) -> list[str]:
         return [name for group in self.groups for name in group.scales]
 
-    def _scale_penalty(self) -> Any:
+    def _scale_penalty(self) -> GradientHook | None:
         """The subgradient of an L1 penalty on the scales, or None."""
         strength, names = self.config.subfedavg.scale_decay, self._scale_names()
         if not strength:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import ClassVar, Unpack, cast
 
 import torch
 from flwr.app import Context, Message
@@ -21,18 +21,20 @@ from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clients.base import FederatedClient, data_config
+from clients.base import ImageClient, LocalTraining
+from clients.node import Place
 from clients.privacy import ClientPrivacy
-from clients.training import TrainingResult
+from clients.task import Task
 from fedprune_app import client_app, server_app
 from fedprune_app.config import Config, ConfigError, refused, written_below
 from fedprune_app.core import rng
 from fedprune_app.core.payload import Payload
-from fedprune_app.data.splits import ClientData, client_data
+from fedprune_app.data.splits import ClientData, client_data, data_config
 from fedprune_app.engine import wire
 from fedprune_app.engine.inprocess import quiet, run_in_process
 from fedprune_app.files import scratch_folder
 from fedprune_app.launch import LaunchError
+from fedprune_app.learning.train import TrainingResult
 from fedprune_app.models import vision
 from fedprune_app.privacy.audit import Evidence, Finding
 from fedprune_app.privacy.noise import Noise
@@ -63,6 +65,7 @@ class Question:
 class _Training:
     """One training of the client, from its model before to its model after, both as the attack may know them."""
 
+    task: Task
     before: dict[str, Tensor]
     after: dict[str, Tensor]
     masks: Tensors
@@ -82,13 +85,13 @@ class _Watch:
     failure: Exception | None = None  # the first; the server would take it for a client that failed
 
 
-class Watched(FederatedClient):
+class Watched(ImageClient):
     """A client of any system, before it in the order of classes: its data hold canaries, its trainings are noted."""
 
     watch: ClassVar[_Watch]
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, config: Config, place: Place) -> None:
+        super().__init__(config, place)
         self.watch.newest = self
 
     def local_data(self) -> ClientData:
@@ -106,11 +109,11 @@ class Watched(FederatedClient):
             data.test_labels,
         )
 
-    def train(self, round: int, **how: Any) -> TrainingResult:
+    def train(self, task: Task, **how: Unpack[LocalTraining]) -> TrainingResult:
         before = vision.state_tensors(self.model)
-        result = super().train(round, **how)
+        result = super().train(task, **how)
         after = vision.state_tensors(self.model)
-        self.watch.trainings.append(_Training(before, after, dict(how.get("masks") or how.get("active") or {})))
+        self.watch.trainings.append(_Training(task, before, after, dict(how.get("masks") or how.get("active") or {})))
         return result
 
 
@@ -160,7 +163,7 @@ def audit(config: Config, question: Question) -> Finding:
     :class:`ConfigError` for what cannot be asked, and :class:`LaunchError` where the run or the audited client fails.
     """
     kind = SYSTEMS[config.system].client
-    if not (config.dp.enabled and issubclass(kind, FederatedClient)):
+    if not (config.dp.enabled and issubclass(kind, ImageClient)):
         raise ConfigError(f"dp.enabled is {str(config.dp.enabled).lower()}, allowed with audit: true")
     number, guesses = _numbers(config, question)
     examples = client_data(data_config(config), question.client, question.clients).num_examples
@@ -170,7 +173,7 @@ def audit(config: Config, question: Question) -> Finding:
     watched = type(f"Watched{kind.__name__}", (Watched, kind), {"watch": watch, **privacy})
     with quiet(), scratch_folder() as folder:
         here = replace(written_below(folder, config), tracking="none")
-        app = _app(watch, cast(type[FederatedClient], watched))
+        app = _app(watch, cast(type[ImageClient], watched))
         try:
             run_in_process(server_app.app, app, question.clients, here.to_dict())
         except ConfigError as error:
@@ -205,7 +208,7 @@ def _numbers(config: Config, question: Question) -> tuple[int, int]:
     return number, guesses
 
 
-def _app(watch: _Watch, watched: type[FederatedClient]) -> ClientApp:
+def _app(watch: _Watch, watched: type[ImageClient]) -> ClientApp:
     """The real ClientApp, in which one client is watched."""
 
     def answer(name: str, message: Message, context: Context) -> Message:
@@ -240,7 +243,7 @@ def consider(evidence: Evidence, client: Watched, trainings: list[_Training], se
     """
     if not trainings:
         return False
-    sent = client.uploaded(sent, trainings[0].before)
+    sent = client.uploaded(trainings[0].task, sent, trainings[0].before)
     parameters = [name for name in vision.parameter_names(client.model) if name in sent.tensors]
     if not parameters:
         return False

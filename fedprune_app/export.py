@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from clients.base import FederatedClient
+from clients.base import ImageClient
 from clients.finetune import FineTuned
 from fedprune_app.config import Config, class_names, parse_config
 from fedprune_app.core.flops import forward_flops, sparse_flops
@@ -177,7 +177,7 @@ def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: in
 def _from_server(run: Path, config: Config, full: nn.Module, round: int) -> dict[str, Tensor]:
     """The tensors of a client's personal model that are the server's final ones (LG-FedAvg's upper layers)."""
     kind = SYSTEMS[config.system].client
-    if not issubclass(kind, FederatedClient):
+    if not issubclass(kind, ImageClient):
         return {}
     names = kind.names_from_server(config, list(state_tensors(full, include_buffers=True)), prunable_names(full), round)
     found = _read(run / "models" / "global.safetensors").tensors if names else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -63,7 +64,7 @@ class System:
     """A system's two halves and its one line for ``fedprune list``."""
 
     strategy: type[FederatedStrategy]
-    client: type[Node]
+    client: type[Node[Any]]
     summary: str
     data: str = "images"  # or "text"
 

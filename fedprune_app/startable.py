@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from clients.base import FederatedClient
+from clients.base import ImageClient
+from clients.node import Place
 from fedprune_app.config import Config, ConfigError, written_below
 from fedprune_app.engine.store import VersionedStore
 from fedprune_app.federation.clients import ImageClientInfo, Roster
@@ -45,8 +46,8 @@ def check_startable(config: Config, num_clients: int) -> None:
 def _make_both(config: Config, num_clients: int, folder: Path) -> None:
     """Client 0, and a server that takes all others to be like it."""
     system = SYSTEMS[config.system]
-    client = system.client(config, 0, num_clients, folder / "clients")
-    assert isinstance(client, FederatedClient)
+    client = system.client(config, Place(0, num_clients, folder / "clients"))
+    assert isinstance(client, ImageClient)
     first = ImageClientInfo.read(0, client.get_properties({}))
     roster: Roster = {k: replace(first, id=k, node_id=k) for k in range(num_clients)}
     recorder = Recorder(folder / "run", tensorboard=config.tracking == "tensorboard")

@@ -8,9 +8,6 @@ import time
 import numpy as np
 from torch import Tensor, nn
 
-from clients.base import data_config
-from clients.node import device_of
-from clients.training import SGD, adam, evaluate, train
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.core import rng
 from fedprune_app.core.layers import layers_of
@@ -18,7 +15,12 @@ from fedprune_app.core.masks import full_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.tickets import Ticket, selection_probabilities, ticket_masks
 from fedprune_app.data.public import public_dataset, some_of
-from fedprune_app.data.splits import public_part
+from fedprune_app.data.splits import data_config, public_part
+from fedprune_app.learning.device import device_of
+from fedprune_app.learning.evaluate import evaluate
+from fedprune_app.learning.hooks import adam
+from fedprune_app.learning.sgd import SGD
+from fedprune_app.learning.train import train
 from fedprune_app.models import vision
 from fedprune_app.models.initial import chosen_name
 

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.structured import Extents, extents, hidden_groups, lead, lead_masks, leading_count, widen
+from fedprune_app.core.structured import (
+    Extents,
+    extents,
+    hidden_groups,
+    leading_block,
+    leading_count,
+    leading_masks,
+    zero_padded,
+)
 from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.round import Outgoing, Round, RunContext
 from strategies.averaging import AveragingStrategy
@@ -45,7 +53,7 @@ class FjORD(AveragingStrategy):
     def sub_network(self, client: int) -> dict[str, Tensor]:
         """Return the leading units of every layer, as many as the client can bear."""
         reach = self.extents_of(client)
-        return {name: lead(tensor, reach.get(name)).contiguous() for name, tensor in self.model.items()}
+        return {name: leading_block(tensor, reach.get(name)).contiguous() for name, tensor in self.model.items()}
 
     def begin(self, round: Round) -> None:
         largest = max(map(self.weight_of, round.participants))
@@ -65,11 +73,11 @@ class FjORD(AveragingStrategy):
 
     def expect(self, round: Round, client: int) -> Schema:
         reach = self.extents_of(client)
-        return Schema.like({name: lead(tensor, reach.get(name)) for name, tensor in self.model.items()})
+        return Schema.like({name: leading_block(tensor, reach.get(name)) for name, tensor in self.model.items()})
 
     def receive(self, round: Round, client: int, update: Payload) -> None:
-        masks = lead_masks(self.extents_of(client), self.shapes)
-        full = Payload(widen(update.tensors, self.shapes), masks)
+        masks = leading_masks(self.extents_of(client), self.shapes)
+        full = Payload(zero_padded(update.tensors, self.shapes), masks)
         self.mean.add(full, weight=self.weight_of(client))
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:

@@ -212,23 +212,23 @@ def leading_count(size: int, share: float, multiple: int = 1) -> int:
 
 def extents(groups: Sequence[ChannelGroup], counts: Mapping[str, int]) -> dict[str, dict[int, int]]:
     """Where the first ``counts[group]`` units of each group lie; groups and dimensions that are whole are left out."""
-    reach: dict[str, dict[int, int]] = {}
+    found: dict[str, dict[int, int]] = {}
     for group in groups:
         if counts[group.name] < group.size:
             for piece in group.slices:
-                reach.setdefault(piece.tensor, {})[piece.dim] = counts[group.name] * piece.repeat
-    return reach
+                found.setdefault(piece.tensor, {})[piece.dim] = counts[group.name] * piece.repeat
+    return found
 
 
-def lead(tensor: Tensor, dims: Mapping[int, int] | None) -> Tensor:
-    """The leading block of a tensor, a view."""
+def leading_block(tensor: Tensor, dims: Mapping[int, int] | None) -> Tensor:
+    """This returns the leading block of ``tensor``, a view: along each of ``dims`` as many indices as it says."""
     for dim, count in (dims or {}).items():
         tensor = tensor.narrow(dim, 0, count)
     return tensor
 
 
-def widen(small: Mapping[str, Tensor], shapes: Mapping[str, torch.Size | tuple[int, ...]]) -> dict[str, Tensor]:
-    """The inverse of :func:`lead`: tensors of the full shapes, 0 beyond the leading blocks."""
+def zero_padded(small: Mapping[str, Tensor], shapes: Mapping[str, torch.Size | tuple[int, ...]]) -> dict[str, Tensor]:
+    """This undoes :func:`leading_block`: it returns tensors of the full ``shapes``, 0 beyond the leading blocks."""
     full = {}
     for name, tensor in small.items():
         full[name] = tensor
@@ -238,11 +238,11 @@ def widen(small: Mapping[str, Tensor], shapes: Mapping[str, torch.Size | tuple[i
     return full
 
 
-def lead_masks(reach: Extents, shapes: Mapping[str, torch.Size | tuple[int, ...]]) -> dict[str, Tensor]:
-    """Masks of the full tensors, True in their leading blocks; of those that are cut."""
+def leading_masks(cut: Extents, shapes: Mapping[str, torch.Size | tuple[int, ...]]) -> dict[str, Tensor]:
+    """This returns masks of the full tensors that ``cut`` names: True in their leading blocks."""
     return {
-        name: widen({name: lead(torch.ones(tuple(shapes[name]), dtype=torch.bool), dims)}, shapes)[name]
-        for name, dims in reach.items()
+        name: zero_padded({name: leading_block(torch.ones(tuple(shapes[name]), dtype=torch.bool), dims)}, shapes)[name]
+        for name, dims in cut.items()
         if name in shapes
     }
 
@@ -255,6 +255,6 @@ class LeadingCounts:
         self.table = counts.cumsum(0).cumsum(1)  # (out, in)
 
     def within(self, dims: Mapping[int, int] | None) -> int:
-        """Kept coordinates of the block that :func:`lead` cuts out."""
+        """Kept coordinates of the block that :func:`leading_block` cuts out."""
         rows, columns = ((dims or {}).get(dim, size) for dim, size in enumerate(self.table.shape))
         return int(self.table[rows - 1, columns - 1])

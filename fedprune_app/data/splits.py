@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedprune_app.config import Config, class_names
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.data import partitions
 from fedprune_app.data.datasets import Dataset, Labels, load_dataset
@@ -86,6 +87,14 @@ class DataConfig:
             raise ValueError(f"public-fraction is {self.public_share:g}, allowed: 0 to below 1")
         if not 0 < self.test_fraction < 1:
             raise ValueError(f"test-fraction is {self.test_fraction:g}, allowed: above 0 to below 1")
+
+
+def data_config(config: Config, is_own: bool = False) -> DataConfig:
+    """This returns the part of the run's configuration that determines every client's data."""
+    names = set(DataConfig.__dataclass_fields__) - {"is_own", "classes", "public_scale"}
+    same = {name: getattr(config, name) for name in names}
+    classes = class_names(config.classes)
+    return DataConfig(is_own=is_own, classes=classes, public_scale=config.dp.enabled, **same)
 
 
 @dataclass(frozen=True, eq=False)

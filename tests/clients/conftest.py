@@ -7,7 +7,7 @@ import torch
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _one_thread():
+def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

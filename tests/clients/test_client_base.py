@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import FrozenInstanceError
 
 import pytest
 import torch
 
 from clients import node
-from clients.base import data_config, split_letters, with_letters
 from clients.dispfl import DisPFLClient
 from clients.fedavg import FedAvgClient
-from clients.node import payload_names
+from clients.node import Place
 from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient
+from clients.task import Task, reply_from_numpy
 from fedprune_app.config import parse_config
 from fedprune_app.core.payload import Payload
-from fedprune_app.data.splits import client_data
+from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.models.vision import state_tensors
 
 QUICK = {"shard-size": 40, "local-epochs": 2, "learning-rate": 0.05, "subfedavg.accuracy-threshold": 0.0}
@@ -30,7 +31,7 @@ def client(tmp_path):
 
     def make(system="subfedavg", folder=tmp_path, number=0, **settings):
         config = parse_config({**QUICK, "system": system, **{key.replace("_", "-"): v for key, v in settings.items()}})
-        return CLASSES[system](config, number, 4, folder)
+        return CLASSES[system](config, Place(number, 4, folder))
 
     return make
 
@@ -46,7 +47,7 @@ def received_model(one, seed=0):
 
 def message(one, received, round):
     received = Payload({}) if one.config.system == "standalone" else received
-    return received.to_ndarrays(), {"round": round, **payload_names(received)}
+    return Task(round, received).to_numpy()
 
 
 def fit(one, received, round, state_round=None):
@@ -54,9 +55,9 @@ def fit(one, received, round, state_round=None):
     if state_round is not None:
         config["state-round"] = state_round
     arrays, num_examples, metrics = one.fit(arrays, config)
-    names = metrics.pop("tensor-names"), metrics.pop("mask-names")
-    metrics.pop("seconds")
-    return Payload.from_ndarrays(arrays, *names), num_examples, metrics
+    sent, told = reply_from_numpy(arrays, metrics)
+    told.pop("seconds")
+    return sent, num_examples, told
 
 
 def evaluate(one, received, round):
@@ -135,7 +136,7 @@ def test_an_evaluation_looks_no_further_than_its_round(client):
 
 def test_without_validation_data_there_is_no_validation_accuracy(client):
     one = client("fedavg", validation_fraction=0.0)
-    assert one.accuracy("validation") is None
+    assert one.accuracy(Task(1), "validation") is None
     assert "accuracy-validation" not in evaluate(one, received_model(one), 1)
 
 
@@ -211,7 +212,7 @@ def some_payload(seed, masked=True):
 
 @pytest.mark.parametrize("own", [NOTHING, some_payload(0), some_payload(1, masked=False)])
 @pytest.mark.parametrize(
-    "letters",
+    "updates",
     [
         {},
         {3: some_payload(2)},
@@ -219,19 +220,42 @@ def some_payload(seed, masked=True):
         {7: some_payload(7), 1: some_payload(8, masked=False)},
     ],
 )
-def test_letters_survive_flowers_one_list_of_arrays(own, letters):
-    everything = with_letters(own, letters)
-    listed = Payload.from_ndarrays(everything.to_ndarrays(), *payload_names(everything).values())
-    own_again, again = split_letters(listed)
-    assert own_again.digest() == own.digest()
-    assert list(again) == list(letters)
-    assert {k: one.digest() for k, one in again.items()} == {k: one.digest() for k, one in letters.items()}
+def test_peer_updates_survive_flowers_one_list_of_arrays(own, updates):
+    task = Task(3, own, updates, {"round": 3, "width": 0.5}, ["letter/9 is left out: it is none"])
+    again = Task.from_numpy(*task.to_numpy())
+    assert (again.round, again.fields, again.notes) == (3, task.fields, task.notes)
+    assert again.payload.digest() == own.digest()
+    assert list(again.peer_updates) == list(updates)
+    assert {k: one.digest() for k, one in again.peer_updates.items()} == {k: u.digest() for k, u in updates.items()}
+    assert again.digest() == task.digest()
+    assert (task.digest() == own.digest()) == (not updates)
 
 
-def test_letters_share_their_memory_with_what_they_came_in():
-    one = some_payload(0)
-    _, letters = split_letters(with_letters(NOTHING, {4: one}))
-    assert all(letters[4].tensors[name] is tensor for name, tensor in one.tensors.items())
+def test_peer_updates_share_their_memory_with_what_they_came_in():
+    arrays, config = Task(1, NOTHING, {4: some_payload(0)}).to_numpy()
+    update = Task.from_numpy(arrays, config).peer_updates[4]
+    assert [tensor.data_ptr() for tensor in update.tensors.values()] == [a.ctypes.data for a in arrays[:3]]
+
+
+def test_a_task_cannot_be_changed():
+    with pytest.raises(FrozenInstanceError):
+        Task(1).round = 2
+
+
+def test_a_task_says_from_which_round_a_client_goes_on_if_the_server_does():
+    assert [Task(5, fields=fields).state_round for fields in ({}, {"state-round": 0}, {"state-round": 4})] == [
+        None,
+        0,
+        4,
+    ]
+
+
+def test_what_is_noted_of_a_task_belongs_to_that_task_alone():
+    task = Task(1)
+    task.note_unusable(3, ValueError("too large"))
+    assert task.notes == ["letter/3 is left out: too large"]
+    assert Task(1).notes == []
+    assert Task.from_numpy(*task.to_numpy()).notes is not task.notes
 
 
 @pytest.mark.parametrize(
@@ -244,7 +268,7 @@ def test_letters_share_their_memory_with_what_they_came_in():
     ],
 )
 def test_what_a_node_can_bear_goes_before_what_the_run_asks_for(tmp_path, capacity, settings, density):
-    one = DisPFLClient(parse_config({**QUICK, "system": "dispfl", **settings}), 1, 4, tmp_path, capacity)
+    one = DisPFLClient(parse_config({**QUICK, "system": "dispfl", **settings}), Place(1, 4, tmp_path, capacity))
     assert one.target_density() == density
     masks = one.initial_masks()
     assert one.density(masks) == pytest.approx(density, abs=0.01)

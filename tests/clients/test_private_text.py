@@ -10,6 +10,7 @@ import torch
 
 from clients import private_text
 from clients.fedspallm import FedSpaLLMClient
+from clients.node import Place
 from fedprune_app.config import parse_config
 from fedprune_app.data import text as texts
 from fedprune_app.models.llm import LanguageModel
@@ -41,7 +42,7 @@ def counted(monkeypatch, tmp_path):
 
     def client(partition=0, num_clients=CLIENTS, **more):
         config = parse_config({**settings, **more})
-        return FedSpaLLMClient(config, partition, num_clients, tmp_path / "state")
+        return FedSpaLLMClient(config, Place(partition, num_clients, tmp_path / "state"))
 
     client.count, client.folder = count, folder
     return client
@@ -55,7 +56,7 @@ def expected(client):
         documents,
         lambda text: torch.tensor(list(text.encode())),
         deal=client.options.deal,
-        partition=client.partition,
+        partition=client.client_id,
         num_partitions=CLIENTS,
         count=client.num_examples,
         most=max(counts),

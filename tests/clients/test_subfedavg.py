@@ -8,8 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from clients.node import payload_names
+from clients.node import Place
 from clients.subfedavg import SubFedAvgClient
+from clients.task import Task
 from fedprune_app.config import parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
@@ -26,10 +27,10 @@ def client(tmp_path):
     def make(accuracy=1.0, **settings):
         values = {key.replace("_", "-").replace("subfedavg-", "subfedavg."): v for key, v in settings.items()}
         config = parse_config({"shard-size": 40, "local-epochs": 2, "learning-rate": 0.05, **values})
-        one = SubFedAvgClient(config, 0, 4, tmp_path)
+        one = SubFedAvgClient(config, Place(0, 4, tmp_path))
         one.asked = []
         if accuracy != "real":
-            one.accuracy = lambda split, decides: one.asked.append(split) or accuracy
+            one.accuracy = lambda task, split, decides: one.asked.append(split) or accuracy
         return one
 
     return make
@@ -37,7 +38,7 @@ def client(tmp_path):
 
 def update(one, state=None, round=1):
     received = Payload(state_tensors(one.model, include_buffers=True))
-    return one.local_update(received, state or State(), round)
+    return one.local_update(Task(round, received), state or State())
 
 
 def full_masks_less(one, count, name="conv2.weight"):
@@ -80,7 +81,7 @@ def test_the_gate_opens_above_the_threshold(client, accuracy, is_open):
 def test_the_gate_judges_the_pruned_model(client):
     one = client()
     seen = []
-    one.accuracy = lambda split, decides: seen.append(one.weights(one.prunable)) or 1.0
+    one.accuracy = lambda task, split, decides: seen.append(one.weights(one.prunable)) or 1.0
     masks = update(one).payload.masks
     assert all(not seen[0][name][~mask].any() for name, mask in masks.items())
 
@@ -163,8 +164,10 @@ def test_norms_and_biases_carry_no_mask(tmp_path):
             for i in range(8):
                 Image.new("L", (16, 16), grey + 5 * i).save(tmp_path / part / label / f"{i}.png")
     values = {"dataset": "image-folder", "data-dir": str(tmp_path), "model": "lenet5-bn", "partition": "iid"}
-    one = SubFedAvgClient(parse_config({**values, "local-epochs": 2, "learning-rate": 0.05}), 0, 2, tmp_path / "state")
-    one.accuracy = lambda split, decides: 1.0
+    one = SubFedAvgClient(
+        parse_config({**values, "local-epochs": 2, "learning-rate": 0.05}), Place(0, 2, tmp_path / "state")
+    )
+    one.accuracy = lambda task, split, decides: 1.0
     result = update(one)
     assert set(result.payload.masks) == {f"{layer}.weight" for layer in ("conv1", "conv2", "fc1", "fc2", "fc3")}
     assert all(count > 0 for count in removed(result).values())
@@ -178,10 +181,9 @@ def test_norms_and_biases_carry_no_mask(tmp_path):
 def test_the_work_counted_is_that_under_the_mask_in_use(client):
     """FLOPs are of the training that was done: what is pruned after it counts from the next round."""
     received = Payload(state_tensors(client().model))
-    names = payload_names(received)
 
     def flops(one, round):
-        return one.fit(received.to_ndarrays(), {"round": round, **names})[2]["flops"]
+        return one.fit(*Task(round, received).to_numpy())[2]["flops"]
 
     dense = flops(client(0.0), 1)  # the gate stays shut
     assert flops(client(), 1) == dense

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from clients import base
-from clients.node import payload_names
+from clients.node import Place
 from clients.subfedavg_hy import SubFedAvgHyClient
+from clients.task import Task
 from fedprune_app.config import parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
@@ -39,11 +40,11 @@ def client(pictures, tmp_path):
         values = {key.replace("_", "-").replace("subfedavg-", "subfedavg."): v for key, v in settings.items()}
         common = {"dataset": "image-folder", "data-dir": pictures, "model": "cnn5-bn", "partition": "iid"}
         training = {"local-epochs": 2, "learning-rate": 0.05, "system": "subfedavg-hy"}
-        one = SubFedAvgHyClient(parse_config({**common, **training, **values}), 0, 2, tmp_path)
+        one = SubFedAvgHyClient(parse_config({**common, **training, **values}), Place(0, 2, tmp_path))
         one.asked, one.network_sizes, one.nonzero = [], [], []
         answers = list(accuracies)
 
-        def accuracy(split, decides):
+        def accuracy(task, split, decides):
             one.asked.append(split)
             one.network_sizes.append(sum(p.numel() for p in one.model.parameters()))
             one.nonzero.append({name: int(one.model.state_dict()[name].count_nonzero()) for name in LINEAR})
@@ -75,7 +76,7 @@ def initial(one):
 
 
 def update(one, state=None, round=1):
-    return one.local_update(initial(one), state or State(), round)
+    return one.local_update(Task(round, initial(one)), state or State())
 
 
 def state_of(one, channels=None, fc=None):
@@ -257,15 +258,14 @@ def test_what_is_sent_and_kept_is_the_full_network_with_zeros_where_it_was_cut(c
 def test_evaluation_is_of_the_small_network_and_as_accurate_as_the_masked_one(client):
     one = client("real", subfedavg_accuracy_threshold=0.0, local_epochs=8)
     received = initial(one)
-    names = payload_names(received)
-    one.fit(received.to_ndarrays(), {"round": 1, **names})
+    one.fit(*Task(1, received).to_numpy())
     state = one.store.load()[1]
     assert {name: int(kept.sum()) for name, kept in state.group("channels").items()} == HALF
     sizes, real = [], one.accuracy
-    one.accuracy = lambda split, **how: (
-        sizes.append((split, sum(p.numel() for p in one.model.parameters()))) or real(split, **how)
+    one.accuracy = lambda task, split, **how: (
+        sizes.append((split, sum(p.numel() for p in one.model.parameters()))) or real(task, split, **how)
     )
-    _, _, metrics = one.evaluate(received.to_ndarrays(), {"round": 1, **names})
+    _, _, metrics = one.evaluate(*Task(1, received).to_numpy())
     # personal, then as received under the masks, then the global model, which is whole
     assert sizes == [("test", SMALL), ("validation", SMALL), ("test", SMALL), ("test", FULL)]
     data, weights = one.data, state.group("weights")
@@ -274,29 +274,28 @@ def test_evaluation_is_of_the_small_network_and_as_accurate_as_the_masked_one(cl
         ("accuracy-validation", data.validation_images, data.validation_labels),
     ):
         assert metrics[key] == float(reference.share_correct(weights, images, labels))
-    assert metrics["density"] == one.density(one.masks(state)) < SMALL / FULL
+    assert metrics["density"] == one.density(one.masks(Task(1), state)) < SMALL / FULL
     assert metrics["density/conv1.weight"] == 0.5
     assert metrics["density/conv2.weight"] == 0.25
     assert metrics["channel-density"] == 0.5
     # a multiplication and an addition per kept weight and place
-    masks = one.masks(state)
+    masks = one.masks(Task(1), state)
     linear = 2 * sum(int(masks[name].sum()) for name in LINEAR)
     assert metrics["inference-flops"] == 2 * (5 * 25 * 16**2 + 10 * 125 * 4**2) + linear
 
 
 def test_density_counts_all_parameters_and_no_statistics(client):
     one = client(1.0)
-    assert one.density(one.masks(state_of(one, channels=HALVED))) == SMALL / FULL
-    assert one.density(one.masks(State())) == 1
+    assert one.density(one.masks(Task(1), state_of(one, channels=HALVED))) == SMALL / FULL
+    assert one.density(one.masks(Task(1), State())) == 1
 
 
 def test_the_state_on_disk_is_enough_to_go_on(client, tmp_path):
     one = client(1.0)
     received = initial(one)
-    names = payload_names(received)
     for round in (1, 2):
-        arrays = one.fit(received.to_ndarrays(), {"round": round, **names})[0]
-    anew = client(1.0).fit(received.to_ndarrays(), {"round": 2, **names})[0]
+        arrays = one.fit(*Task(round, received).to_numpy())[0]
+    anew = client(1.0).fit(*Task(2, received).to_numpy())[0]
     assert all((a == b).all() for a, b in zip(arrays, anew, strict=True))
 
 
@@ -312,7 +311,7 @@ def test_the_penalty_pulls_every_scale_towards_zero(client):
 def test_local_norms_are_not_sent_and_a_client_begins_with_the_initial_ones(client):
     one = client(1.0, batch_norm="local")
     received = Payload({name: tensor for name, tensor in initial(one).tensors.items() if name in one.shared})
-    result = one.local_update(received, State(), 1)
+    result = one.local_update(Task(1, received), State())
     assert not any(name.startswith("bn") for name in result.payload.tensors)
     assert result.state.group("weights")["bn1.weight"].count_nonzero() == 5
 

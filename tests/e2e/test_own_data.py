@@ -15,10 +15,9 @@ from PIL import Image
 from rich.console import Console
 from sklearn.datasets import load_digits
 
-from clients.base import data_config
 from fedprune_app import client_app, server_app
 from fedprune_app.config import ConfigError, parse_config
-from fedprune_app.data.splits import DataConfig, client_data, dataset_of, label_counts
+from fedprune_app.data.splits import DataConfig, client_data, data_config, dataset_of, label_counts
 from fedprune_app.data.text import own_documents
 from fedprune_app.engine import inprocess
 from fedprune_app.engine.exchange import TooFewReplies

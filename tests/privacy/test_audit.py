@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from clients.fedavg import FedAvgClient
+from clients.node import Place
 from fedprune_app.audit import AMPLITUDE, Question, Silent, Watched, _Watch, audit, canaries, coins
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.launch import LaunchError
@@ -251,8 +252,8 @@ def test_more_canaries_bound_more_and_still_less_than_the_claim():
 def test_a_canary_that_is_out_has_no_gradient_and_keeps_its_place(tmp_path):
     watch = _Watch(0, 0, 50, Evidence(50))
     kind = type("WatchedFedAvg", (Watched, FedAvgClient), {"watch": watch})
-    client = kind(configured(), 0, 3, tmp_path)
-    assert client.num_examples == FedAvgClient(configured(), 0, 3, tmp_path).num_examples
+    client = kind(configured(), Place(0, 3, tmp_path))
+    assert client.num_examples == FedAvgClient(configured(), Place(0, 3, tmp_path)).num_examples
     assert torch.equal(client.data.train_images[:50], client.canary_images)
     out = ~client.coins
     assert 10 < int(out.sum()) < 40

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from clients.parts import Part
-from clients.training import SGD, train
 from fedprune_app.config import OPTIONS
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.rng import generator
-from fedprune_app.core.structured import extents, hidden_groups, lead_masks
+from fedprune_app.core.structured import extents, hidden_groups, leading_masks
+from fedprune_app.learning.parts import Part
+from fedprune_app.learning.sgd import SGD
+from fedprune_app.learning.train import train
 from fedprune_app.models import build_model, prunable_names
 from fedprune_app.privacy.accounting import ACCOUNTANTS
 from fedprune_app.privacy.dpsgd import DPSGD, GRAD_SAMPLES, check_model, clip_factors
@@ -399,7 +400,7 @@ def part_of(kind: str, model: nn.Module) -> tuple[Part, dict[str, torch.Tensor]]
         return Part(masks=masks), masks
     groups = hidden_groups(layers_of(list(shapes), prunable_names(model)), shapes)
     reach = extents(groups, {group.name: group.size // 2 for group in groups})
-    return Part(extents=reach, norm_groups={f"gn{k}": 2 for k in (1, 2, 3)}), lead_masks(reach, shapes)
+    return Part(extents=reach, norm_groups={f"gn{k}": 2 for k in (1, 2, 3)}), leading_masks(reach, shapes)
 
 
 def step_on(model: nn.Module, part: Part, images, labels, sigma: float, clip: float, masks=None) -> dict:

@@ -14,9 +14,8 @@ from fractions import Fraction
 import torch
 from torch.nn import functional as F
 
-from clients.base import data_config
 from fedprune_app.core import rng
-from fedprune_app.data.splits import client_data
+from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.models.initial import initial_model
 
 WEIGHTS = ("conv1.weight", "conv2.weight", "fc1.weight")

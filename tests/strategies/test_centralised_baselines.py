@@ -7,12 +7,13 @@ import shutil
 import pytest
 import torch
 
-from clients.base import data_config
 from clients.fedavg_ft import FedAvgFTClient
+from clients.node import Place
+from clients.task import Task
 from fedprune_app.config import parse_config
 from fedprune_app.core import rng
 from fedprune_app.core.payload import Payload
-from fedprune_app.data.splits import client_data
+from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State
 from fedprune_app.export import find_model
@@ -206,8 +207,7 @@ def test_the_baselines_resume_to_the_same_models(federation, tmp_path, settings)
 @pytest.mark.parametrize(("layers", "moved"), [("all", set(NAMES)), ("last", {"fc1.weight", "fc1.bias"})])
 def test_fine_tuning_can_be_of_the_last_layer_alone(tmp_path, layers, moved):
     config = parse_config({"system": "fedavg-ft", "finetune.layers": layers, "shard-size": 40, "learning-rate": 0.05})
-    client = FedAvgFTClient(config, 0, 4, tmp_path)
-    client.request = {"round": 3}
+    client = FedAvgFTClient(config, Place(0, 4, tmp_path))
     received = Payload({name: tensor.clone() for name, tensor in initial().items()})
-    personal = client.personal_model(received, State())
+    personal = client.personal_model(Task(3, received), State())
     assert {name for name, tensor in personal.items() if not torch.equal(tensor, received.tensors[name])} == moved

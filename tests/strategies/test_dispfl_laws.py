@@ -159,9 +159,9 @@ def test_no_client_ever_has_a_weight_outside_its_masks(federation, monkeypatch):
     starts = {}
     real = GossipClient.test_start
 
-    def watch(client, tensors):
-        starts[client.partition, int(client.request["round"])] = {name: t.clone() for name, t in tensors.items()}
-        return real(client, tensors)
+    def watch(client, task, tensors):
+        starts[client.client_id, task.round] = {name: t.clone() for name, t in tensors.items()}
+        return real(client, task, tensors)
 
     monkeypatch.setattr(GossipClient, "test_start", watch)
     run = start(federation, "dispfl", GOSSIP["dispfl"], fresh=True)

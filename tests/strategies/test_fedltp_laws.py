@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from clients.base import data_config
 from clients.fedltp import FedLTPClient
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.rng import generator
 from fedprune_app.core.tickets import Ticket, ticket_masks
-from fedprune_app.data.splits import client_data, partition_indices, public_part
+from fedprune_app.data.splits import client_data, data_config, partition_indices, public_part
 from fedprune_app.federation.round import Round, RunContext
 from fedprune_app.models import build_model, prunable_names, state_tensors
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
@@ -230,10 +229,10 @@ def test_the_best_rounds_model_is_the_final_one_and_the_one_evaluated(federation
 def test_a_made_up_score_is_refused_and_does_not_choose_the_model(federation, monkeypatch):
     real = FedLTPClient.score
 
-    def boast(self, round):
-        told = real(self, round)
+    def boast(self, task):
+        told = real(self, task)
         lies = {1: {"score": told["num-validation"] + 1}, 2: {"score": 900, "num-validation": 900}}
-        return told | lies.get(self.partition, {})
+        return told | lies.get(self.client_id, {})
 
     monkeypatch.setattr(FedLTPClient, "score", boast)
     run = federation(system="fedltp", fresh=True, num_server_rounds=1, **QUICK)
@@ -249,15 +248,15 @@ def test_a_client_that_says_it_has_a_million_examples_outvotes_nobody_under_robu
     real_score, real_count = FedLTPClient.score, FedLTPClient.num_examples
     honest: dict[int, float] = {}
 
-    def boast(self, round):
-        told = real_score(self, round)
-        if self.partition == 1:
+    def boast(self, task):
+        told = real_score(self, task)
+        if self.client_id == 1:
             return told | {"score": 10**5, "num-validation": 10**5}
-        honest[self.partition] = told["score"] / told["num-validation"]
+        honest[self.client_id] = told["score"] / told["num-validation"]
         return told
 
     monkeypatch.setattr(FedLTPClient, "score", boast)
-    count = property(lambda self: 10**6 if self.partition == 1 else real_count.fget(self))
+    count = property(lambda self: 10**6 if self.client_id == 1 else real_count.fget(self))
     monkeypatch.setattr(FedLTPClient, "num_examples", count)
     settings = {"system": "fedltp", "fresh": True, "num_server_rounds": 1, "fraction_train": 1.0, **QUICK}
     (plain,) = federation(**settings).rounds

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from clients.fedspallm import FedSpaLLMClient
+from clients.node import Place
 from fedprune_app import client_app, server_app
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core.codec import unpack
@@ -86,7 +87,7 @@ def whole(folder):
 
 
 def segments_of(config, partition, num_clients, folder):
-    return FedSpaLLMClient(config, partition, num_clients, folder).segments()[0]
+    return FedSpaLLMClient(config, Place(partition, num_clients, folder)).segments()[0]
 
 
 def pruned_by_hand(model, segments, config):

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from clients.base import FederatedClient
+from clients.base import ImageClient
 from fedprune_app.config import ConfigError, check_resumable, parse_config
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
@@ -324,7 +324,7 @@ def test_a_private_round_whose_evaluation_fails_is_kept(federation, tmp_path, mo
         raise ValueError("no power")
 
     with monkeypatch.context() as patched:
-        patched.setattr(FederatedClient, "evaluate", evaluate)
+        patched.setattr(ImageClient, "evaluate", evaluate)
         with pytest.raises(TooFewReplies, match="no power"):
             federation(**settings, out_dir=str(tmp_path))
     run = federation(**settings, resume_from=str(tmp_path))

@@ -10,12 +10,13 @@ import torch
 from torch.nn import functional as F
 
 from clients.local_pruning import FJORD_SHARES, OrderedDropout, UniformPruning, share_law
-from clients.parts import Part
-from clients.training import SGD, train
 from fedprune_app.core.flops import forward_flops, training_flops
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.masks import random_masks
 from fedprune_app.core.structured import LeadingCounts, hidden_groups, leading_count
+from fedprune_app.learning.parts import Part
+from fedprune_app.learning.sgd import SGD
+from fedprune_app.learning.train import train
 from fedprune_app.models import build_model, prunable_names, vision
 
 SHAPES = {

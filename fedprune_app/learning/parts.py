@@ -1,6 +1,6 @@
-"""A training step on a part of the network: some weights left out, or really a smaller network of leading units.
+"""A training step can be on a part of the network: some weights are left out, or the network really is smaller.
 
-Whatever a step leaves out is as it was when the step is over: value, momentum and running statistics.
+What a step leaves out is as it was when the step is over: its values, momentum and running statistics.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from fedprune_app.core.structured import Extents, lead
+from fedprune_app.core.structured import Extents, leading_block
 
 Network = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one step trains.
+    """A part says what of the network one step trains.
 
-    ``masks``: weights where False are 0 in this step. ``extents``: how far the step's smaller network reaches into
-    tensors, per dimension; those of one unit agree, so that the network is whole. ``norm_groups``: groups that a
-    GroupNorm then has left, by its name. ``student``: how far a still smaller network within reaches, that learns from
-    the step's in the same step (self-distillation).
+    * ``masks``: weights are 0 in this step where their mask is False.
+    * ``extents``: how far the step's smaller network extends into each tensor, per dimension. The extents of one unit
+      agree, so that the network is whole.
+    * ``norm_groups``: how many groups a GroupNorm, by its name, then has left.
+    * ``student``: how far a still smaller network extends. This student learns from the step's network in the same
+      step (self-distillation).
     """
 
     masks: Mapping[str, Tensor] = field(default_factory=dict)
@@ -35,7 +37,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Work:
-    """What one step computes with, and the tensors it changes: four parallel lists, the gradients zero before it."""
+    """This is what one step computes with, and the tensors that the step changes.
+
+    ``values``, ``gradients``, ``velocity`` and ``kept`` are parallel lists. The gradients are zero before the step.
+    """
 
     network: Network
     named_values: Mapping[str, Tensor]
@@ -49,7 +54,7 @@ class Work:
     student: Network | None = None  # its gradients add up with the network's
 
     def trained(self) -> dict[str, Tensor]:
-        """By name, 1 where the step changes a weight by its gradient, 0 elsewhere."""
+        """This returns, by name, 1 where the step changes a weight by its gradient and 0 elsewhere."""
         ones = {name: torch.ones_like(gradient) for name, gradient in self.named_gradients.items()}
         for masks in (self.named_kept, self.keep):
             ones |= {name: ones[name] * mask for name, mask in masks.items() if name in ones}
@@ -57,12 +62,12 @@ class Work:
 
 
 @contextmanager
-def put_aside(
+def weights_set_aside(
     masks: Mapping[str, Tensor], values: Mapping[str, Tensor], velocity: Mapping[str, Tensor] | None
 ) -> Iterator[dict[str, Tensor]]:
-    """Meanwhile, weights and their momentum are 0 where the masks are False; then they come back.
+    """Weights and their momentum are 0 where the masks are False meanwhile; afterwards they come back.
 
-    The masks as numbers, 1 or 0: a product with those is many times faster than anything with a bool tensor.
+    The context gives the masks as numbers, 1 or 0: a product with these is many times faster than with a bool tensor.
     """
     keep = {name: mask.to(values[name].dtype) for name, mask in masks.items()}
     at_work = [(tensors[name], keep[name]) for tensors in (values, velocity) if tensors is not None for name in keep]
@@ -77,25 +82,26 @@ def put_aside(
 
 
 @contextmanager
-def smaller(
+def leading_network(
     model: nn.Module,
     part: Part,
     values: Mapping[str, Tensor],
     velocity: Mapping[str, Tensor] | None,
     kept: Mapping[str, Tensor] | None,
 ) -> Iterator[Work]:
-    """The network of the leading units: the values to change are views of the full one's."""
+    """The context gives the network of the leading units, whose values are views of the full network's."""
     names = list(values)
-    cut = {name: lead(values[name], part.extents.get(name)) for name in names}
+    cut = {name: leading_block(values[name], part.extents.get(name)) for name in names}
     leaves = {name: view.detach().clone().requires_grad_() for name, view in cut.items()}  # dense in memory
     for leaf in leaves.values():
         leaf.grad = torch.zeros_like(leaf)
     gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
-    def network_of(reach: Extents) -> Network:
-        inner = {name: lead(leaf, reach.get(name)) for name, leaf in leaves.items()}
-        others = {n: lead(own[n].detach(), dims) for n, dims in reach.items() if n in own and n not in leaves}
+    def network_of(extents: Extents) -> Network:
+        inner = {name: leading_block(leaf, extents.get(name)) for name, leaf in leaves.items()}
+        rest = {name: dims for name, dims in extents.items() if name in own and name not in leaves}
+        others = {name: leading_block(own[name].detach(), dims) for name, dims in rest.items()}
 
         def network(images: Tensor) -> Tensor:
             logits: Tensor = torch.func.functional_call(model, {**inner, **others}, (images,))
@@ -104,7 +110,7 @@ def smaller(
         return network
 
     def cut_too(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: lead(tensors[name], part.extents.get(name)) for name in names}
+        return {name: leading_block(tensors[name], part.extents.get(name)) for name in names}
 
     cut_velocity = None if velocity is None else list(cut_too(velocity).values())
     cut_kept = {} if kept is None else cut_too(kept)

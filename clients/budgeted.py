@@ -1,0 +1,118 @@
+"""A client whose privacy may have a budget: what it plans to spend, and how it declines what the budget does not bear.
+
+All of this acts with ``dp.enabled`` alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any, ClassVar
+
+from clients.node import AnUpdate, Node, Place
+from clients.privacy import ClientPrivacy, Plan
+from clients.reply_fields import ReplyFields
+from clients.task import Task
+from fedprune_app.config import Config
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine.store import State
+
+_SPENT = frozenset({"epsilon", "epsilon-paper", "epsilon-second", "budget-spent"})
+
+
+class BudgetedNode(Node[AnUpdate]):
+    """A budgeted node keeps a ledger with ``dp.enabled``, and plans its noise for ``dp.target-epsilon``."""
+
+    privacy_kind: type[ClientPrivacy] = ClientPrivacy
+    declares: ClassVar = ReplyFields(
+        training=_SPENT | {"declined"},
+        evaluation=_SPENT,
+        only_when_private=_SPENT | {"declined"},
+    )
+
+    def __init__(self, config: Config, place: Place) -> None:
+        super().__init__(config, place)
+        self.privacy: ClientPrivacy | None = None  # what dp.enabled adds, see open_privacy
+
+    def open_privacy(self) -> None:
+        """This opens the ledger where ``dp.enabled`` asks for one, once the client knows its data.
+
+        Raises ``ValueError`` where the ledger is damaged.
+        """
+        if self.config.dp.enabled:
+            plan = Plan(self.planned_epochs(), self.round_epochs(), self.planned_counts(), self.round_counts())
+            ledger = self.ledger_path()
+            self.privacy = self.privacy_kind(self.config, self.client_id, self.num_examples, plan, ledger)
+
+    def ledger_path(self) -> Path:
+        """This is the client's ledger: beside its state, or in ``dp.ledger-dir`` for all runs on the data."""
+        if not self.config.dp.ledger_dir:
+            return self.store.folder / "ledger.jsonl"
+        name = f"{self.client_id:05d}"
+        if self.place.has_own_data:  # its number may be another in the next run
+            name = f"own-{hashlib.sha256(self.config.data_dir.encode()).hexdigest()[:16]}"
+        return Path(self.config.dp.ledger_dir) / f"{name}.jsonl"
+
+    # --- what a system plans to spend ---------------------------------------------------------------------------
+
+    def round_epochs(self) -> int:
+        """This is how many epochs of training the local part of one round has."""
+        return self.config.local_epochs
+
+    def planned_epochs(self) -> int:
+        """This is how many epochs of training a client is planned to have in the whole run."""
+        return self.planned_rounds() * self.round_epochs()
+
+    def round_counts(self) -> int:
+        """This is how many counts of correct predictions, which are noised, every round asks for."""
+        return 0
+
+    def evaluation_counts(self) -> int:
+        """This is how many counts an evaluation asks for at most."""
+        return 0
+
+    def planned_counts(self) -> int:
+        """This is how many noised counts a client is planned to tell in the whole run at most."""
+        noised = self.config.dp.accuracies == "noised"
+        evaluations = self.evaluations * self.evaluation_counts() if noised else 0
+        return self.planned_rounds() * self.round_counts() + evaluations
+
+    def planned_rounds(self) -> int:
+        """This is how many rounds a client is planned to join."""
+        return self.config.dp.planned_rounds or self.config.num_server_rounds
+
+    @property
+    def evaluations(self) -> int:
+        """This is how often all clients are evaluated, in a run that has all its rounds."""
+        rounds, every = self.config.num_server_rounds, self.config.evaluate_every
+        return -(-rounds // every) if every else 1
+
+    # --- answers and state --------------------------------------------------------------------------------------
+
+    def answer_training(self, task: Task) -> tuple[Payload, dict[str, Any]]:
+        """This answers as every client does. A private client declines a round that its budget does not bear to the
+        end: its reply then has no payload."""
+        if self.privacy is None:
+            return super().answer_training(task)
+        from fedprune_app.privacy.ledger import Overspent
+
+        try:
+            self.privacy.ledger.require(self.privacy.round_cost)
+            return super().answer_training(task)
+        except Overspent as error:
+            return Payload({}), self.privacy.declined(task.round, error)
+
+    def load_state(self, task: Task, before: int) -> tuple[State, str]:
+        """This loads the state as every client does, and raises ``ValueError`` where the ledger has lost a charge."""
+        state, lost = super().load_state(task, before)
+        if self.privacy is not None:
+            told = float(task.fields.get("epsilon", 0.0))
+            self.privacy.require_memory(int(state.meta.get("charges", 0)), told)
+        return state, lost
+
+    def kept_state(self, update: AnUpdate) -> State:
+        """The state remembers how many charges there are, apart from the ledger, which must not shrink."""
+        state = super().kept_state(update)
+        if self.privacy is None:
+            return state
+        return State(state.tensors, {**state.meta, "charges": self.privacy.charges})

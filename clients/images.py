@@ -1,0 +1,152 @@
+"""The network and the data of a client that classifies images, and plain questions about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from clients.budgeted import BudgetedNode
+from clients.node import AnUpdate, Place
+from clients.reply_fields import ReplyFields
+from clients.task import Task
+from fedprune_app.config import Config
+from fedprune_app.core.flops import training_flops
+from fedprune_app.core.layers import layers_of
+from fedprune_app.data.augmentation import CropFlip, augmentation
+from fedprune_app.data.splits import ClientData, client_data, data_config, dataset_of, label_counts
+from fedprune_app.engine.store import State
+from fedprune_app.engine.wire import Schema
+from fedprune_app.learning.evaluate import evaluate
+from fedprune_app.learning.sgd import SGD
+from fedprune_app.models import vision
+from fedprune_app.models.initial import initial_model, layer_flops, shared_names
+
+_LABELS = frozenset({"labels-train", "labels-validation", "labels-test"})
+
+
+class ImageNode(BudgetedNode[AnUpdate]):
+    """An image node has images to learn from, and ``model``, the network that is at work.
+
+    At first ``model`` is the run's initial model. It is the same on every client and on the server, since it is drawn
+    from the run's seed alone.
+    """
+
+    declares: ClassVar = ReplyFields(
+        introduction=_LABELS | {"image-shape", "num-classes", "classes", "data-dir"},
+        withheld_when_private=_LABELS,  # how many of which class is nobody's business then
+    )
+
+    def __init__(self, config: Config, place: Place) -> None:
+        super().__init__(config, place)
+        self.data_config = data_config(config, place.has_own_data)
+        self.dataset = dataset_of(self.data_config)
+        self.data = self.local_data()
+        shape, num_classes = self.dataset.image_shape, self.dataset.num_classes
+        self.model = initial_model(config.model, config.dataset, shape, num_classes, init=config.init, seed=config.seed)
+        self.sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
+        self.shared = shared_names(self.model, config.batch_norm)
+        self.prunable = vision.prunable_names(self.model)
+
+    # --- data ---------------------------------------------------------------------------------------------------
+
+    def local_data(self) -> ClientData:
+        """This returns what the client learns from, decides by and is tested on."""
+        return client_data(self.data_config, *self.place.share)
+
+    @property
+    def num_examples(self) -> int:
+        """This is the number of training images."""
+        return len(self.data.train_labels)
+
+    def introduction(self) -> dict[str, Any]:
+        """This tells the shape of the client's images and its label counts; of data of its own, the classes too."""
+        counts = {} if self.config.dp.enabled else label_counts(self.data_config, *self.place.share)
+        own = {"classes": list(self.dataset.classes), "data-dir": self.config.data_dir}
+        return {
+            **super().introduction(),
+            "image-shape": list(self.dataset.image_shape),
+            "num-classes": self.dataset.num_classes,
+            **(own if self.place.has_own_data else {}),
+            **{f"labels-{part}": [int(n) for n in values] for part, values in counts.items()},
+        }
+
+    def augmentation(self, images: Tensor) -> CropFlip | None:
+        """This returns what the key ``augmentation`` asks for, of these training images."""
+        black = torch.tensor([-mean / std for mean, std in zip(self.dataset.mean, self.dataset.std, strict=True)])
+        return augmentation(self.config.augmentation, images, black)
+
+    # --- the network --------------------------------------------------------------------------------------------
+
+    def message_schema(self) -> Schema:
+        """This is a dense model."""
+        return Schema.like(vision.named_tensors(self.model))
+
+    def shared_schema(self, masked: Iterable[str] = ()) -> Schema:
+        """This describes a payload of the shared tensors, with masks for the tensors in ``masked``."""
+        tensors = vision.named_tensors(self.model)
+        return Schema.like({name: tensors[name] for name in self.shared}, frozenset(masked))
+
+    def own_model(self, state: State) -> dict[str, Tensor]:
+        """This is the client's own model as it was left: at first the initial one, which the network still holds."""
+        return state.group("weights") or vision.state_tensors(self.model, include_buffers=True)
+
+    def hidden_parameters(self) -> list[str]:
+        """These are the names of the parameters of all layers but the last."""
+        *hidden, _ = layers_of(list(self.sizes), self.prunable).values()
+        return [name for names in hidden for name in names]
+
+    def density(self, masks: Mapping[str, Tensor]) -> float:
+        """This is the kept share of all parameters, unpruned biases and norms included."""
+        kept = sum(int(masks[name].sum()) if name in masks else size for name, size in self.sizes.items())
+        return kept / sum(self.sizes.values())
+
+    # --- work ---------------------------------------------------------------------------------------------------
+
+    def layer_flops(self) -> Mapping[str, int]:
+        """These are the FLOPs of one example's forward pass, by layer."""
+        config, shape = self.config, self.dataset.image_shape
+        return layer_flops(config.model, config.dataset, shape, self.dataset.num_classes)
+
+    def training_flops(self, masks: Mapping[str, Tensor] | None = None, epochs: int | None = None) -> float:
+        """These are the FLOPs of training for so many epochs, by default a round's, under these masks."""
+        return training_flops(self.layer_flops(), self.examples_trained(epochs), masks)
+
+    def examples_trained(self, epochs: int | None = None) -> int:
+        """This is how many examples so many epochs take, by default a round's, counting one as often as it is taken."""
+        config = self.config
+        sgd = SGD(config.learning_rate, batch_size=config.batch_size, steps_per_epoch=config.steps_per_epoch)
+        return sgd.examples_per_epoch(self.num_examples) * (config.local_epochs if epochs is None else epochs)
+
+    # --- accuracy -----------------------------------------------------------------------------------------------
+
+    def accuracy(self, task: Task, split: str, *, decides: bool = False) -> float | None:
+        """This returns the accuracy in [0, 1] of the model as it is on ``validation`` or ``test``; None without images.
+
+        ``decides`` says that something that is released depends on the accuracy. With ``dp.enabled`` it is then always
+        a noised count, and charged. A mere evaluation is what ``dp.accuracies`` says, and None where the budget does
+        not bear it.
+        """
+        if self.privacy is not None and not decides and self.config.dp.accuracies == "none":
+            return None
+        images, labels = getattr(self.data, f"{split}_images"), getattr(self.data, f"{split}_labels")
+        result = evaluate(self.model, images, labels, device=self.device)
+        if not result.total:
+            return None
+        if self.privacy is None or (not decides and self.config.dp.accuracies == "open"):
+            return result.accuracy
+        public = vision.state_tensors(self.model, include_buffers=True)
+        count = self.privacy.noised_count if decides else self.privacy.affordable_count
+        return count(result.correct, result.total, split, task.round, public)
+
+    def test_accuracy(
+        self, task: Task, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None
+    ) -> float | None:
+        """This loads ``tensors`` into the model, and returns its accuracy in [0, 1] on the client's test data.
+
+        ``masks`` say where the tensors are 0, for systems that then compute with a smaller network.
+        """
+        vision.load_state_tensors(self.model, tensors)
+        return self.accuracy(task, "test")

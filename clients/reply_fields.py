@@ -1,0 +1,54 @@
+"""Which fields a client may send: a white list, so that another field is a decision and not an accident."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["introduction", "training", "evaluation"]
+_NONE: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class ReplyFields:
+    """Reply fields are the names of the fields that a class of clients adds to what its base classes may send.
+
+    ``introduction``, ``training`` and ``evaluation`` are the kinds of replies. A name that ends in "/" stands for all
+    names that begin with it. Of all these names, those in ``withheld_when_private`` are not sent with ``dp.enabled``,
+    and those in ``only_when_private`` are not sent without.
+    """
+
+    introduction: frozenset[str] = _NONE
+    training: frozenset[str] = _NONE
+    evaluation: frozenset[str] = _NONE
+    withheld_when_private: frozenset[str] = _NONE
+    only_when_private: frozenset[str] = _NONE
+
+    def __or__(self, other: ReplyFields) -> ReplyFields:
+        return ReplyFields(
+            self.introduction | other.introduction,
+            self.training | other.training,
+            self.evaluation | other.evaluation,
+            self.withheld_when_private | other.withheld_when_private,
+            self.only_when_private | other.only_when_private,
+        )
+
+    def allowed(self, kind: Kind, is_private: bool) -> frozenset[str]:
+        """This returns the names, and the prefixes of names, that a reply of this kind may have."""
+        of_kind = {"introduction": self.introduction, "training": self.training, "evaluation": self.evaluation}
+        return of_kind[kind] - (self.withheld_when_private if is_private else self.only_when_private)
+
+
+def declared(kind: type) -> ReplyFields:
+    """This returns what a class of clients declares, together with what all its base classes declare."""
+    fields = ReplyFields()
+    for each in kind.__mro__:
+        fields |= vars(each).get("declares", ReplyFields())
+    return fields
+
+
+def undeclared(names: Iterable[str], allowed: frozenset[str]) -> list[str]:
+    """This returns those of ``names`` that are not ``allowed``, by themselves or by a prefix."""
+    prefixes = tuple(name for name in allowed if name.endswith("/"))
+    return [name for name in names if name not in allowed and not name.startswith(prefixes)]

@@ -1,0 +1,131 @@
+"""A task is what a client is asked, as one value; here alone Flower's arrays and config become tasks, and back.
+
+Flower's ``NumPyClient`` takes a list of arrays and a dictionary. The names of the arrays travel in the dictionary, and
+those of a neighbour's update, from client 3 say, begin with ``letter/3/``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+from flwr.app import RecordDict
+from torch import Tensor
+
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine import wire
+from fedprune_app.engine.wire import Schema
+
+NDArrays = list[np.ndarray[Any, Any]]
+_NOTES = "refused"  # the name in Flower's config under which notes come
+_PEER = "letter/"
+_NAMES = ("tensor-names", "mask-names")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task is what the server asks of a client in one message.
+
+    * ``round``: the round that the message is of.
+    * ``payload``: what the server sends, empty where it sends nothing.
+    * ``peer_updates``: what other clients published, by client, in systems where clients see each other's updates.
+    * ``fields``: the named values beside them.
+    * ``notes``: what the client writes down while it works. Its reply tells them.
+    """
+
+    round: int
+    payload: Payload = Payload({})  # noqa: RUF009 - frozen, and what it holds cannot be changed
+    peer_updates: Mapping[int, Payload] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def state_round(self) -> int | None:
+        """This is the round of the update that the server last took in from this client.
+
+        It is 0 for none, and None where the server does not say.
+        """
+        said = self.fields.get("state-round")
+        return None if said is None else int(said)
+
+    @property
+    def evaluates(self) -> bool:
+        """This says whether the round ends with an evaluation."""
+        return bool(self.fields.get("evaluates"))
+
+    def without_payloads(self) -> Self:
+        """This returns the task as it would be if neither the server nor other clients had sent anything."""
+        return replace(self, payload=Payload({}), peer_updates={})
+
+    def note_unusable(self, sender: int, error: ValueError) -> None:
+        """This notes that another client's update, well formed as it is, cannot be used."""
+        self.notes.append(f"{_PEER}{sender} is left out: {error}")
+
+    def digest(self) -> str:
+        """This returns the digest of all payloads together."""
+        return self._as_one_payload().digest()
+
+    # --- the threshold ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_message(cls, content: RecordDict, message_schema: Schema, peer_schema: Schema) -> Self:
+        """This reads a message. An update of another client that does not fit is noted and left out.
+
+        Raises ``ValueError`` for a payload that cannot be decoded.
+        """
+        payload = wire.payload_of(content, message_schema.max_bytes)
+        peer_updates, refused = wire.peer_updates_of(content, peer_schema)
+        fields = wire.fields_of(content)
+        return cls(int(fields["round"]), payload, peer_updates, fields, refused)
+
+    def to_numpy(self) -> tuple[NDArrays, dict[str, Any]]:
+        """This returns the task as Flower's ``NumPyClient`` takes it."""
+        everything = self._as_one_payload()
+        return everything.to_ndarrays(), {**self.fields, "round": self.round, _NOTES: self.notes} | names_of(everything)
+
+    @classmethod
+    def from_numpy(cls, arrays: NDArrays, config: Mapping[str, Any]) -> Self:
+        """This undoes :meth:`to_numpy`; the payloads share their memory with the arrays."""
+        fields = {name: value for name, value in config.items() if name not in (_NOTES, *_NAMES)}
+        payload, peer_updates = _apart(payload_from_numpy(arrays, config))
+        return cls(int(fields["round"]), payload, peer_updates, fields, list(config.get(_NOTES, [])))
+
+    def _as_one_payload(self) -> Payload:
+        tensors, masks = dict(self.payload.tensors), dict(self.payload.masks)
+        for sender, update in self.peer_updates.items():
+            tensors |= {f"{_PEER}{sender}/{name}": tensor for name, tensor in update.tensors.items()}
+            masks |= {f"{_PEER}{sender}/{name}": mask for name, mask in update.masks.items()}
+        return Payload(tensors, masks)
+
+
+def _apart(everything: Payload) -> tuple[Payload, dict[int, Payload]]:
+    """This undoes ``Task._as_one_payload``."""
+    tensors: dict[int | None, dict[str, Tensor]] = {None: {}}
+    masks: dict[int | None, dict[str, Tensor]] = {}
+    for parts, found in ((tensors, everything.tensors), (masks, everything.masks)):
+        for full_name, tensor in found.items():
+            sender, name = None, full_name
+            if full_name.startswith(_PEER):
+                _, number, name = full_name.split("/", 2)
+                sender = int(number)
+            parts.setdefault(sender, {})[name] = tensor
+    payloads = {sender: Payload(each, masks.get(sender, {})) for sender, each in tensors.items()}
+    own = payloads.pop(None)
+    return own, {sender: update for sender, update in payloads.items() if sender is not None}
+
+
+def names_of(payload: Payload) -> dict[str, list[str]]:
+    """This returns the names that Flower's list of arrays lacks, as they travel beside the list."""
+    return dict(zip(_NAMES, (list(payload.tensors), list(payload.masks)), strict=True))
+
+
+def payload_from_numpy(arrays: NDArrays, config: Mapping[str, Any]) -> Payload:
+    """This returns the payload that Flower's list of arrays and the names in ``config`` make."""
+    return Payload.from_ndarrays(arrays, *(config[names] for names in _NAMES))
+
+
+def reply_from_numpy(arrays: NDArrays, metrics: Mapping[str, Any]) -> tuple[Payload, dict[str, Any]]:
+    """This returns what a client's ``fit`` answered: the payload, and the fields beside it."""
+    return payload_from_numpy(arrays, metrics), {n: value for n, value in metrics.items() if n not in _NAMES}

@@ -1,0 +1,55 @@
+"""Where a network computes, and how it lies in memory meanwhile: one device, train or eval mode, a fast layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from fedprune_app.config import Config
+
+
+def device_of(config: Config) -> torch.device:
+    """This returns the device that the key ``device`` means on this machine."""
+    cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda" if cuda else "cpu")
+
+
+def move_to_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """This moves ``model`` to ``device``, if one is given, and returns the device where the model is."""
+    if device is not None:
+        model.to(device)
+        return torch.device(device)
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+@contextmanager
+def module_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """All modules are in train or eval mode meanwhile; afterwards each one is back in its own mode."""
+    modes = {module: module.training for module in model.modules()}
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextmanager
+def fast_layout(model: nn.Module) -> Iterator[None]:
+    """On CPUs, convolution weights have their channels last in memory meanwhile, and the activations follow them.
+
+    Training steps of the small networks take a tenth less time, evaluations a third to a half.
+    """
+    weights = [p for p in model.parameters() if p.dim() == 4 and p.device.type == "cpu"]
+    own_memory = [weight.data for weight in weights]
+    for weight in weights:
+        # Not .contiguous(): that leaves the strides, and thereby the hint, of a single input channel alone.
+        weight.data = torch.empty_like(weight, memory_format=torch.channels_last).copy_(weight.data)
+    try:
+        yield
+    finally:
+        for weight, own in zip(weights, own_memory, strict=True):
+            weight.data = own.copy_(weight.data)

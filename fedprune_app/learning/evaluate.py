@@ -1,0 +1,81 @@
+"""What a network is worth on data, and where its loss falls there. The network stays as it is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedprune_app.learning.device import fast_layout, module_mode, move_to_device
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """An evaluation counts correct predictions and examples, and sums the examples' cross entropies."""
+
+    correct: int
+    total: int
+    loss_sum: float
+
+    @property
+    def accuracy(self) -> float:
+        """This is the share of correct predictions in [0, 1], or nan without examples."""
+        return self.correct / self.total if self.total else math.nan
+
+    @property
+    def loss_mean(self) -> float:
+        """This is the mean cross entropy, or nan without examples."""
+        return self.loss_sum / self.total if self.total else math.nan
+
+
+def evaluate(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    batch_size: int = 500,
+    device: torch.device | str | None = None,
+) -> Evaluation:
+    """This evaluates ``model`` in eval mode on ``device`` (default: where the model is), where the model stays.
+
+    No examples give an empty :class:`Evaluation`. Raises ``ValueError`` for unequal counts.
+    """
+    if len(images) != len(labels):
+        raise ValueError(f"{len(images)} images and {len(labels)} labels, allowed: equally many")
+    device = move_to_device(model, device)
+    correct = torch.zeros((), dtype=torch.int64, device=device)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
+    with module_mode(model, training=False), fast_layout(model), torch.inference_mode():
+        for start in range(0, len(labels), batch_size):
+            label_batch = labels[start : start + batch_size].to(device)
+            logits = model(images[start : start + batch_size].to(device))
+            correct += (logits.argmax(dim=1) == label_batch).sum()
+            loss_sum += F.cross_entropy(logits, label_batch, reduction="sum")
+    return Evaluation(int(correct), len(labels), float(loss_sum))
+
+
+def dense_gradient(
+    model: nn.Module, images: Tensor, labels: Tensor, *, device: torch.device | str | None = None
+) -> dict[str, Tensor]:
+    """This returns the gradient of the mean cross entropy on one batch by every parameter, without any masks.
+
+    Dis-PFL grows weights by this gradient. There is no clipping and no weight decay, and the model is in eval mode. The
+    model stays as it is, on ``device``. The gradients, by name, are new contiguous CPU tensors, 0 where the loss does
+    not depend on a parameter. Raises ``ValueError`` for no examples or unequal counts.
+    """
+    check_examples(images, labels)
+    device = move_to_device(model, device)
+    with module_mode(model, training=False), fast_layout(model):
+        # Leaves of their own: the gradients of the model's parameters, and which of them need one, do not matter.
+        leaves = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+        logits = torch.func.functional_call(model, leaves, (images.to(device),))
+        loss = F.cross_entropy(logits, labels.to(device))
+        gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    return {name: gradient.cpu().contiguous() for name, gradient in zip(leaves, gradients, strict=True)}
+
+
+def check_examples(images: Tensor, labels: Tensor) -> None:
+    if len(images) != len(labels) or not len(labels):
+        raise ValueError(f"{len(images)} images and {len(labels)} labels, allowed: equally many, at least 1")

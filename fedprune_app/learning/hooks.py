@@ -1,0 +1,71 @@
+"""What a system adds to each step of training: hooks on the gradients and weights, and other losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedprune_app.learning.parts import Network
+
+GradientHook = Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], None]
+"""A gradient hook changes gradients in place, given all trained (parameters, gradients) by name."""
+StepHook = Callable[[Mapping[str, Tensor]], None]
+"""A step hook changes all trained parameters in place, given by name, after an update."""
+Objective = Callable[[Network, Tensor, Tensor], Tensor]
+"""An objective is the loss to differentiate, given the network, a batch's images and its labels."""
+
+
+def cross_entropy(network: Network, images: Tensor, labels: Tensor) -> Tensor:
+    """This returns the mean cross entropy of a batch."""
+    return F.cross_entropy(network(images), labels)
+
+
+def self_distillation(teacher: Network, student: Network, images: Tensor, labels: Tensor) -> Tensor:
+    """This returns FjORD's loss at its best values α = T = 1: the teacher's cross entropy plus KL(teacher ‖ student).
+
+    The teacher learns from the labels. The student learns from the teacher, whose outputs are constants there. The
+    gradients are those of Flower's FjORD baseline, whose student has the cross entropy with the teacher's
+    probabilities. Source: Horváth et al. 2021, section 3.3.
+    """
+    logits = teacher(images)
+    imitated = F.log_softmax(logits.detach(), dim=1)
+    imitation = F.kl_div(F.log_softmax(student(images), dim=1), imitated, reduction="batchmean", log_target=True)
+    return F.cross_entropy(logits, labels) + imitation
+
+
+def proximal(anchor: Mapping[str, Tensor], strength: float) -> GradientHook:
+    """This returns a hook that adds the gradient of ``strength / 2 ‖w − anchor‖²``, over the tensors in ``anchor``."""
+
+    def pull(values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+        names = [name for name in values if name in anchor]
+        away = torch._foreach_sub([values[name] for name in names], [anchor[name] for name in names])
+        torch._foreach_add_([gradients[name] for name in names], away, alpha=strength)
+
+    return pull
+
+
+def adam(beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8) -> GradientHook:
+    """This returns a hook that turns each gradient into Adam's step, ``m̂ / (√v̂ + ε)``.
+
+    Plain SGD without momentum then does what Adam does. One hook serves one training, whose moments it holds.
+    Source: Kingma and Ba, ICLR 2015, Algorithm 1.
+    """
+    first: dict[str, Tensor] = {}
+    second: dict[str, Tensor] = {}
+    steps = 0
+
+    def precondition(_: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+        nonlocal steps
+        steps += 1
+        for name, gradient in gradients.items():
+            if steps == 1:
+                first[name], second[name] = torch.zeros_like(gradient), torch.zeros_like(gradient)
+            m = first[name].mul_(beta1).add_(gradient, alpha=1 - beta1)
+            v = second[name].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            scale = (v / (1 - beta2**steps)).sqrt_().add_(epsilon)
+            gradient.copy_(m / (1 - beta1**steps) / scale)
+
+    return precondition

@@ -1,0 +1,80 @@
+"""Stochastic gradient descent: its settings, which examples each step takes, and the step itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedprune_app.learning.parts import Work
+
+
+@dataclass(frozen=True)
+class SGD:
+    """SGD settings say how a network is trained: the update rule of ``torch.optim.SGD``, and how often.
+
+    ``max_grad_norm`` bounds the global L2 norm of the dense gradient, before masks act (Dis-PFL's code); None leaves
+    the gradient alone. With ``steps_per_epoch`` an epoch has so many steps, however many times these go through the
+    examples; with 0 an epoch goes through the examples once. Raises ``ValueError`` for a value that cannot be.
+    """
+
+    learning_rate: float
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    batch_size: int = 10
+    epochs: int = 1
+    max_grad_norm: float | None = None
+    steps_per_epoch: int = 0
+
+    def __post_init__(self) -> None:
+        for key in ("learning_rate", "momentum", "weight_decay"):
+            value = getattr(self, key)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{key} is {value}, allowed: a finite number >= 0")
+        for key in ("batch_size", "epochs"):
+            if getattr(self, key) < 1:
+                raise ValueError(f"{key} is {getattr(self, key)}, allowed: an integer >= 1")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm is {self.max_grad_norm}, allowed: a number > 0, or None")
+        if self.steps_per_epoch < 0:
+            raise ValueError(f"steps_per_epoch is {self.steps_per_epoch}, allowed: an integer >= 0")
+
+    def examples_per_epoch(self, num_examples: int) -> int:
+        """This returns how many examples an epoch takes, counting one as often as it is taken."""
+        if not self.steps_per_epoch:
+            return num_examples
+        rounds, rest = divmod(self.steps_per_epoch, math.ceil(num_examples / self.batch_size))
+        return rounds * num_examples + min(rest * self.batch_size, num_examples)
+
+    def batches(self, num_examples: int, rng: torch.Generator, device: torch.device | None = None) -> Iterator[Tensor]:
+        """This yields the positions of each step's examples in one epoch: permutations from ``rng``, cut into batches.
+
+        Each permutation goes to ``device`` whole, not batch by batch.
+        """
+        left = self.steps_per_epoch or math.ceil(num_examples / self.batch_size)
+        while left > 0:
+            order = torch.randperm(num_examples, generator=rng).to(device)
+            yield from torch.split(order, self.batch_size)[:left]
+            left -= math.ceil(num_examples / self.batch_size)
+
+
+def sgd_step(work: Work, sgd: SGD) -> None:
+    """This does one step of ``torch.optim.SGD``, in its order of operations. The gradients are spoilt afterwards."""
+    for name, keep in work.keep.items():
+        work.named_gradients[name].mul_(keep)
+    if sgd.max_grad_norm is not None:
+        norms = [torch.linalg.vector_norm(gradient) for gradient in work.gradients]
+        norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+        scale = (sgd.max_grad_norm / (norm + 1e-6)).clamp_(max=1)  # as torch's clip_grad_norm_
+        for gradient in work.gradients:
+            gradient.mul_(scale)
+    for i, (values, gradient) in enumerate(zip(work.values, work.gradients, strict=True)):
+        if sgd.weight_decay:
+            gradient.add_(values, alpha=sgd.weight_decay)
+        if work.kept is not None:  # after the decay: what is not active does not decay either
+            gradient.mul_(work.kept[i])
+        change = gradient if work.velocity is None else work.velocity[i].mul_(sgd.momentum).add_(gradient)
+        values.add_(change, alpha=-sgd.learning_rate)
