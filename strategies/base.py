@@ -31,8 +31,8 @@ from fedprune_app.core.robust import BoundedMean, TrimmedMean
 from fedprune_app.engine import rounds, wire
 from fedprune_app.engine.rounds import Answer, Peer, Roster
 from fedprune_app.engine.store import ResumePoint, State, VersionedStore, owner, write_tensors
-from fedprune_app.results.fields import tested_on
 from fedprune_app.results.recorder import Recorder
+from fedprune_app.results.texts import tested_on
 
 log = logging.getLogger("flwr.fedprune")
 _REASONS_KEPT = 20  # per round, in the record

@@ -46,8 +46,8 @@ from fedprune_app.engine import rounds, wire
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.rounds import Peer, Roster, TextPeer
 from fedprune_app.engine.store import ResumePoint, State, VersionedStore, owner
-from fedprune_app.results.fields import OWN_TEXT
 from fedprune_app.results.recorder import Recorder
+from fedprune_app.results.texts import OWN_TEXT
 from strategies.base import Contents, FederatedStrategy, RoundLog, state_rounds_of
 
 log = logging.getLogger("flwr.fedprune")

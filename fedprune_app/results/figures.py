@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from fedprune_app.core.metrics import worst_decile
+from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run
 from fedprune_app.results.similarity import Comparison, compare
-from fedprune_app.results.tables import MEGABYTE, Group, Statistic, accuracy, model_name, perplexity_tables
+from fedprune_app.results.tables import Group, Statistic, accuracy, model_name, perplexity_tables
 
 Trace = dict[str, Any]
 Curve = Mapping[int, tuple[float, float]]  # round -> (x, y)

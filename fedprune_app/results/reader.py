@@ -19,10 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedprune_app.core import seals
-from fedprune_app.results.fields import CLIENT_FIELDS, HEADLINES, ROUND_FIELDS, STATUSES
+from fedprune_app.results import measures
 from fedprune_app.results.lock import is_held
+from fedprune_app.results.measures import Kind
 
 Row = Mapping[str, Any]
+STATUSES = ("running", "completed", "failed", "interrupted")
 Matrix = NDArray[np.floating[Any]] | Sequence[Sequence[float]]
 
 MAX_JSON_BYTES = 64 << 20  # run.json: the class counts of 10,000 clients take about 10 MB
@@ -41,8 +43,6 @@ _INFO_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "versions": ((dict, type(None)), "an object or null"),
     "model": ((dict, type(None)), "an object or null"),
 }
-_TABLES = ("perplexity_by_text", "layers")  # of rounds.jsonl: objects of numbers, by name
-_NUMERIC = {*ROUND_FIELDS, *CLIENT_FIELDS} - {"density_by_layer"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +124,7 @@ class Run:
     @property
     def headline(self) -> str:
         """Field of rounds.jsonl that is the system's main number."""
-        return str(self.info.get("headline") or HEADLINES[0])
+        return str(self.info.get("headline") or measures.MEASURES.headlines[0])
 
     def series(self, field: str) -> list[tuple[int, float]]:
         """(round, value) of every round in which ``field`` was measured."""
@@ -223,7 +223,7 @@ def read_info(folder: Path) -> dict[str, Any]:
     for key, (kinds, allowed) in _INFO_TYPES.items():
         if type(info.get(key)) not in kinds:
             raise ValueError(f"{path}: '{key}' is {_short(info.get(key))}, allowed: {allowed}")
-    for key, values in {"status": STATUSES, "headline": (*HEADLINES, None)}.items():
+    for key, values in {"status": STATUSES, "headline": (*measures.MEASURES.headlines, None)}.items():
         if info.get(key) not in values:
             raise ValueError(f"{path}: '{key}' is {_short(info[key])}, allowed: {', '.join(map(str, values))}")
     partition = info.get("partition")
@@ -342,12 +342,15 @@ def _int64(text: str) -> int | None:
 def _check_row(row: dict[str, Any], where: str) -> None:
     if not _is_count(row.get("round")):
         raise ValueError(f"{where}: 'round' is {_short(row.get('round'))}, allowed: an integer")
-    layers = row.get("density_by_layer") or {}
-    if not isinstance(layers, dict):
-        raise ValueError(f"{where}: 'density_by_layer' is {_short(layers)}, allowed: an object of numbers")
-    numbers = [(key, value) for key, value in row.items() if key in _NUMERIC] + list(layers.items())
-    for key in _TABLES:
-        table = row.get(key) or {}
+    kinds = measures.MEASURES.kinds
+    numbers = [(key, value) for key, value in row.items() if key in kinds[Kind.NUMBER]]
+    for key in kinds[Kind.BY_NAME] & row.keys():
+        by_name = row[key] or {}
+        if not isinstance(by_name, dict):
+            raise ValueError(f"{where}: '{key}' is {_short(by_name)}, allowed: an object of numbers")
+        numbers += by_name.items()
+    for key in kinds[Kind.TABLE] & row.keys():
+        table = row[key] or {}
         if not (isinstance(table, dict) and all(isinstance(each, dict) for each in table.values())):
             raise ValueError(f"{where}: '{key}' is {_short(table)}, allowed: an object of objects")
         numbers += [(f"{key}/{name}", value) for each in table.values() for name, value in each.items()]

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 
 from fedprune_app.core import seals
 from fedprune_app.files import append_lines, replace_file
-from fedprune_app.results.fields import CLIENT_FIELDS, HEADLINES, ROUND_FIELDS
+from fedprune_app.results import measures
 from fedprune_app.results.ownership import check_free
 from fedprune_app.results.reader import RECORDS, Mark, Masks, Matrix, read_info, read_masks, readable_lines
 
@@ -93,9 +93,10 @@ class Recorder:
         check_free(self.folder)
         if holds_run(self.folder):
             raise ValueError(f"'{self.folder}' already holds a run, allowed: a new folder, or resuming it")
-        extra = {"headline": HEADLINES[0], "partition": None, "model": None, **(extra or {})}
-        if extra["headline"] not in HEADLINES:
-            raise ValueError(f"headline '{extra['headline']}' unknown, allowed: {', '.join(HEADLINES)}")
+        headlines = measures.MEASURES.headlines
+        extra = {"headline": headlines[0], "partition": None, "model": None, **(extra or {})}
+        if extra["headline"] not in headlines:
+            raise ValueError(f"headline '{extra['headline']}' unknown, allowed: {', '.join(headlines)}")
         info = {
             "status": "running",
             "system": config["system"],
@@ -164,7 +165,7 @@ class Recorder:
         info = self._running()
         if not row["round"] > info["rounds_completed"]:
             raise ValueError(f"round {row['round']} recorded after round {info['rounds_completed']}")
-        full = _complete(row, ROUND_FIELDS)
+        full = _complete(row, measures.MEASURES.round_fields)
         self._append("rounds.jsonl", [full])
         info["rounds_completed"] = full["round"]
         self._write_info()
@@ -176,7 +177,11 @@ class Recorder:
     def clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append the clients of one round: those that trained, and in evaluation rounds all of them."""
         self._running()
-        self._append("clients.jsonl", [_complete(row, CLIENT_FIELDS) for row in rows])
+        declared = measures.MEASURES
+        recorded = (
+            {name: value for name, value in row.items() if name not in declared.of_the_round_alone} for row in rows
+        )
+        self._append("clients.jsonl", [_complete(row, declared.client_fields) for row in recorded])
 
     def masks(self, partitions: Sequence[int], distance: Matrix) -> None:
         """Write how far the clients' masks are apart after the last recorded round, in place of an earlier time's.

@@ -8,18 +8,20 @@ import itertools
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedprune_app.files import replace_file
-from fedprune_app.results.fields import own_models, tested_on, windows_of_text
+from fedprune_app.results import measures
+from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run
+from fedprune_app.results.texts import own_models, tested_on, windows_of_text
 
 NOT_MEASURED = "–"
 _DATA = ("dataset", "partition", "clients", "model")
-MEGABYTE = 1e6  # bytes, as the papers count
 
 # Where a run lives and how it was executed; none of it changes what was computed.
 _BOOKKEEPING = {
@@ -66,47 +68,49 @@ class Column:
     value: Callable[[Run], float | None]
     scale: float = 1.0
     decimals: int = 1
+    place: int = 0
 
 
-_TRAFFIC = 1 / MEGABYTE
-OUTCOME = (
-    Column("accuracy", "Accuracy, last round (%)", lambda run: accuracy(run), 100, 2),
-    Column("best_accuracy", "Accuracy, best on validation (%)", lambda run: best_on_validation(run), 100, 2),
-    Column(
-        "worst_decile", "Personal, worst decile (%)", lambda run: run.last("accuracy_personal_worst_decile"), 100, 2
-    ),
-    Column("global_accuracy", "Global model (%)", lambda run: run.last("accuracy_global"), 100, 2),
-    Column("perplexity", "Perplexity, global model", lambda run: run.last("perplexity_global"), 1, 2),
-    Column("standalone_perplexity", own_models(1), lambda run: own_perplexity(run, own_models(1)), 1, 2),
-    Column("own_perplexity", own_models(2), lambda run: own_perplexity(run, own_models(2)), 1, 2),
-    Column("density", "Density", lambda run: run.last("density_mean"), 1, 3),
-    Column("channel_density", "Channels left", lambda run: run.last("channel_density_mean"), 1, 3),
-    Column("global_density", "of the global matrices", lambda run: run.last("density_global"), 1, 3),
-    Column("union_density", "before expansion", lambda run: run.last("density_before_expansion"), 1, 3),
-    Column("epsilon", "ε", lambda run: run.last("epsilon_max"), 1, 2),
-    Column("second_epsilon", "ε at the second δ", lambda run: run.last("epsilon_second_max"), 1, 2),
-    Column("paper_epsilon", "ε, Fed-LTP's formula", lambda run: run.last("epsilon_paper_max"), 1, 3),
-    Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0),
-    Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1),
-)
-COST = (
-    Column("megabytes_up", "MB up", lambda run: run.total("bytes_up"), _TRAFFIC, 2),
-    Column("megabytes_down", "MB down", lambda run: run.total("bytes_down"), _TRAFFIC, 2),
-    Column("paper_megabytes", "MB, paper's formula", lambda run: paper_bytes(run), _TRAFFIC, 2),
-    Column("peer_megabytes", "MB, peer to peer", lambda run: run.total("peer_bytes"), _TRAFFIC, 2),
-    Column("busiest_megabytes", "Busiest node, MB/round", lambda run: run.mean("busiest_node_bytes"), _TRAFFIC, 3),
-    Column(
-        "paper_busiest_megabytes",
-        "Busiest node, MB/round, paper's formula",
-        lambda run: run.mean("paper_busiest_bytes"),
-        _TRAFFIC,
-        3,
-    ),
-    Column("node_megabytes", "Per node, MB/round", lambda run: run.mean("node_bytes_mean"), _TRAFFIC, 3),
-    Column("gigaflops", "GFLOPs per client and round", lambda run: flops_per_client(run), 1e-9, 2),
-    Column("inference_megaflops", "MFLOPs per prediction", lambda run: run.last("inference_flops_mean"), 1e-6, 3),
-)
-COLUMNS = (*OUTCOME, *COST)
+def outcome() -> tuple[Column, ...]:
+    """The columns of the table of final numbers: those that are declared, and those made of several, in their order."""
+    standalone, own = own_models(1), own_models(2)
+    made = (
+        Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10),
+        Column("best_accuracy", "Accuracy, best on validation (%)", best_on_validation, 100, 2, 20),
+        Column("standalone_perplexity", standalone, lambda run: own_perplexity(run, standalone), 1, 2, 60),
+        Column("own_perplexity", own, lambda run: own_perplexity(run, own), 1, 2, 70),
+        Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0, measures.LAST),
+        Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1, measures.LAST),
+    )
+    return _in_order(*_declared(is_cost=False), *made)
+
+
+def cost() -> tuple[Column, ...]:
+    """The columns of the table of what a run cost, in their order."""
+    made = (
+        Column("paper_megabytes", "MB, paper's formula", paper_bytes, 1 / MEGABYTE, 2, 30),
+        Column("gigaflops", "GFLOPs per client and round", flops_per_client, 1e-9, 2, 80),
+    )
+    return _in_order(*_declared(is_cost=True), *made)
+
+
+def columns() -> tuple[Column, ...]:
+    """The columns of both tables."""
+    return (*outcome(), *cost())
+
+
+def _declared(is_cost: bool) -> Iterator[Column]:
+    for name, column in measures.MEASURES.columns.items():
+        if (shown := column.table) and shown.is_cost == is_cost:
+            value = partial(_OF_ROUNDS[shown.of_rounds], field=name)
+            yield Column(shown.key, shown.title, value, shown.scale, shown.decimals, shown.place)
+
+
+_OF_ROUNDS: Mapping[str, Callable[..., float | None]] = {"last": Run.last, "total": Run.total, "mean": Run.mean}
+
+
+def _in_order(*columns: Column) -> tuple[Column, ...]:
+    return tuple(sorted(columns, key=lambda column: column.place))
 
 
 def accuracy(run: Run) -> float | None:
@@ -182,7 +186,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 def statistics_of(group: Group) -> dict[str, Statistic | None]:
     """The final numbers of a group by column key; None where a run did not measure it."""
-    return {column.key: Statistic.of(column.value(run) for run in group.runs) for column in COLUMNS}
+    return {column.key: Statistic.of(column.value(run) for run in group.runs) for column in columns()}
 
 
 def formatted(statistic: Statistic | None, column: Column) -> str:
@@ -195,13 +199,13 @@ def formatted(statistic: Statistic | None, column: Column) -> str:
     return f"{mean} ± {statistic.std * column.scale:.{column.decimals}f}"
 
 
-def final_rows(groups: Sequence[Group], columns: Sequence[Column] = COLUMNS) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the final table, or of some of its ``columns``, without those that no run measured."""
+def final_rows(groups: Sequence[Group], shown: Sequence[Column] = ()) -> tuple[list[str], list[list[str]]]:
+    """The header and the rows of the final table, or of the columns ``shown`` alone, but never of an empty column."""
     numbers = [statistics_of(group) for group in groups]
-    columns = [column for column in columns if any(row[column.key] for row in numbers)]
-    header = ["System", "Dataset", "Partition", "Seeds", *(column.title for column in columns)]
+    measured = [column for column in shown or columns() if any(row[column.key] for row in numbers)]
+    header = ["System", "Dataset", "Partition", "Seeds", *(column.title for column in measured)]
     rows = [
-        [group.label, *_data(group), str(len(group.runs)), *(formatted(row[c.key], c) for c in columns)]
+        [group.label, *_data(group), str(len(group.runs)), *(formatted(row[c.key], c) for c in measured)]
         for group, row in zip(groups, numbers, strict=True)
     ]
     return header, rows
@@ -273,14 +277,15 @@ def latex(groups: Sequence[Group]) -> str:
 
 def comma_separated(groups: Sequence[Group]) -> str:
     """The final numbers for a program: accuracies as shares, bytes / 1e6, empty where not measured."""
-    keys = [f"{column.key}_{part}" for column in COLUMNS for part in ("mean", "std")]
+    shown = columns()
+    keys = [f"{column.key}_{part}" for column in shown for part in ("mean", "std")]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["label", "system", "dataset", "partition", "status", "seeds", *keys])
     for group in groups:
         cells: list[object] = [_csv_text(cell) for cell in (group.label, group.system, *_data(group))]
         cells += [group.status, len(group.runs)]
-        for column, statistic in zip(COLUMNS, statistics_of(group).values(), strict=True):
+        for column, statistic in zip(shown, statistics_of(group).values(), strict=True):
             scale = 1.0 if column.scale == 100 else column.scale  # accuracies stay shares
             parts = (statistic.mean, statistic.std) if statistic else (None, None)
             cells += ["" if value is None else value * scale for value in parts]
