@@ -24,20 +24,20 @@ from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor
 
 from fedprune_app.config import Config, ConfigError
-from fedprune_app.core import metrics, rng
+from fedprune_app.core import rng
 from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.robust import BoundedMean, TrimmedMean
 from fedprune_app.engine import rounds, wire
 from fedprune_app.engine.rounds import Answer, Peer, Roster
 from fedprune_app.engine.store import ResumePoint, State, VersionedStore, owner, write_tensors
+from fedprune_app.results import measures
+from fedprune_app.results.measures import Reply
 from fedprune_app.results.recorder import Recorder
-from fedprune_app.results.texts import tested_on
 
 log = logging.getLogger("flwr.fedprune")
 _REASONS_KEPT = 20  # per round, in the record
 _LOSS = 300  # characters of what a client says it lost
-_EPSILONS = ("epsilon", "epsilon-paper", "epsilon-second")  # fields: by the ledger, by the paper, at dp.second-delta
 
 
 @dataclass
@@ -71,21 +71,6 @@ class Contents:
     payload: ArrayRecord | None = None
     letters: Mapping[int, ArrayRecord] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _summary(row: Mapping[str, Any]) -> str:
-    """One line on a round, for the log."""
-    parts = [f"{row['replies']} replies", f"{row['failures']} failures"]
-    parts += [] if row["loss_mean"] is None else [f"loss {row['loss_mean']:.3f}"]
-    parts += [f"epsilon {row['epsilon_max']:.3g}"] if row.get("epsilon_max") else []
-    parts += [f"{(row['bytes_up'] + row['bytes_down']) / 1e6:.2f} MB", f"{row['seconds']:.1f} s"]
-    for name, key in (("personal", "accuracy_personal_mean"), ("global", "accuracy_global")):
-        if key in row and math.isfinite(row[key]):
-            parts.append(f"{name} accuracy {100 * row[key]:.1f} %")
-    for name, key in (("personal", "perplexity_personal_mean"), ("global", "perplexity_global")):
-        if key in row and math.isfinite(row[key]):
-            parts.append(f"{name} perplexity {row[key]:.2f} ({tested_on(row)})")
-    return ", ".join(parts)
 
 
 class FederatedStrategy(Strategy):
@@ -279,7 +264,7 @@ class FederatedStrategy(Strategy):
             self.checkpoints.save(current, self.recorded_state())
             if failed is not None:
                 raise failed
-            log.info("round %d/%d: %s", current, num_rounds, _summary(row))
+            log.info("round %d/%d: %s", current, num_rounds, measures.summary_line(row))
         if self.config.dp.enabled and not self.state_rounds:
             first = next(iter(self.log.declined.values()), "none was asked")
             raise rounds.TooFewReplies(f"no client could afford to train; first reason: {first}")
@@ -394,15 +379,13 @@ class FederatedStrategy(Strategy):
         asked = self.take_in(server_round, replies)
         good = self.log.replies + len(self.log.declined)
         rounds.require(good, self.config.min_replies, f"round {server_round}", self.log.failures)
-        private = self.config.dp.enabled
-        trained = [row for _, row in sorted(self.log.clients.items()) if "loss" in row]
+        rows = [row for _, row in sorted(self.log.clients.items())]
         return (
             None,
             {  # type: ignore[return-value]  # a plain dict: MetricRecord holds no counts beside means
                 **self.exchanged(server_round, asked),
-                "loss_mean": None if private else sum(row["loss"] for row in trained) / len(trained),
+                **measures.over_clients(rows, Reply.TRAINING),
                 **self._privacy_row(),
-                "flops": sum(row["flops"] for row in trained),
             },
         )
 
@@ -458,7 +441,7 @@ class FederatedStrategy(Strategy):
             raise ValueError(answer.error)
         peer = self.roster[answer.partition]
         fields = wire.fields_of(answer.content)
-        row = {"num_examples": int(wire.number(fields, "num-examples", 1)), **self.training_row(peer, fields)}
+        row = {"num_examples": measures.told("num_examples", fields), **self.training_row(peer, fields)}
         if row["num_examples"] != peer.num_examples:
             raise ValueError(f"field 'num-examples' is {row['num_examples']}, it said {peer.num_examples} before")
         self._notes_of(answer.partition, fields)
@@ -468,48 +451,42 @@ class FederatedStrategy(Strategy):
 
     def training_row(self, peer: Peer, fields: wire.Fields) -> dict[str, Any]:
         """What a client says of its training, checked."""
-        row = {
-            "loss": None if self.config.dp.enabled else wire.number(fields, "loss"),
-            "density": wire.number(fields, "density", 0, 1),
-            "seconds": wire.number(fields, "seconds", 0),
-            "flops": wire.number(fields, "flops", 0),
-        }
-        if "accuracy-received" in fields:  # where it is tested before training, not by an evaluation message
-            row["accuracy_received"] = wire.number(fields, "accuracy-received", 0, 1)
-        return row
+        return measures.row_of(Reply.TRAINING, fields, private=self.config.dp.enabled)
 
     @staticmethod
     def _epsilons_of(fields: wire.Fields) -> dict[str, float]:
-        """What a client says it has spent, checked, by the field's name."""
-        return {name: wire.number(fields, name, 0) for name in _EPSILONS if name in fields}
+        """What a client says it has spent, checked, by its name in the record."""
+        told = measures.row_of(Reply.PRIVACY, fields)
+        return {name: value for name, value in told.items() if value is not None}
+
+    @property
+    def _books(self) -> dict[str, dict[int, float]]:
+        """What the clients say they have spent, by its name in the record."""
+        return {
+            "epsilon": self.epsilons,
+            "epsilon_second": self.second_epsilons,
+            "epsilon_paper": self.paper_epsilons,
+        }
 
     def _privacy_of(self, partition: int, fields: wire.Fields, round: int) -> dict[str, Any]:
         """What a client says of its privacy, for its row; whoever has none left is not asked again."""
         if not self.config.dp.enabled:
             return {}
-        kinds = dict(zip(_EPSILONS, (self.epsilons, self.paper_epsilons, self.second_epsilons), strict=True))
         for name, now in self._epsilons_of(fields).items():
-            known = kinds[name]
+            known = self._books[name]
             if now < known.get(partition, 0.0) * (1 - 1e-6):
-                self.note(partition, f"its {name} was {known[partition]:.4g} and is {now:.4g}: a ledger is lost")
+                word = measures.MEASURES.of_clients[name].wire_name
+                self.note(partition, f"its {word} was {known[partition]:.4g} and is {now:.4g}: a ledger is lost")
             known[partition] = now
         if fields.get("budget-spent") is True:
             self.spent.setdefault(partition, round)
-        return {
-            "epsilon": self.epsilons.get(partition),
-            "epsilon_second": self.second_epsilons.get(partition),
-            "epsilon_paper": self.paper_epsilons.get(partition),
-        }
+        return {name: book.get(partition) for name, book in self._books.items()}
 
     def _privacy_row(self) -> dict[str, Any]:
         if not self.config.dp.enabled:
             return {}
-        return {
-            "epsilon_max": max(self.epsilons.values(), default=None),
-            "epsilon_second_max": max(self.second_epsilons.values(), default=None),
-            "epsilon_paper_max": max(self.paper_epsilons.values(), default=None),
-            "budgets_spent": len(self.spent),
-        }
+        rows = [{name: value} for name, book in self._books.items() for value in book.values()]
+        return {**measures.over_clients(rows, Reply.PRIVACY), "budgets_spent": len(self.spent)}
 
     def note(self, partition: int, text: str) -> None:
         """Record, once, what a client lost or what was left out because of it."""
@@ -560,53 +537,14 @@ class FederatedStrategy(Strategy):
 
     def evaluation_metrics(self, round: int, rows: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
         """What is recorded of an evaluation, from the clients' rows of :meth:`evaluation_row`, which may change."""
-        layers: dict[str, list[float]] = {}
-        for row in rows.values():
-            for name, density in row.pop("layers").items():
-                layers.setdefault(name, []).append(density)
         for partition, row in rows.items():
-            if row["accuracy_received"] is None:
-                row["accuracy_received"] = self.log.clients.get(partition, {}).get("accuracy_received")
-
-        def over_clients(name: str) -> metrics.Summary:
-            return metrics.summary([row[name] for row in rows.values() if row[name] is not None])
-
-        personal = over_clients("accuracy_personal")
-        return {
-            "accuracy_personal_mean": personal.mean,
-            "accuracy_personal_std": personal.std,
-            "accuracy_personal_worst_decile": personal.worst_decile,
-            "accuracy_received_mean": over_clients("accuracy_received").mean,
-            "accuracy_global": over_clients("accuracy_global").mean,
-            "accuracy_validation_mean": over_clients("accuracy_validation").mean,
-            "density_mean": over_clients("density").mean,
-            "channel_density_mean": over_clients("channel_density").mean,
-            "inference_flops_mean": over_clients("inference_flops").mean,
-            "density_by_layer": {name: sum(values) / len(values) for name, values in layers.items()},
-        }
+            row |= measures.from_training(row, self.log.clients.get(partition, {}))
+        return measures.over_clients(rows.values(), Reply.EVALUATION)
 
     def evaluation_row(self, partition: int, fields: wire.Fields) -> dict[str, Any]:
         """What a client says of its evaluation, checked."""
-
-        def share(name: str) -> float | None:
-            return wire.number(fields, name, 0, 1) if name in fields else None
-
-        layers = {
-            name: wire.number(fields, f"density/{name}", 0, 1)
-            for name in sorted(self.prunable)
-            if f"density/{name}" in fields
-        }
-        return {
-            **self.evaluation_facts(partition, fields),
-            "accuracy_personal": share("accuracy-personal"),
-            "accuracy_received": share("accuracy-received"),
-            "accuracy_global": share("accuracy-global"),
-            "accuracy_validation": share("accuracy-validation"),
-            "density": wire.number(fields, "density", 0, 1),
-            "channel_density": share("channel-density"),
-            "inference_flops": wire.number(fields, "inference-flops", 0),
-            "layers": layers,
-        }
+        numbers = measures.row_of(Reply.EVALUATION, fields, layers=self.prunable)
+        return {**self.evaluation_facts(partition, fields), **numbers}
 
     def evaluation_facts(self, partition: int, fields: wire.Fields) -> dict[str, Any]:
         """What every evaluation says, whatever was evaluated; its notes are kept."""
