@@ -35,7 +35,7 @@ MEGABYTE = 1e6
 
 
 class Reply(Enum):
-    """A kind of reply that tells numbers."""
+    """A kind of reply says which numbers a client tells in it."""
 
     TRAINING = "a client's of a training round"
     EVALUATION = "a client's of an evaluation, on images"
@@ -45,12 +45,12 @@ class Reply(Enum):
 
     @property
     def is_evaluation(self) -> bool:
-        """Whether the reply ends a round, so that its numbers are the round's."""
+        """The replies of an evaluation end a round, so that their numbers are the round's."""
         return self in (Reply.EVALUATION, Reply.PERPLEXITY)
 
 
 class Kind(Enum):
-    """What a field of rounds.jsonl or clients.jsonl holds."""
+    """A kind of field says what rounds.jsonl or clients.jsonl holds there."""
 
     NUMBER = "a number"
     BY_NAME = "an object of numbers"
@@ -59,7 +59,7 @@ class Kind(Enum):
 
 
 class Recorded(Enum):
-    """When a field stands in a row of its file."""
+    """A field is recorded in every row of its file, in some, or in none."""
 
     ALWAYS = "in every row, null where it was not measured"
     WHERE_MEASURED = "in those rows alone whose replies tell it"
@@ -102,7 +102,7 @@ def largest(values: Sequence[float]) -> float | None:
 
 @dataclass(frozen=True)
 class InTable:
-    """A column's place in the final table: a title, and one number for a whole run.
+    """A column stands in the final table under a title, with one number for a whole run.
 
     ``key`` names it in table.csv. ``of_rounds`` says which number of all rounds it is. A number is shown with
     ``decimals`` after it was multiplied by ``scale``. Costs stand in a table of their own. ``place`` orders the titles.
@@ -142,7 +142,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class InLine:
-    """A column's words in the line that tells of a round.
+    """A column stands in the line that tells of a round.
 
     ``log`` names it in the log. ``terminal`` names it beside the progress bar, and may depend on the round; a column
     without that name does not stand there. The number is multiplied by ``scale``, written in the ``format`` and
@@ -157,7 +157,7 @@ class InLine:
     on_a_text: bool = False
 
     def number(self, value: float) -> str:
-        """The number as it is shown."""
+        """The number is shown scaled, formatted and with its unit."""
         return f"{value * self.scale:{self.format}}{self.unit}"
 
 
@@ -166,7 +166,7 @@ class InLine:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of rounds.jsonl.
+    """A column of rounds.jsonl is one number of each round.
 
     ``take`` makes it of the clients' numbers, where it belongs to a :class:`Measure`; a column without it is put
     together by whoever measures it. A run may be judged by a column that ``is_headline``. ``view`` titles its view of
@@ -188,7 +188,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Measure:
-    """A number of each client.
+    """A measure is one number of each client.
 
     ``name`` is its column in clients.jsonl, and with dashes its field in a reply; ``field`` is another name for that
     field. The number is ``required`` in some kinds of reply and ``optional`` in others; it lies between ``least`` and
@@ -214,30 +214,31 @@ class Measure:
 
     @property
     def wire_name(self) -> str:
-        """The name of its field in a reply."""
+        """The number's field in a reply has the number's name with dashes, unless the declaration says another."""
         return self.field or self.name.replace("_", "-")
 
     @property
     def replies(self) -> frozenset[Reply]:
-        """The kinds of reply that may tell it."""
+        """These kinds of reply may tell the number."""
         return self.required | self.optional
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether an evaluation tells it."""
+        """The replies of an evaluation may tell the number, and then its columns are taken over them."""
         return any(reply.is_evaluation for reply in self.replies)
 
     def of(self, fields: Row, *, about: str | None = None, most: float | None = None) -> float:
-        """The number that ``fields`` tell, checked. ``ValueError`` names the field that is missing or out of bounds.
+        """The fields of a reply tell the number, which is checked here.
 
-        With ``about`` it is the number told of that layer or text. ``most`` takes the place of the declared bound.
+        With ``about`` the number is the one told of that layer or text. ``most`` takes the place of the declared bound.
+        ``ValueError`` names the field that is missing or out of bounds.
         """
         name = self.wire_name if about is None else f"{self.wire_name}/{about}"
         value = bounded(fields.get(name), f"field '{name}'", self.least, self.most if most is None else most)
         return int(value) if self.is_count else value
 
     def found(self, fields: Row, reply: Reply, layers: Iterable[str]) -> Any:
-        """What a reply of this kind tells: a number, or numbers by layer; None where it need not and does not."""
+        """A reply of this kind tells one number, or numbers by layer, or None if the number is optional there."""
         if self.by_layer:
             told = (layer for layer in sorted(layers) if f"{self.wire_name}/{layer}" in fields)
             return {layer: self.of(fields, about=layer) for layer in told}
@@ -245,50 +246,50 @@ class Measure:
 
 
 class Measures(tuple[Measure | Column, ...]):
-    """Declarations, and what follows from them."""
+    """All declarations together say what the files, tables and figures hold."""
 
     @cached_property
     def of_clients(self) -> dict[str, Measure]:
-        """The numbers of a client, by name."""
+        """The numbers of a client are listed by name."""
         return {each.name: each for each in self if isinstance(each, Measure)}
 
     @cached_property
     def columns(self) -> dict[str, Column]:
-        """The columns of rounds.jsonl, by name."""
+        """The columns of rounds.jsonl are listed by name."""
         found = (each.columns if isinstance(each, Measure) else (each,) for each in self)
         return {column.name: column for columns in found for column in columns}
 
     @cached_property
     def round_fields(self) -> tuple[str, ...]:
-        """The fields that every row of rounds.jsonl has."""
+        """Every row of rounds.jsonl has these fields."""
         return tuple(name for name, each in self.columns.items() if each.recorded is Recorded.ALWAYS)
 
     @cached_property
     def client_fields(self) -> tuple[str, ...]:
-        """The fields that every row of clients.jsonl has."""
+        """Every row of clients.jsonl has these fields."""
         own = (name for name, each in self.of_clients.items() if each.recorded is Recorded.ALWAYS)
         return ("round", "partition", *own)
 
     @cached_property
     def of_the_round_alone(self) -> frozenset[str]:
-        """The names of clients' numbers that clients.jsonl does not have."""
+        """These numbers of clients are not in clients.jsonl, but only in what the round makes of them."""
         return frozenset(name for name, each in self.of_clients.items() if each.recorded is Recorded.NEVER)
 
     @cached_property
     def headlines(self) -> tuple[str, ...]:
-        """The columns that a run may be judged by; the first is the usual one."""
+        """A run may be judged by one of these columns; the first is the usual one."""
         return tuple(name for name, each in self.columns.items() if each.is_headline)
 
     @cached_property
     def kinds(self) -> dict[Kind, frozenset[str]]:
-        """The names of fields of either file, by what they hold."""
+        """The fields of both files are grouped by what they hold."""
         own = ((each.name, each.kind) for each in self.of_clients.values() if each.recorded is not Recorded.NEVER)
         found = {("partition", Kind.NUMBER), *own, *((each.name, each.kind) for each in self.columns.values())}
         return {kind: frozenset(name for name, its in found if its is kind) for kind in Kind}
 
     @cached_property
     def lines(self) -> tuple[tuple[Column, InLine, bool], ...]:
-        """The columns in the line that tells of a round, and whether training tells them, not an evaluation."""
+        """These columns stand in the line that tells of a round, each with whether training tells the number."""
         trained = {
             column.name
             for each in self.of_clients.values()
@@ -298,7 +299,7 @@ class Measures(tuple[Measure | Column, ...]):
         return tuple((each, each.line, each.name in trained) for each in self.columns.values() if each.line)
 
     def told_in(self, reply: Reply) -> list[Measure]:
-        """The numbers that a reply of this kind may tell."""
+        """A reply of this kind may tell these numbers."""
         return [each for each in self.of_clients.values() if reply in each.replies]
 
 
@@ -561,15 +562,16 @@ MEASURES = Measures(
 
 
 def told(name: str, fields: Row, *, about: str | None = None, most: float | None = None) -> float:
-    """The client's number ``name``, which ``fields`` must tell, as :meth:`Measure.of` says."""
+    """The fields of a reply must tell the number ``name``, which is checked as :meth:`Measure.of` says."""
     return MEASURES.of_clients[name].of(fields, about=about, most=most)
 
 
 def row_of(reply: Reply, fields: Row, *, private: bool = False, layers: Iterable[str] = ()) -> dict[str, Any]:
-    """The numbers that a reply of this kind tells, checked, by name; None where it need not tell one and does not.
+    """The row of a reply holds the numbers of this kind of reply by name, each checked.
 
-    In a ``private`` run what is withheld is None whatever the reply says. Numbers by layer are asked of ``layers``
-    alone. ``ValueError`` names the first field that is missing or out of bounds.
+    An optional number that is not told is None. In a ``private`` run what is withheld is None whatever the reply says.
+    Numbers by layer are asked of ``layers`` alone. ``ValueError`` names the first field that is missing or out of
+    bounds.
     """
     return {
         each.name: None if private and each.withheld else each.found(fields, reply, layers)
@@ -578,15 +580,16 @@ def row_of(reply: Reply, fields: Row, *, private: bool = False, layers: Iterable
 
 
 def from_training(row: Row, trained: Row) -> dict[str, Any]:
-    """The numbers that an evaluation's ``row`` lacks because the training of the same round has told them."""
+    """The training of a round may have told numbers that the ``row`` of its evaluation lacks."""
     both = (name for name, each in MEASURES.of_clients.items() if {Reply.TRAINING, Reply.EVALUATION} <= each.replies)
     return {name: trained.get(name) for name in both if row[name] is None}
 
 
 def over_clients(rows: Iterable[Row], reply: Reply) -> dict[str, Any]:
-    """The columns that the clients' rows of this kind of reply make, by name; a client that lacks a number is left out.
+    """The clients' rows of one kind of reply make these columns of the round, by name.
 
-    Numbers by layer become means by layer, in the order in which the clients tell of the layers.
+    A client that lacks a number is left out of its columns. Numbers by layer become a column by layer, in the order in
+    which the clients tell of the layers.
     """
     rows = list(rows)
     found: dict[str, Any] = {}
@@ -612,7 +615,7 @@ def _by_layer(rows: Iterable[Mapping[str, float]], take: Take) -> dict[str, floa
 
 
 def summary_line(row: Row) -> str:
-    """One line on a round, for the log: its replies, what training told, what it cost, what the evaluation told."""
+    """The log tells of a round in one line: replies, what training told, what it cost, what the evaluation told."""
 
     def words(of_training: bool) -> list[str]:
         shown = [(line, row.get(column.name)) for column, line, trained in MEASURES.lines if trained == of_training]
@@ -628,7 +631,7 @@ def summary_line(row: Row) -> str:
 
 
 def progress_line(row: Row) -> str:
-    """The numbers of a row of rounds.jsonl that stand beside the progress bar; empty if it has none of them."""
+    """The progress bar shows these numbers of a row of rounds.jsonl; the line is empty if the row has none of them."""
     shown = []
     for column, line, _ in MEASURES.lines:
         if line.terminal and row.get(column.name) is not None:

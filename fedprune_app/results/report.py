@@ -41,7 +41,7 @@ _CARDS_UP_TO = 12
 
 @dataclass(frozen=True)
 class Series:
-    """How one group looks in every figure: its colour (index into the palette) and its dash."""
+    """A group has the same colour (index into the palette) and the same dash in every figure."""
 
     label: str
     seeds: int
@@ -54,7 +54,7 @@ class Series:
 def write_report(
     folders: Sequence[Path], out: Path, *, force: bool = False, on_left_out: Callable[[str], object] | None = None
 ) -> Path:
-    """Write the page that compares the runs in ``folders`` to ``out``, in one step; returns ``out``.
+    """The page that compares the runs in ``folders`` is written to ``out`` in one step; ``out`` is returned.
 
     A folder without a readable run is left out: the page says so in one line that names the file, and so does
     ``on_left_out``. Raises ``ValueError`` for no folders, where none is readable, and for an ``out`` that exists and is
@@ -82,7 +82,7 @@ def write_report(
 
 
 def render(runs: Sequence[Run], left_out: Sequence[str] = ()) -> str:
-    """The page's HTML. The same runs give the same text."""
+    """The page is HTML, and the same runs give the same text."""
     groups = group_runs(runs)
     series = appearance(groups)
     drawn = figures(groups)
@@ -116,7 +116,7 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = ()) -> str:
 
 
 def appearance(groups: Sequence[Group]) -> list[Series]:
-    """Colour by system and dash by setting; with a single system, colour by setting."""
+    """Colours tell systems apart and dashes settings; with a single system, colours tell the settings apart."""
     systems = list(dict.fromkeys(group.system for group in groups))
     places = [(group.system if len(systems) > 1 else group.label) for group in groups]
     slots = list(dict.fromkeys(places))

@@ -32,7 +32,10 @@ _BOOKKEEPING = {
 
 @dataclass(frozen=True)
 class Statistic:
-    """Mean and sample standard deviation (``ddof = 1``) of ``count`` seeds; no ``std`` for a single one."""
+    """A statistic is the mean and the sample standard deviation (``ddof = 1``) of ``count`` seeds.
+
+    A single seed has no ``std``.
+    """
 
     mean: float
     std: float | None
@@ -40,7 +43,7 @@ class Statistic:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Statistic | None:
-        """The statistic over all seeds; None if one lacks the number, since a mean of fewer would mislead."""
+        """The statistic is taken over all seeds, and is None if one lacks the number: a mean of fewer would mislead."""
         listed = list(values)
         known = [value for value in listed if value is not None]
         if not known or len(known) < len(listed):
@@ -50,7 +53,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in their seed only; ``settings`` tell the group from others of the same system."""
+    """A group is of runs that differ in their seed only; ``settings`` tell it from others of the same system."""
 
     label: str
     system: str
@@ -61,7 +64,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the final table: its value for one run, and how a number is written."""
+    """A column of the final table says which value of a run it shows and how a number is written.
+
+    ``place`` orders the columns. Those that are declared have theirs in ``results/measures.py``.
+    """
 
     key: str
     title: str
@@ -72,7 +78,7 @@ class Column:
 
 
 def outcome() -> tuple[Column, ...]:
-    """The columns of the table of final numbers: those that are declared, and those made of several, in their order."""
+    """The table of final numbers has these columns: those that are declared, and those made of several numbers."""
     standalone, own = own_models(1), own_models(2)
     made = (
         Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10),
@@ -86,7 +92,7 @@ def outcome() -> tuple[Column, ...]:
 
 
 def cost() -> tuple[Column, ...]:
-    """The columns of the table of what a run cost, in their order."""
+    """The table of what a run cost has these columns."""
     made = (
         Column("paper_megabytes", "MB, paper's formula", paper_bytes, 1 / MEGABYTE, 2, 30),
         Column("gigaflops", "GFLOPs per client and round", flops_per_client, 1e-9, 2, 80),
@@ -95,7 +101,7 @@ def cost() -> tuple[Column, ...]:
 
 
 def columns() -> tuple[Column, ...]:
-    """The columns of both tables."""
+    """Both tables together have these columns."""
     return (*outcome(), *cost())
 
 
@@ -114,20 +120,21 @@ def _in_order(*columns: Column) -> tuple[Column, ...]:
 
 
 def accuracy(run: Run) -> float | None:
-    """The last round's headline accuracy; None for a system that is judged by something else."""
+    """The accuracy of a run is its last headline, or None for a system that is judged by something else."""
     return run.last(run.headline) if run.headline.startswith("accuracy") else None
 
 
 def own_perplexity(run: Run, name: str) -> float | None:
-    """Mean of the clients' own language models, if this ``name`` is what it was when last measured."""
+    """The clients' own perplexity is their mean, if their models had this ``name`` when last measured."""
     measured = run.series("perplexity_personal_mean")
     return measured[-1][1] if measured and own_models(measured[-1][0]) == name else None
 
 
 def best_on_validation(run: Run) -> float | None:
-    """Headline (test) accuracy of the round with the best validation accuracy, the earliest of equals.
+    """The best round is the one with the best validation accuracy, and its headline (test) accuracy counts.
 
-    The round is chosen without looking at test accuracy. None if validation was not measured.
+    The round is chosen without looking at test accuracy, and of equals it is the earliest. None if validation was not
+    measured.
     """
     both = [
         (row["accuracy_validation_mean"], -row["round"], row[run.headline])
@@ -138,16 +145,17 @@ def best_on_validation(run: Run) -> float | None:
 
 
 def paper_bytes(run: Run) -> float | None:
-    """What the paper's own formula charges for the whole run, for the directions that it counts."""
+    """The paper's bytes are what its own formula charges for the whole run, in the directions that it counts."""
     directions = [run.total("paper_bytes_up"), run.total("paper_bytes_down")]
     counted = [value for value in directions if value is not None]
     return sum(counted) if counted else None
 
 
 def flops_per_client(run: Run) -> float | None:
-    """FLOPs of a client that trains in a round: mean over its round's clients, then over rounds in which any trained.
+    """The FLOPs of a client that trains in a round are a mean over rounds in which any client trained.
 
-    None if a round's FLOPs or the number of its clients were not measured.
+    Each of these rounds counts with the mean over its clients. None if a round's FLOPs or the number of its clients
+    were not measured.
     """
     counted = [(row.get("flops"), row.get("replies")) for row in run.rounds]
     if any(flops is None or replies is None for flops, replies in counted):
@@ -157,7 +165,7 @@ def flops_per_client(run: Run) -> float | None:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Runs in groups that differ in the seed only, in the order of their first run.
+    """Runs that differ in the seed only are grouped, in the order of their first run.
 
     A run that did not complete is never averaged with others, nor are two runs of the same seed: each stands
     alone. Labels are unique: the system, the settings in which groups of that system differ (``target-rate
@@ -185,12 +193,12 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def statistics_of(group: Group) -> dict[str, Statistic | None]:
-    """The final numbers of a group by column key; None where a run did not measure it."""
+    """A group has its final numbers by the key of a column; a number that a run did not measure is None."""
     return {column.key: Statistic.of(column.value(run) for run in group.runs) for column in columns()}
 
 
 def formatted(statistic: Statistic | None, column: Column) -> str:
-    """``81.20 ± 0.35``, ``81.20`` for one seed, – for what was not measured (never 0)."""
+    """A statistic is written as ``81.20 ± 0.35``, or ``81.20`` for one seed, or – (never 0) if it was not measured."""
     if statistic is None:
         return NOT_MEASURED
     mean = f"{statistic.mean * column.scale:.{column.decimals}f}"
@@ -200,7 +208,7 @@ def formatted(statistic: Statistic | None, column: Column) -> str:
 
 
 def final_rows(groups: Sequence[Group], shown: Sequence[Column] = ()) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows of the final table, or of the columns ``shown`` alone, but never of an empty column."""
+    """The final table has a header and rows, of all columns or of those ``shown``, but of no empty column."""
     numbers = [statistics_of(group) for group in groups]
     measured = [column for column in shown or columns() if any(row[column.key] for row in numbers)]
     header = ["System", "Dataset", "Partition", "Seeds", *(column.title for column in measured)]
@@ -216,7 +224,7 @@ MODELS = ("dense", "personal_mean", "global")
 
 
 def model_name(key: str, group: Group) -> str:
-    """One of the :data:`MODELS`, in words."""
+    """Each of the :data:`MODELS` has a name in words."""
     if key != "personal_mean":
         return {"dense": "dense model", "global": "global model"}[key]
     measured = [row["round"] for run in group.runs for row in run.rounds if row.get("perplexity_by_text")]
@@ -224,7 +232,7 @@ def model_name(key: str, group: Group) -> str:
 
 
 def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mapping[str, float]]]]:
-    """By text, and the windows of it that were measured, by label of a group: the last perplexities of its runs."""
+    """The last perplexities of all runs are listed by text, with its windows, and then by a group's label."""
     found: dict[str, dict[str, list[Mapping[str, float]]]] = {}
     for group in groups:
         each: list[dict[str, Any]] = [
@@ -238,7 +246,7 @@ def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mappi
 
 
 def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the perplexities of every text; no rows where none was measured."""
+    """The table of perplexities has a header and rows; it has no rows where no perplexity was measured."""
     columns: list[tuple[str, dict[str, str]]] = []
     named = {group.label: group for group in groups}
     for title, by_group in perplexity_tables(groups).items():
@@ -256,7 +264,7 @@ def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]
 
 
 def markdown(groups: Sequence[Group]) -> str:
-    """The final table for a README."""
+    """The final table is written in Markdown, for a README."""
     return _markdown(*final_rows(groups), num_texts=3)
 
 
@@ -267,7 +275,7 @@ def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], num_texts: i
 
 
 def latex(groups: Sequence[Group]) -> str:
-    """The final table with booktabs rules, everything escaped."""
+    """The final table is written in LaTeX with booktabs rules, everything escaped."""
     header, rows = final_rows(groups)
     lines = [f"\\begin{{tabular}}{{lll{'r' * (len(header) - 3)}}}", "\\toprule"]
     lines += [" & ".join(map(_latex_cell, header)) + " \\\\", "\\midrule"]
@@ -276,7 +284,7 @@ def latex(groups: Sequence[Group]) -> str:
 
 
 def comma_separated(groups: Sequence[Group]) -> str:
-    """The final numbers for a program: accuracies as shares, bytes / 1e6, empty where not measured."""
+    """The final numbers are written for a program: accuracies as shares, bytes / 1e6, empty if not measured."""
     shown = columns()
     keys = [f"{column.key}_{part}" for column in shown for part in ("mean", "std")]
     text = io.StringIO()
@@ -298,7 +306,7 @@ TABLES = ("table.md", "table.csv", "table.tex", "perplexity.md")
 
 
 def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:
-    """Write ``table.md``, ``table.csv`` and ``table.tex`` of the final numbers; returns their paths.
+    """The final numbers are written to ``table.md``, ``table.csv`` and ``table.tex``, whose paths are returned.
 
     Where perplexities were measured, these of every text are in ``perplexity.md``.
     """
@@ -360,7 +368,7 @@ def _data(group: Group) -> tuple[str, str]:
 
 
 def measured_on(run: Run) -> str:
-    """What a run's perplexities were measured on, empty where there are none."""
+    """A run's perplexities were measured on this text; its name is empty where there are none."""
     return next((text for row in reversed(run.rounds) if (text := tested_on(row))), "")
 
 

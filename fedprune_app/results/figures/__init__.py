@@ -25,7 +25,7 @@ from fedprune_app.results.tables import Group
 
 
 def figures(groups: Sequence[Group]) -> list[Figure]:
-    """The function draws all figures for which some run has data, in reading order."""
+    """All figures for which some run has data are drawn, in reading order."""
     drawn = [
         curves.accuracy(groups),
         curves.efficiency(groups),
