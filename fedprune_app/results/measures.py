@@ -37,11 +37,11 @@ MEGABYTE = 1e6
 class Reply(Enum):
     """A kind of reply says which numbers a client tells in it."""
 
-    TRAINING = "a client's of a training round"
-    EVALUATION = "a client's of an evaluation, on images"
-    LAYER = "a client's that pruned one layer of a language model"
-    PERPLEXITY = "a client's of an evaluation, on text"
-    PRIVACY = "any reply of a private run, which tells these numbers beside its own"
+    TRAINING = "after training"
+    EVALUATION = "after an evaluation on images"
+    LAYER = "after one layer of a language model was pruned"
+    PERPLEXITY = "after an evaluation on text"
+    PRIVACY = "any reply of a private run, beside its own numbers"
 
     @property
     def is_evaluation(self) -> bool:
