@@ -3,7 +3,7 @@
 Sub-FedAvg with LeNet-5 on 3x32x32 images, 10 of 100 clients a round, 500 samples a client, batch 10, 5 local epochs,
 one torch thread a process. Blocks of rounds are interleaved, nothing of the other kind running meanwhile:
 
-- training: as many plain processes as Ray has workers, each calling ``fedprune_app.learning.train.train`` with masks for its
+- training: as many plain processes as Ray has workers, each calling ``learning.train.train`` with masks for its
   share of the clients, on tensors that are already there;
 - clients: the same processes, each handing whole messages to the ClientApp, without Ray or a server;
 - Ray: ``fedprune run`` as users have it; ``seconds`` of rounds.jsonl, without the first two rounds.

@@ -34,7 +34,7 @@ from fedprune_app.models.checkpoints import resolve_checkpoint
 from fedprune_app.models.embedded import embedded_folder
 from fedprune_app.models.layer_pruning import Pruner, prune_layer
 from fedprune_app.models.llm import LanguageModel, LayerTensors, Perplexity, open_model, perplexity
-from fedprune_app.results.fields import OWN_TEXT
+from fedprune_app.results.texts import OWN_TEXT
 
 
 def language_model(config: Config, device: torch.device | str = "cpu") -> LanguageModel:

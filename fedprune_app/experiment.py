@@ -30,7 +30,7 @@ from fedprune_app.engine.store import exclusive
 from fedprune_app.engine.watchdog import take_refusal
 from fedprune_app.files import scratch_folder
 from fedprune_app.launch import LaunchError, LeftGoing, Link
-from fedprune_app.results.fields import own_models, tested_on
+from fedprune_app.results import measures
 from fedprune_app.results.recorder import write_info
 
 ENGINES = ("ray", "inprocess")
@@ -363,13 +363,8 @@ class _Progress:
 
     def _show(self, row: Mapping[str, Any]) -> None:
         self._bytes += (row.get("bytes_up") or 0) + (row.get("bytes_down") or 0)
-        fields = (("personal", "accuracy_personal_mean"), ("global", "accuracy_global"))
-        shown = [f"{name} {100 * row[field]:.1f} %  " for name, field in fields if row.get(field) is not None]
-        fields = ((own_models(row["round"]), "perplexity_personal_mean"), ("global", "perplexity_global"))
-        shown += [f"{name} {row[field]:.2f}  " for name, field in fields if row.get(field) is not None]
-        shown += [f"({text})  "] if (text := tested_on(row)) else []
-        if shown:
-            self._accuracy = "".join(shown)
+        if shown := measures.progress_line(row):
+            self._accuracy = shown
         failed = f"{row['failures']} failed" if row.get("failures") else ""
         said = f"{self._accuracy}{self._bytes / 1e6:.1f} MB"
         if self._counts_rounds:

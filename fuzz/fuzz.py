@@ -35,7 +35,9 @@ with atheris.instrument_imports(
     from fedprune_app.federation.budgets import Budgets
     from fedprune_app.federation.clients import ImageClientInfo, TextClientInfo
     from fedprune_app.models import build_model, state_tensors
+    from fedprune_app.results import measures
     from fedprune_app.results.load import ExportInfo, encode_export, full_density, load_model, read_export_info
+    from fedprune_app.results.measures import Reply
     from fedprune_app.results.reader import read_info, read_masks, read_rows
     from fedprune_app.sweep import read_matrix
 
@@ -311,9 +313,9 @@ def statement(data: bytes) -> None:
     fields = fields_in(data)
     kept: list[object] = []
     with contextlib.suppress(ValueError):
-        kept += [reports.training_row(fields, private=False), Budgets.check(fields)]
+        kept += [measures.row_of(Reply.TRAINING, fields), Budgets.check(fields)]
     with contextlib.suppress(ValueError):
-        kept += [reports.digest_in(fields), reports.evaluation_row(fields, {"fc.weight"})]
+        kept += [reports.digest_in(fields), measures.row_of(Reply.EVALUATION, fields, layers={"fc.weight"})]
     assert len(json.dumps(kept, allow_nan=False)) < 5000
 
 

@@ -29,6 +29,8 @@ from fedprune_app.federation.exchanges import Exchanges, Rows
 from fedprune_app.federation.flower import StreamedStrategy
 from fedprune_app.federation.participation import Participation
 from fedprune_app.federation.round import Outgoing, Round, RunContext
+from fedprune_app.results import measures
+from fedprune_app.results.measures import Reply
 
 log = logging.getLogger("flwr.fedprune")
 
@@ -116,7 +118,7 @@ class FederatedStrategy(StreamedStrategy):
 
     def training_row(self, round: Round, client: int, fields: wire.Fields) -> dict[str, Any]:
         """Check what a client says of its training; return the columns of its row."""
-        return reports.training_row(fields, private=self.config.dp.enabled)
+        return measures.row_of(Reply.TRAINING, fields, private=self.config.dp.enabled)
 
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
         """Yield what each client evaluates as the received model: by default the server's."""
@@ -124,11 +126,13 @@ class FederatedStrategy(StreamedStrategy):
 
     def evaluation_row(self, client: int, fields: wire.Fields) -> dict[str, Any]:
         """Check what a client says of its evaluation; return the columns of its row."""
-        return reports.evaluation_row(fields, self.prunable)
+        return measures.row_of(Reply.EVALUATION, fields, layers=self.prunable)
 
     def evaluation_metrics(self, round: Round, rows: Rows) -> dict[str, Any]:
         """Return the columns of an evaluation from the clients' rows, which may change."""
-        return reports.of_evaluation(round, rows)
+        for client, row in rows.items():
+            row |= measures.from_training(row, round.log.clients.get(client, {}))
+        return measures.over_clients(rows.values(), Reply.EVALUATION)
 
     # --- what it costs ----------------------------------------------------------------------------------------------
 

@@ -49,7 +49,9 @@ from fedprune_app.federation.clients import ClientInfo, Roster, TextClientInfo
 from fedprune_app.federation.exchanges import Exchanges, Rows
 from fedprune_app.federation.registration import log_left_out
 from fedprune_app.federation.round import Outgoing, Round, RunContext
-from fedprune_app.results.fields import OWN_TEXT
+from fedprune_app.results import measures
+from fedprune_app.results.measures import Reply
+from fedprune_app.results.texts import OWN_TEXT
 from strategies.base import FederatedStrategy, state_rounds_of
 
 log = logging.getLogger("flwr.fedprune")
@@ -411,10 +413,11 @@ class FedSpaLLM(FederatedStrategy):
     def training_row(self, round: Round, client: int, fields: wire.Fields) -> dict[str, Any]:
         before = round.log.clients.get(client, {})
         pruned = client in self._pruners[self._layer]  # the others pass their text through it
-        error = wire.number(fields, "relative-error", 0) if pruned else 0.0
+        error = measures.told("relative_error", fields) if pruned else 0.0
+        row = measures.row_of(Reply.LAYER, fields)
         return {
-            "density": wire.number(fields, "density", 0, 1),
-            "seconds": before.get("seconds", 0.0) + wire.number(fields, "seconds", 0),
+            **row,
+            "seconds": before.get("seconds", 0.0) + row["seconds"],
             "layers_pruned": before.get("layers_pruned", 0) + pruned,
             "error_sum": before.get("error_sum", 0.0) + error,
         }
@@ -475,14 +478,14 @@ class FedSpaLLM(FederatedStrategy):
         judged = OWN_TEXT if has_own else self.texts[0]
         if start + judged not in fields:
             raise ValueError(f"the evaluation has no field '{start}{judged}'")
-        found = {name: wire.number(fields, start + name, 0) for name in names}
-        windows = ("windows", "windows-in-text") if has_own else ()
+        found = {name: measures.told("perplexity", fields, about=name) for name in names}
+        windows = ("windows", "windows_in_text") if has_own else ()
         return {
-            "density": wire.number(fields, "density", 0, 1),
-            "pruned_layers": int(wire.number(fields, "pruned-layers", 0, self.dense.num_layers)),
+            **measures.row_of(Reply.PERPLEXITY, fields),
+            "pruned_layers": measures.told("pruned_layers", fields, most=self.dense.num_layers),
             "perplexity_personal": found[judged],
             "perplexity": found,
-            **{name.replace("-", "_"): int(wire.number(fields, name, 1, 2**31)) for name in windows},
+            **{name: measures.told(name, fields) for name in windows},
         }
 
     def evaluation_metrics(self, round: Round, rows: Rows) -> dict[str, Any]:
@@ -514,12 +517,12 @@ class FedSpaLLM(FederatedStrategy):
                 "tokens": windows * first["window"],
             }
         return {
+            **measures.over_clients(rows.values(), Reply.PERPLEXITY),
             "perplexity_global": first["global"],
             "perplexity_personal_mean": first["personal_mean"],
             "personal_models": len(whole),
             "perplexity_personal_std": first["personal_std"],
             "perplexity_by_text": by_text,
-            "density_mean": metrics.summary([row["density"] for row in rows.values()]).mean,
         }
 
     @staticmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from flwr.common.serde import recorddict_to_proto
 from torch import Tensor
 
 from fedprune_app.core import codec
+from fedprune_app.core.bounds import LARGEST_SAID, bounded
 from fedprune_app.core.payload import Payload
 
 Fields = Mapping[str, Any]
@@ -23,8 +23,6 @@ LARGEST = 2.0**23
 """The largest magnitude of a value in a reply or a peer's update: what exact sums of one addend could bear."""
 _LETTER = "letter/"
 _STYPE = "fedprune.codec"
-LARGEST_SAID = 1e100
-"""The largest number that a client may say of itself: sums over clients, and their squares, stay finite."""
 _LINE = 500
 
 
@@ -152,12 +150,7 @@ def peer_updates_of(content: RecordDict, schema: Schema) -> tuple[dict[int, Payl
 
 def number(fields: Fields, name: str, least: float = -LARGEST_SAID, most: float = LARGEST_SAID) -> float:
     """A number from a message's fields, within bounds, else ``ValueError``."""
-    value = fields.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"field '{name}' is {reprlib.repr(value)}, allowed: a number")
-    if not least <= value <= most:  # also refuses NaN
-        raise ValueError(f"field '{name}' is {reprlib.repr(value)}, allowed: {least:g} to {most:g}")
-    return value
+    return bounded(fields.get(name), f"field '{name}'", least, most)
 
 
 def one_line(text: str) -> str:

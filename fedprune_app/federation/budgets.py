@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fedprune_app.engine import wire
+from fedprune_app.results import measures
+from fedprune_app.results.measures import Reply
 
-_EPSILON, _PAPER, _SECOND = "epsilon", "epsilon-paper", "epsilon-second"
-_KINDS = {_EPSILON: "epsilons", _PAPER: "paper-epsilons", _SECOND: "second-epsilons"}
-"""Fields of a reply, by the client's ledger, by the paper's formula, at dp.second-delta; and their names on disk."""
+_KEPT_AS = {"epsilon": "epsilons", "epsilon_paper": "paper-epsilons", "epsilon_second": "second-epsilons"}
+"""Epsilons by the client's ledger, by the paper's formula and at dp.second-delta: columns, and names on disk."""
 
 
 class Budgets:
@@ -17,7 +18,7 @@ class Budgets:
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
-        self.epsilons: dict[str, dict[int, float]] = {kind: {} for kind in _KINDS}
+        self.epsilons: dict[str, dict[int, float]] = {column: {} for column in _KEPT_AS}
         self.spent: dict[int, int] = {}
 
     def bears(self, client: int, round: int) -> bool:
@@ -26,12 +27,13 @@ class Budgets:
 
     def epsilon_of(self, client: int) -> float | None:
         """Return what the client last said it had spent; None if it said nothing."""
-        return self.epsilons[_EPSILON].get(client)
+        return self.epsilons["epsilon"].get(client)
 
     @staticmethod
     def check(fields: wire.Fields) -> dict[str, float]:
-        """Return the epsilons of a reply by field. Raises ``ValueError`` for one that cannot be."""
-        return {name: wire.number(fields, name, 0) for name in _KINDS if name in fields}
+        """Return the epsilons of a reply by column. Raises ``ValueError`` for one that cannot be."""
+        told = measures.row_of(Reply.PRIVACY, fields)
+        return {column: value for column, value in told.items() if value is not None}
 
     def take(self, client: int, fields: wire.Fields, round: int, note: Callable[[int, str], None]) -> dict[str, Any]:
         """Enter what a reply of this round says; return the client's columns.
@@ -41,39 +43,33 @@ class Budgets:
         """
         if not self.enabled:
             return {}
-        for name, now in self.check(fields).items():
-            known = self.epsilons[name]
+        for column, now in self.check(fields).items():
+            known = self.epsilons[column]
             if now < known.get(client, 0.0) * (1 - 1e-6):
+                name = measures.MEASURES.of_clients[column].wire_name
                 note(client, f"its {name} was {known[client]:.4g} and is {now:.4g}: a ledger is lost")
             known[client] = now
         if fields.get("budget-spent") is True:
             self.spent.setdefault(client, round)
-        return {
-            "epsilon": self.epsilons[_EPSILON].get(client),
-            "epsilon_second": self.epsilons[_SECOND].get(client),
-            "epsilon_paper": self.epsilons[_PAPER].get(client),
-        }
+        return {column: known.get(client) for column, known in self.epsilons.items()}
 
     def columns(self) -> dict[str, Any]:
         """Return the columns of a round: the largest epsilons of all clients, and how many have spent their budget."""
         if not self.enabled:
             return {}
-        return {
-            "epsilon_max": max(self.epsilons[_EPSILON].values(), default=None),
-            "epsilon_second_max": max(self.epsilons[_SECOND].values(), default=None),
-            "epsilon_paper_max": max(self.epsilons[_PAPER].values(), default=None),
-            "budgets_spent": len(self.spent),
-        }
+        rows = [{column: value} for column, known in self.epsilons.items() for value in known.values()]
+        return {**measures.over_clients(rows, Reply.PRIVACY), "budgets_spent": len(self.spent)}
 
     def state(self) -> dict[str, Mapping[int, float]]:
         """Return the book for a checkpoint, by name and client; nothing without ``dp.enabled``."""
         if not self.enabled:
             return {}
-        return {**{name: self.epsilons[kind] for kind, name in _KINDS.items()}, "spent": self.spent}
+        return {**{name: self.epsilons[column] for column, name in _KEPT_AS.items()}, "spent": self.spent}
 
     def restore(self, meta: Mapping[str, Any]) -> None:
         """Read back what :meth:`state` gave, with the clients as texts."""
         self.epsilons = {
-            kind: {int(k): float(epsilon) for k, epsilon in meta.get(name, {}).items()} for kind, name in _KINDS.items()
+            column: {int(k): float(epsilon) for k, epsilon in meta.get(name, {}).items()}
+            for column, name in _KEPT_AS.items()
         }
         self.spent = {int(k): int(round) for k, round in meta.get("spent", {}).items()}

@@ -20,6 +20,7 @@ from fedprune_app.federation.collect import Read, collect, may_decline, notes_of
 from fedprune_app.federation.messages import messages
 from fedprune_app.federation.participation import Participation
 from fedprune_app.federation.round import Outgoing, Round, RoundLog, RunContext
+from fedprune_app.results import measures
 
 Rows = Mapping[int, dict[str, Any]]
 """Columns by client, ascending."""
@@ -66,7 +67,7 @@ class Exchanges:
         def read(client: int, content: RecordDict) -> dict[str, Any]:
             fields = wire.fields_of(content)
             known = strategy.context.clients[client].num_examples
-            num_examples = int(wire.number(fields, "num-examples", 1))
+            num_examples = measures.told("num_examples", fields)
             row = {"num_examples": num_examples, **strategy.training_row(round, client, fields)}
             if num_examples != known:
                 raise ValueError(f"field 'num-examples' is {num_examples}, it said {known} before")

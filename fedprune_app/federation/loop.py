@@ -13,7 +13,7 @@ from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State
 from fedprune_app.federation.exchanges import Exchanges, Hooks
 from fedprune_app.federation.round import Round
-from fedprune_app.results.summary import summary_line
+from fedprune_app.results.measures import summary_line
 
 log = logging.getLogger("flwr.fedprune")
 NOTES_KEPT = 20  # per round, in the record

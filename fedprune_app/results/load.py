@@ -44,7 +44,7 @@ _MAX_CLASSES = 1 << 20
 
 @dataclass(frozen=True)
 class ExportInfo:
-    """What an exported model is: a personal model of ``client`` after ``round``, or the global one (None).
+    """An exported model is a personal model of ``client`` after ``round``, or the global one (None).
 
     ``image_shape`` is (channels, height, width). The network expects images scaled to [0, 1], less ``mean``, by
     ``std``, per channel. ``density`` is the share of the full network's parameters that is left. ``channels`` has, for
@@ -68,7 +68,7 @@ class ExportInfo:
 
     @classmethod
     def from_json(cls, text: str) -> ExportInfo:
-        """Checked; raises ``ValueError`` for what :meth:`to_json` would not write. Unknown keys are ignored."""
+        """The text is checked: what :meth:`to_json` would not write is a ``ValueError``, except unknown keys."""
         try:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -90,7 +90,10 @@ class ExportInfo:
 
 
 def encode_export(info: ExportInfo, payload: Payload) -> bytes:
-    """The file. ``payload``: all parameters and running statistics of the network, small where channels are gone."""
+    """The file of an export is made of ``info`` and ``payload``.
+
+    The payload has all parameters and running statistics of the network, and is small where channels are gone.
+    """
     body = torch.from_numpy(codec.encode(payload)[codec.KEY])
     about = sealed_json({**json.loads(info.to_json()), _BODY: _sha256(body)})
     return save({codec.KEY: body}, metadata={"fedprune": json.dumps(about)})
@@ -101,14 +104,17 @@ def _sha256(body: Tensor) -> str:
 
 
 def read_export_info(path: str | PathLike[str]) -> ExportInfo:
-    """What the file says it holds; its tensors are not looked at. Raises a one-line ``ValueError`` naming the file."""
+    """The file says what it holds, and its tensors are not looked at.
+
+    Raises a one-line ``ValueError`` naming the file.
+    """
     found = _read(Path(path), with_tensors=False)
     _check_digests(Path(path), found)
     return found.info
 
 
 def load_model(path: str | PathLike[str]) -> nn.Module:
-    """The exported network, in evaluation mode, on the CPU: its logits are those of the model that was exported.
+    """The exported network is loaded on the CPU, in evaluation mode, with the logits of the model that was exported.
 
     Pruned weights are zeros, removed channels are not there. The file may come from a stranger: everything is checked
     before memory is taken for it, which is never more than the full network would need. Raises a one-line
@@ -124,7 +130,7 @@ def load_model(path: str | PathLike[str]) -> nn.Module:
 
 
 def network_of(info: ExportInfo, payload: Payload) -> nn.Module:
-    """The network of a payload: that of the model's name, as small as the payload's tensors; in evaluation mode.
+    """The payload's network is that of the model's name, as small as the payload's tensors, in evaluation mode.
 
     Raises ``ValueError`` where tensors are missing or too many, do not fit each other, or are not what ``info`` says.
     """
@@ -155,12 +161,12 @@ def network_of(info: ExportInfo, payload: Payload) -> nn.Module:
 
 
 def full_density(model: nn.Module, payload: Payload) -> float:
-    """Parameters that a payload keeps, as a share of all parameters of the full network ``model``."""
+    """The full density is the number of parameters that a payload keeps, as a share of those of the full ``model``."""
     return num_parameters(payload, parameter_names(model)) / sum(each.numel() for each in model.parameters())
 
 
 def num_parameters(payload: Payload, names: list[str]) -> int:
-    """How many of these tensors' values a payload keeps."""
+    """The number counts the values that a payload keeps of the tensors ``names``."""
     return Payload(_of(payload.tensors, names), _of(payload.masks, names)).num_kept()
 
 

@@ -11,7 +11,7 @@ LOCK = ".lock"
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process works on the run in ``folder``: whether one holds its lock, or that cannot be found out.
+    """A run is held if a process has its folder's lock, or if that cannot be found out.
 
     Nothing is made or written, so a folder that may only be read will do. A copy of a folder is held by nobody. On a
     file system without locks, or where the lock may not be opened, nobody can tell: the run then counts as held.

@@ -19,10 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedprune_app.core import seals
-from fedprune_app.results.fields import CLIENT_FIELDS, HEADLINES, ROUND_FIELDS, STATUSES
+from fedprune_app.results import measures
 from fedprune_app.results.lock import is_held
+from fedprune_app.results.measures import Kind
 
 Row = Mapping[str, Any]
+STATUSES = ("running", "completed", "failed", "interrupted")
 Matrix = NDArray[np.floating[Any]] | Sequence[Sequence[float]]
 
 MAX_JSON_BYTES = 64 << 20  # run.json: the class counts of 10,000 clients take about 10 MB
@@ -41,16 +43,14 @@ _INFO_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "versions": ((dict, type(None)), "an object or null"),
     "model": ((dict, type(None)), "an object or null"),
 }
-_TABLES = ("perplexity_by_text", "layers")  # of rounds.jsonl: objects of numbers, by name
-_NUMERIC = {*ROUND_FIELDS, *CLIENT_FIELDS} - {"density_by_layer"}
 
 
 @dataclass(frozen=True, eq=False)
 class Masks:
-    """How far the clients' masks are apart after ``round``: ``distance[i, j]`` between ``partitions[i]`` and ``[j]``.
+    """The distances say how far the clients' masks are apart after ``round``.
 
-    ``distance`` (K, K) is the share of coordinates in which two masks differ, their Hamming distance in [0, 1]:
-    symmetric, with a zero diagonal.
+    ``distance[i, j]`` is between ``partitions[i]`` and ``partitions[j]``: the share of coordinates in which the two
+    masks differ, their Hamming distance in [0, 1]. ``distance`` (K, K) is symmetric, with a zero diagonal.
     """
 
     round: int
@@ -59,7 +59,7 @@ class Masks:
 
     @classmethod
     def of(cls, round: int, partitions: Sequence[int], distance: Matrix) -> Masks:
-        """Checked; raises a one-line ``ValueError`` for numbers that are no distances between these clients."""
+        """The numbers are checked: a one-line ``ValueError`` says why they are no distances between these clients."""
         count = len(partitions)
         if not 1 <= count <= MAX_MASKS:
             raise ValueError(f"masks of {count} clients, allowed: 1 to {MAX_MASKS}")
@@ -77,7 +77,7 @@ class Masks:
 
 @dataclass(frozen=True)
 class Mark:
-    """The part of a record that is vouched for: its first ``rows`` lines, of ``size`` bytes, and their SHA-256."""
+    """A mark vouches for a part of a record: its first ``rows`` lines, of ``size`` bytes, and their SHA-256."""
 
     rows: int
     size: int
@@ -85,7 +85,7 @@ class Mark:
 
     @classmethod
     def of(cls, value: object, where: str) -> Mark:
-        """Checked; raises a one-line ``ValueError`` naming where it stands."""
+        """The value is checked: a one-line ``ValueError`` names where a wrong one stands."""
         if isinstance(value, Mapping) and _is_count(value.get("rows")) and _is_count(value.get("size")):
             return cls(value["rows"], value["size"], str(value.get("sha256")))
         raise ValueError(f"{where}: {_short(value)}, allowed: rows, size and sha256 of a file")
@@ -93,9 +93,10 @@ class Mark:
 
 @dataclass(frozen=True)
 class Run:
-    """One run folder: ``info`` is run.json, ``rounds`` and ``clients`` the rows of the two jsonl files.
+    """A run is the content of one run folder.
 
-    ``masks`` is masks.json, None for a system that does not compare its clients' masks.
+    ``info`` is run.json. ``rounds`` and ``clients`` are the rows of the two jsonl files. ``masks`` is masks.json, or
+    None for a system that does not compare its clients' masks.
     """
 
     folder: Path
@@ -123,32 +124,32 @@ class Run:
 
     @property
     def headline(self) -> str:
-        """Field of rounds.jsonl that is the system's main number."""
-        return str(self.info.get("headline") or HEADLINES[0])
+        """The headline is the field of rounds.jsonl that is the system's main number."""
+        return str(self.info.get("headline") or measures.MEASURES.headlines[0])
 
     def series(self, field: str) -> list[tuple[int, float]]:
-        """(round, value) of every round in which ``field`` was measured."""
+        """The series has (round, value) of every round in which ``field`` was measured."""
         return [(row["round"], row[field]) for row in self.rounds if row.get(field) is not None]
 
     def last(self, field: str) -> float | None:
-        """Value of the last round in which ``field`` was measured, None if it never was."""
+        """The last value is that of the last round in which ``field`` was measured, and None if it never was."""
         series = self.series(field)
         return series[-1][1] if series else None
 
     def total(self, field: str) -> float | None:
-        """Sum over all rounds; None unless every round measured it, since a partial sum would mislead."""
+        """The total is the sum over all rounds, and None unless every round has it: a partial sum would mislead."""
         values = [row.get(field) for row in self.rounds]
         known = [value for value in values if value is not None]
         return sum(known) if known and len(known) == len(values) else None
 
     def mean(self, field: str) -> float | None:
-        """Mean over all rounds; None unless every round measured it."""
+        """The mean is over all rounds, and None unless every round has the number."""
         total = self.total(field)
         return None if total is None else total / len(self.rounds)
 
 
 def load_run(folder: Path) -> Run:
-    """The run recorded in ``folder``; a last jsonl line cut short by a crash is left out.
+    """The run recorded in ``folder`` is read; a last jsonl line cut short by a crash is left out.
 
     Raises a one-line ``ValueError`` for a folder without run.json and for a file that is malformed, too large, not what
     was written, or has a field of the wrong type, naming the file (and line).
@@ -163,7 +164,7 @@ RECORDS = ("rounds.jsonl", "clients.jsonl")
 
 
 def marks_of(found: object, where: str) -> dict[str, Mark]:
-    """What vouches for each record: empty where there is nothing, as in what earlier versions wrote."""
+    """Each record has a mark that vouches for it; earlier versions wrote none, and then nothing is returned."""
     if found is None:
         return {}
     if not isinstance(found, Mapping):
@@ -179,12 +180,12 @@ def _recorded_rows(folder: Path, name: str, info: Mapping[str, Any]) -> Iterator
 
 
 def check_records(folder: Path, marks: Mapping[str, Mark]) -> list[str]:
-    """What is wrong with the parts of the records that are vouched for: a line for each damaged file."""
+    """Each file of which a part that is vouched for is damaged has a line that says so."""
     return [f"{folder / name} is damaged or cut" for name, mark in marks.items() if not _bears_out(folder / name, mark)]
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file's content, read in pieces."""
+    """The SHA-256 of a file's content is computed in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -202,7 +203,7 @@ def _bears_out(path: Path, mark: Mark) -> bool:
 
 
 def is_sealed(folder: Path) -> bool:
-    """Whether run.json has a digest; also where it cannot be read, which its reader will say."""
+    """A run.json is sealed if it has a digest, or cannot be read, which its reader will say."""
     try:
         return seals.KEY in read_info(folder)
     except ValueError:
@@ -210,7 +211,7 @@ def is_sealed(folder: Path) -> bool:
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """run.json of a run folder, with the types of the fields that others rely on checked.
+    """The run.json of a run folder is read, and the types of the fields that others rely on are checked.
 
     A run that is recorded as running, and that no process works on any more, is "interrupted": its process was killed.
     """
@@ -223,7 +224,7 @@ def read_info(folder: Path) -> dict[str, Any]:
     for key, (kinds, allowed) in _INFO_TYPES.items():
         if type(info.get(key)) not in kinds:
             raise ValueError(f"{path}: '{key}' is {_short(info.get(key))}, allowed: {allowed}")
-    for key, values in {"status": STATUSES, "headline": (*HEADLINES, None)}.items():
+    for key, values in {"status": STATUSES, "headline": (*measures.MEASURES.headlines, None)}.items():
         if info.get(key) not in values:
             raise ValueError(f"{path}: '{key}' is {_short(info[key])}, allowed: {', '.join(map(str, values))}")
     partition = info.get("partition")
@@ -245,7 +246,7 @@ def _check_seal(info: Mapping[str, Any], path: Path) -> None:
 
 
 def read_masks(folder: Path, info: Mapping[str, Any] | None = None) -> Masks | None:
-    """masks.json of a run folder, checked; None where there is none.
+    """The masks.json of a run folder is read and checked; where there is none, the masks are None.
 
     Of a completed run, whose run.json is ``info``, it must be the one that the run wrote.
     """
@@ -276,7 +277,7 @@ def read_masks(folder: Path, info: Mapping[str, Any] | None = None) -> Masks | N
 
 
 def read_rows(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """(line, row) for every complete line of a jsonl file; a file that is not there has none.
+    """Every complete line of a jsonl file is read as (line, row); a file that is not there has none.
 
     A line counts once its newline is on disk: what follows the last newline was cut short and is skipped. With a
     ``mark``, for every line that it vouches for; raises ``ValueError`` naming the file where these are not what was
@@ -304,7 +305,7 @@ def read_rows(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, dic
 
 
 def readable_lines(path: Path, last_round: int, mark: Mark | None = None) -> Iterator[bytes]:
-    """The lines of a jsonl file that can be read, of rounds up to ``last_round``; with a ``mark``, of its part."""
+    """The lines of rounds up to ``last_round`` that can be read are kept; with a ``mark``, those of its part."""
     content = path.read_bytes() if path.is_file() else b""
     for line in content[: mark.size if mark else None].splitlines(keepends=True):
         with suppress(ValueError):
@@ -342,12 +343,15 @@ def _int64(text: str) -> int | None:
 def _check_row(row: dict[str, Any], where: str) -> None:
     if not _is_count(row.get("round")):
         raise ValueError(f"{where}: 'round' is {_short(row.get('round'))}, allowed: an integer")
-    layers = row.get("density_by_layer") or {}
-    if not isinstance(layers, dict):
-        raise ValueError(f"{where}: 'density_by_layer' is {_short(layers)}, allowed: an object of numbers")
-    numbers = [(key, value) for key, value in row.items() if key in _NUMERIC] + list(layers.items())
-    for key in _TABLES:
-        table = row.get(key) or {}
+    kinds = measures.MEASURES.kinds
+    numbers = [(key, value) for key, value in row.items() if key in kinds[Kind.NUMBER]]
+    for key in kinds[Kind.BY_NAME] & row.keys():
+        by_name = row[key] or {}
+        if not isinstance(by_name, dict):
+            raise ValueError(f"{where}: '{key}' is {_short(by_name)}, allowed: an object of numbers")
+        numbers += by_name.items()
+    for key in kinds[Kind.TABLE] & row.keys():
+        table = row[key] or {}
         if not (isinstance(table, dict) and all(isinstance(each, dict) for each in table.values())):
             raise ValueError(f"{where}: '{key}' is {_short(table)}, allowed: an object of objects")
         numbers += [(f"{key}/{name}", value) for each in table.values() for name, value in each.items()]

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 
 from fedprune_app.core import seals
 from fedprune_app.files import append_lines, replace_file
-from fedprune_app.results.fields import CLIENT_FIELDS, HEADLINES, ROUND_FIELDS
+from fedprune_app.results import measures
 from fedprune_app.results.ownership import check_free
 from fedprune_app.results.reader import RECORDS, Mark, Masks, Matrix, read_info, read_masks, readable_lines
 
@@ -57,7 +57,7 @@ class _Tally:
 
 
 class Recorder:
-    """Writes one run folder: :meth:`start` or :meth:`resume`, then rounds and clients, then :meth:`finish`.
+    """A recorder writes one run folder: :meth:`start` or :meth:`resume`, rounds and clients, :meth:`finish`.
 
     Between :meth:`reopen` and :meth:`resume` it writes nothing: a run that is not resumed in the end stays as it was.
 
@@ -83,7 +83,7 @@ class Recorder:
             _summary_writer_class()
 
     def start(self, config: Mapping[str, Any], seed: int, extra: Mapping[str, Any] | None = None) -> None:
-        """Begin a new run; ``extra`` is added to run.json (``headline``, ``partition``, ``model``, ...).
+        """A new run begins; ``extra`` is added to run.json (``headline``, ``partition``, ``model``, ...).
 
         ``headline`` names the system's main number, ``partition`` lists per client
         ``{partition, train, validation, test}`` with counts per class, ``model`` is
@@ -93,9 +93,10 @@ class Recorder:
         check_free(self.folder)
         if holds_run(self.folder):
             raise ValueError(f"'{self.folder}' already holds a run, allowed: a new folder, or resuming it")
-        extra = {"headline": HEADLINES[0], "partition": None, "model": None, **(extra or {})}
-        if extra["headline"] not in HEADLINES:
-            raise ValueError(f"headline '{extra['headline']}' unknown, allowed: {', '.join(HEADLINES)}")
+        headlines = measures.MEASURES.headlines
+        extra = {"headline": headlines[0], "partition": None, "model": None, **(extra or {})}
+        if extra["headline"] not in headlines:
+            raise ValueError(f"headline '{extra['headline']}' unknown, allowed: {', '.join(headlines)}")
         info = {
             "status": "running",
             "system": config["system"],
@@ -117,11 +118,11 @@ class Recorder:
         self._masks_path.unlink(missing_ok=True)
 
     def reopen(self) -> None:
-        """Take up this folder's run, in memory alone until :meth:`resume`. ``ValueError`` if the folder holds none."""
+        """This folder's run is taken up, in memory alone until :meth:`resume`; without one it is a ``ValueError``."""
         self._info = read_info(self.folder)
 
     def resume(self, rounds_completed: int, marks: Mapping[str, Mark] | None = None) -> None:
-        """Continue this folder's run after ``rounds_completed`` rounds; what later rounds recorded is dropped.
+        """This folder's run goes on after ``rounds_completed`` rounds; what later rounds recorded is dropped.
 
         ``marks``, by file, say how much of the records the run had written by then; what follows is dropped, too.
 
@@ -145,26 +146,26 @@ class Recorder:
         self._begin(info)
 
     def annotate(self, **extra: Any) -> None:
-        """Add to run.json what is known only once the clients are up, such as ``partition`` and ``model``."""
+        """What is known only once the clients are up, such as ``partition`` and ``model``, is added to run.json."""
         self._running().update(_plain(extra))
         self._write_info()
 
     @property
     def marks(self) -> dict[str, dict[str, Any]]:
-        """What vouches for the rows written so far, by file: for run.json and for checkpoints."""
+        """Each file has a mark that vouches for its rows so far, for run.json and for checkpoints."""
         return {name: vars(tally.mark) for name, tally in self._tallies.items()}
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """What run.json holds of the run that is open."""
+        """The info is what run.json holds of the run that is open."""
         return self._running()
 
     def round(self, row: Mapping[str, Any]) -> None:
-        """Append one round. Raises ``ValueError`` if its ``round`` does not come after the last one's."""
+        """One round is appended; ``ValueError`` if its ``round`` does not come after the last one's."""
         info = self._running()
         if not row["round"] > info["rounds_completed"]:
             raise ValueError(f"round {row['round']} recorded after round {info['rounds_completed']}")
-        full = _complete(row, ROUND_FIELDS)
+        full = _complete(row, measures.MEASURES.round_fields)
         self._append("rounds.jsonl", [full])
         info["rounds_completed"] = full["round"]
         self._write_info()
@@ -174,12 +175,16 @@ class Recorder:
             self._writer.flush()
 
     def clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append the clients of one round: those that trained, and in evaluation rounds all of them."""
+        """The clients of one round are appended: those that trained, and in evaluation rounds all of them."""
         self._running()
-        self._append("clients.jsonl", [_complete(row, CLIENT_FIELDS) for row in rows])
+        declared = measures.MEASURES
+        recorded = (
+            {name: value for name, value in row.items() if name not in declared.of_the_round_alone} for row in rows
+        )
+        self._append("clients.jsonl", [_complete(row, declared.client_fields) for row in recorded])
 
     def masks(self, partitions: Sequence[int], distance: Matrix) -> None:
-        """Write how far the clients' masks are apart after the last recorded round, in place of an earlier time's.
+        """The distances of the clients' masks after the last recorded round replace those of an earlier one.
 
         ``distance`` (K, K) holds the Hamming distance in [0, 1] of each two of the K ``partitions``, symmetric with
         a zero diagonal; it is kept to six decimals. Raises ``ValueError`` for anything else.
@@ -192,11 +197,11 @@ class Recorder:
         self._write_info()
 
     def progress(self, done: int, total: int, text: str) -> None:
-        """How far the round in work is, for whoever watches; kept nowhere else, and lost without harm."""
+        """The progress of the round in work is told to whoever watches; it is kept nowhere else."""
         self._tell({"done": done, "total": total, "text": text})
 
     def waiting(self, text: str) -> None:
-        """What the run waits for before its first round, for whoever watches."""
+        """The run waits before its first round, and ``text`` tells whoever watches what it waits for."""
         self._waits = True
         self._tell({"text": text})
 
@@ -210,7 +215,7 @@ class Recorder:
             replace_file(self.folder / "progress.json", json.dumps(what).encode(), durable=False)
 
     def finish(self, status: Status, final_sha256: str | None = None, error: str | None = None) -> None:
-        """Close the run; ``final_sha256`` is over all final models in partition order."""
+        """The run is closed; ``final_sha256`` is over all final models in partition order."""
         self._running().update(status=status, final_sha256=final_sha256, error=error)
         self._write_info()
         self.done_waiting()
@@ -221,7 +226,7 @@ class Recorder:
 
     @property
     def is_open(self) -> bool:
-        """Whether a run has begun, or gone on, and not finished."""
+        """A run is open if it has begun, or gone on, and not finished."""
         return bool(self._info) and self._writes
 
     @property
@@ -266,12 +271,12 @@ class Recorder:
 
 
 def write_info(folder: Path, info: Mapping[str, Any]) -> None:
-    """Replace run.json, in one step; its digest is made anew."""
+    """The file run.json is replaced in one step, with a new digest."""
     replace_file(folder / "run.json", _info_text(seals.sealed_json(info)).encode())
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a folder holds a run that has something to lose; one that ended before its first round has not.
+    """A folder holds a run if that has something to lose; one that ended before its first round has not.
 
     So says a run.json that says "running", too: who holds the folder's lock knows that nobody else works on it.
     """
@@ -285,7 +290,7 @@ def holds_run(folder: Path) -> bool:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of what numbers depend on; null for a package that runs without being installed."""
+    """Numbers depend on the versions of these packages; a package that runs without being installed has none."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in (
         "fedprune",
@@ -306,7 +311,7 @@ def versions() -> dict[str, str | None]:
 
 
 def git_hash() -> str | None:
-    """Commit of the checkout this file is tracked in, ``-dirty`` appended if it has changes; else None.
+    """The commit is that of the checkout that tracks this file, with ``-dirty`` if that has changes, else None.
 
     A bundle that Flower unpacked is in no checkout: whoever staged it says where it came from in the environment.
     """

@@ -13,21 +13,22 @@ from jinja2 import Environment, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from fedprune_app.files import replace_file
+from fedprune_app.results import measures
 from fedprune_app.results.figures import figures
+from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.ownership import check_report_file
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import (
-    COLUMNS,
-    COST,
-    MEGABYTE,
     NOT_MEASURED,
-    OUTCOME,
     Column,
     Group,
+    columns,
+    cost,
     final_rows,
     formatted,
     group_runs,
     measured_on,
+    outcome,
     perplexity_rows,
     statistics_of,
 )
@@ -36,12 +37,11 @@ COLOURS = 8  # of the page's palette
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _DASH_ARRAYS = dict(zip(DASHES, ("", "7 4", "2 4", "7 4 2 4", "12 4"), strict=True))
 _CARDS_UP_TO = 12
-_COLUMN = {column.key: column for column in COLUMNS}
 
 
 @dataclass(frozen=True)
 class Series:
-    """How one group looks in every figure: its colour (index into the palette) and its dash."""
+    """A group has the same colour (index into the palette) and the same dash in every figure."""
 
     label: str
     seeds: int
@@ -54,7 +54,7 @@ class Series:
 def write_report(
     folders: Sequence[Path], out: Path, *, force: bool = False, on_left_out: Callable[[str], object] | None = None
 ) -> Path:
-    """Write the page that compares the runs in ``folders`` to ``out``, in one step; returns ``out``.
+    """The page that compares the runs in ``folders`` is written to ``out`` in one step; ``out`` is returned.
 
     A folder without a readable run is left out: the page says so in one line that names the file, and so does
     ``on_left_out``. Raises ``ValueError`` for no folders, where none is readable, and for an ``out`` that exists and is
@@ -82,7 +82,7 @@ def write_report(
 
 
 def render(runs: Sequence[Run], left_out: Sequence[str] = ()) -> str:
-    """The page's HTML. The same runs give the same text."""
+    """The page is HTML, and the same runs give the same text."""
     groups = group_runs(runs)
     series = appearance(groups)
     drawn = figures(groups)
@@ -101,12 +101,13 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = ()) -> str:
         left_out=left_out,
         runs_asked=len(runs) + len(left_out),
         tables={
-            "Final numbers": _table(groups, OUTCOME),
+            "Final numbers": _table(groups, outcome(), is_first=True),
             "Perplexity": _perplexity_table(groups),
-            "What it cost": _table(groups, COST),
+            "What it cost": _table(groups, cost()),
         },
         figures=drawn,
         formulas=_formulas(runs),
+        lost_titles=[title for title, _ in _lost()],
         losses=_losses(runs),
         details=[_details(run) for run in runs],
         data={"series": [asdict(each) for each in series], "figures": [asdict(each) for each in drawn]},
@@ -115,7 +116,7 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = ()) -> str:
 
 
 def appearance(groups: Sequence[Group]) -> list[Series]:
-    """Colour by system and dash by setting; with a single system, colour by setting."""
+    """Colours tell systems apart and dashes settings; with a single system, colours tell the settings apart."""
     systems = list(dict.fromkeys(group.system for group in groups))
     places = [(group.system if len(systems) > 1 else group.label) for group in groups]
     slots = list(dict.fromkeys(places))
@@ -128,11 +129,11 @@ def appearance(groups: Sequence[Group]) -> list[Series]:
     return series
 
 
-def _table(groups: Sequence[Group], columns: Sequence[Column]) -> dict[str, Any]:
+def _table(groups: Sequence[Group], shown: Sequence[Column], *, is_first: bool = False) -> dict[str, Any]:
     """A part of the final table without what the line under the title, or the first part, already tells."""
-    header, rows = final_rows(groups, columns)
+    header, rows = final_rows(groups, shown)
     told = {"Dataset", "Partition", "Seeds"}
-    if columns is OUTCOME:
+    if is_first:
         told = {header[i] for i in (1, 2) if len({row[i] for row in rows}) == 1}
     kept = [i for i, title in enumerate(header) if title not in told]
     return {
@@ -171,13 +172,13 @@ def _facts(runs: Sequence[Run]) -> list[str]:
 
 
 def _card(group: Group) -> dict[str, Any]:
-    numbers = statistics_of(group)
+    numbers, column = statistics_of(group), {column.key: column for column in columns()}
     judged_by = "perplexity" if group.runs[0].headline.startswith("perplexity") else "accuracy"
-    shown: dict[str, Any] = {"number": formatted(numbers[judged_by], _COLUMN[judged_by]), "judged_by": judged_by}
+    shown: dict[str, Any] = {"number": formatted(numbers[judged_by], column[judged_by]), "judged_by": judged_by}
 
     def short(key: str) -> str:  # a card is for a glance: the table tells their spread
         statistic = numbers[key]
-        return formatted(statistic and replace(statistic, std=None), _COLUMN[key])
+        return formatted(statistic and replace(statistic, std=None), column[key])
 
     if judged_by == "perplexity":
         own = "standalone_perplexity" if numbers["standalone_perplexity"] else "own_perplexity"
@@ -206,9 +207,20 @@ def _formulas(runs: Sequence[Run]) -> dict[str, str]:
 
 def _losses(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Runs in which replies failed or came too late, or clients dropped out."""
-    names = ("replies", "failures", "stragglers", "evaluation_failures", "dropped")
-    counted = [{"run": run, **{name: sum(value for _, value in run.series(name)) for name in names}} for run in runs]
-    return [each for each in counted if any(each[name] for name in names[1:])]
+
+    def count(run: Run, name: str) -> float:
+        return sum(value for _, value in run.series(name))
+
+    counted: list[dict[str, Any]] = [
+        {"run": run, "used": count(run, "replies"), "lost": [count(run, name) for _, name in _lost()]} for run in runs
+    ]
+    return [each for each in counted if any(each["lost"])]
+
+
+def _lost() -> list[tuple[str, str]]:
+    """Title and column of each way in which replies are lost, in their order."""
+    declared = ((column.lost, name) for name, column in measures.MEASURES.columns.items() if column.lost)
+    return [(title.text, name) for title, name in sorted(declared, key=lambda each: each[0].place)]
 
 
 def _details(run: Run) -> dict[str, Any]:

@@ -14,7 +14,7 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Clients compared pairwise after ``round``, in the order of :func:`chain`.
+    """Clients are compared pairwise after ``round``, in the order of :func:`chain`.
 
     ``label_cosine`` (K, K) is the cosine of their training label counts, ``mask_distance`` (K, K) the Hamming
     distance of their masks, both in [0, 1]. ``pearson`` and ``spearman`` correlate the two over the
@@ -30,7 +30,7 @@ class Comparison:
 
 
 def compare(run: Run) -> Comparison | None:
-    """The clients of masks.json with training examples; None if fewer than two are left."""
+    """The clients of masks.json that have training examples are compared, unless fewer than two are left."""
     counts = {row["partition"]: row["train"] for row in run.info.get("partition") or () if any(row.get("train") or ())}
     if run.masks is None:
         return None
@@ -53,7 +53,7 @@ def compare(run: Run) -> Comparison | None:
 
 
 def label_cosine(counts: list[list[int]]) -> Array:
-    """Cosine similarity (K, K) of K clients' label counts; a shorter list has none of the later classes."""
+    """K clients have a cosine similarity (K, K) of their label counts; a shorter list has none of the later classes."""
     matrix = np.zeros((len(counts), max(map(len, counts))))
     for row, own in zip(matrix, counts, strict=True):
         row[: len(own)] = own
@@ -63,7 +63,7 @@ def label_cosine(counts: list[list[int]]) -> Array:
 
 
 def chain(similarity: Array) -> list[int]:
-    """The clients in an order that puts alike ones side by side, so that groups show as blocks.
+    """The chain is an order of clients that puts alike ones side by side, so that groups show as blocks.
 
     From the first client on, each is followed by the one most like it among those left, the earliest of equals.
     """
@@ -77,14 +77,14 @@ def chain(similarity: Array) -> list[int]:
 
 
 def correlation(x: Array, y: Array) -> float | None:
-    """Pearson's coefficient; None for fewer than three values or where one of the two never varies."""
+    """Pearson's coefficient is None for fewer than three values and where one of the two never varies."""
     if len(x) < 3 or np.ptp(x) < 1e-9 or np.ptp(y) < 1e-9:
         return None
     return float(np.corrcoef(x, y)[0, 1])
 
 
 def ranks(values: Array) -> Array:
-    """Ranks from 1; equal values share the mean of theirs, as Spearman's coefficient wants."""
+    """Ranks count from 1, and equal values share the mean of theirs, as Spearman's coefficient wants."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     shared: Array = np.cumsum(counts) - (counts - 1) / 2
     return shared[inverse]

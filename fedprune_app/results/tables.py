@@ -8,19 +8,21 @@ import itertools
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedprune_app.config import OPTIONS
 from fedprune_app.files import replace_file
-from fedprune_app.results.fields import own_models, tested_on, windows_of_text
+from fedprune_app.results import measures
+from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run
+from fedprune_app.results.texts import own_models, tested_on, windows_of_text
 
 NOT_MEASURED = "–"
 _DATA = ("dataset", "partition", "clients", "model")
-MEGABYTE = 1e6  # bytes, as the papers count
 
 # Where a run lives and how it was executed; none of it changes what was computed.
 _BOOKKEEPING = frozenset(key for key, option in OPTIONS.items() if not option.changes_results)
@@ -28,7 +30,10 @@ _BOOKKEEPING = frozenset(key for key, option in OPTIONS.items() if not option.ch
 
 @dataclass(frozen=True)
 class Statistic:
-    """Mean and sample standard deviation (``ddof = 1``) of ``count`` seeds; no ``std`` for a single one."""
+    """A statistic is the mean and the sample standard deviation (``ddof = 1``) of ``count`` seeds.
+
+    A single seed has no ``std``.
+    """
 
     mean: float
     std: float | None
@@ -36,7 +41,7 @@ class Statistic:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Statistic | None:
-        """The statistic over all seeds; None if one lacks the number, since a mean of fewer would mislead."""
+        """The statistic is taken over all seeds, and is None if one lacks the number: a mean of fewer would mislead."""
         listed = list(values)
         known = [value for value in listed if value is not None]
         if not known or len(known) < len(listed):
@@ -46,7 +51,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ in their seed only; ``settings`` tell the group from others of the same system."""
+    """A group is of runs that differ in their seed only; ``settings`` tell it from others of the same system."""
 
     label: str
     system: str
@@ -57,71 +62,77 @@ class Group:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the final table: its value for one run, and how a number is written."""
+    """A column of the final table says which value of a run it shows and how a number is written.
+
+    ``place`` orders the columns. Those that are declared have theirs in ``results/measures.py``.
+    """
 
     key: str
     title: str
     value: Callable[[Run], float | None]
     scale: float = 1.0
     decimals: int = 1
+    place: int = 0
 
 
-_TRAFFIC = 1 / MEGABYTE
-OUTCOME = (
-    Column("accuracy", "Accuracy, last round (%)", lambda run: accuracy(run), 100, 2),
-    Column("best_accuracy", "Accuracy, best on validation (%)", lambda run: best_on_validation(run), 100, 2),
-    Column(
-        "worst_decile", "Personal, worst decile (%)", lambda run: run.last("accuracy_personal_worst_decile"), 100, 2
-    ),
-    Column("global_accuracy", "Global model (%)", lambda run: run.last("accuracy_global"), 100, 2),
-    Column("perplexity", "Perplexity, global model", lambda run: run.last("perplexity_global"), 1, 2),
-    Column("standalone_perplexity", own_models(1), lambda run: own_perplexity(run, own_models(1)), 1, 2),
-    Column("own_perplexity", own_models(2), lambda run: own_perplexity(run, own_models(2)), 1, 2),
-    Column("density", "Density", lambda run: run.last("density_mean"), 1, 3),
-    Column("channel_density", "Channels left", lambda run: run.last("channel_density_mean"), 1, 3),
-    Column("global_density", "of the global matrices", lambda run: run.last("density_global"), 1, 3),
-    Column("union_density", "before expansion", lambda run: run.last("density_before_expansion"), 1, 3),
-    Column("epsilon", "ε", lambda run: run.last("epsilon_max"), 1, 2),
-    Column("second_epsilon", "ε at the second δ", lambda run: run.last("epsilon_second_max"), 1, 2),
-    Column("paper_epsilon", "ε, Fed-LTP's formula", lambda run: run.last("epsilon_paper_max"), 1, 3),
-    Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0),
-    Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1),
-)
-COST = (
-    Column("megabytes_up", "MB up", lambda run: run.total("bytes_up"), _TRAFFIC, 2),
-    Column("megabytes_down", "MB down", lambda run: run.total("bytes_down"), _TRAFFIC, 2),
-    Column("paper_megabytes", "MB, paper's formula", lambda run: paper_bytes(run), _TRAFFIC, 2),
-    Column("peer_megabytes", "MB, peer to peer", lambda run: run.total("peer_bytes"), _TRAFFIC, 2),
-    Column("busiest_megabytes", "Busiest node, MB/round", lambda run: run.mean("busiest_node_bytes"), _TRAFFIC, 3),
-    Column(
-        "paper_busiest_megabytes",
-        "Busiest node, MB/round, paper's formula",
-        lambda run: run.mean("paper_busiest_bytes"),
-        _TRAFFIC,
-        3,
-    ),
-    Column("node_megabytes", "Per node, MB/round", lambda run: run.mean("node_bytes_mean"), _TRAFFIC, 3),
-    Column("gigaflops", "GFLOPs per client and round", lambda run: flops_per_client(run), 1e-9, 2),
-    Column("inference_megaflops", "MFLOPs per prediction", lambda run: run.last("inference_flops_mean"), 1e-6, 3),
-)
-COLUMNS = (*OUTCOME, *COST)
+def outcome() -> tuple[Column, ...]:
+    """The table of final numbers has these columns: those that are declared, and those made of several numbers."""
+    standalone, own = own_models(1), own_models(2)
+    made = (
+        Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10),
+        Column("best_accuracy", "Accuracy, best on validation (%)", best_on_validation, 100, 2, 20),
+        Column("standalone_perplexity", standalone, lambda run: own_perplexity(run, standalone), 1, 2, 60),
+        Column("own_perplexity", own, lambda run: own_perplexity(run, own), 1, 2, 70),
+        Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0, measures.LAST),
+        Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1, measures.LAST),
+    )
+    return _in_order(*_declared(is_cost=False), *made)
+
+
+def cost() -> tuple[Column, ...]:
+    """The table of what a run cost has these columns."""
+    made = (
+        Column("paper_megabytes", "MB, paper's formula", paper_bytes, 1 / MEGABYTE, 2, 30),
+        Column("gigaflops", "GFLOPs per client and round", flops_per_client, 1e-9, 2, 80),
+    )
+    return _in_order(*_declared(is_cost=True), *made)
+
+
+def columns() -> tuple[Column, ...]:
+    """Both tables together have these columns."""
+    return (*outcome(), *cost())
+
+
+def _declared(is_cost: bool) -> Iterator[Column]:
+    for name, column in measures.MEASURES.columns.items():
+        if (shown := column.table) and shown.is_cost == is_cost:
+            value = partial(_OF_ROUNDS[shown.of_rounds], field=name)
+            yield Column(shown.key, shown.title, value, shown.scale, shown.decimals, shown.place)
+
+
+_OF_ROUNDS: Mapping[str, Callable[..., float | None]] = {"last": Run.last, "total": Run.total, "mean": Run.mean}
+
+
+def _in_order(*columns: Column) -> tuple[Column, ...]:
+    return tuple(sorted(columns, key=lambda column: column.place))
 
 
 def accuracy(run: Run) -> float | None:
-    """The last round's headline accuracy; None for a system that is judged by something else."""
+    """The accuracy of a run is its last headline, or None for a system that is judged by something else."""
     return run.last(run.headline) if run.headline.startswith("accuracy") else None
 
 
 def own_perplexity(run: Run, name: str) -> float | None:
-    """Mean of the clients' own language models, if this ``name`` is what it was when last measured."""
+    """The clients' own perplexity is their mean, if their models had this ``name`` when last measured."""
     measured = run.series("perplexity_personal_mean")
     return measured[-1][1] if measured and own_models(measured[-1][0]) == name else None
 
 
 def best_on_validation(run: Run) -> float | None:
-    """Headline (test) accuracy of the round with the best validation accuracy, the earliest of equals.
+    """The best round is the one with the best validation accuracy, and its headline (test) accuracy counts.
 
-    The round is chosen without looking at test accuracy. None if validation was not measured.
+    The round is chosen without looking at test accuracy, and of equals it is the earliest. None if validation was not
+    measured.
     """
     both = [
         (row["accuracy_validation_mean"], -row["round"], row[run.headline])
@@ -132,16 +143,17 @@ def best_on_validation(run: Run) -> float | None:
 
 
 def paper_bytes(run: Run) -> float | None:
-    """What the paper's own formula charges for the whole run, for the directions that it counts."""
+    """The paper's bytes are what its own formula charges for the whole run, in the directions that it counts."""
     directions = [run.total("paper_bytes_up"), run.total("paper_bytes_down")]
     counted = [value for value in directions if value is not None]
     return sum(counted) if counted else None
 
 
 def flops_per_client(run: Run) -> float | None:
-    """FLOPs of a client that trains in a round: mean over its round's clients, then over rounds in which any trained.
+    """The FLOPs of a client that trains in a round are a mean over rounds in which any client trained.
 
-    None if a round's FLOPs or the number of its clients were not measured.
+    Each of these rounds counts with the mean over its clients. None if a round's FLOPs or the number of its clients
+    were not measured.
     """
     counted = [(row.get("flops"), row.get("replies")) for row in run.rounds]
     if any(flops is None or replies is None for flops, replies in counted):
@@ -151,7 +163,7 @@ def flops_per_client(run: Run) -> float | None:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Runs in groups that differ in the seed only, in the order of their first run.
+    """Runs that differ in the seed only are grouped, in the order of their first run.
 
     A run that did not complete is never averaged with others, nor are two runs of the same seed: each stands
     alone. Labels are unique: the system, the settings in which groups of that system differ (``target-rate
@@ -179,12 +191,12 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def statistics_of(group: Group) -> dict[str, Statistic | None]:
-    """The final numbers of a group by column key; None where a run did not measure it."""
-    return {column.key: Statistic.of(column.value(run) for run in group.runs) for column in COLUMNS}
+    """A group has its final numbers by the key of a column; a number that a run did not measure is None."""
+    return {column.key: Statistic.of(column.value(run) for run in group.runs) for column in columns()}
 
 
 def formatted(statistic: Statistic | None, column: Column) -> str:
-    """``81.20 ± 0.35``, ``81.20`` for one seed, – for what was not measured (never 0)."""
+    """A statistic is written as ``81.20 ± 0.35``, or ``81.20`` for one seed, or – (never 0) if it was not measured."""
     if statistic is None:
         return NOT_MEASURED
     mean = f"{statistic.mean * column.scale:.{column.decimals}f}"
@@ -193,13 +205,13 @@ def formatted(statistic: Statistic | None, column: Column) -> str:
     return f"{mean} ± {statistic.std * column.scale:.{column.decimals}f}"
 
 
-def final_rows(groups: Sequence[Group], columns: Sequence[Column] = COLUMNS) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the final table, or of some of its ``columns``, without those that no run measured."""
+def final_rows(groups: Sequence[Group], shown: Sequence[Column] = ()) -> tuple[list[str], list[list[str]]]:
+    """The final table has a header and rows, of all columns or of those ``shown``, but of no empty column."""
     numbers = [statistics_of(group) for group in groups]
-    columns = [column for column in columns if any(row[column.key] for row in numbers)]
-    header = ["System", "Dataset", "Partition", "Seeds", *(column.title for column in columns)]
+    measured = [column for column in shown or columns() if any(row[column.key] for row in numbers)]
+    header = ["System", "Dataset", "Partition", "Seeds", *(column.title for column in measured)]
     rows = [
-        [group.label, *_data(group), str(len(group.runs)), *(formatted(row[c.key], c) for c in columns)]
+        [group.label, *_data(group), str(len(group.runs)), *(formatted(row[c.key], c) for c in measured)]
         for group, row in zip(groups, numbers, strict=True)
     ]
     return header, rows
@@ -210,7 +222,7 @@ MODELS = ("dense", "personal_mean", "global")
 
 
 def model_name(key: str, group: Group) -> str:
-    """One of the :data:`MODELS`, in words."""
+    """Each of the :data:`MODELS` has a name in words."""
     if key != "personal_mean":
         return {"dense": "dense model", "global": "global model"}[key]
     measured = [row["round"] for run in group.runs for row in run.rounds if row.get("perplexity_by_text")]
@@ -218,7 +230,7 @@ def model_name(key: str, group: Group) -> str:
 
 
 def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mapping[str, float]]]]:
-    """By text, and the windows of it that were measured, by label of a group: the last perplexities of its runs."""
+    """The last perplexities of all runs are listed by text, with its windows, and then by a group's label."""
     found: dict[str, dict[str, list[Mapping[str, float]]]] = {}
     for group in groups:
         each: list[dict[str, Any]] = [
@@ -232,7 +244,7 @@ def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mappi
 
 
 def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows of the perplexities of every text; no rows where none was measured."""
+    """The table of perplexities has a header and rows; it has no rows where no perplexity was measured."""
     columns: list[tuple[str, dict[str, str]]] = []
     named = {group.label: group for group in groups}
     for title, by_group in perplexity_tables(groups).items():
@@ -250,7 +262,7 @@ def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]
 
 
 def markdown(groups: Sequence[Group]) -> str:
-    """The final table for a README."""
+    """The final table is written in Markdown, for a README."""
     return _markdown(*final_rows(groups), num_texts=3)
 
 
@@ -261,7 +273,7 @@ def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], num_texts: i
 
 
 def latex(groups: Sequence[Group]) -> str:
-    """The final table with booktabs rules, everything escaped."""
+    """The final table is written in LaTeX with booktabs rules, everything escaped."""
     header, rows = final_rows(groups)
     lines = [f"\\begin{{tabular}}{{lll{'r' * (len(header) - 3)}}}", "\\toprule"]
     lines += [" & ".join(map(_latex_cell, header)) + " \\\\", "\\midrule"]
@@ -270,15 +282,16 @@ def latex(groups: Sequence[Group]) -> str:
 
 
 def comma_separated(groups: Sequence[Group]) -> str:
-    """The final numbers for a program: accuracies as shares, bytes / 1e6, empty where not measured."""
-    keys = [f"{column.key}_{part}" for column in COLUMNS for part in ("mean", "std")]
+    """The final numbers are written for a program: accuracies as shares, bytes / 1e6, empty if not measured."""
+    shown = columns()
+    keys = [f"{column.key}_{part}" for column in shown for part in ("mean", "std")]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["label", "system", "dataset", "partition", "status", "seeds", *keys])
     for group in groups:
         cells: list[object] = [_csv_text(cell) for cell in (group.label, group.system, *_data(group))]
         cells += [group.status, len(group.runs)]
-        for column, statistic in zip(COLUMNS, statistics_of(group).values(), strict=True):
+        for column, statistic in zip(shown, statistics_of(group).values(), strict=True):
             scale = 1.0 if column.scale == 100 else column.scale  # accuracies stay shares
             parts = (statistic.mean, statistic.std) if statistic else (None, None)
             cells += ["" if value is None else value * scale for value in parts]
@@ -291,7 +304,7 @@ TABLES = ("table.md", "table.csv", "table.tex", "perplexity.md")
 
 
 def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:
-    """Write ``table.md``, ``table.csv`` and ``table.tex`` of the final numbers; returns their paths.
+    """The final numbers are written to ``table.md``, ``table.csv`` and ``table.tex``, whose paths are returned.
 
     Where perplexities were measured, these of every text are in ``perplexity.md``.
     """
@@ -353,7 +366,7 @@ def _data(group: Group) -> tuple[str, str]:
 
 
 def measured_on(run: Run) -> str:
-    """What a run's perplexities were measured on, empty where there are none."""
+    """A run's perplexities were measured on this text; its name is empty where there are none."""
     return next((text for row in reversed(run.rounds) if (text := tested_on(row))), "")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedprune_app.results import recorder as recorder_module
-from fedprune_app.results.fields import CLIENT_FIELDS, ROUND_FIELDS
+from fedprune_app.results.measures import MEASURES
 from fedprune_app.results.recorder import Recorder, git_hash, versions
 
 CONFIG = {"system": "dispfl", "seed": 3, "learning-rate": 0.1}
@@ -55,9 +55,9 @@ def test_a_round_has_every_declared_field_and_keeps_the_others(tmp_path):
     recorder.round({"round": 1, "bytes_up": 10, "mood": "good"})
     recorder.clients([{"round": 1, "partition": 4, "epsilon": np.float32(0.5)}])
     (row,), (client,) = rows(tmp_path), rows(tmp_path, "clients")
-    assert row.keys() == {*ROUND_FIELDS, "mood"}
+    assert row.keys() == {*MEASURES.round_fields, "mood"}
     assert (row["round"], row["bytes_up"], row["mood"], row["accuracy_global"]) == (1, 10, "good", None)
-    assert client.keys() == {*CLIENT_FIELDS}
+    assert client.keys() == {*MEASURES.client_fields}
     assert (client["partition"], client["epsilon"], client["density"]) == (4, 0.5, None)
 
 

@@ -1,0 +1,26 @@
+"""Numbers that somebody else says are checked against their bounds, here and nowhere else."""
+
+from __future__ import annotations
+
+import reprlib
+
+LARGEST_SAID = 1e100
+"""The largest number that a client may say of itself: sums over clients, and their squares, stay finite."""
+
+
+def bounded(value: object, what: str, least: float = -LARGEST_SAID, most: float = LARGEST_SAID) -> float:
+    """The function returns ``value`` if that is a number from ``least`` to ``most``, and refuses anything else.
+
+    The ``ValueError`` begins with ``what``, which names the place of the value. NaN and truth values are refused, too.
+
+    >>> bounded(0.25, "field 'density'", 0, 1)
+    0.25
+    >>> bounded(2, "field 'density'", 0, 1)
+    Traceback (most recent call last):
+    ValueError: field 'density' is 2, allowed: 0 to 1
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{what} is {reprlib.repr(value)}, allowed: a number")
+    if not least <= value <= most:  # also refuses NaN
+        raise ValueError(f"{what} is {reprlib.repr(value)}, allowed: {least:g} to {most:g}")
+    return value

@@ -1,0 +1,47 @@
+"""Figures as plain plotly.js traces: what is drawn. How it looks (colours, theme, size) is the page's business.
+
+Each module answers one question of the reader, and has a figure's title beside what is drawn. Every trace says which
+``series`` (index into the groups) it belongs to; the page gives it that series' colour and dash and hides it with the
+legend. All text is escaped, since plotly reads a little HTML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedprune_app.results.figures import (
+    clients,
+    curves,
+    language,
+    layers,
+    masks,
+    partition,
+    privacy,
+    tradeoff,
+    traffic,
+)
+from fedprune_app.results.figures.common import Figure
+from fedprune_app.results.tables import Group
+
+
+def figures(groups: Sequence[Group]) -> list[Figure]:
+    """All figures for which some run has data are drawn, in reading order."""
+    drawn = [
+        curves.accuracy(groups),
+        curves.efficiency(groups),
+        curves.privacy(groups),
+        tradeoff.tradeoff(groups),
+        clients.accuracies(groups),
+        language.perplexity(groups),
+        layers.decoder_layers(groups),
+        clients.density_groups(groups),
+        traffic.measured(groups),
+        traffic.layer_sets(groups),
+        layers.densities(groups),
+        *curves.declared(groups),
+        privacy.epsilon(groups),
+        partition.partition(groups),
+        masks.similarity(groups),
+        masks.agreement(groups),
+    ]
+    return [figure for figure in drawn if figure.variants]

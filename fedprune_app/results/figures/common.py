@@ -1,0 +1,81 @@
+"""What the figures share: what a figure is, and the parts that several of them draw alike."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedprune_app.results.reader import Run
+from fedprune_app.results.tables import Group
+
+Trace = dict[str, Any]
+HEATMAP_UP_TO = 200  # clients a side; more of them would be smaller than a pixel
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A figure has one or more views; each is chosen by its ``name``.
+
+    ``note`` says about the view what the figure's caption cannot. ``panels`` titles several plots beside one another:
+    traces name theirs by plotly's ``xaxis`` and ``yaxis``.
+    """
+
+    name: str
+    traces: list[Trace]
+    layout: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+    panels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure is a titled plot with one or more views; ``rows`` > 0 asks for a height for so many rows."""
+
+    key: str
+    title: str
+    caption: str
+    variants: list[Variant]
+    rows: int = 0
+    wide: bool = False
+
+
+def text_of(text: str) -> str:
+    """All text in a figure is escaped, since plotly reads a little HTML."""
+    return html.escape(text, quote=False)
+
+
+def number_of(count: int, thing: str) -> str:
+    """A number of things is written in words, such as ``1 client`` or ``1,200 clients``."""
+    return f"{count:,} {thing}{'' if count == 1 else 's'}"
+
+
+def run_name(group: Group, run: Run) -> str:
+    """A run is named by its group, and by its seed where the group has several."""
+    return group.label if len(group.runs) == 1 else f"{group.label} · seed {run.seed}"
+
+
+def row_axis(groups: Sequence[Group]) -> dict[str, Any]:
+    """The vertical axis has one labelled row per group, the first on top."""
+    return {
+        "tickvals": list(range(len(groups))),
+        "ticktext": [_row_label(group.label) for group in groups],
+        "range": [len(groups) - 0.4, -0.6],
+    }
+
+
+def _row_label(label: str) -> str:
+    lines = [line if len(line) <= 24 else f"{line[:23]}…" for line in label.split(" · ")]
+    return "<br>".join(map(text_of, lines[:3]))
+
+
+def last_table(run: Run, name: str) -> Mapping[str, Any]:
+    """The last object of rounds.jsonl under ``name`` counts; it is empty if none was recorded."""
+    return next((row[name] for row in reversed(run.rounds) if row.get(name)), {})
+
+
+def megabytes_text(megabytes: float) -> str:
+    """Megabytes are written with as many decimals as their size needs."""
+    decimals = 0 if megabytes >= 100 else 1 if megabytes >= 10 else 2 if megabytes >= 0.1 else 4
+    return f"{megabytes:,.{decimals}f}"

@@ -1,0 +1,81 @@
+"""What language models lose by pruning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fedprune_app.results.figures.common import Figure, Trace, Variant, text_of
+from fedprune_app.results.tables import Group, Statistic, model_name, perplexity_tables
+
+_MARKERS = {"personal_mean": ("circle-open", "dot"), "global": ("diamond", "solid")}  # and the line between them
+
+
+def perplexity(groups: Sequence[Group]) -> Figure:
+    """The figure shows perplexity by sparsity."""
+    return Figure(
+        "perplexity",
+        "Perplexity by sparsity",
+        "The global model (diamonds, solid) and the mean of the clients' own (circles, dotted), on each test text; "
+        "lower is better, and the curves begin at the dense model. A view's name says how many windows of how many "
+        "tokens were measured. After one round the clients' own are the standalone baseline, later they are not.",
+        _perplexity_variants(groups),
+    )
+
+
+def _perplexity_variants(groups: Sequence[Group]) -> list[Variant]:
+    """A view for each test text; runs that measured other windows of it have a view of their own."""
+    layout = {
+        "xaxis": {"title": {"text": "Sparsity of the global model's matrices"}, "tickformat": ".0%"},
+        "yaxis": {"type": "log", "title": {"text": "Perplexity"}},
+    }
+    tables = perplexity_tables(groups)
+    return [Variant(title, _perplexity_traces(groups, found), layout) for title, found in tables.items()]
+
+
+def _perplexity_traces(groups: Sequence[Group], found: Mapping[str, list[Mapping[str, float]]]) -> list[Trace]:
+    """A point for each group and model; lines join those that differ in density alone, and begin at the dense model."""
+    traces: list[Trace] = []
+    curves: dict[str, list[tuple[float, float, int]]] = {}  # (sparsity, perplexity, series)
+    for index, group in enumerate(groups):
+        rows = found.get(group.label, [])
+        sparsity = Statistic.of(
+            None if (kept := run.last("density_global")) is None else 1 - kept for run in group.runs
+        )
+        if not rows or sparsity is None:
+            continue
+        alike = repr((group.system, [(key, value) for key, value in group.settings.items() if key != "density"]))
+        for key, (symbol, _) in _MARKERS.items():
+            value = Statistic.of(row.get(key) for row in rows)
+            if value is None:
+                continue
+            curve = curves.setdefault(f"{key} {alike}", [])
+            if not curve and (dense := Statistic.of(row.get("dense") for row in rows)):
+                curve.append((0.0, dense.mean, index))
+            curve.append((sparsity.mean, value.mean, index))
+            trace: Trace = {
+                "type": "scatter",
+                "series": index,
+                "name": text_of(f"{group.label}, {model_name(key, group)}"),
+                "x": [sparsity.mean],
+                "y": [value.mean],
+                "mode": "markers",
+                "marker": {"symbol": symbol, "size": 10},
+            }
+            traces.append(trace)
+    lines: list[Trace] = []
+    for name, points in curves.items():
+        if len(points) > 1:
+            line = {"dash": _MARKERS[name.partition(" ")[0]][1], "width": 1.25}
+            ordered = sorted(points)
+            lines.append(
+                {
+                    "type": "scatter",
+                    "series": points[0][2],
+                    "x": [x for x, _, _ in ordered],
+                    "y": [y for _, y, _ in ordered],
+                    "mode": "lines",
+                    "hoverinfo": "skip",
+                    "line": line,
+                }
+            )
+    return lines + traces

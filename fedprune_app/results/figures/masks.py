@@ -1,0 +1,106 @@
+"""How alike the clients' masks are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fedprune_app.results.figures.common import HEATMAP_UP_TO, Figure, Trace, Variant, number_of, run_name, text_of
+from fedprune_app.results.similarity import Comparison, compare
+from fedprune_app.results.tables import Group
+
+
+def similarity(groups: Sequence[Group]) -> Figure:
+    """The figure shows whether clients with alike labels have alike masks."""
+    return Figure(
+        "masks",
+        "Label similarity and mask similarity",
+        "Each two clients: cosine of their training label counts, and the share of coordinates in which their "
+        "masks agree. In both, clients with alike labels stand side by side.",
+        _mask_variants(groups),
+        wide=True,
+    )
+
+
+def agreement(groups: Sequence[Group]) -> Figure:
+    """The figure shows how far the clients' masks of a language model agree."""
+    return Figure(
+        "agreement",
+        "Agreement of the clients' masks",
+        "Each two clients: the share of a language model's weights that both keep or both prune, all decoder "
+        "layers together. A client of one document has its name.",
+        _agreement_variants(groups),
+        wide=True,
+    )
+
+
+def _mask_variants(groups: Sequence[Group]) -> list[Variant]:
+    """Dis-PFL's Figure 5: a view for each run that compared its clients' masks."""
+    compared = [(group, run, found) for group in groups for run in group.runs if (found := compare(run))]
+    return [_mask_variant(run_name(group, run), found) for group, run, found in compared]
+
+
+def _mask_variant(name: str, found: Comparison) -> Variant:
+    clients = len(found.partitions)
+    step = -(-clients // HEATMAP_UP_TO)
+    names = [str(partition) for partition in found.partitions[::step]]
+    panels = {
+        "Cosine of label counts": (found.label_cosine, "cosine of label counts"),
+        "1 − Hamming distance of masks": (1 - found.mask_distance, "1 − Hamming distance"),
+    }
+    traces: list[Trace] = []
+    for number, (values, what) in enumerate(panels.values()):
+        shown = values.round(4).astype(object)
+        np.fill_diagonal(shown, None)  # a client compared with itself says nothing and would stretch the colours
+        traces.append(
+            {
+                "type": "heatmap",
+                "x": names,
+                "y": names,
+                "z": shown[::step, ::step].tolist(),
+                "hovertemplate": f"clients %{{x}} and %{{y}}<br>{what} %{{z:.3f}}<extra></extra>",
+            }
+            | ({"xaxis": f"x{number + 1}", "yaxis": f"y{number + 1}"} if number else {})
+        )
+    note = (
+        f"Over the {number_of(clients * (clients - 1) // 2, 'pair')} of clients after round {found.round}, label "
+        f"similarity and mask distance have linear correlation {_signed(found.pearson)} (Pearson) and rank correlation "
+        f"{_signed(found.spearman)} (Spearman): below zero, clients with alike labels have alike masks."
+    )
+    if step > 1:
+        note += f" Shown is one client in {step}."
+    axes = {"xaxis": {"type": "category"}, "yaxis": {"type": "category", "autorange": "reversed"}}
+    return Variant(name, traces, axes, note, tuple(panels))
+
+
+def _agreement_variants(groups: Sequence[Group]) -> list[Variant]:
+    """A view for each run on a language model that compared its clients' masks."""
+    variants = []
+    for group in groups:
+        for run in group.runs:
+            rows = run.info.get("partition") or ()
+            documents = {row["partition"]: row["documents"] for row in rows if isinstance(row.get("documents"), list)}
+            if run.masks is None or not documents:
+                continue
+            names = []
+            for partition in run.masks.partitions:
+                own = documents.get(partition) or []
+                names.append(text_of(f"{partition} {own[0]}" if len(own) == 1 else str(partition)))
+            shown = (1 - run.masks.distance).round(4).astype(object)
+            np.fill_diagonal(shown, None)
+            step = -(-len(names) // HEATMAP_UP_TO)
+            trace: Trace = {
+                "type": "heatmap",
+                "x": names[::step],
+                "y": names[::step],
+                "z": shown[::step, ::step].tolist(),
+                "hovertemplate": "clients %{x} and %{y}<br>agree on %{z:.2%}<extra></extra>",
+            }
+            axes = {"xaxis": {"type": "category"}, "yaxis": {"type": "category", "autorange": "reversed"}}
+            variants.append(Variant(run_name(group, run), [trace], axes, panels=("Share of equal mask entries",)))
+    return variants
+
+
+def _signed(value: float | None) -> str:
+    return "undefined" if value is None else f"{value:+.2f}".replace("-", "−")

@@ -1,0 +1,70 @@
+"""What accuracy costs: the main number against what was spent for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fedprune_app.results.figures.common import Figure, Trace, Variant, text_of
+from fedprune_app.results.measures import MEGABYTE
+from fedprune_app.results.reader import Run
+from fedprune_app.results.tables import Group, Statistic, accuracy
+
+
+def tradeoff(groups: Sequence[Group]) -> Figure:
+    """The figure shows each setting's accuracy against what was spent for it."""
+    return Figure(
+        "tradeoff",
+        "What accuracy costs",
+        "One point per setting at the end of the run: the main number against what was spent for it. A line joins "
+        "the settings of a system; bars are standard deviations over seeds.",
+        _tradeoff_variants(groups),
+    )
+
+
+def _tradeoff_variants(groups: Sequence[Group]) -> list[Variant]:
+    """A view for each cost that some setting paid, with two settings or more: a single point shows no trade."""
+    costs: dict[str, tuple[str, Callable[[Run], float | None]]] = {
+        "Privacy": ("Largest ε of any client", lambda run: run.last("epsilon_max")),
+        "Traffic": ("Measured traffic (MB)", _total_megabytes),
+    }
+    variants = []
+    for title, (axis, cost) in costs.items():
+        points: dict[str, list[tuple[float, float, int]]] = {}
+        traces: list[Trace] = []
+        for index, group in enumerate(groups):
+            spent = Statistic.of(cost(run) for run in group.runs)
+            reached = Statistic.of(accuracy(run) for run in group.runs)
+            if spent is None or reached is None:
+                continue
+            points.setdefault(group.system, []).append((spent.mean, reached.mean, index))
+            point: Trace = {
+                "type": "scatter",
+                "series": index,
+                "name": text_of(group.label),
+                "x": [spent.mean],
+                "y": [reached.mean],
+                "mode": "markers",
+                "marker": {"size": 10},
+                "hovertemplate": f"%{{y:.2%}} at %{{x:.3~g}}<extra>{text_of(group.label)}</extra>",
+            }
+            if reached.std:
+                point["error_y"] = {"type": "data", "array": [reached.std], "thickness": 1.25, "width": 4}
+            traces.append(point)
+        if len(traces) < 2:
+            continue
+        for of_system in points.values():
+            x, y, indices = zip(*sorted(of_system), strict=True)
+            if len(x) > 1:
+                line = {"type": "scatter", "series": indices[0], "x": x, "y": y, "mode": "lines", "thin": True}
+                traces.insert(0, line | {"hoverinfo": "skip"})
+        layout = {"xaxis": {"title": {"text": axis}, "rangemode": "tozero"}, "yaxis": {"tickformat": ".0%"}}
+        variants.append(Variant(title, traces, layout | {"hovermode": "closest"}))
+    return variants
+
+
+def _total_megabytes(run: Run) -> float | None:
+    """Of training, to and from the server, or over all links where models go from peer to peer."""
+    peers, up, down = (run.total(name) for name in ("peer_bytes", "bytes_up", "bytes_down"))
+    if peers is not None:
+        return peers / MEGABYTE
+    return None if up is None or down is None else (up + down) / MEGABYTE

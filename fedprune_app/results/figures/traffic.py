@@ -1,0 +1,126 @@
+"""What was sent, measured and by the papers' formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedprune_app.results.figures.common import Figure, Trace, Variant, megabytes_text, row_axis, text_of
+from fedprune_app.results.measures import MEGABYTE
+from fedprune_app.results.tables import Group, Statistic
+
+_PEER_CAPTION = (
+    " ⇄ is what the clients send one another; the server only relays it here, so ↑ and ↓ show the same messages again."
+)
+_BAR_TEXTS_UP_TO = 24  # bars; the texts of more of them would overlap
+
+
+def measured(groups: Sequence[Group]) -> Figure:
+    """The figure shows the traffic of whole runs, measured and by the papers' formulas."""
+    has_peers = any(run.total("peer_bytes") is not None for group in groups for run in group.runs)
+    return Figure(
+        "bytes",
+        "Traffic, measured and by the papers' formulas",
+        "Training messages of the whole run, up ↑ and down ↓. Solid: measured. Hatched: the paper's own formula."
+        + (_PEER_CAPTION if has_peers else ""),
+        _bytes_variants(groups),
+        rows=len(groups),
+    )
+
+
+def layer_sets(groups: Sequence[Group]) -> Figure:
+    """The figure shows the traffic of a client by the layers that it trains."""
+    return Figure(
+        "layer-sets",
+        "Traffic of a client by the layers it trains",
+        "Measured on the last training messages of a client of each set, to it and from it. The last layer, which "
+        "all train, is not named.",
+        _layer_set_variants(groups),
+    )
+
+
+def _bytes_variants(groups: Sequence[Group]) -> list[Variant]:
+    bars = {
+        "peer_bytes": "⇄ peer to peer",
+        "bytes_up": "↑",
+        "paper_bytes_up": "↑ formula",
+        "bytes_down": "↓",
+        "paper_bytes_down": "↓ formula",
+    }
+    traces: list[Trace] = []
+    longest = 0.0
+    for index, group in enumerate(groups):
+        totals = {name: Statistic.of(run.total(name) for run in group.runs) for name in bars}
+        relayed = " relayed" if totals["peer_bytes"] else ""
+        known = [
+            (total.mean / MEGABYTE, bars[name] + (relayed if name in ("bytes_up", "bytes_down") else ""))
+            for name, total in totals.items()
+            if total is not None
+        ]
+        if not known:
+            continue
+        shown = [
+            (megabytes, index + 0.19 * (place - (len(known) - 1) / 2), title, "/" if "formula" in title else "")
+            for place, (megabytes, title) in enumerate(known)
+        ]
+        longest = max(longest, *(megabytes for megabytes, *_ in shown))
+        traces.append(
+            {
+                "type": "bar",
+                "series": index,
+                "name": text_of(group.label),
+                "orientation": "h",
+                "x": [megabytes for megabytes, *_ in shown],
+                "y": [place for _, place, *_ in shown],
+                "width": 0.17,
+                "text": [f"{megabytes_text(megabytes)} {title}" for megabytes, _, title, _ in shown],
+                "marker": {"pattern": {"shape": [shape for *_, shape in shown]}},
+                "hovertemplate": "%{text}<extra></extra>",
+            }
+        )
+    x_axis = {"title": {"text": "MB (10⁶ bytes)"}, "range": [0, longest * 1.5 or 1]}  # room for the bars' texts
+    return [Variant("Traffic", traces, {"xaxis": x_axis, "yaxis": row_axis(groups)})] if traces else []
+
+
+def _layer_set_variants(groups: Sequence[Group]) -> list[Variant]:
+    """FedP3's Figure 6, of runs whose clients send some layers alone; the mean over seeds that have the set."""
+    measured = [[run.info.get("bytes_by_layer_set") or {} for run in group.runs] for group in groups]
+    sets = list(dict.fromkeys(name for seeds in measured for found in seeds for name in sorted(found)))
+    places = {name: place for place, name in enumerate(sorted(sets, key=lambda name: (len(name.split()), name)))}
+    axis = {
+        "tickvals": list(places.values()),
+        "ticktext": [_layer_set_label(name) for name in places],
+        "tickangle": -30,  # to the left, where there is room for the last one
+    }
+    variants = []
+    for title, key in (("Upload ↑", "bytes_up"), ("Download ↓", "bytes_down")):
+        traces: list[Trace] = []
+        ratios: list[str] = []
+        for index, (group, seeds) in enumerate(zip(groups, measured, strict=True)):
+            means = {name: Statistic.of(found[name][key] for found in seeds if name in found) for name in places}
+            known = {name: mean.mean / MEGABYTE for name, mean in means.items() if mean}
+            if not known:
+                continue
+            ratios.append(f"{group.label}: {max(known.values()) / min(known.values()):,.3g}")
+            traces.append(
+                {
+                    "type": "bar",
+                    "series": index,
+                    "name": text_of(group.label),
+                    "x": [places[name] for name in known],
+                    "y": list(known.values()),
+                    "text": [megabytes_text(value) for value in known.values()],
+                    "hovertext": [text_of(name) for name in known],
+                    "hovertemplate": "%{y:.4g} MB, %{hovertext}",
+                }
+            )
+        if sum(len(trace["x"]) for trace in traces) > _BAR_TEXTS_UP_TO:
+            traces = [{key: value for key, value in trace.items() if key != "text"} for trace in traces]
+        layout = {"xaxis": axis, "yaxis": {"title": {"text": "MB (10⁶ bytes)"}, "rangemode": "tozero"}}
+        note = f"The largest set is this many times the smallest. {'; '.join(ratios)}."
+        variants += [Variant(title, traces, layout, note)] if traces else []
+    return variants
+
+
+def _layer_set_label(name: str) -> str:
+    layers = name.split()
+    return text_of(" + ".join(layers) if len(layers) <= 3 else f"{layers[0]} … {layers[-1]} ({len(layers)})")

@@ -1,0 +1,640 @@
+"""Every number that a run reports is declared here, once: :data:`MEASURES`.
+
+A new number costs two places: the client puts it into its reply under the name of its :class:`Measure`, and the
+measure says here
+
+* in which replies it is and between which bounds, so that the server checks it;
+* whether each client's number is recorded in clients.jsonl;
+* how the numbers of all clients become columns of rounds.jsonl;
+* how such a column is shown: in the final table, in a figure, and in the line that tells of a round.
+
+A number that the server itself counts or measures is a :class:`Column` alone. The order of the declarations is the
+order of the columns in both files. All numbers are shares in [0, 1], bytes, seconds or counts, and null where they were
+not measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Any, Literal
+
+from fedprune_app.core import metrics
+from fedprune_app.core.bounds import LARGEST_SAID, bounded
+from fedprune_app.results.texts import own_models, tested_on
+
+Row = Mapping[str, Any]
+Take = Callable[[Sequence[float]], float | None]
+LAST = 1000
+"""The place of what is shown after all else."""
+MEGABYTE = 1e6
+"""Bytes of a megabyte, as the papers count."""
+
+
+class Reply(Enum):
+    """A kind of reply says which numbers a client tells in it."""
+
+    TRAINING = "after training"
+    EVALUATION = "after an evaluation on images"
+    LAYER = "after one layer of a language model was pruned"
+    PERPLEXITY = "after an evaluation on text"
+    PRIVACY = "any reply of a private run, beside its own numbers"
+
+    @property
+    def is_evaluation(self) -> bool:
+        """The replies of an evaluation end a round, so that their numbers are the round's."""
+        return self in (Reply.EVALUATION, Reply.PERPLEXITY)
+
+
+class Kind(Enum):
+    """A kind of field says what rounds.jsonl or clients.jsonl holds there."""
+
+    NUMBER = "a number"
+    BY_NAME = "an object of numbers"
+    TABLE = "an object of objects of numbers"
+    TEXTS = "a list of texts"
+
+
+class Recorded(Enum):
+    """A field is recorded in every row of its file, in some, or in none."""
+
+    ALWAYS = "in every row, null where it was not measured"
+    WHERE_MEASURED = "in those rows alone whose replies tell it"
+    NEVER = "in no row"
+
+
+# --- over clients -----------------------------------------------------------------------------------------------
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean over clients counts each of them once. It is NaN for no values."""
+    return metrics.summary(values).mean
+
+
+def spread(values: Sequence[float]) -> float:
+    """The spread is the population's standard deviation. It is NaN for no values."""
+    return metrics.summary(values).std
+
+
+def lowest_tenth(values: Sequence[float]) -> float:
+    """The lowest tenth is the mean of the lowest ⌈n / 10⌉ of n values. It is NaN for no values."""
+    return metrics.worst_decile(values)
+
+
+def running_mean(values: Sequence[float]) -> float | None:
+    """The running mean adds the values from the first to the last, and is None for no values.
+
+    It may differ from :func:`mean` in the last bit, so a column stays with the one that it had first.
+    """
+    return sum(values) / len(values) if values else None
+
+
+def largest(values: Sequence[float]) -> float | None:
+    """The largest value is None for no values."""
+    return max(values, default=None)
+
+
+# --- how a column is shown --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class InTable:
+    """A column stands in the final table under a title, with one number for a whole run.
+
+    ``key`` names it in table.csv. ``of_rounds`` says which number of all rounds it is. A number is shown with
+    ``decimals`` after it was multiplied by ``scale``. Costs stand in a table of their own. ``place`` orders the titles.
+    """
+
+    key: str
+    title: str
+    decimals: int = 2
+    scale: float = 1.0
+    of_rounds: Literal["last", "total", "mean"] = "last"
+    is_cost: bool = False
+    place: int = 500
+
+
+@dataclass(frozen=True)
+class Title:
+    """A title stands among others in the order of their ``place``."""
+
+    text: str
+    place: int = LAST
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A figure of its own shows a column by round.
+
+    ``view`` names the number. With ``is_share`` the axis is in percent. ``place`` orders such figures.
+    """
+
+    key: str
+    title: str
+    caption: str
+    view: str
+    is_share: bool = False
+    place: int = LAST
+
+
+@dataclass(frozen=True)
+class InLine:
+    """A column stands in the line that tells of a round.
+
+    ``log`` names it in the log. ``terminal`` names it beside the progress bar, and may depend on the round; a column
+    without that name does not stand there. The number is multiplied by ``scale``, written in the ``format`` and
+    followed by ``unit``. A number that was measured ``on_a_text`` is followed by that text.
+    """
+
+    log: str
+    terminal: str | Callable[[int], str] = ""
+    format: str = ".2f"
+    scale: float = 1.0
+    unit: str = ""
+    on_a_text: bool = False
+
+    def number(self, value: float) -> str:
+        """The number is shown scaled, formatted and with its unit."""
+        return f"{value * self.scale:{self.format}}{self.unit}"
+
+
+# --- declarations -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of rounds.jsonl is one number of each round.
+
+    ``take`` makes it of the clients' numbers, where it belongs to a :class:`Measure`; a column without it is put
+    together by whoever measures it. A run may be judged by a column that ``is_headline``. ``view`` titles its view of
+    the figures of accuracy. A column with ``lost`` counts replies that were lost, and stands under that title in the
+    report's table of them.
+    """
+
+    name: str
+    take: Take | None = None
+    recorded: Recorded = Recorded.ALWAYS
+    kind: Kind = Kind.NUMBER
+    is_headline: bool = False
+    table: InTable | None = None
+    view: Title | None = None
+    curve: Curve | None = None
+    line: InLine | None = None
+    lost: Title | None = None
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A measure is one number of each client.
+
+    ``name`` is its column in clients.jsonl, and with dashes its field in a reply; ``field`` is another name for that
+    field. The number is ``required`` in some kinds of reply and ``optional`` in others; it lies between ``least`` and
+    ``most``. A count is made an integer. A number that is ``withheld`` is not looked at in a private run. A number
+    ``by_layer`` is told of each layer, as ``field/layer``. ``view`` is its view in the figure of all clients.
+
+    The ``columns`` are taken over the replies of an evaluation if the number is in these, else over those of training.
+    """
+
+    name: str
+    field: str = ""
+    required: frozenset[Reply] = frozenset()
+    optional: frozenset[Reply] = frozenset()
+    least: float = -LARGEST_SAID
+    most: float = LARGEST_SAID
+    is_count: bool = False
+    withheld: bool = False
+    by_layer: bool = False
+    recorded: Recorded = Recorded.ALWAYS
+    kind: Kind = Kind.NUMBER
+    view: Title | None = None
+    columns: tuple[Column, ...] = ()
+
+    @property
+    def wire_name(self) -> str:
+        """The number's field in a reply has the number's name with dashes, unless the declaration says another."""
+        return self.field or self.name.replace("_", "-")
+
+    @property
+    def replies(self) -> frozenset[Reply]:
+        """These kinds of reply may tell the number."""
+        return self.required | self.optional
+
+    @property
+    def is_evaluated(self) -> bool:
+        """The replies of an evaluation may tell the number, and then its columns are taken over them."""
+        return any(reply.is_evaluation for reply in self.replies)
+
+    def of(self, fields: Row, *, about: str | None = None, most: float | None = None) -> float:
+        """The fields of a reply tell the number, which is checked here.
+
+        With ``about`` the number is the one told of that layer or text. ``most`` takes the place of the declared bound.
+        ``ValueError`` names the field that is missing or out of bounds.
+        """
+        name = self.wire_name if about is None else f"{self.wire_name}/{about}"
+        value = bounded(fields.get(name), f"field '{name}'", self.least, self.most if most is None else most)
+        return int(value) if self.is_count else value
+
+    def found(self, fields: Row, reply: Reply, layers: Iterable[str]) -> Any:
+        """A reply of this kind tells one number, or numbers by layer, or None if the number is optional there."""
+        if self.by_layer:
+            told = (layer for layer in sorted(layers) if f"{self.wire_name}/{layer}" in fields)
+            return {layer: self.of(fields, about=layer) for layer in told}
+        return self.of(fields) if reply in self.required or self.wire_name in fields else None
+
+
+class Measures(tuple[Measure | Column, ...]):
+    """All declarations together say what the files, tables and figures hold."""
+
+    @cached_property
+    def of_clients(self) -> dict[str, Measure]:
+        """The numbers of a client are listed by name."""
+        return {each.name: each for each in self if isinstance(each, Measure)}
+
+    @cached_property
+    def columns(self) -> dict[str, Column]:
+        """The columns of rounds.jsonl are listed by name."""
+        found = (each.columns if isinstance(each, Measure) else (each,) for each in self)
+        return {column.name: column for columns in found for column in columns}
+
+    @cached_property
+    def round_fields(self) -> tuple[str, ...]:
+        """Every row of rounds.jsonl has these fields."""
+        return tuple(name for name, each in self.columns.items() if each.recorded is Recorded.ALWAYS)
+
+    @cached_property
+    def client_fields(self) -> tuple[str, ...]:
+        """Every row of clients.jsonl has these fields."""
+        own = (name for name, each in self.of_clients.items() if each.recorded is Recorded.ALWAYS)
+        return ("round", "partition", *own)
+
+    @cached_property
+    def of_the_round_alone(self) -> frozenset[str]:
+        """These numbers of clients are not in clients.jsonl, but only in what the round makes of them."""
+        return frozenset(name for name, each in self.of_clients.items() if each.recorded is Recorded.NEVER)
+
+    @cached_property
+    def headlines(self) -> tuple[str, ...]:
+        """A run may be judged by one of these columns; the first is the usual one."""
+        return tuple(name for name, each in self.columns.items() if each.is_headline)
+
+    @cached_property
+    def kinds(self) -> dict[Kind, frozenset[str]]:
+        """The fields of both files are grouped by what they hold."""
+        own = ((each.name, each.kind) for each in self.of_clients.values() if each.recorded is not Recorded.NEVER)
+        found = {("partition", Kind.NUMBER), *own, *((each.name, each.kind) for each in self.columns.values())}
+        return {kind: frozenset(name for name, its in found if its is kind) for kind in Kind}
+
+    @cached_property
+    def lines(self) -> tuple[tuple[Column, InLine, bool], ...]:
+        """These columns stand in the line that tells of a round, each with whether training tells the number."""
+        trained = {
+            column.name
+            for each in self.of_clients.values()
+            if each.replies and not each.is_evaluated
+            for column in each.columns
+        }
+        return tuple((each, each.line, each.name in trained) for each in self.columns.values() if each.line)
+
+    def told_in(self, reply: Reply) -> list[Measure]:
+        """A reply of this kind may tell these numbers."""
+        return [each for each in self.of_clients.values() if reply in each.replies]
+
+
+_TRAINING, _EVALUATION = frozenset({Reply.TRAINING}), frozenset({Reply.EVALUATION})
+_LAYER, _PERPLEXITY, _PRIVACY = frozenset({Reply.LAYER}), frozenset({Reply.PERPLEXITY}), frozenset({Reply.PRIVACY})
+_WHERE_MEASURED, _NEVER = Recorded.WHERE_MEASURED, Recorded.NEVER
+
+
+def _megabytes(key: str, title: str, of_rounds: Literal["total", "mean"], place: int) -> InTable:
+    decimals = 2 if of_rounds == "total" else 3
+    return InTable(key, title, decimals, 1 / MEGABYTE, of_rounds, is_cost=True, place=place)
+
+
+MEASURES = Measures(
+    (
+        Column("round"),
+        Column("seconds"),
+        # clients that trained and whose reply was used
+        Column("replies"),
+        Column("failures", lost=Title("Failures", 10)),
+        Column("stragglers", lost=Title("Stragglers", 20)),
+        # sampled clients that dropped out of the round
+        Column("dropped", lost=Title("Dropped out", 40)),
+        # training messages, as serialised
+        Column("bytes_up", table=_megabytes("megabytes_up", "MB up", "total", 10)),
+        Column("bytes_down", table=_megabytes("megabytes_down", "MB down", "total", 20)),
+        Column("evaluation_bytes_up"),
+        Column("evaluation_bytes_down"),
+        # what all clients sent one another; null in a star
+        Column("peer_bytes", table=_megabytes("peer_megabytes", "MB, peer to peer", "total", 40)),
+        # heavier direction of the busiest node: a star's server, else a client
+        Column("busiest_node_bytes", table=_megabytes("busiest_megabytes", "Busiest node, MB/round", "mean", 50)),
+        # heavier direction of a client, mean over those that took part
+        Column("node_bytes_mean", table=_megabytes("node_megabytes", "Per node, MB/round", "mean", 70)),
+        # what the paper's own formula charges for the round, and for its busiest node in one direction
+        Column("paper_bytes_up"),
+        Column("paper_bytes_down"),
+        Column(
+            "paper_busiest_bytes",
+            table=_megabytes("paper_busiest_megabytes", "Busiest node, MB/round, paper's formula", "mean", 60),
+        ),
+        Measure("num_examples", least=1, is_count=True),
+        Measure(
+            "accuracy_personal",
+            optional=_EVALUATION,
+            least=0,
+            most=1,
+            view=Title("Personal", 10),
+            columns=(
+                Column(
+                    "accuracy_personal_mean",
+                    mean,
+                    is_headline=True,
+                    view=Title("Personal", 10),
+                    line=InLine("personal accuracy", "personal", ".1f", 100, " %"),
+                ),
+                Column("accuracy_personal_std", spread),
+                Column(
+                    "accuracy_personal_worst_decile",
+                    lowest_tenth,
+                    table=InTable("worst_decile", "Personal, worst decile (%)", 2, 100, place=30),
+                    view=Title("Worst decile", 40),
+                ),
+            ),
+        ),
+        # tested before training, in the training reply or by the evaluation
+        Measure(
+            "accuracy_received",
+            optional=_TRAINING | _EVALUATION,
+            least=0,
+            most=1,
+            view=Title("Received", 30),
+            columns=(Column("accuracy_received_mean", mean, view=Title("Received", 30)),),
+        ),
+        Measure(
+            "accuracy_validation",
+            optional=_EVALUATION,
+            least=0,
+            most=1,
+            columns=(Column("accuracy_validation_mean", mean, view=Title("Validation", 50)),),
+        ),
+        Measure(
+            "accuracy_global",
+            optional=_EVALUATION,
+            least=0,
+            most=1,
+            recorded=_WHERE_MEASURED,
+            view=Title("Global model", 20),
+            columns=(
+                Column(
+                    "accuracy_global",
+                    mean,
+                    is_headline=True,
+                    table=InTable("global_accuracy", "Global model (%)", 2, 100, place=40),
+                    view=Title("Global model", 20),
+                    line=InLine("global accuracy", "global", ".1f", 100, " %"),
+                ),
+            ),
+        ),
+        # language models: on the run's first test text, others are in perplexity_by_text
+        Measure(
+            "perplexity_personal",
+            columns=(
+                Column("perplexity_personal_mean", line=InLine("personal perplexity", own_models, on_a_text=True)),
+                Column("perplexity_personal_std"),
+            ),
+        ),
+        # over how many clients these are: those whose own model has every layer pruned
+        Column("personal_models"),
+        Column(
+            "perplexity_global",
+            is_headline=True,
+            table=InTable("perplexity", "Perplexity, global model", place=50),
+            line=InLine("global perplexity", "global", on_a_text=True),
+        ),
+        # layers of the client's own language model that it has pruned
+        Measure("pruned_layers", least=0, is_count=True),
+        # FedSpaLLM's loss is the mean relative error of the layers that were pruned
+        Measure(
+            "loss",
+            required=_TRAINING,
+            withheld=True,
+            recorded=_WHERE_MEASURED,
+            columns=(
+                Column(
+                    "loss_mean",
+                    running_mean,
+                    curve=Curve(
+                        "loss", "Training loss", "Mean over the clients that trained in the round.", "Loss", place=20
+                    ),
+                    line=InLine("loss", format=".3f"),
+                ),
+            ),
+        ),
+        Measure(
+            "density",
+            required=_TRAINING | _EVALUATION | _LAYER | _PERPLEXITY,
+            least=0,
+            most=1,
+            columns=(
+                Column(
+                    "density_mean",
+                    mean,
+                    table=InTable("density", "Density", 3, place=80),
+                    curve=Curve(
+                        "density",
+                        "Density by round",
+                        "Kept share of the whole model, mean over clients.",
+                        "Density",
+                        is_share=True,
+                        place=10,
+                    ),
+                ),
+            ),
+        ),
+        # share of convolution channels left; null where none are removed
+        Measure(
+            "channel_density",
+            optional=_EVALUATION,
+            least=0,
+            most=1,
+            columns=(
+                Column("channel_density_mean", mean, table=InTable("channel_density", "Channels left", 3, place=90)),
+            ),
+        ),
+        # one example's forward pass through the personal model, each layer times its density
+        Measure(
+            "inference_flops",
+            required=_EVALUATION,
+            least=0,
+            columns=(
+                Column(
+                    "inference_flops_mean",
+                    mean,
+                    table=InTable("inference_megaflops", "MFLOPs per prediction", 3, 1e-6, is_cost=True, place=90),
+                ),
+            ),
+        ),
+        # of the global model's prunable weights, where it is pruned, and before the server expanded its masks
+        Column("density_global", table=InTable("global_density", "of the global matrices", 3, place=100)),
+        Column("density_before_expansion", table=InTable("union_density", "before expansion", 3, place=110)),
+        Measure(
+            "density_by_layer",
+            "density",
+            optional=_EVALUATION,
+            least=0,
+            most=1,
+            by_layer=True,
+            recorded=_NEVER,
+            columns=(Column("density_by_layer", running_mean, kind=Kind.BY_NAME),),
+        ),
+        Measure("flops", required=_TRAINING, least=0, recorded=_WHERE_MEASURED, columns=(Column("flops", sum),)),
+        Measure("bytes_up"),
+        Measure("bytes_down"),
+        # what each client has spent of its privacy so far; null without dp.enabled
+        Measure(
+            "epsilon",
+            optional=_PRIVACY,
+            least=0,
+            columns=(
+                Column(
+                    "epsilon_max",
+                    largest,
+                    table=InTable("epsilon", "ε", place=120),
+                    line=InLine("epsilon", format=".3g"),
+                ),
+            ),
+        ),
+        # the same at dp.second-delta
+        Measure(
+            "epsilon_second",
+            optional=_PRIVACY,
+            least=0,
+            columns=(
+                Column("epsilon_second_max", largest, table=InTable("second_epsilon", "ε at the second δ", place=130)),
+            ),
+        ),
+        # Fed-LTP's printed formula, which is no guarantee
+        Measure(
+            "epsilon_paper",
+            optional=_PRIVACY,
+            least=0,
+            columns=(
+                Column(
+                    "epsilon_paper_max", largest, table=InTable("paper_epsilon", "ε, Fed-LTP's formula", 3, place=140)
+                ),
+            ),
+        ),
+        Measure("seconds", required=_TRAINING | _LAYER, least=0),
+        # Fed-LTP: (noised) share of correct predictions that the round is judged by, and clients that told a score
+        Column("validation_score"),
+        Column("validations"),
+        # within bytes_up and bytes_down
+        Column("validation_bytes_up"),
+        Column("validation_bytes_down"),
+        # by validation_score, so far: the round whose model is evaluated, and final
+        Column("best_round"),
+        # clients that take part no more, because their privacy budget would not bear it
+        Column("budgets_spent"),
+        Column("failure_reasons", recorded=_WHERE_MEASURED, kind=Kind.TEXTS),
+        # FedSpaLLM: what was measured of each decoder layer, by its number
+        Column("layers", recorded=_WHERE_MEASURED, kind=Kind.TABLE),
+        Column("evaluation_failures", recorded=_WHERE_MEASURED, lost=Title("Evaluation failures", 30)),
+        Column("perplexity_by_text", recorded=_WHERE_MEASURED, kind=Kind.TABLE),
+        Column("evaluation_seconds", recorded=_WHERE_MEASURED),
+        Column("notes", recorded=_WHERE_MEASURED, kind=Kind.TEXTS),
+        # how far a layer's output is from the dense layer's; told by those that prune it
+        Measure("relative_error", least=0, recorded=_NEVER),
+        Measure("layers_pruned", recorded=_WHERE_MEASURED),
+        Measure("perplexity", least=0, recorded=_WHERE_MEASURED, kind=Kind.BY_NAME),
+        # of a client's own text
+        Measure("windows", least=1, most=2**31, is_count=True, recorded=_WHERE_MEASURED),
+        Measure("windows_in_text", least=1, most=2**31, is_count=True, recorded=_WHERE_MEASURED),
+    )
+)
+"""All numbers that are reported, in the order in which they are recorded."""
+
+
+# --- what the server does with a reply --------------------------------------------------------------------------
+
+
+def told(name: str, fields: Row, *, about: str | None = None, most: float | None = None) -> float:
+    """The fields of a reply must tell the number ``name``, which is checked as :meth:`Measure.of` says."""
+    return MEASURES.of_clients[name].of(fields, about=about, most=most)
+
+
+def row_of(reply: Reply, fields: Row, *, private: bool = False, layers: Iterable[str] = ()) -> dict[str, Any]:
+    """The row of a reply holds the numbers of this kind of reply by name, each checked.
+
+    An optional number that is not told is None. In a ``private`` run what is withheld is None whatever the reply says.
+    Numbers by layer are asked of ``layers`` alone. ``ValueError`` names the first field that is missing or out of
+    bounds.
+    """
+    return {
+        each.name: None if private and each.withheld else each.found(fields, reply, layers)
+        for each in MEASURES.told_in(reply)
+    }
+
+
+def from_training(row: Row, trained: Row) -> dict[str, Any]:
+    """The training of a round may have told numbers that the ``row`` of its evaluation lacks."""
+    both = (name for name, each in MEASURES.of_clients.items() if {Reply.TRAINING, Reply.EVALUATION} <= each.replies)
+    return {name: trained.get(name) for name in both if row[name] is None}
+
+
+def over_clients(rows: Iterable[Row], reply: Reply) -> dict[str, Any]:
+    """The clients' rows of one kind of reply make these columns of the round, by name.
+
+    A client that lacks a number is left out of its columns. Numbers by layer become a column by layer, in the order in
+    which the clients tell of the layers.
+    """
+    rows = list(rows)
+    found: dict[str, Any] = {}
+    for each in MEASURES.told_in(reply):
+        if each.is_evaluated and not reply.is_evaluation:
+            continue
+        values = [row[each.name] for row in rows if row.get(each.name) is not None]
+        for column in each.columns:
+            if column.take is not None:
+                found[column.name] = _by_layer(values, column.take) if each.by_layer else column.take(values)
+    return found
+
+
+def _by_layer(rows: Iterable[Mapping[str, float]], take: Take) -> dict[str, float | None]:
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        for layer, value in row.items():
+            values.setdefault(layer, []).append(value)
+    return {layer: take(of_layer) for layer, of_layer in values.items()}
+
+
+# --- the line that tells of a round -----------------------------------------------------------------------------
+
+
+def summary_line(row: Row) -> str:
+    """The log tells of a round in one line: replies, what training told, what it cost, what the evaluation told."""
+
+    def words(of_training: bool) -> list[str]:
+        shown = [(line, row.get(column.name)) for column, line, trained in MEASURES.lines if trained == of_training]
+        return [
+            f"{line.log} {line.number(value)}" + (f" ({tested_on(row)})" if line.on_a_text else "")
+            for line, value in shown
+            if value is not None and not math.isnan(value)
+        ]
+
+    traffic = f"{(row['bytes_up'] + row['bytes_down']) / MEGABYTE:.2f} MB"
+    cost = [traffic, f"{row['seconds']:.1f} s"]
+    return ", ".join([f"{row['replies']} replies", f"{row['failures']} failures", *words(True), *cost, *words(False)])
+
+
+def progress_line(row: Row) -> str:
+    """The progress bar shows these numbers of a row of rounds.jsonl; the line is empty if the row has none of them."""
+    shown = []
+    for column, line, _ in MEASURES.lines:
+        if line.terminal and row.get(column.name) is not None:
+            name = line.terminal if isinstance(line.terminal, str) else line.terminal(row["round"])
+            shown.append(f"{name} {line.number(row[column.name])}  ")
+    return "".join([*shown, f"({text})  " if (text := tested_on(row)) else ""])

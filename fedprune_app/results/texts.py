@@ -1,0 +1,37 @@
+"""Test texts in words: what a perplexity was measured on, and whose models the clients' own are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+OWN_TEXT = "own"
+"""In place of a test text's name: every client has measured its own model on its own text."""
+
+
+def windows_of_text(text: str, found: Mapping[str, Any]) -> str:
+    """A test text is named with the windows of it that were measured, such as ``ptb: 64 × 128 tokens``.
+
+    ``found`` is the text's entry of ``perplexity_by_text``. Where only some of the windows were measured, the words are
+    ``ptb: first 64 of 900 × 128 tokens``. The windows of the clients' own texts are those of all clients together.
+    """
+    windows, there_are = found.get("windows"), found.get("windows_in_text")
+    some = f"first {windows} of {there_are}" if windows and there_are and there_are > windows else windows
+    return f"{'own texts' if text == OWN_TEXT else text}: {some} × {found.get('window')} tokens"
+
+
+def own_models(round: int) -> str:
+    """The clients' own language models have a name that depends on the ``round`` that they come after.
+
+    The papers' standalone baseline knows nothing of other clients. From the second round on a client prunes what the
+    server made of all clients' layers.
+    """
+    return "standalone" if round == 1 else "clients' own"
+
+
+def tested_on(row: Mapping[str, Any]) -> str:
+    """The text that a round's ``perplexity_global`` was measured on is named with its windows.
+
+    That is the first text of ``row``, a row of rounds.jsonl. The name is empty where no perplexity was measured.
+    """
+    return next((windows_of_text(text, found) for text, found in (row.get("perplexity_by_text") or {}).items()), "")

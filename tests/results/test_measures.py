@@ -1,0 +1,239 @@
+"""A number that is reported is declared once, and comes out wherever numbers are shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import logging
+import math
+import re
+from collections import Counter
+
+import pytest
+from rich.console import Console
+
+from fedprune_app.config import parse_config
+from fedprune_app.experiment import _Progress
+from fedprune_app.results import measures
+from fedprune_app.results.figures import figures
+from fedprune_app.results.measures import (
+    MEASURES,
+    Column,
+    Curve,
+    InLine,
+    InTable,
+    Kind,
+    Measure,
+    Measures,
+    Recorded,
+    Reply,
+    Title,
+)
+from fedprune_app.results.reader import load_run
+from fedprune_app.results.report import write_report
+from fedprune_app.results.tables import comma_separated, final_rows, group_runs
+from tests.conftest import tampered_app
+
+SHARPNESS = Measure(
+    "sharpness",
+    required=frozenset({Reply.TRAINING}),
+    least=0,
+    most=1,
+    view=Title("Sharpness"),
+    columns=(
+        Column(
+            "sharpness_mean",
+            measures.mean,
+            table=InTable("sharpness", "Sharpness (%)", 1, 100),
+            view=Title("Sharp"),
+            curve=Curve("sharpness", "Sharpness by round", "Mean over those that trained.", "Sharpness"),
+            line=InLine("sharpness", "sharp", ".1f", 100, " %"),
+        ),
+        Column("sharpness_max", measures.largest),
+    ),
+)
+
+
+@pytest.fixture
+def declared(monkeypatch):
+    monkeypatch.setattr(measures, "MEASURES", Measures((*MEASURES, SHARPNESS)))
+
+
+def says_sharpness(request, reply, partition):
+    """Client 5 says a number that cannot be."""
+    reply.content["fields"]["sharpness"] = partition / 10 if partition < 5 else 7.0
+    return reply
+
+
+def test_a_number_that_is_declared_is_checked_recorded_and_shown_without_another_line(
+    declared, federate, caplog, tmp_path
+):
+    with caplog.at_level(logging.INFO):
+        sharp = federate(app=tampered_app(train=says_sharpness), fraction_train=1.0, num_server_rounds=2)
+    for row in sharp.rounds:
+        assert row["sharpness_mean"] == pytest.approx(0.2)
+        assert row["sharpness_max"] == 0.4
+        assert row["failure_reasons"] == ["client 5: field 'sharpness' is 7.0, allowed: 0 to 1"]
+    assert [row["sharpness"] for row in sharp.clients if row["round"] == 1] == [0, 0.1, 0.2, 0.3, 0.4, None]
+    groups = group_runs([load_run(sharp.folder)])
+    header, (cells,) = final_rows(groups)
+    assert dict(zip(header, cells, strict=True))["Sharpness (%)"] == "20.0"
+    assert "sharpness_mean" in comma_separated(groups).splitlines()[0]
+    drawn = {figure.key: figure for figure in figures(groups)}
+    assert drawn["sharpness"].title == "Sharpness by round"
+    assert drawn["sharpness"].variants[0].traces[0]["y"] == pytest.approx([0.2, 0.2])
+    assert "Sharp" in [view.name for view in drawn["accuracy"].variants]
+    assert "Sharpness" in [view.name for view in drawn["clients"].variants]
+    page = write_report([sharp.folder], tmp_path / "report.html").read_text()
+    assert "Sharpness (%)</th>" in page
+    assert "Sharpness by round</h3>" in page
+    assert ", sharpness 20.0 %, " in caplog.text
+    told = io.StringIO()
+    config = parse_config({"system": "fedavg", "out-dir": str(sharp.folder), "num-server-rounds": 2})
+    with _Progress(config, sharp.folder, Console(file=told, width=200, force_terminal=True)):
+        pass
+    assert "sharp 20.0 %" in told.getvalue()
+
+
+def test_a_reader_refuses_a_declared_number_that_is_text(declared, make_run):
+    folder = make_run("run", rounds=1)
+    path = folder / "rounds.jsonl"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "sharpness_mean": "blunt"}) + "\n")
+    with pytest.raises(ValueError, match="'sharpness_mean' is 'blunt', allowed: a number or null"):
+        load_run(folder)
+
+
+def test_every_name_is_declared_once():
+    columns = [c.name for each in MEASURES for c in (each.columns if isinstance(each, Measure) else (each,))]
+    own = [each.name for each in MEASURES if isinstance(each, Measure)]
+    for names in (columns, own):
+        assert [name for name, count in Counter(names).items() if count > 1] == []
+    for reply in Reply:
+        fields = [(each.wire_name, each.by_layer) for each in MEASURES.told_in(reply)]
+        assert len(set(fields)) == len(fields)
+
+
+def test_titles_and_keys_of_tables_and_figures_are_used_once():
+    parts = [
+        [getattr(column, part) for column in MEASURES.columns.values() if getattr(column, part)]
+        for part in ("table", "view", "curve", "lost")
+    ]
+    for of_part in parts:
+        keys = [getattr(each, "key", None) or each.text for each in of_part]
+        assert len(set(keys)) == len(keys)
+
+
+def training(**changes):
+    fields = {"loss": 1.5, "density": 0.5, "seconds": 2.0, "flops": 1e9, **changes}
+    return {name.replace("_", "-"): value for name, value in fields.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"loss": math.nan}, "field 'loss' is nan, allowed: -1e+100 to 1e+100"),
+        ({"density": None}, "field 'density' is None, allowed: a number"),
+        ({"density": 1.5}, "field 'density' is 1.5, allowed: 0 to 1"),
+        ({"seconds": -1}, "field 'seconds' is -1, allowed: 0 to 1e+100"),
+        ({"flops": True}, "field 'flops' is True, allowed: a number"),
+        ({"accuracy_received": "high"}, "field 'accuracy-received' is 'high', allowed: a number"),
+    ],
+)
+def test_a_number_out_of_bounds_is_refused_by_its_field(changes, says):
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}$"):
+        measures.row_of(Reply.TRAINING, training(**changes))
+
+
+def test_what_a_private_run_withholds_is_not_looked_at():
+    assert measures.row_of(Reply.TRAINING, training(loss="secret"), private=True)["loss"] is None
+
+
+def test_a_field_that_nobody_declared_is_not_in_the_row():
+    assert "mood" not in measures.row_of(Reply.TRAINING, training(mood=1.0))
+
+
+def test_a_count_is_an_integer_and_its_bound_may_depend_on_the_run():
+    assert repr(measures.told("pruned_layers", {"pruned-layers": 2.0}, most=2)) == "2"
+    with pytest.raises(ValueError, match="field 'pruned-layers' is 3, allowed: 0 to 2"):
+        measures.told("pruned_layers", {"pruned-layers": 3}, most=2)
+
+
+def test_numbers_by_layer_are_taken_of_the_layers_asked_for_alone():
+    fields = {"density": 0.5, "inference-flops": 1.0, "density/a": 0.25, "density/c": 1.0}
+    row = measures.row_of(Reply.EVALUATION, fields, layers={"b", "a"})
+    assert row["density_by_layer"] == {"a": 0.25}
+    with pytest.raises(ValueError, match="field 'density/a' is 2, allowed: 0 to 1"):
+        measures.row_of(Reply.EVALUATION, {**fields, "density/a": 2}, layers={"a"})
+
+
+def test_columns_are_taken_over_the_clients_that_have_the_number():
+    rows = [
+        {"accuracy_personal": 0.2, "density_by_layer": {"a": 0.2, "b": 1.0}},
+        {"accuracy_personal": 0.6, "density_by_layer": {"a": 0.6}},
+        {"accuracy_personal": None},
+        {},
+    ]
+    found = measures.over_clients(rows, Reply.EVALUATION)
+    assert found["accuracy_personal_mean"] == pytest.approx(0.4)
+    assert found["accuracy_personal_std"] == pytest.approx(0.2)
+    assert found["accuracy_personal_worst_decile"] == 0.2
+    assert found["density_by_layer"] == {"a": pytest.approx(0.4), "b": 1.0}
+    assert math.isnan(found["accuracy_global"])
+
+
+def test_a_number_of_training_and_evaluation_counts_when_it_is_evaluated():
+    row = {"loss": 2.0, "density": 0.5, "flops": 3.0}
+    assert measures.over_clients([row, row], Reply.TRAINING) == {"loss_mean": 2.0, "flops": 6.0}
+    assert measures.over_clients([row], Reply.EVALUATION)["density_mean"] == 0.5
+    assert measures.over_clients([], Reply.TRAINING) == {"loss_mean": None, "flops": 0}
+
+
+def test_what_an_evaluation_lacks_is_taken_from_the_training_of_the_same_round():
+    assert measures.from_training({"accuracy_received": None, "density": 1.0}, {"accuracy_received": 0.5}) == {
+        "accuracy_received": 0.5
+    }
+    assert measures.from_training({"accuracy_received": 0.1, "density": 1.0}, {"accuracy_received": 0.5}) == {}
+
+
+ROW = {"round": 2, "replies": 3, "failures": 1, "bytes_up": 1_500_000, "bytes_down": 500_000, "seconds": 1.26}
+TEXT = {"perplexity_by_text": {"ptb": {"window": 128, "windows": 64, "windows_in_text": 900}}}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "log", "terminal"),
+    [
+        ({}, "3 replies, 1 failures, 2.00 MB, 1.3 s", ""),
+        (
+            {"loss_mean": 0.5, "epsilon_max": 2.345, "accuracy_personal_mean": 0.5, "accuracy_global": math.nan},
+            "3 replies, 1 failures, loss 0.500, epsilon 2.35, 2.00 MB, 1.3 s, personal accuracy 50.0 %",
+            "personal 50.0 %  ",
+        ),
+        (
+            {"perplexity_personal_mean": 8.0, "perplexity_global": 7.125, **TEXT},
+            "3 replies, 1 failures, 2.00 MB, 1.3 s, personal perplexity 8.00 (ptb: first 64 of 900 × 128 tokens), "
+            "global perplexity 7.12 (ptb: first 64 of 900 × 128 tokens)",
+            "clients' own 8.00  global 7.12  (ptb: first 64 of 900 × 128 tokens)  ",
+        ),
+    ],
+)
+def test_a_round_is_told_in_one_line_of_the_numbers_that_it_has(numbers, log, terminal):
+    assert measures.summary_line({**ROW, **numbers}) == log
+    recorded = {name: None if value != value else value for name, value in numbers.items()}
+    assert measures.progress_line({**ROW, **recorded}) == terminal
+
+
+def test_what_is_declared_as_of_the_round_alone_is_not_in_a_clients_row():
+    assert MEASURES.of_the_round_alone == {"density_by_layer", "relative_error"}
+    assert not MEASURES.of_the_round_alone & {*MEASURES.client_fields}
+
+
+def test_a_field_of_either_file_holds_one_kind_of_thing():
+    kinds = MEASURES.kinds
+    assert sum(map(len, kinds.values())) == len(set().union(*kinds.values()))
+    assert kinds[Kind.BY_NAME] == {"density_by_layer", "perplexity"}
+
+
+def test_declarations_are_values_that_compare():
+    assert dataclasses.replace(SHARPNESS, most=1) == SHARPNESS
+    assert Measures((Column("x", recorded=Recorded.WHERE_MEASURED),)).round_fields == ()
