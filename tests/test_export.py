@@ -14,6 +14,8 @@ import torch
 from PIL import Image
 
 from clients.finetune import FineTuned
+from clients.node import Place
+from clients.task import Task
 from fedprune_app import cli, client_app, export, server_app
 from fedprune_app.config import parse_config
 from fedprune_app.core.payload import Payload
@@ -99,12 +101,13 @@ def trained(run):
 def own_model(run, partition):
     """The client's network as the client's own code sets it up to be tested, and images."""
     config = parse_config(run.info["config"])
-    client = SYSTEMS[config.system].client(config, partition, CLIENTS, run.folder / "clients")
+    client = SYSTEMS[config.system].client(config, Place(partition, CLIENTS, run.folder / "clients"))
     state = client.store.read(state_rounds(run)[str(partition)])
     received = {}
     if config.system == "lg-fedavg":  # whose upper layers are the server's
         received = read_tensors(run.folder / "models" / "global.safetensors").tensors
-    client.test_accuracy(client.personal_model(Payload(received), state), client.masks(state))
+    task = Task(config.num_server_rounds, Payload(received))
+    client.test_accuracy(task, client.personal_model(task, state), client.masks(task, state))
     return client.model.eval(), client.data.test_images
 
 

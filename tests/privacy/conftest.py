@@ -1,5 +1,5 @@
 """Clients train on one thread here, too."""
 
-from tests.clients.conftest import _one_thread
+from tests.clients.conftest import one_thread
 
-__all__ = ["_one_thread"]
+__all__ = ["one_thread"]
