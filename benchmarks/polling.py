@@ -3,7 +3,7 @@
 A deployment on this machine (TLS, node keys, a process for each message, as on real machines), whose clients send back
 what they get, at once: all that is left is the platform, and how soon the server sees a reply. ``send_and_receive``,
 with which FedAvg in Flower runs its rounds, asks for replies every 3 seconds; rounds with it and with
-``engine.rounds.exchange`` take turns, in one ServerApp. Printed: the seconds of a round, and ours over Flower's; ours
+``engine.exchange.exchange`` take turns, in one ServerApp. Printed: the seconds of a round, and ours over Flower's; ours
 over the floor, the time at which the last reply was made (all processes read one clock); and how often either asked.
 
 Example: ``python benchmarks/polling.py --rounds 8``.
@@ -59,7 +59,8 @@ class Counting:
 @server.main()
 def main(grid: Grid, context: Context) -> None:
     """Rounds of either kind in turn; one line of JSON each into ``out-dir``."""
-    from fedprune_app.engine import rounds, wire
+    from fedprune_app.engine import wire
+    from fedprune_app.engine.exchange import exchange, message_to
 
     counting = Counting(grid)
     out = Path(str(context.run_config["out-dir"]))
@@ -73,10 +74,10 @@ def main(grid: Grid, context: Context) -> None:
     for number in range(2 * int(context.run_config["num-server-rounds"])):
         kind = _KINDS[number % 2]
         record = RecordDict({"arrays": ArrayRecord([arrays])})
-        messages = [(node, rounds.message_to(node, record, MessageType.TRAIN, number, _DEADLINE)) for node in nodes]
+        messages = [(node, message_to(node, record, MessageType.TRAIN, number, _DEADLINE)) for node in nodes]
         counting.pulls, started, at = 0, time.monotonic(), time.time()
         if kind == "exchange":
-            answers = rounds.exchange(grid, messages, _DEADLINE, reply_bytes=arrays.nbytes)
+            answers = exchange(grid, messages, _DEADLINE, reply_bytes=arrays.nbytes)
             contents = [answer.content for answer in answers]
         else:
             replies = grid.send_and_receive([message for _, message in messages], timeout=_DEADLINE)

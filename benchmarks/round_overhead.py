@@ -46,7 +46,8 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator, numpy_generator
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.splits import client_data
-from fedprune_app.engine import rounds, wire
+from fedprune_app.engine import wire
+from fedprune_app.engine.exchange import message_to
 from fedprune_app.engine.inprocess import InProcessGrid
 from fedprune_app.experiment import Placement, Session
 from fedprune_app.models.initial import initial_model
@@ -128,7 +129,7 @@ def work(pipe: Connection, config: Config, partitions: list[int], num_clients: i
 
     def client(index: int, round: int) -> float:
         content = wire.pack(wire.to_arrays(Payload(initial)), {"round": round, "run-key": run_key})
-        message = rounds.message_to(nodes[partitions[index]], content, MessageType.TRAIN, round, _TTL_SECONDS)
+        message = message_to(nodes[partitions[index]], content, MessageType.TRAIN, round, _TTL_SECONDS)
         [reply] = grid.pull_messages(grid.push_messages([message]))
         if reply.has_error():
             raise RuntimeError(reply.error.reason)

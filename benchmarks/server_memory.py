@@ -10,7 +10,7 @@ client's model on disk, over the rounds, once averaging the neighbours' models i
 on unread (``client``). There, what is on its way to clients counts too if the Grid still holds it: at most 1 GiB by
 default, and ``--holding`` shows it.
 
-Example: ``python benchmarks/server_memory.py --clients 20 200 --gossip-clients 10``. Dis-PFL's letters go to the folder
+Example: ``python benchmarks/server_memory.py --clients 20 200 --gossip-clients 10``. Dis-PFL's updates go to the folder
 for temporary files: 7 GB for 100 clients of a ResNet-18.
 """
 
@@ -44,8 +44,9 @@ from fedprune_app.core.masks import erk_densities, random_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.engine import wire
-from fedprune_app.engine.rounds import ImagePeer
 from fedprune_app.engine.store import State, VersionedStore
+from fedprune_app.federation.clients import ImageClientInfo
+from fedprune_app.federation.round import RunContext
 from fedprune_app.models.vision import build_model, prunable_names, state_tensors
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.run_folder import new_run_key
@@ -155,8 +156,8 @@ class PeakByRound(VersionedStore):
         forget_peak()
 
 
-def roster_of(num_clients: int) -> dict[int, ImagePeer]:
-    return {p: ImagePeer(p, p + 1, _NUM_EXAMPLES, None, (3, 32, 32), 10) for p in range(num_clients)}
+def roster_of(num_clients: int) -> dict[int, ImageClientInfo]:
+    return {k: ImageClientInfo(k, k + 1, _NUM_EXAMPLES, None, False, (3, 32, 32), 10) for k in range(num_clients)}
 
 
 def begin() -> None:
@@ -186,8 +187,8 @@ def serve(name: str, density: float, num_clients: int, ready: int) -> dict[str, 
         recorder.start(config.to_dict(), config.seed)
         checkpoints = VersionedStore(Path(folder) / "checkpoints")
         roster, run_key = roster_of(num_clients), new_run_key()
-        strategy = SubFedAvg(config, tensors, frozenset(prunable), roster, recorder, checkpoints, run_key)
-        strategy.start(FabricatedReplies([update], ready), ArrayRecord(), num_rounds=1)
+        strategy = SubFedAvg(RunContext(config, roster, recorder, checkpoints, run_key), tensors, frozenset(prunable))
+        strategy.start(FabricatedReplies([update], ready), num_rounds=1)
     return {
         "peak": peak_bytes() - before,
         "model": sum(tensor.nbytes for tensor in tensors.values()),
@@ -232,8 +233,8 @@ def relay(
         recorder.start(config.to_dict(), config.seed)
         checkpoints = PeakByRound(Path(folder) / "checkpoints")
         roster, run_key = roster_of(num_clients), new_run_key()
-        strategy = DisPFL(config, tensors, frozenset(prunable), roster, recorder, checkpoints, run_key)
-        strategy.start(FabricatedReplies(updates, ready, holding), ArrayRecord(), num_rounds=num_rounds)
+        strategy = DisPFL(RunContext(config, roster, recorder, checkpoints, run_key), tensors, frozenset(prunable))
+        strategy.start(FabricatedReplies(updates, ready, holding), num_rounds=num_rounds)
         letters = [path.stat().st_size for path in (recorder.folder / "mailbox").rglob("*.safetensors")]
     return {
         "peaks": [peak - before for peak in checkpoints.peaks],

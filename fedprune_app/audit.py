@@ -25,7 +25,7 @@ from clients.base import FederatedClient, data_config
 from clients.privacy import ClientPrivacy
 from clients.training import TrainingResult
 from fedprune_app import client_app, server_app
-from fedprune_app.config import Config, ConfigError, refused
+from fedprune_app.config import Config, ConfigError, refused, written_below
 from fedprune_app.core import rng
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.splits import ClientData, client_data
@@ -169,8 +169,7 @@ def audit(config: Config, question: Question) -> Finding:
     privacy = {"privacy_kind": WithoutNoise} if question.without_noise else {}
     watched = type(f"Watched{kind.__name__}", (Watched, kind), {"watch": watch, **privacy})
     with quiet(), scratch_folder() as folder:
-        private = replace(config.dp, ledger_dir="")
-        here = replace(config, out_dir=str(folder), state_dir="", resume_from="", tracking="none", dp=private)
+        here = replace(written_below(folder, config), tracking="none")
         app = _app(watch, cast(type[FederatedClient], watched))
         try:
             run_in_process(server_app.app, app, question.clients, here.to_dict())

@@ -12,20 +12,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import click
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from fedprune_app.config import (
-    DEFAULTS,
-    HELP,
+    OPTIONS,
     Config,
     ConfigError,
+    Kind,
+    Option,
     Scalar,
     check_resumable,
     parse_config,
     parse_override,
+    paths_from_here,
     read_toml,
+    toml_value,
 )
 from fedprune_app.launch import LaunchError, LeftGoing
 
@@ -61,26 +64,10 @@ def _say(text: str, label: str = "", style: str = "") -> None:
     console.print(Text.assemble((label, style), text), soft_wrap=True)
 
 
-def _absolute(values: dict[str, Scalar]) -> dict[str, Scalar]:
-    """Paths given on the command line are relative to where it was typed."""
-    paths = ("data-dir", "state-dir", "dp.ledger-dir", "fedltp.public-data-dir", "dispfl.adjacency-file")
-    for key in (*paths, "dpsgd.adjacency-file"):
-        if isinstance(given := values.get(key), str) and given:
-            values[key] = str(Path(given).expanduser().resolve())
-    if isinstance(given := values.get("model"), str) and given and (folder := Path(given).expanduser()).is_dir():
-        values["model"] = str(folder.resolve())  # a checkpoint; else the name of a model
-    if isinstance(given := values.get("fedspallm.evaluation-texts"), str):
-        parts = (part.partition("=") for part in given.split(","))
-        values["fedspallm.evaluation-texts"] = ",".join(
-            f"{name.strip()}={Path(path.strip()).expanduser().resolve()}" if path else name for name, _, path in parts
-        )
-    return values
-
-
 def _values(file: Path | None, overrides: list[str] | None) -> dict[str, Scalar]:
     values = read_toml(file) if file else {}
     values.update(parse_override(text) for text in overrides or [])
-    return _absolute(values)
+    return paths_from_here(values)
 
 
 def _placed(
@@ -102,8 +89,8 @@ def _placed(
     from fedprune_app.results.recorder import holds_run
 
     folder = out.expanduser().resolve()
-    for key in ("out-dir", "resume-from"):
-        if values.get(key):
+    for key, option in OPTIONS.items():
+        if option.kind is Kind.RUN_FOLDER and values.get(key):
             raise ConfigError(f"{key} is {values[key]!r}, allowed here: --out DIR and --resume say it")
     if before is None:
         if is_here and is_held(folder):
@@ -229,7 +216,7 @@ def sweep(
     out = out.expanduser().resolve()
     if out.exists() and any(out.iterdir()) and not resume:
         raise ConfigError(f"--out {str(out)!r} is not empty, allowed: a new folder, or --resume")
-    cells = read.cells(out, _absolute(dict(parse_override(text) for text in overrides or [])), resume)
+    cells = read.cells(out, paths_from_here(dict(parse_override(text) for text in overrides or [])), resume)
     if not force:
         check_marked(out, "sweep", TABLES)
         for cell in cells:
@@ -421,23 +408,42 @@ def list_(
         "partitions": dict(PARTITIONS),
         "models": dict(MODELS),
     }
-    settings = {key: {"default": default, "help": HELP[key]} for key, default in DEFAULTS.items()}
     if as_json:
+        settings = {
+            key: {"default": each.default, "help": each.help, "range": each.range, "choices": dict(each.choices)}
+            for key, each in OPTIONS.items()
+        }
         typer.echo(json.dumps({**kinds, "keys": settings}, indent=1))
         return
     out = Console(**_AS_IT_IS)
-    table = Table(box=None, pad_edge=False, show_header=keys)
     if keys:
-        for title in ("key", "default", "meaning"):
-            table.add_column(title, no_wrap=title != "meaning")
-        for key, default in DEFAULTS.items():
-            table.add_row(key, json.dumps(default), HELP[key])
-    else:
-        for kind, entries in kinds.items():
-            table.add_row(Text(kind, "bold"), "")
-            for name, line in entries.items():
-                table.add_row(f"  {name}", line)
+        out.print(_keys_table())
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for kind, entries in kinds.items():
+        table.add_row(Text(kind, "bold"), "")
+        for name, line in entries.items():
+            table.add_row(f"  {name}", line)
     out.print(table)
+
+
+def _keys_table() -> Table:
+    """Every setting with its default, its meaning, its range and its choices."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("key = default", no_wrap=True)
+    table.add_column("meaning")
+    for key, each in OPTIONS.items():
+        table.add_row(f"{key} = {toml_value(each.default)}", _meaning(each))
+    return table
+
+
+def _meaning(option: Option) -> Group:
+    allowed = f" Allowed: {option.range}." if option.range else ""
+    choices = Table.grid(padding=(0, 1))
+    choices.add_column(no_wrap=True)
+    for choice, words in option.choices.items():
+        choices.add_row(f"  {choice}:", words)
+    return Group(Text(option.help + allowed), *([choices] if option.choices else []))
 
 
 @app.command()

@@ -91,7 +91,7 @@ def check_capacity(value: object) -> float | None:
 def _unpack(message: Message, client: Node) -> tuple[list[Any], dict[str, Any]]:
     """Flower's arrays and config: the payload, then the letters under names of their own (see ``clients.base``)."""
     payload = wire.payload_of(message.content, client.message_schema().max_bytes)
-    letters, refused = wire.letters_of(message.content, client.letter_schema())
+    letters, refused = wire.peer_updates_of(message.content, client.letter_schema())
     everything = with_letters(payload, letters)
     fields: dict[str, Any] = {**wire.fields_of(message.content), "refused": refused}
     return everything.to_ndarrays(), {**fields, **payload_names(everything)}

@@ -33,8 +33,8 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from fedprune_app import launch
 from fedprune_app.config import ConfigError, Scalar
-from fedprune_app.engine.lifeline import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.engine.superlink import CREDENTIALS, SECRET_VARIABLE, credentials
+from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.files import SharedFolderError, replace_file
 from fedprune_app.launch import LaunchError, Link
 from fedprune_app.results.ownership import mark

@@ -26,8 +26,8 @@ from rich.progress import (
 from fedprune_app import launch
 from fedprune_app.config import Config, ConfigError, Scalar, refused
 from fedprune_app.deploy import local_deployment
-from fedprune_app.engine.lifeline import take_refusal
 from fedprune_app.engine.store import exclusive
+from fedprune_app.engine.watchdog import take_refusal
 from fedprune_app.files import scratch_folder
 from fedprune_app.launch import LaunchError, LeftGoing, Link
 from fedprune_app.results import measures

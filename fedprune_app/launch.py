@@ -31,7 +31,7 @@ import clients
 import fedprune_app
 import strategies
 from fedprune_app.config import DEFAULTS, ConfigError, Scalar, to_toml
-from fedprune_app.engine.lifeline import LAUNCHER_VARIABLE, launcher_identity
+from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.files import appending
 from fedprune_app.results.recorder import GIT_VARIABLE, git_hash
 
@@ -220,7 +220,7 @@ def spawn(command: Sequence[str], environment: Mapping[str, str], log_file: Path
 def _die_with_parent() -> None:
     """In the child, on Linux: be killed when this process is, so that a run killed with -9 does not go on alone."""
     if _LIBC is not None:
-        _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; for what it started see engine/lifeline.py
+        _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; for what it started see engine/watchdog.py
 
 
 def tool(name: str) -> str:

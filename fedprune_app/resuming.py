@@ -18,9 +18,10 @@ from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
 
 from fedprune_app.config import Config, ConfigError, check_resumable
-from fedprune_app.engine import rounds, wire
-from fedprune_app.engine.rounds import Answer, Roster
+from fedprune_app.engine import wire
+from fedprune_app.engine.exchange import Answer, exchange, message_to
 from fedprune_app.engine.store import ResumePoint, checkpoint_store
+from fedprune_app.federation.clients import Roster
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.reader import check_records, file_sha256, load_run, marks_of
 
@@ -105,18 +106,17 @@ def ask_for_states(
     grid: Grid, roster: Roster, run_key: str, points: list[ResumePoint], deadline_seconds: float
 ) -> LostStates:
     """Have every client check the versions of its state that any of the points needs; which it has lost, and why."""
-    wanted = {p: sorted({point.state_rounds.get(p, 0) for point in points} - {0}) for p in roster}
+    wanted = {k: sorted({point.state_rounds.get(k, 0) for point in points} - {0}) for k in roster}
 
     def questions() -> Iterator[tuple[int, Message]]:
-        for partition, versions in wanted.items():
+        for client, versions in wanted.items():
             if versions:
-                fields = {"round": 0, "run-key": run_key, "partition": partition, "states": versions}
-                request, node = wire.pack(None, fields), roster[partition].node_id
-                yield partition, rounds.message_to(node, request, MessageType.QUERY, 0, deadline_seconds)
+                fields = {"round": 0, "run-key": run_key, "partition": client, "states": versions}
+                request, node = wire.pack(None, fields), roster[client].node_id
+                yield client, message_to(node, request, MessageType.QUERY, 0, deadline_seconds)
 
     return {
-        answer.partition: _lost(answer, wanted[answer.partition])
-        for answer in rounds.exchange(grid, questions(), deadline_seconds)
+        answer.client: _lost(answer, wanted[answer.client]) for answer in exchange(grid, questions(), deadline_seconds)
     }
 
 

@@ -14,17 +14,17 @@ from flwr.supercore.exit import add_exit_handler
 
 from fedprune_app import resuming
 from fedprune_app.config import Config, ConfigError, parse_config, refusal
-from fedprune_app.core.payload import Payload
-from fedprune_app.engine import rounds, wire
-from fedprune_app.engine.lifeline import end_with_launcher, tell_launcher
-from fedprune_app.engine.rounds import Roster
 from fedprune_app.engine.store import State, checkpoint_store, exclusive
+from fedprune_app.engine.watchdog import tell_launcher, watch_launcher
+from fedprune_app.federation.clients import Roster
+from fedprune_app.federation.registration import register_clients
+from fedprune_app.federation.round import RunContext
 from fedprune_app.registry import SYSTEMS, check_names
 from fedprune_app.results.reader import file_sha256, marks_of, read_info
 from fedprune_app.results.recorder import Recorder, Status
 from fedprune_app.resuming import Choice
 from fedprune_app.run_folder import new_run_key, run_folder
-from fedprune_app.tasks import BUILDS, PEERS
+from fedprune_app.tasks import BUILDS, CLIENT_INFOS
 
 log = logging.getLogger("flwr.fedprune")
 app = ServerApp()
@@ -33,7 +33,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run one federation from start, or from the checkpoint in ``resume-from``, to its last round."""
-    end_with_launcher()
+    watch_launcher()
     folder = None
     try:
         # A wrong setting raises here, before anything is written.
@@ -69,26 +69,20 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
         roster = _gather(grid, config, recorder, before)
         completed, state = 0, None
         if found is None:
-            strategy = BUILDS[system.data](config, roster, recorder, checkpoints, run_key)
+            strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, run_key))
         else:
             lost = resuming.ask_for_states(grid, roster, run_key, found.points, config.startup_seconds)
             choice = resuming.choose(found, lost, accept_loss=config.accept_loss)
             completed = choice.rounds_completed
             state = checkpoints.read(completed) if choice.point else None
-            strategy = BUILDS[system.data](config, roster, recorder, checkpoints, run_key)
+            strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, run_key))
             # nothing is written before this line: what refuses to go on leaves the run as it was
             _go_on(recorder, config, before, choice, state)
             checkpoints.drop_after(completed)
             if choice.point is not None and state is not None:
                 strategy.restore(state)
                 strategy.go_on_from(choice.point)
-        strategy.start(
-            grid=grid,
-            initial_arrays=wire.to_arrays(Payload(strategy.model)),
-            num_rounds=config.num_server_rounds,
-            timeout=config.deadline_seconds,
-            rounds_completed=completed,
-        )
+        strategy.start(grid, rounds_completed=completed)
         models = folder / "models"
         strategy.write_model(models)
         files = [path for path in sorted(models.rglob("*")) if path.is_file()]
@@ -109,26 +103,26 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str,
     system = SYSTEMS[config.system]
     numbers = {int(node): int(partition) for node, partition in before.get("nodes", {}).items()}
     try:
-        roster, left_out = rounds.gather_roster(
+        roster, left_out = register_clients(
             grid,
             config.startup_seconds,
             str(recorder.info["run_key"]),
-            PEERS[system.data],
+            CLIENT_INFOS[system.data],
             least=max(config.min_clients, len(before.get("partition") or [])),
             numbers=numbers or None,
             say=recorder.waiting,
         )
     finally:
         recorder.done_waiting()
-    partition = [{"partition": p, **peer.description()} for p, peer in roster.items()]
+    partition = [{"partition": k, **info.description()} for k, info in roster.items()]
     if before.get("partition") not in (None, partition):
         clients, now = len(before["partition"]), len(partition)
         raise ConfigError(
             f"the clients' data is not what it was when the run began ({clients} clients, now {now}), "
             "allowed when resuming: the same clients and data"
         )
-    if any(peer.own_data for peer in roster.values()):  # who is who is not in the data, as with partition-ids
-        recorder.annotate(nodes={str(peer.node_id): p for p, peer in roster.items()})
+    if any(info.own_data for info in roster.values()):  # who is who is not in the data, as with partition-ids
+        recorder.annotate(nodes={str(info.node_id): k for k, info in roster.items()})
     recorder.annotate(paper_bytes_formula=system.strategy.paper_formula, partition=partition, clients_left_out=left_out)
     return roster
 

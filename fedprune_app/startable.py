@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 
 from clients.base import FederatedClient
-from fedprune_app.config import Config, ConfigError
-from fedprune_app.engine.rounds import ImagePeer, Roster
+from fedprune_app.config import Config, ConfigError, written_below
 from fedprune_app.engine.store import VersionedStore
+from fedprune_app.federation.clients import ImageClientInfo, Roster
+from fedprune_app.federation.round import RunContext
 from fedprune_app.files import scratch_folder
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import Recorder
@@ -33,10 +34,8 @@ def check_startable(config: Config, num_clients: int) -> None:
             raise ConfigError(f"data-dir is {config.data_dir!r}, allowed with dataset 'text': a folder of texts")
         return
     with scratch_folder() as folder:
-        private = replace(config.dp, ledger_dir="")  # nobody's ledger is touched
-        here = replace(config, out_dir=str(folder), state_dir="", resume_from="", dp=private)
         try:
-            _make_both(here, num_clients, folder)
+            _make_both(written_below(folder, config), num_clients, folder)  # nobody's ledger is touched
         except ConfigError:
             raise
         except (ValueError, ImportError) as error:
@@ -48,10 +47,11 @@ def _make_both(config: Config, num_clients: int, folder: Path) -> None:
     system = SYSTEMS[config.system]
     client = system.client(config, 0, num_clients, folder / "clients")
     assert isinstance(client, FederatedClient)
-    first = ImagePeer.read(0, client.get_properties({}))
-    roster: Roster = {k: replace(first, partition=k, node_id=k) for k in range(num_clients)}
+    first = ImageClientInfo.read(0, client.get_properties({}))
+    roster: Roster = {k: replace(first, id=k, node_id=k) for k in range(num_clients)}
     recorder = Recorder(folder / "run", tensorboard=config.tracking == "tensorboard")
     key = new_run_key()
     recorder.start({"system": config.system}, config.seed, {"headline": system.strategy.headline, "run_key": key})
-    BUILDS[system.data](config, roster, recorder, VersionedStore(folder / "run" / "checkpoints"), key)
+    checkpoints = VersionedStore(folder / "run" / "checkpoints")
+    BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, key))
     recorder.finish("interrupted")

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from fedprune_app.config import Config, ConfigError, Scalar, check_resumable, flatten, parse_config
+from fedprune_app.config import OPTIONS, Config, ConfigError, Scalar, check_resumable, flatten, parse_config
 from fedprune_app.registry import check_names
 from fedprune_app.results.reader import read_info
 from fedprune_app.results.recorder import holds_run
@@ -135,7 +135,8 @@ def _variants(path: Path, section: str, key: str, entries: Any) -> Sequence[dict
 def _name(variant: Mapping[str, Any], key: str) -> str:
     """A folder name that says what is particular: ``subfedavg-target-rate50``."""
     parts = [str(variant[key])]
-    parts += [f"{k.rpartition('.')[2]}{v}" for k, v in variant.items() if k != key and not k.endswith("-dir")]
+    places = {k for k, option in OPTIONS.items() if option.kind.is_folder}
+    parts += [f"{k.rpartition('.')[2]}{v}" for k, v in variant.items() if k != key and k not in places]
     return re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts))
 
 

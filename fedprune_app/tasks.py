@@ -9,35 +9,31 @@ from typing import Any
 
 from clients.fedspallm import language_model, perplexities
 from clients.node import device_of
-from fedprune_app.config import Config
-from fedprune_app.engine.rounds import ImagePeer, Peer, Roster, TextPeer
-from fedprune_app.engine.store import VersionedStore
+from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, TextClientInfo
+from fedprune_app.federation.round import RunContext
 from fedprune_app.models.initial import chosen_name, initial_model, shared_names
 from fedprune_app.models.saving import PrunedLayers, write_checkpoint, write_packed
 from fedprune_app.models.vision import prunable_names, state_tensors
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.results.recorder import Recorder
 from fedprune_app.tickets import winning_ticket
 from strategies.base import FederatedStrategy
 from strategies.fedltp import FedLTP
 from strategies.fedspallm import FedSpaLLM
 
-Build = Callable[[Config, Roster, Recorder, VersionedStore, str], FederatedStrategy]
-PEERS: dict[str, type[Peer]] = {"images": ImagePeer, "text": TextPeer}
+Build = Callable[[RunContext], FederatedStrategy]
+CLIENT_INFOS: dict[str, type[ClientInfo]] = {"images": ImageClientInfo, "text": TextClientInfo}
 
 
-def image_strategy(
-    config: Config, roster: Roster, recorder: Recorder, checkpoints: VersionedStore, run_key: str
-) -> FederatedStrategy:
-    """The system's strategy over the common initial network."""
-    first = next(iter(roster.values()))
-    assert isinstance(first, ImagePeer)
+def image_strategy(context: RunContext) -> FederatedStrategy:
+    """Build the system's strategy over the common initial network."""
+    config, first = context.config, next(iter(context.clients.values()))
+    assert isinstance(first, ImageClientInfo)
     model = initial_model(
         config.model, config.dataset, first.image_shape, first.num_classes, init=config.init, seed=config.seed
     )
     tensors = state_tensors(model, include_buffers=True)
     shared = {name: tensors[name] for name in shared_names(model, config.batch_norm)}
-    recorder.annotate(
+    context.recorder.annotate(
         model={
             "name": chosen_name(config.model, config.dataset),
             "parameters": sum(p.numel() for p in model.parameters()),
@@ -45,16 +41,16 @@ def image_strategy(
         }
     )
     prunable = frozenset(prunable_names(model))
-    strategy, more = SYSTEMS[config.system].strategy, {}
-    if strategy is FedLTP:
-        more["find_ticket"] = partial(winning_ticket, config, first.image_shape, first.num_classes, model)
-    return strategy(config, shared, prunable, roster, recorder, checkpoints, run_key, **more)
+    strategy = SYSTEMS[config.system].strategy
+    if issubclass(strategy, FedLTP):
+        find_ticket = partial(winning_ticket, config, first.image_shape, first.num_classes, model)
+        return strategy(context, shared, prunable, find_ticket)
+    return strategy(context, shared, prunable)
 
 
-def text_strategy(
-    config: Config, roster: Roster, recorder: Recorder, checkpoints: VersionedStore, run_key: str
-) -> FederatedStrategy:
-    """The strategy over a dense language model on this machine."""
+def text_strategy(context: RunContext) -> FederatedStrategy:
+    """Build the strategy over a dense language model on this machine."""
+    config, recorder = context.config, context.recorder
     model = language_model(config, device_of(config))
 
     def measure(layers: PrunedLayers) -> Mapping[str, Any]:
@@ -91,7 +87,7 @@ def text_strategy(
             }
         )
     texts = list(recorder.info["dense_perplexity"])
-    return FedSpaLLM(config, model, measure, write, texts, roster, recorder, checkpoints, run_key)
+    return FedSpaLLM(context, model, measure, write, texts)
 
 
 BUILDS: dict[str, Build] = {"images": image_strategy, "text": text_strategy}

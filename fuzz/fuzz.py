@@ -30,14 +30,14 @@ with atheris.instrument_imports(
     from fedprune_app.data.datasets import _image_folder
     from fedprune_app.data.text import own_documents
     from fedprune_app.engine import replies, wire
-    from fedprune_app.engine.rounds import ImagePeer, Peer, TextPeer
     from fedprune_app.engine.store import State, read_tensors, write_tensors
+    from fedprune_app.federation import reports
+    from fedprune_app.federation.budgets import Budgets
+    from fedprune_app.federation.clients import ImageClientInfo, TextClientInfo
     from fedprune_app.models import build_model, state_tensors
     from fedprune_app.results.load import ExportInfo, encode_export, full_density, load_model, read_export_info
     from fedprune_app.results.reader import read_info, read_masks, read_rows
     from fedprune_app.sweep import read_matrix
-    from strategies.base import RoundLog
-    from strategies.fedavg import FedAvg
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Metadata, RecordDict
@@ -48,7 +48,6 @@ from safetensors.torch import save
 
 MAX_BYTES = 1 << 20  # what a decoder may make of its input here
 CONFIG = parse_config({})
-HONEST = Peer(partition=7, node_id=7, num_examples=9, capacity=None, own_data=False)
 Target = Callable[[bytes], object]
 TARGETS: dict[str, tuple[Target, Callable[[], Iterable[bytes]]]] = {}
 FOLDER = Path(tempfile.mkdtemp(prefix="fuzz-"))
@@ -190,7 +189,7 @@ def reply(data: bytes) -> None:
     content = RecordDict({"fields": fields, name: arrays})
     honest = next(iter(payloads()))
     schema = wire.Schema.like(honest.tensors, frozenset(honest.masks))
-    wire.letters_of(content, schema)
+    wire.peer_updates_of(content, schema)
     for field in ("num-examples", "loss"):
         with contextlib.suppress(ValueError):
             wire.number(wire.fields_of(content), field, 0, 1e6)
@@ -295,31 +294,27 @@ def introduction(data: bytes) -> None:
     """What a client says of itself: what is accepted is small, and can be compared with what others say."""
     fields = fields_in(data)
     honest = [json.loads(seed) for seed in introductions()]
-    for kind, others in ((ImagePeer, honest[:2]), (TextPeer, honest[2:])):
+    for kind, others in ((ImageClientInfo, honest[:2]), (TextClientInfo, honest[2:])):
         with contextlib.suppress(ValueError):
-            peer = kind.read(7, fields)
-            hash(peer.common())
+            info = kind.read(7, fields)
+            hash(info.common())
             for other in others:
-                peer.contradicts(kind.read(8, other))
-                if kind is TextPeer or peer.own_data == ("own-data" in other):
-                    peer.unlike(kind.read(8, other))
-            assert len(json.dumps(peer.description(), allow_nan=False)) < max(10_000, 2 * len(data))
+                info.contradicts(kind.read(8, other))
+                if kind is TextClientInfo or info.own_data == ("own-data" in other):
+                    info.unlike(kind.read(8, other))
+            assert len(json.dumps(info.description(), allow_nan=False)) < max(10_000, 2 * len(data))
 
 
 @target(statements)
 def statement(data: bytes) -> None:
     """What a client says of its training and evaluation: what is accepted can be recorded."""
     fields = fields_in(data)
-    strategy = object.__new__(FedAvg)
-    strategy.config, strategy.prunable = CONFIG, frozenset({"fc.weight"})
-    strategy.roster = {7: HONEST}
-    strategy.log = RoundLog()
     kept: list[object] = []
     with contextlib.suppress(ValueError):
-        kept += [strategy.training_row(HONEST, fields), strategy._epsilons_of(fields)]
+        kept += [reports.training_row(fields, private=False), Budgets.check(fields)]
     with contextlib.suppress(ValueError):
-        kept.append(strategy.evaluation_row(7, fields))
-    assert len(json.dumps([kept, strategy.log.notes], allow_nan=False)) < 5000
+        kept += [reports.digest_in(fields), reports.evaluation_row(fields, {"fc.weight"})]
+    assert len(json.dumps(kept, allow_nan=False)) < 5000
 
 
 @target(images)

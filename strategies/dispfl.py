@@ -6,6 +6,8 @@ Sparse Training", ICML 2022, Algorithm 1, lines 5 to 7. The client half is ``cli
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,6 +15,7 @@ from fedprune_app.config import DisPFLOptions
 from fedprune_app.engine.wire import Schema
 from strategies.gossip import Gossip
 
+log = logging.getLogger("flwr.fedprune")
 _COMPARED_UP_TO = 500  # clients whose masks are compared with each other after the last round
 
 
@@ -24,7 +27,7 @@ class DisPFL(Gossip):
     def options(self) -> DisPFLOptions:
         return self.config.dispfl
 
-    def reply_schema(self, partition: int) -> Schema:
+    def published(self) -> Schema:
         return Schema.like(self.model, masked=self.prunable)
 
     def finish(self) -> None:
@@ -32,19 +35,19 @@ class DisPFL(Gossip):
 
         The share of coordinates that one keeps and the other does not, in tensors that somebody prunes.
         """
-        self.open_letters()
-        if not self.reads_letters:
+        self.release_updates()
+        if not self.reads_updates:
             return
         packed: dict[int, NDArray[np.uint8]] = {}  # one bit a coordinate: the masks of all clients are in memory
         pruned: set[str] = set()
-        for partition in sorted(self.letter_rounds)[:_COMPARED_UP_TO]:
+        for client in sorted(self.update_rounds)[:_COMPARED_UP_TO]:
             try:
-                letter = self.read_letter(partition)
+                update = self.read_update(client)
             except ValueError as error:
-                self.note(partition, f"its masks are not compared: {error}")
+                log.warning("client %d: its masks are not compared: %s", client, error)
                 continue
-            masks = {name: mask.numpy().reshape(-1) for name, mask in letter.masks.items()}
-            packed[partition] = np.concatenate([np.packbits(masks[name]) for name in sorted(masks)])
+            masks = {name: mask.numpy().reshape(-1) for name, mask in update.masks.items()}
+            packed[client] = np.concatenate([np.packbits(masks[name]) for name in sorted(masks)])
             pruned |= {name for name, mask in masks.items() if not mask.all()}
         if len(packed) < 2:
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine.rounds import Peer
+from fedprune_app.federation.round import Round
 from strategies.fedavg import FedAvg
 
 log = logging.getLogger("flwr.fedprune")
@@ -23,8 +23,8 @@ class DPFed(FedAvg):
         if not self.config.dp.enabled:
             log.warning("dp.enabled is false: this run of %s protects nobody", self.config.system)
 
-    def open_round(self, round: int, participants: list[int]) -> None:
-        self.mean = self.averaging(len(participants))
+    def begin(self, round: Round) -> None:
+        self.mean = self.averaging(len(round.participants))
 
-    def accept(self, peer: Peer, update: Payload) -> None:
+    def receive(self, round: Round, client: int, update: Payload) -> None:
         self.mean.add(update)

@@ -7,15 +7,18 @@ uniform average of all clients' models.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from fedprune_app.config import DPSGDOptions
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import Schema
+from fedprune_app.federation.round import Outgoing, Round
 from strategies.gossip import Gossip
 
 
 class DPSGD(Gossip):
     """Dense, or under a fixed random mask (Table 3's restricted version). The consensus model is made for evaluation
-    only, and then the server reads all letters, whatever ``dpsgd.gossip`` says."""
+    only, and then the server reads all updates, whatever ``dpsgd.gossip`` says."""
 
     headline = "accuracy_global"
     has_global_model = True
@@ -24,10 +27,10 @@ class DPSGD(Gossip):
     def options(self) -> DPSGDOptions:
         return self.config.dpsgd
 
-    def reply_schema(self, partition: int) -> Schema:
+    def published(self) -> Schema:
         return Schema.like(self.model, masked=self.prunable if self.options.density < 1 else frozenset())
 
-    def evaluation_payload(self) -> Payload:
-        self.open_letters()
-        self.model = {**self.model, **self.average(sorted(self.letter_rounds)).tensors}
-        return Payload(self.model)
+    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
+        self.release_updates()
+        self.model = {**self.model, **self.average(sorted(self.update_rounds), round.log).tensors}
+        return self.broadcast(self.clients, Payload(self.model))

@@ -5,32 +5,28 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine.rounds import Peer
 from fedprune_app.engine.wire import Schema
-from strategies.base import FederatedStrategy
+from fedprune_app.federation.round import Outgoing, Round
+from strategies.averaging import AveragingStrategy
 
 
-class FedAvg(FederatedStrategy):
+class FedAvg(AveragingStrategy):
     """``w_{t+1} = Σ_k n_k w_k / Σ_k n_k`` over the clients that replied; under ``robust`` every n_k is 1."""
 
-    averages = True
     headline = "accuracy_global"
 
-    def plan(self, round: int, participants: list[int]) -> Mapping[int, Payload]:
-        return dict.fromkeys(participants, Payload(self.model))
+    def begin(self, round: Round) -> None:
+        largest = max(map(self.weight_of, round.participants))
+        self.mean = self.averaging(len(round.participants), max_weight=largest)
 
-    def reply_schema(self, partition: int) -> Schema:
+    def send(self, round: Round) -> Iterator[Outgoing]:
+        return self.broadcast(round.participants, Payload(self.model))
+
+    def expect(self, round: Round, client: int) -> Schema:
         return Schema.like(self.model)
 
-    def open_round(self, round: int, participants: list[int]) -> None:
-        largest = max(map(self.weight_of, participants))
-        self.mean = self.averaging(len(participants), max_weight=largest)
-
-    def accept(self, peer: Peer, update: Payload) -> None:
-        self.mean.add(update, weight=self.weight_of(peer.partition))
-
-    def close_round(self, round: int) -> None:
-        self.model = self.mean.mean(self.model)
+    def receive(self, round: Round, client: int, update: Payload) -> None:
+        self.mean.add(update, weight=self.weight_of(client))

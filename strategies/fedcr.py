@@ -15,8 +15,8 @@ import torch
 from fedprune_app.config import FedP3Options
 from fedprune_app.core.gaussians import product_with_standard_normal
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine.rounds import Peer
 from fedprune_app.engine.wire import LARGEST, Schema
+from fedprune_app.federation.round import Round
 from strategies.fedp3 import FedP3
 
 MEAN, STD = "prior.mean", "prior.std"
@@ -33,17 +33,17 @@ class FedCR(FedP3):
     def options(self) -> FedP3Options:
         return self.config.fedcr.as_fedp3(self.config.fedp3)
 
-    def reply_schema(self, partition: int) -> Schema:
-        chosen, _ = self.assigned(partition)
+    def expect(self, round: Round, client: int) -> Schema:
+        chosen, _ = self.assigned(client)
         experts = {name: self.model[MEAN].double() for name in (PRECISION, WEIGHTED)}
         schema = Schema.like({name: self.model[name] for name in self.travelling(chosen)} | experts)
         return replace(schema, unscaled=frozenset(experts))
 
-    def open_round(self, round: int, participants: list[int]) -> None:
-        super().open_round(round, participants)
-        self.experts: dict[int, Payload] = {}  # small, and summed in the order of partitions
+    def begin(self, round: Round) -> None:
+        super().begin(round)
+        self.experts: dict[int, Payload] = {}  # small, and summed in ascending order of clients
 
-    def accept(self, peer: Peer, update: Payload) -> None:
+    def receive(self, round: Round, client: int, update: Payload) -> None:
         experts = {name: update.tensors[name] for name in (PRECISION, WEIGHTED)}
         precision, weighted = experts[PRECISION], experts[WEIGHTED]
         if bool((precision < 0).any()):
@@ -56,13 +56,13 @@ class FedCR(FedP3):
                 f"tensor '{WEIGHTED}' has magnitude {float(weighted.abs().max()):g}, "
                 f"allowed: at most {LARGEST:g} times the precision"
             )
-        super().accept(peer, Payload({n: t for n, t in update.tensors.items() if n not in experts}))
-        self.experts[peer.partition] = Payload(experts)
+        super().receive(round, client, Payload({n: t for n, t in update.tensors.items() if n not in experts}))
+        self.experts[client] = Payload(experts)
 
-    def close_round(self, round: int) -> None:
+    def end(self, round: Round) -> None:
         """The product of all clients' experts and N(0, 1); an exponential mean of those of the rounds."""
-        super().close_round(round)
-        in_order = [self.experts[partition].tensors for partition in sorted(self.experts)]
+        super().end(round)
+        in_order = [self.experts[client].tensors for client in sorted(self.experts)]
         summed = [torch.stack([sent[name] for sent in in_order]).sum(0) for name in (PRECISION, WEIGHTED)]
         weight = self.config.fedcr.prior_weight
         for name, new in zip((MEAN, STD), product_with_standard_normal(*summed), strict=True):

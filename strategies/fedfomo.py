@@ -6,17 +6,16 @@ section 3, as Dis-PFL compares with it. The client half is ``clients/fedfomo.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import torch
 from flwr.app import RecordDict
+from torch import Tensor
 
 from fedprune_app.core import rng
 from fedprune_app.engine import wire
-from fedprune_app.engine.rounds import Peer
 from fedprune_app.engine.store import State
-from strategies.base import Contents
+from fedprune_app.federation.round import Outgoing, Round, RunContext
 from strategies.relay import Relay
 
 _MOST_WORTH = 1e30  # no honest client comes near; sums of it over any number of rounds stay finite
@@ -33,40 +32,40 @@ class FedFomo(Relay):
 
     paper_formula = "32 bits per parameter, both ways (Dis-PFL's Table 1 charges FedFomo like FedAvg)"
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
-        size = max(self.roster) + 1 if self.roster else 0
+    def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
+        super().__init__(context, model, prunable)
+        size = max(self.clients) + 1 if self.clients else 0
         self.affinity = torch.zeros(size, size, dtype=torch.float64)  # (receiver, candidate)
 
-    def reply_schema(self, partition: int) -> wire.Schema:
+    def expect(self, round: Round, client: int) -> wire.Schema:
         return wire.Schema.like(self.model)
 
-    def candidates(self, round: int, partition: int) -> list[int]:
-        """Whose models a client gets: distinct others that have published."""
-        draw = rng.numpy_generator(self.config.seed, "candidates", partition, round)
-        others = [k for k in draw.permutation(sorted(self.letter_rounds)).tolist() if k != partition]
+    def candidates(self, round: Round, client: int) -> list[int]:
+        """Return whose models the client gets: distinct others that have published."""
+        draw = rng.numpy_generator(self.config.seed, "candidates", client, round.number)
+        others = [k for k in draw.permutation(sorted(self.update_rounds)).tolist() if k != client]
         if draw.random() >= self.config.fedfomo.exploration:
-            others.sort(key=lambda k: -float(self.affinity[partition, k]))  # stable: random among equals
+            others.sort(key=lambda k: -float(self.affinity[client, k]))  # stable: random among equals
         return sorted(others[: self.config.fedfomo.candidates])
 
-    def outgoing(self, round: int, participants: list[int]) -> Iterator[tuple[int, Contents]]:
-        for partition in participants:
-            yield partition, Contents(letters=self.letters(self.candidates(round, partition)))
+    def send(self, round: Round) -> Iterator[Outgoing]:
+        for client in round.participants:
+            yield Outgoing(client, peer_updates=self.updates_of(self.candidates(round, client), round.log))
 
-    def receive(self, peer: Peer, round: int, content: RecordDict) -> None:
+    def accept(self, round: Round, client: int, content: RecordDict) -> None:
         fields = wire.fields_of(content)
         names, worth = fields.get("candidates", []), fields.get("worth", [])
         if not (isinstance(names, list) and isinstance(worth, list) and len(names) == len(worth)):
             raise ValueError("fields 'candidates' and 'worth' are not lists of one length")
         if not all(type(name) is int for name in names):
             raise ValueError(f"field 'candidates' is {names!r}, allowed: whole numbers")
-        if len(set(names)) < len(names) or not set(names) <= set(self.candidates(round, peer.partition)):
+        if len(set(names)) < len(names) or not set(names) <= set(self.candidates(round, client)):
             raise ValueError(f"field 'candidates' is {names!r}, allowed: those it was sent")
         if not all(isinstance(value, float) and abs(value) <= _MOST_WORTH for value in worth):
             raise ValueError(f"field 'worth' is {worth!r}, allowed: numbers from -{_MOST_WORTH:g} to {_MOST_WORTH:g}")
-        super().receive(peer, round, content)
+        super().accept(round, client, content)
         for name, value in zip(names, worth, strict=True):
-            self.affinity[peer.partition, name] += value
+            self.affinity[client, name] += value
 
     def state(self) -> State:
         return State({"affinity": self.affinity}, super().state().meta)

@@ -24,10 +24,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
 from typing import Any
 
-from flwr.app import Message, MessageType
-from flwr.serverapp import Grid
+from flwr.app import RecordDict
 from torch import Tensor
 
 from fedprune_app.config import FedLTPOptions
@@ -35,11 +35,11 @@ from fedprune_app.core import rng
 from fedprune_app.core.masks import packed, unpacked
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.tickets import Ticket, at_level, nested_levels
-from fedprune_app.engine import rounds, wire
-from fedprune_app.engine.rounds import Answer, Peer
+from fedprune_app.engine import wire
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
-from strategies.base import Contents
+from fedprune_app.federation.exchanges import Exchanges
+from fedprune_app.federation.round import Outgoing, Round, RunContext
 from strategies.dpfed import DPFed
 
 log = logging.getLogger("flwr.fedprune")
@@ -51,15 +51,21 @@ class FedLTP(DPFed):
 
     paper_formula = "32 bits per parameter times the mean retention rate p, both ways"
 
-    def __init__(self, *arguments: Any, find_ticket: Callable[[], Ticket], **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(
+        self,
+        context: RunContext,
+        model: Mapping[str, Tensor],
+        prunable: frozenset[str],
+        find_ticket: Callable[[], Ticket],
+    ) -> None:
+        super().__init__(context, model, prunable)
         self.find_ticket = find_ticket
         self.levels: dict[str, Tensor] = {}  # how many sub-models have each weight
-        self.drawn: dict[int, int] = {}  # partition -> its sub-model, from 1
+        self.drawn: dict[int, int] = {}  # by client, its sub-model, from 1
         self.best: tuple[int, float] = (0, -1.0)  # round and score
         self.best_model = self.model
         iterative = self.options.pruning == "iterative"
-        self.num_models = max(int(self.config.fraction_train * len(self.roster) + 1e-9), 1) if iterative else 1
+        self.num_models = self.participation.sample_size(len(self.clients)) if iterative else 1
         self.further_pruned = self.options.further_pruned if iterative else 0.0
 
     @property
@@ -90,90 +96,80 @@ class FedLTP(DPFed):
 
     # --- lines 4, 5 and 30 to 38: who gets which --------------------------------------------------------------------
 
-    def open_round(self, round: int, participants: list[int]) -> None:
-        super().open_round(round, participants)
-        self.participants = participants
-        taken = {self.drawn[partition] for partition in participants if partition in self.drawn}
-        draw = rng.numpy_generator(self.config.seed, "model shuffle", round=round)
+    def begin(self, round: Round) -> None:
+        super().begin(round)
+        taken = {self.drawn[client] for client in round.participants if client in self.drawn}
+        draw = rng.numpy_generator(self.config.seed, "model shuffle", round=round.number)
         free = iter(draw.permutation([model for model in self.models if model not in taken]).tolist())
-        for partition in participants:
-            if partition not in self.drawn:
-                self.drawn[partition] = int(next(free)) if self.num_models > 1 else 1
+        for client in round.participants:
+            if client not in self.drawn:
+                self.drawn[client] = int(next(free)) if self.num_models > 1 else 1
 
-    def plan(self, round: int, participants: list[int]) -> Mapping[int, Payload]:
-        made = {i: Payload.pruned(self.model, self.masks(i)) for i in {self.drawn[k] for k in participants}}
-        return {partition: made[self.drawn[partition]] for partition in participants}
+    def send(self, round: Round) -> Iterator[Outgoing]:
+        """Yield clients of equal sub-models in a row, so that each is made and encoded once."""
+        of_client = self.drawn.__getitem__
+        for model, clients in groupby(sorted(round.participants, key=of_client), key=of_client):
+            yield from self.broadcast(clients, Payload.pruned(self.model, self.masks(model)))
 
     # --- line 9 -----------------------------------------------------------------------------------------------------
 
-    def reply_schema(self, partition: int) -> Schema:
-        """The values of the coordinates that the client has; their places are known here."""
-        return Schema.like(packed(self.model, self.masks(self.drawn.get(partition, 1))))
+    def expect(self, round: Round, client: int) -> Schema:
+        """Expect the values of the coordinates that the client has; the server knows their places."""
+        return Schema.like(packed(self.model, self.masks(self.drawn[client])))
 
-    def reply_bytes(self, participants: list[int]) -> int:
-        """The first sub-model has all that the others have; to pack each takes time."""
+    def reply_bytes(self, round: Round) -> int:
+        """Return the size of the first sub-model, which has all that the others have; to pack each takes time."""
         return Schema.like(packed(self.model, self.masks(1))).max_bytes
 
-    def accept(self, peer: Peer, update: Payload) -> None:
-        masks = self.masks(self.drawn[peer.partition])
-        super().accept(peer, Payload(unpacked(update.tensors, masks, self.model), masks))
+    def receive(self, round: Round, client: int, update: Payload) -> None:
+        masks = self.masks(self.drawn[client])
+        super().receive(round, client, Payload(unpacked(update.tensors, masks, self.model), masks))
 
     # --- equations 17 to 19: validation -----------------------------------------------------------------------------
 
-    def after_round(self, grid: Grid, round: int, timeout: float) -> dict[str, Any]:
+    def after(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
         """Ask for the new model's scores, and keep the model if they are the best so far."""
         if self.options.validators == "none":
-            self.best, self.best_model = (round, 0.0), self.model
+            self.best, self.best_model = (round.number, 0.0), self.model
             return {}
-        before = self.log.bytes_up, self.log.bytes_down
+        bytes_before = round.log.bytes_up, round.log.bytes_down
         shares: list[float] = []
-        correct = examples = answers = 0
-        for answer in rounds.exchange(grid, self._by_partition(self._questions(round)), timeout):
-            self.log.count(answer)
-            row = self.log.clients.setdefault(answer.partition, {"bytes_up": 0, "bytes_down": 0})
-            row["bytes_up"] += answer.bytes_up
-            row["bytes_down"] += answer.bytes_down
-            try:
-                if self.declines(round, answer):
-                    continue
-                score, num_examples = self._score(round, answer)
-            except ValueError as error:
-                self.log.fail(f"validation after round {round}", answer, str(error))
-                continue
-            correct, examples, answers = correct + score, examples + num_examples, answers + 1
+        scores: list[tuple[int, int]] = []  # (noised) numbers of correct predictions, and of how many
+
+        def read(client: int, content: RecordDict) -> dict[str, Any]:
+            score, num_examples = self._score(client, wire.fields_of(content))
+            scores.append((score, num_examples))
             shares.append(min(max(score / num_examples, 0.0), 1.0))
-        told: dict[str, Any] = {"validations": answers, "validation_score": None}
-        if examples:
-            by_client = math.fsum(shares) / answers  # in whatever order they came
-            told["validation_score"] = score_now = correct / examples if self.config.robust == "none" else by_client
+            return {}
+
+        exchanges.ask(f"validation after round {round.number}", round, self._questions(round), read)
+        columns: dict[str, Any] = {"validations": len(scores), "validation_score": None}
+        if scores:
+            by_client = math.fsum(shares) / len(shares)  # in whatever order they came
+            over_all = sum(correct for correct, _ in scores) / sum(total for _, total in scores)
+            columns["validation_score"] = score_now = over_all if self.config.robust == "none" else by_client
             if self.best[0] == 0 or score_now > self.best[1]:
-                self.best, self.best_model = (round, score_now), self.model
-        up, down = self.log.bytes_up - before[0], self.log.bytes_down - before[1]
-        told |= {"validation_bytes_up": up, "validation_bytes_down": down, "best_round": self.best[0]}
-        return {**self.exchanged(round, len(self.participants)), **told}
+                self.best, self.best_model = (round.number, score_now), self.model
+        up, down = round.log.bytes_up - bytes_before[0], round.log.bytes_down - bytes_before[1]
+        columns |= {"validation_bytes_up": up, "validation_bytes_down": down, "best_round": self.best[0]}
+        return {**self.exchanged(round), **columns}
 
-    def _questions(self, round: int) -> Iterator[Message]:
-        absent = self.dropped(round)
-        everybody = [partition for partition in self.willing(round) if partition not in absent]
-        asked = self.participants if self.options.validators == "selected" else everybody
-        arrays = wire.to_arrays(Payload(self.model, self.masks(1)))
-        contents: Iterator[tuple[int, Contents]] = ((k, Contents(arrays, fields={"asks": "score"})) for k in asked)
-        return self._messages(contents, round, MessageType.EVALUATE)
+    def _questions(self, round: Round) -> Iterator[Outgoing]:
+        everybody = [k for k in self.participation.eligible(round.number) if k not in round.dropped]
+        asked = round.participants if self.options.validators == "selected" else everybody
+        return self.broadcast(asked, Payload(self.model, self.masks(1)), asks="score")
 
-    def _score(self, round: int, answer: Answer) -> tuple[int, int]:
-        """A client's (noised) number of correct predictions, and of how many. ``ValueError`` refuses it."""
-        if answer.content is None:
-            raise ValueError(answer.error)
-        fields, share = wire.fields_of(answer.content), self.config.validation_fraction
-        most = int((share * self.roster[answer.partition].num_examples + 0.5) / (1 - share))  # of val + train
+    def _score(self, client: int, fields: wire.Fields) -> tuple[int, int]:
+        """Read a client's (noised) number of correct predictions, and of how many. ``ValueError`` refuses them."""
+        share = self.config.validation_fraction
+        most = int((share * self.clients[client].num_examples + 0.5) / (1 - share))  # of val + train
         num_examples = int(wire.number(fields, "num-validation", 1, max(1, most)))
         noise = _SCALES * self.config.dp.count_scale if self.config.dp.enabled else 0.0
         score = int(wire.number(fields, "score", 0 - noise, num_examples + noise))
-        self.log.clients[answer.partition] |= self._privacy_of(answer.partition, fields, round)
         return score, num_examples
 
-    def evaluation_payload(self) -> Payload:
-        return Payload(self.best_model, self.masks(1))
+    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
+        return self.broadcast(self.clients, Payload(self.best_model, self.masks(1)))
 
     def finish(self) -> None:
         """The final model is the best round's."""
@@ -182,10 +178,10 @@ class FedLTP(DPFed):
 
     # --- what it costs, resume --------------------------------------------------------------------------------------
 
-    def paper_bytes(self, num_participants: int) -> tuple[float, float]:
+    def paper_bytes(self, round: Round) -> tuple[float, float]:
         """``p · d · 32`` bits with the mean p (16) and the dense d; validation is not counted there."""
         size = sum(tensor.numel() for tensor in self.model.values())
-        sent = 4.0 * num_participants * size * sum(self.retention()) / self.num_models
+        sent = 4.0 * len(round.participants) * size * sum(self.retention()) / self.num_models
         return sent, sent
 
     def state(self) -> State:

@@ -27,19 +27,17 @@ from fedprune_app.core import layers, rng
 from fedprune_app.core.aggregate import attention_mean
 from fedprune_app.core.masks import sketch_masks
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine import wire
-from fedprune_app.engine.rounds import Peer
 from fedprune_app.engine.store import State
 from fedprune_app.engine.wire import Schema
-from strategies.base import Contents, FederatedStrategy
+from fedprune_app.federation.round import Outgoing, Round, RunContext
+from strategies.averaging import AveragingStrategy
 
 Assigned = tuple[tuple[str, ...], float]  # the hidden layers L_i, and the density that P_i leaves of the others
 
 
-class FedP3(FederatedStrategy):
+class FedP3(AveragingStrategy):
     """Layers are averaged one by one, over the clients that train them; a layer that nobody sent stays as it is."""
 
-    averages = True
     paper_formula = "32 bits per parameter: down own layers, last layer, ratio of the others; up own layers, last layer"
 
     headless: frozenset[str] = frozenset()  # tensors of no layer, which travel down to all
@@ -48,8 +46,8 @@ class FedP3(FederatedStrategy):
     def options(self) -> FedP3Options:
         return self.config.fedp3
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
+        super().__init__(context, model, prunable)
         if self.options.aggregation == "attention" and self.config.robust != "none":
             raise ConfigError(f"robust is {self.config.robust!r}, allowed with fedp3.aggregation 'attention': none")
         self.layers = layers.layers_of([n for n in self.model if n not in self.headless], self.prunable)
@@ -61,10 +59,10 @@ class FedP3(FederatedStrategy):
         *self.hidden, self.head = self.layers
         if self.options.personal_head:
             self.model = {n: t for n, t in self.model.items() if n not in self.layers[self.head]}
-        self.round = 0
+        self.draws = 0  # the round whose layers and pruning are drawn
         self.bytes_by_set: dict[str, list[int]] = {}  # layers → [down, up] of a client, as last measured
-        for partition in self.roster:
-            self.assigned(partition)  # what cannot be met is refused before anything is sent
+        for client in self.clients:
+            self.assigned(client)  # what cannot be met is refused before anything is sent
 
     def _in_table(self, names: tuple[str, ...]) -> int:
         """Parameters of a layer as the paper's Table 4 counts: with biases for convolutions, without for linear."""
@@ -73,28 +71,26 @@ class FedP3(FederatedStrategy):
 
     # --- line 2: L_i and P_i ----------------------------------------------------------------------------------------
 
-    def assigned(self, partition: int) -> Assigned:
+    def assigned(self, client: int) -> Assigned:
         """What a client trains this round, and the density of the rest. ``ConfigError`` where that cannot be."""
         try:
-            return self._assigned(partition)
+            return self._assigned(client)
         except ConfigError:
             raise
         except ValueError as error:
-            raise ConfigError(
-                f"fedp3.layer-set is {self.options.layer_set!r} for client {partition}: {error}"
-            ) from None
+            raise ConfigError(f"fedp3.layer-set is {self.options.layer_set!r} for client {client}: {error}") from None
 
-    def _assigned(self, partition: int) -> Assigned:
+    def _assigned(self, client: int) -> Assigned:
         options, hidden = self.options, self.hidden
-        density = options.density_of(partition, self.config.density)
-        round = self.round if options.assignment == "per-round" else 0
-        draw = rng.numpy_generator(self.config.seed, "layers", partition, round)
-        balanced, position = options.assignment == "balanced", list(self.roster).index(partition)
-        first = position * len(hidden) // len(self.roster) if balanced else int(draw.integers(len(hidden)))
+        density = options.density_of(client, self.config.density)
+        round = self.draws if options.assignment == "per-round" else 0
+        draw = rng.numpy_generator(self.config.seed, "layers", client, round)
+        balanced, position = options.assignment == "balanced", list(self.clients).index(client)
+        first = position * len(hidden) // len(self.clients) if balanced else int(draw.integers(len(hidden)))
         if options.layer_set == "all":
             return tuple(hidden), density
         if options.layer_set == "capacity":
-            capacity = self.roster[partition].capacity or options.capacity_of(partition)
+            capacity = self.clients[client].capacity or options.capacity_of(client)
             return layers.within_capacity(self.sizes, self.weights, self.head, first, density, capacity)
         if patterns := options.patterns():
             turn = position % len(patterns) if balanced else int(draw.integers(len(patterns)))
@@ -110,80 +106,77 @@ class FedP3(FederatedStrategy):
 
     # --- lines 4 to 6: what is sent ---------------------------------------------------------------------------------
 
-    def pruned_for(self, partition: int, assigned: Assigned) -> Payload:
+    def pruned_for(self, client: int, assigned: Assigned) -> Payload:
         """``W^l`` for l ∈ L_i and the last layer, ``P_i ⊙ W^l`` for the others."""
         chosen, density = assigned
         dense = {*self.travelling(chosen), *self.layers[self.head]}
         weights = {n: t for n, t in self.model.items() if n in self.prunable and n not in dense}
         if density == 1 or not weights:
             return Payload(self.model)
-        masks = sketch_masks(weights, density, self.options.prune_by, self.config.seed, partition, self.round)
+        masks = sketch_masks(weights, density, self.options.prune_by, self.config.seed, client, self.draws)
         return Payload(self.model | {n: weights[n].where(mask, 0) for n, mask in masks.items()}, masks)
 
-    def plan(self, round: int, participants: list[int]) -> Mapping[int, Payload]:
-        return {partition: self.pruned_for(partition, self.assigned(partition)) for partition in participants}
+    def send(self, round: Round) -> Iterator[Outgoing]:
+        """Yield clients of equal sets in a row: their payload is made and encoded once."""
 
-    def outgoing(self, round: int, participants: list[int]) -> Iterator[tuple[int, Contents]]:
-        """Clients of equal sets in a row: their payload is made and encoded once, and dropped before the next."""
+        def alike(client: int) -> tuple[Assigned, int]:
+            return self.assigned(client), 0 if self.options.prune_by == "magnitude" else client
 
-        def alike(partition: int) -> tuple[Assigned, int]:
-            return self.assigned(partition), 0 if self.options.prune_by == "magnitude" else partition
-
-        for (assigned, _), partitions in groupby(sorted(participants, key=alike), key=alike):
-            first, *others = partitions
-            arrays = wire.to_arrays(self.pruned_for(first, assigned))
-            for partition in (first, *others):
-                yield partition, Contents(arrays, fields=self.fields(assigned))
+        for (assigned, _), clients in groupby(sorted(round.participants, key=alike), key=alike):
+            first, *others = clients
+            payload = self.pruned_for(first, assigned)
+            yield from self.broadcast((first, *others), payload, **self.fields(assigned))
 
     def fields(self, assigned: Assigned) -> dict[str, Any]:
+        """Return the named values that tell a client what was assigned to it."""
         return {"layers": list(assigned[0]), "density": assigned[1]}
 
-    def evaluated(self, round: int) -> Iterator[tuple[int, Contents]]:
-        """The dense model for all, from which each client makes the one it would start from."""
-        arrays = wire.to_arrays(self.evaluation_payload())
-        for partition in self.roster:
-            yield partition, Contents(arrays, fields=self.fields(self.assigned(partition)))
+    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
+        """Yield the dense model for all clients, from which each makes the one that it would start from."""
+        payload = Payload(self.model)
+        for client in self.clients:
+            yield Outgoing(client, payload, fields=self.fields(self.assigned(client)))
 
     # --- line 14, Algorithm 3 ---------------------------------------------------------------------------------------
 
-    def reply_schema(self, partition: int) -> Schema:
-        chosen, _ = self.assigned(partition)
+    def expect(self, round: Round, client: int) -> Schema:
+        chosen, _ = self.assigned(client)
         return Schema.like({name: self.model[name] for name in self.travelling(chosen)})
 
-    def open_round(self, round: int, participants: list[int]) -> None:
-        self.round, self.participants = round, participants
-        self.mean = self.averaging(len(participants), max_weight=len(self.layers))
+    def begin(self, round: Round) -> None:
+        self.draws = round.number
+        self.mean = self.averaging(len(round.participants), max_weight=len(self.layers))
         self.kept: dict[int, Payload] = {}  # attention needs all replies at once
         self.contributed = dict.fromkeys(self.layers, 0)  # Σ N_i over the clients of each layer
 
-    def num_layers(self, partition: int) -> int:
+    def num_layers(self, client: int) -> int:
         """N_i, the layers that weighted averaging counts."""
-        return len(self.assigned(partition)[0]) + (self.options.aggregation == "weighted-with-head")
+        return len(self.assigned(client)[0]) + (self.options.aggregation == "weighted-with-head")
 
-    def accept(self, peer: Peer, update: Payload) -> None:
+    def receive(self, round: Round, client: int, update: Payload) -> None:
         if self.options.aggregation == "attention":
-            self.kept[peer.partition] = update
+            self.kept[client] = update
             return
-        weight = 1 if self.options.aggregation == "simple" else self.num_layers(peer.partition)
+        weight = 1 if self.options.aggregation == "simple" else self.num_layers(client)
         self.mean.add(update, weight)
-        for layer in (*self.assigned(peer.partition)[0], self.head):
+        for layer in (*self.assigned(client)[0], self.head):
             self.contributed[layer] += weight
 
-    def close_round(self, round: int) -> None:
+    def end(self, round: Round) -> None:
         if self.options.aggregation == "attention":
             self.model |= self._attention()
         else:
             self.model = self.mean.mean(self.model)
         if self.options.aggregation == "weighted-literal":
-            everybody = sum(self.num_layers(partition) for partition in self.roster)
+            everybody = sum(self.num_layers(client) for client in self.clients)
             for layer, weight in self.contributed.items():
                 if weight:
                     self.model |= {
                         n: self.model[n] * (weight / everybody) for n in self.layers[layer] if n in self.model
                     }
-        for partition, row in self.log.clients.items():
-            chosen = " ".join(self.assigned(partition)[0])
-            if row["bytes_up"] and partition not in self.log.declined:
+        for client, row in round.log.clients.items():
+            chosen = " ".join(self.assigned(client)[0])
+            if row["bytes_up"] and client not in round.log.declined:
                 self.bytes_by_set[chosen] = [row["bytes_down"], row["bytes_up"]]
 
     def _attention(self) -> dict[str, Tensor]:
@@ -197,12 +190,12 @@ class FedP3(FederatedStrategy):
 
     # --- what it costs ----------------------------------------------------------------------------------------------
 
-    def paper_bytes(self, num_participants: int) -> tuple[float, float]:
+    def paper_bytes(self, round: Round) -> tuple[float, float]:
         """Appendix B.5, whose sizes count no biases of linear layers; without masks."""
         down = up = 0.0
         sizes = self.table_sizes
-        for partition in self.participants:
-            chosen, density = self.assigned(partition)
+        for client in round.participants:
+            chosen, density = self.assigned(client)
             own = {*chosen, self.head}
             down += 4 * layers.deployed(sizes, sizes, own, density)
             up += 4 * layers.deployed(sizes, sizes, own, 0.0)
@@ -217,9 +210,9 @@ class FedP3(FederatedStrategy):
 
     def state(self) -> State:
         state = super().state()
-        return State(state.tensors, {**state.meta, "round": self.round, "bytes-by-set": self.bytes_by_set})
+        return State(state.tensors, {**state.meta, "round": self.draws, "bytes-by-set": self.bytes_by_set})
 
     def restore(self, state: State) -> None:
         super().restore(state)
-        self.round = int(state.meta["round"])
+        self.draws = int(state.meta["round"])
         self.bytes_by_set = {chosen: list(sizes) for chosen, sizes in state.meta["bytes-by-set"].items()}

@@ -15,7 +15,6 @@ Fed-LTP (Shi et al.) compares with it. The client half is ``clients/fedspa.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -24,10 +23,9 @@ from fedprune_app.config import ConfigError, FedSPAOptions
 from fedprune_app.core import rng
 from fedprune_app.core.masks import keep_count, packed, random_coordinates, unpacked
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine.rounds import Peer
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
-from strategies.base import Contents
+from fedprune_app.federation.round import Outgoing, Round
 from strategies.dpfed import DPFed
 
 
@@ -35,7 +33,6 @@ class FedSPA(DPFed):
     """``θ^{t+1} = θ^t + step(1/K Σ_i Δ_i^t)``, Δ_i sparse."""
 
     paper_formula = "32 bits per parameter down, per chosen parameter up"
-    round = 0
 
     @property
     def options(self) -> FedSPAOptions:
@@ -52,38 +49,40 @@ class FedSPA(DPFed):
 
     # --- what is sent -----------------------------------------------------------------------------------------------
 
-    def seed_of(self, partition: int) -> int:
-        """Of the client's coordinates this round."""
-        return rng.derive_seed(self.config.seed, "coordinates", partition, self.round)
+    def seed_of(self, round: Round, client: int) -> int:
+        """Return the seed of the client's coordinates in this round."""
+        return rng.derive_seed(self.config.seed, "coordinates", client, round.number)
 
-    def coordinates(self, partition: int) -> dict[str, Tensor]:
+    def coordinates(self, round: Round, client: int) -> dict[str, Tensor]:
+        """Draw the coordinates that the client updates in this round: a mask per tensor."""
         shapes = {name: tensor.shape for name, tensor in self.model.items()}
-        return random_coordinates(shapes, self.options.share, self.seed_of(partition))
+        return random_coordinates(shapes, self.options.share, self.seed_of(round, client))
 
-    def outgoing(self, round: int, participants: list[int]) -> Iterator[tuple[int, Contents]]:
-        for partition, contents in super().outgoing(round, participants):
-            yield partition, replace(contents, fields={"coordinates": self.seed_of(partition)})
+    def send(self, round: Round) -> Iterator[Outgoing]:
+        payload = Payload(self.model)
+        for client in round.participants:
+            yield Outgoing(client, payload, fields={"coordinates": self.seed_of(round, client)})
 
     # --- what comes back --------------------------------------------------------------------------------------------
 
-    def reply_schema(self, partition: int) -> Schema:
-        return Schema.like(packed(self.model, self.coordinates(partition)))
+    def expect(self, round: Round, client: int) -> Schema:
+        return Schema.like(packed(self.model, self.coordinates(round, client)))
 
-    def reply_bytes(self, participants: list[int]) -> int:
-        """All send as many; to draw whose they are takes time."""
-        return self.reply_schema(participants[0]).max_bytes
+    def reply_bytes(self, round: Round) -> int:
+        """Return the size of the first one's reply: all clients send as many, and to draw coordinates takes time."""
+        return self.expect(round, round.participants[0]).max_bytes
 
-    def open_round(self, round: int, participants: list[int]) -> None:
-        super().open_round(round, participants)
-        self.round = round
-        if round == 1:
+    def begin(self, round: Round) -> None:
+        super().begin(round)
+        if round.number == 1:
             self.momentum = {name: torch.zeros_like(tensor) for name, tensor in self.model.items()}
             self.variance = {name: torch.zeros_like(tensor) for name, tensor in self.model.items()}
 
-    def accept(self, peer: Peer, update: Payload) -> None:
-        super().accept(peer, Payload(unpacked(update.tensors, self.coordinates(peer.partition), self.model)))
+    def receive(self, round: Round, client: int, update: Payload) -> None:
+        coordinates = self.coordinates(round, client)
+        super().receive(round, client, Payload(unpacked(update.tensors, coordinates, self.model)))
 
-    def close_round(self, round: int) -> None:
+    def end(self, round: Round) -> None:
         mean = self.mean.mean(self.model)
         step = self.step({name: mean[name] - old for name, old in self.model.items()})
         rate = self.options.server_learning_rate
@@ -102,9 +101,9 @@ class FedSPA(DPFed):
         self.variance = {name: beta2 * self.variance[name] + (1 - beta2) * delta**2 for name, delta in change.items()}
         return {name: m / (self.variance[name].sqrt() + options.adam_epsilon) for name, m in self.momentum.items()}
 
-    def paper_bytes(self, num_participants: int) -> tuple[float, float]:
-        size = sum(tensor.numel() for tensor in self.model.values())
-        return 4.0 * num_participants * size, 4.0 * num_participants * keep_count(size, self.options.share)
+    def paper_bytes(self, round: Round) -> tuple[float, float]:
+        size, clients = sum(tensor.numel() for tensor in self.model.values()), len(round.participants)
+        return 4.0 * clients * size, 4.0 * clients * keep_count(size, self.options.share)
 
     # --- resume -----------------------------------------------------------------------------------------------------
 

@@ -26,14 +26,13 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, MessageType, RecordDict
-from flwr.serverapp import Grid
+from flwr.app import RecordDict
 from torch import Tensor
 
 from fedprune_app.config import Config, ConfigError
@@ -42,15 +41,18 @@ from fedprune_app.core.aggregate import L0Mean
 from fedprune_app.core.expansion import INPUT_NORMS, Cut, Votes
 from fedprune_app.core.layers import assign_layers
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine import rounds, wire
+from fedprune_app.engine import wire
+from fedprune_app.engine.exchange import require
 from fedprune_app.engine.layers import LayerFiles
-from fedprune_app.engine.rounds import Peer, Roster, TextPeer
 from fedprune_app.engine.store import ResumePoint, State, VersionedStore, owner
+from fedprune_app.federation.clients import ClientInfo, Roster, TextClientInfo
+from fedprune_app.federation.exchanges import Exchanges, Rows
+from fedprune_app.federation.registration import log_left_out
+from fedprune_app.federation.round import Outgoing, Round, RunContext
 from fedprune_app.results import measures
 from fedprune_app.results.measures import Reply
-from fedprune_app.results.recorder import Recorder
 from fedprune_app.results.texts import OWN_TEXT
-from strategies.base import Contents, FederatedStrategy, RoundLog, state_rounds_of
+from strategies.base import FederatedStrategy, state_rounds_of
 
 log = logging.getLogger("flwr.fedprune")
 _COMPARED_UP_TO = 64  # clients whose masks of one layer are compared with each other
@@ -128,6 +130,42 @@ def _first_differing(ones: Sequence[str], others: Sequence[str]) -> int | None:
     return next((i for i, (one, other) in enumerate(zip(ones, others, strict=True)) if one != other), None)
 
 
+def _share(config: Config, info: ClientInfo) -> float:
+    """Return the share of the layers that the client prunes in a round."""
+    return info.capacity or config.fedspallm.layer_share(info.id)
+
+
+def _with_the_model(context: RunContext, dense: DenseModel) -> Roster:
+    """Return the clients whose dense model is the server's; name the others in the record.
+
+    A decoder layer may differ where the client is sent it: with a share of 1 it is sent all of them. Raises
+    :class:`ConfigError` where nobody is left.
+    """
+    config = context.config
+    digests = [dense.layer_digest(layer) for layer in range(dense.num_layers)]
+    found: Roster = {}
+    reasons = []
+    for client, info in context.clients.items():
+        assert isinstance(info, TextClientInfo)
+        if len(info.layer_digests) != len(digests):
+            reasons.append(
+                f"client {client} has a model of {len(info.layer_digests)} layers, the server's has {len(digests)}"
+            )
+        elif info.shell_digest != dense.shell_digest():
+            reasons.append(f"client {client} has other embeddings or norms than the server's model")
+        elif _share(config, info) < 1 and (differing := _first_differing(info.layer_digests, digests)) is not None:
+            reasons.append(f"client {client} has another decoder layer {differing} than the server's model")
+        else:
+            found[client] = info
+    log_left_out(reasons)
+    if reasons:
+        before = context.recorder.info.get("clients_left_out", [])
+        context.recorder.annotate(clients_left_out=[*before, *reasons])
+    if len(found) < max(1, config.min_clients):
+        raise ConfigError(f"{len(found)} of {len(context.clients)} clients have the model of the server: {reasons[0]}")
+    return found
+
+
 Layers = Callable[[int], Payload]
 Measure = Callable[[Layers], Mapping[str, Perplexity]]
 """Perplexities, by test text, of the model with these pruned layers."""
@@ -142,26 +180,17 @@ class FedSpaLLM(FederatedStrategy):
     paper_formula = "16 or 32 bits per kept weight and one per mask entry up; sampled layers, dense or masked, down"
 
     def __init__(
-        self,
-        config: Config,
-        dense: DenseModel,
-        measure: Measure,
-        write: Write,
-        texts: Sequence[str],
-        roster: Roster,
-        recorder: Recorder,
-        checkpoints: VersionedStore,
-        run_key: str,
+        self, context: RunContext, dense: DenseModel, measure: Measure, write: Write, texts: Sequence[str]
     ) -> None:
-        super().__init__(config, {}, frozenset(), roster, recorder, checkpoints, run_key)
-        self.options = config.fedspallm
+        super().__init__(replace(context, clients=_with_the_model(context, dense)))
+        self.options = self.config.fedspallm
         self.dense, self.measure, self.write = dense, measure, write
         self._check_pattern()
-        self.roster = self._with_the_model()
         self.texts = texts  # by name; the first is what the run is judged by
-        self.layers, self.pending, self.progress = _on_disk(recorder.folder, run_key)
+        self.layers, self.pending, self.progress = _on_disk(self.recorder.folder, context.run_key)
         self.versions = dict.fromkeys(range(dense.num_layers), _DENSE)  # layer -> round that wrote it
-        self._of_round = self._layer = 0  # what is being pruned
+        self._number = self._layer = 0  # the round, and the layer that is being pruned
+        self._receiving: list[list[int]] = []  # by layer, who is sent something in this round
         self._pruners: dict[int, list[int]] = {}
         self._mean = L0Mean(1)
         self._masks: dict[int, np.ndarray[Any, Any]] = {}  # of the layer in work, by client, a bit per entry
@@ -180,40 +209,6 @@ class FedSpaLLM(FederatedStrategy):
                         f"fedspallm.pattern is {self.options.pattern!r}, allowed: one whose length divides the "
                         f"{like[name].shape[1]} inputs of '{name}' in decoder layer {layer}"
                     )
-
-    def _with_the_model(self) -> Roster:
-        """Those clients whose dense model is the server's; the others are left out, and named in the record.
-
-        A decoder layer may differ where the client is sent it: with a share of 1 it is sent all of them. Raises
-        :class:`ConfigError` where nobody is left.
-        """
-        digests = [self.dense.layer_digest(layer) for layer in range(self.dense.num_layers)]
-        found: Roster = {}
-        reasons = []
-        for partition, peer in self.roster.items():
-            assert isinstance(peer, TextPeer)
-            if len(peer.layer_digests) != len(digests):
-                reasons.append(
-                    f"client {partition} has a model of {len(peer.layer_digests)} layers, the server's has "
-                    f"{len(digests)}"
-                )
-            elif peer.shell_digest != self.dense.shell_digest():
-                reasons.append(f"client {partition} has other embeddings or norms than the server's model")
-            elif self._share(peer) < 1 and (differing := _first_differing(peer.layer_digests, digests)) is not None:
-                reasons.append(f"client {partition} has another decoder layer {differing} than the server's model")
-            else:
-                found[partition] = peer
-        rounds.say_left_out(reasons)
-        if reasons:
-            before = self.recorder.info.get("clients_left_out", [])
-            self.recorder.annotate(clients_left_out=[*before, *reasons])
-        if len(found) < max(1, self.config.min_clients):
-            raise ConfigError(f"{len(found)} of {len(self.roster)} clients have the model of the server: {reasons[0]}")
-        return found
-
-    def _share(self, peer: Peer) -> float:
-        """Of the layers, how many the client prunes in a round."""
-        return peer.capacity or self.options.layer_share(peer.partition)
 
     # --- the global model ---------------------------------------------------------------------------------------
 
@@ -251,102 +246,101 @@ class FedSpaLLM(FederatedStrategy):
 
     # --- a round ------------------------------------------------------------------------------------------------
 
-    def samplers(self, round: int) -> dict[int, list[int]]:
+    def pruners(self, round: Round) -> dict[int, list[int]]:
         """Lines 5 to 7: for each layer the clients that prune it, each client a share of the layers."""
-        shares = {partition: self._share(self.roster[partition]) for partition in self.sample(round)}
+        shares = {client: _share(self.config, self.clients[client]) for client in round.participants}
         never_pruned = [layer for layer, version in self.versions.items() if version == _DENSE]
-        draw = rng.numpy_generator(self.config.seed, "layers", round=round)
+        draw = rng.numpy_generator(self.config.seed, "layers", round=round.number)
         assigned = assign_layers(self.dense.num_layers, shares, draw, first=never_pruned)
-        return {layer: [p for p, own in assigned.items() if layer in own] for layer in range(self.dense.num_layers)}
+        return {layer: [k for k, own in assigned.items() if layer in own] for layer in range(self.dense.num_layers)}
 
     def step(self, round: int, layer: int) -> int:
-        """The number of a layer's exchange, over all rounds, from 1: what clients version their state by."""
+        """Return the number of a layer's exchange over all rounds, from 1: clients version their state by it."""
         return (round - 1) * self.dense.num_layers + layer + 1
 
-    def train_round(
-        self, grid: Grid, round: int, arrays: ArrayRecord, timeout: float, config: ConfigRecord
-    ) -> dict[str, Any]:
+    def train(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
         """Lines 5 to 20, layer after layer, from where an interrupted round was left."""
-        self._of_round, self._pruners = round, self.samplers(round)
+        self._number, self._pruners = round.number, self.pruners(round)
+        self._receiving = [self._receivers(round, layer) for layer in self._pruners]
         self._by_layer, self._differing = {}, {}
         for layer in range(self._resume(round), self.dense.num_layers):
             started = time.monotonic()
-            self._prune_layer(grid, layer, timeout)
+            self._prune_layer(round, layer, exchanges)
             self._by_layer[str(layer)]["seconds"] = time.monotonic() - started
-            self._save_progress(layer + 1)
+            self._save_progress(round, layer + 1)
         if self.options.expansion == "global":
-            self._expand_together(round)
+            self._expand_together(round.number)
         return self._round_metrics(round)
 
-    def _prune_layer(self, grid: Grid, layer: int, timeout: float) -> None:
+    def _prune_layer(self, round: Round, layer: int, exchanges: Exchanges) -> None:
         self._layer, pruners = layer, self._pruners[layer]
-        step = self.step(self._of_round, layer)
-        largest = max((self._weight(self.roster[partition]) for partition in pruners), default=1)
+        largest = max((self._weight(client) for client in pruners), default=1)
         self._mean = L0Mean(max(1, len(pruners)), largest)
         self._masks = {}
-        receivers = self._receivers(layer)
-        replies_before, failures_before = self.log.replies, len(self.log.failures)
-        self._show_progress()
+        receivers = self._receivers(round, layer)
+        replies_before, failures_before = round.log.replies, len(round.log.failures)
+        self._show_progress(round)
         if receivers:
-            messages = self._by_partition(self._messages(self.outgoing(step, receivers), step, MessageType.TRAIN))
-            reply_bytes = self.answer(layer).max_bytes
-            self.take_in(step, rounds.exchange(grid, messages, timeout, reply_bytes=reply_bytes))
-            what = f"decoder layer {layer} in round {self._of_round}"
-            good, failures = self.log.replies - replies_before, self.log.failures[failures_before:]
-            rounds.require(good, min(self.config.min_replies, len(receivers)), what, failures)
-        self._close_layer(layer)
+            name = f"decoder layer {layer} in round {round.number}"
+            step = self.step(round.number, layer)
+            evaluates = self.participation.evaluates(step)
+            exchange = replace(round, number=step, participants=tuple(receivers), evaluates=evaluates)
+            exchanges.train(name, exchange, self.send_layer(round, receivers), self.answer(layer).max_bytes)
+            good, failures = round.log.replies - replies_before, round.log.failures[failures_before:]
+            require(good, min(self.config.min_replies, len(receivers)), name, failures)
+        self._close_layer(round, layer)
 
-    def _receivers(self, layer: int) -> list[int]:
-        if self.options.unsampled == "current" and self._of_round > 1:
-            return self.sample(self._of_round)
+    def _receivers(self, round: Round, layer: int) -> list[int]:
+        if self.options.unsampled == "current" and round.number > 1:
+            return list(round.participants)
         return self._pruners[layer]
 
-    def plan(self, round: int, participants: list[int]) -> Mapping[int, Payload]:
-        """Line 8: the layer in work; nothing while it is the dense one, which clients have in their cache."""
-        return dict.fromkeys(participants, self.global_layer(self._layer))
+    def send(self, round: Round) -> Iterator[Outgoing]:
+        return self.send_layer(round, self._receivers(round, self._layer))
 
-    def outgoing(self, round: int, participants: list[int]) -> Iterator[tuple[int, Contents]]:
-        """:meth:`plan`, and the whole layer to a client whose cached one is not the server's."""
-        layer = self._layer
-        plan = self.plan(round, participants)
-        encoded: dict[bool, ArrayRecord | None] = {}
-        for partition, pruned in plan.items():
-            peer = self.roster[partition]
-            assert isinstance(peer, TextPeer)
-            is_cached = peer.layer_digests[layer] == self.dense.layer_digest(layer)
-            if is_cached not in encoded:
-                tensors = dict(pruned.tensors if is_cached else {**self.dense.layer_tensors(layer), **pruned.tensors})
-                encoded[is_cached] = wire.to_arrays(Payload(tensors, pruned.masks)) if tensors else None
-            fields = {"layer": layer, "of-round": self._of_round, "prunes": partition in self._pruners[layer]}
-            yield partition, Contents(encoded[is_cached], fields=fields)
+    def send_layer(self, round: Round, receivers: Sequence[int]) -> Iterator[Outgoing]:
+        """Line 8: the layer in work; nothing while it is the dense one, which clients have in their cache.
 
-    def reply_schema(self, partition: int) -> wire.Schema:
-        return self.answer(self._layer) if partition in self._pruners[self._layer] else wire.Schema.like({})
+        A client whose cached layer is not the server's gets the whole layer.
+        """
+        layer, pruned = self._layer, self.global_layer(self._layer)
+        payloads = {True: pruned}  # by whether the layer is cached
+        for client in receivers:
+            info = self.clients[client]
+            assert isinstance(info, TextClientInfo)
+            is_cached = info.layer_digests[layer] == self.dense.layer_digest(layer)
+            if not is_cached and False not in payloads:
+                payloads[False] = Payload({**self.dense.layer_tensors(layer), **pruned.tensors}, pruned.masks)
+            fields = {"layer": layer, "of-round": round.number, "prunes": client in self._pruners[layer]}
+            yield Outgoing(client, payloads[is_cached], fields=fields)
 
-    def receive(self, peer: Peer, round: int, content: RecordDict) -> None:
-        super().receive(peer, round, content)
-        self._show_progress(arrived=1)
+    def expect(self, round: Round, client: int) -> wire.Schema:
+        return self.answer(self._layer) if client in self._pruners[self._layer] else wire.Schema.like({})
 
-    def accept(self, peer: Peer, update: Payload) -> None:
+    def accept(self, round: Round, client: int, content: RecordDict) -> None:
+        super().accept(round, client, content)
+        self._show_progress(round, arrived=1)
+
+    def receive(self, round: Round, client: int, update: Payload) -> None:
         """Line 17, streamed: the reply is added to the layer's sums."""
         if not update.tensors:
             return
-        self._mean.add(update, self._weight(peer))
-        if peer.partition in list(self.roster)[:_COMPARED_UP_TO]:
+        self._mean.add(update, self._weight(client))
+        if client in list(self.clients)[:_COMPARED_UP_TO]:
             flat = np.concatenate([update.masks[name].numpy().reshape(-1) for name in sorted(update.masks)])
-            self._masks[peer.partition] = np.packbits(flat)
+            self._masks[client] = np.packbits(flat)
 
-    def _weight(self, peer: Peer) -> int:
-        return peer.num_examples if self.options.weights == "segments" else 1
+    def _weight(self, client: int) -> int:
+        return self.clients[client].num_examples if self.options.weights == "segments" else 1
 
-    def _close_layer(self, layer: int) -> None:
+    def _close_layer(self, round: Round, layer: int) -> None:
         """Lines 18 to 20."""
         row: dict[str, Any] = {"pruners": len(self._pruners[layer]), "density": {}}
         self._by_layer[str(layer)] = row
         mean = self._mean.mean()
         if not mean.tensors:
-            note = f"decoder layer {layer} was pruned by nobody in round {self._of_round}: it stays as it was"
-            self.log.notes.append(note)
+            note = f"decoder layer {layer} was pruned by nobody in round {round.number}: it stays as it was"
+            round.log.notes.append(note)
             log.warning("%s", note)
             return
         entries = sum(mask.numel() for mask in mean.masks.values())
@@ -356,23 +350,23 @@ class FedSpaLLM(FederatedStrategy):
             "mask_distance": self._compare_masks(entries),
         }
         if self.options.expansion == "global":
-            self.pending.save(layer, self._of_round, _packed(self._mean.votes()))
-            self.pending.drop_before(layer, self._of_round)
+            self.pending.save(layer, round.number, _packed(self._mean.votes()))
+            self.pending.drop_before(layer, round.number)
         else:
             new = mean
             if self.options.expansion != "none":
                 scope = "matrix" if self.options.expansion == "matrix" else "payload"
                 pattern = self.options.n_of_m()
                 new = self._mean.expanded(self.kept_share, n_of_m=pattern, ties=self.options.ties, scope=scope)
-            self._install(layer, new)
+            self._install(round.number, layer, new)
         self._mean = L0Mean(1)
 
-    def _install(self, layer: int, new: Payload) -> None:
+    def _install(self, round: int, layer: int, new: Payload) -> None:
         """A layer's matrices, expanded, become the global model's."""
         new = Payload({name: new.tensors[name] for name in new.masks}, new.masks)
-        self.layers.save(layer, self._of_round, new)
+        self.layers.save(layer, round, new)
         self.layers.drop_before(layer, self._oldest_needed(layer))
-        self.versions[layer] = self._of_round
+        self.versions[layer] = round
         self._by_layer[str(layer)] |= {
             "kept": new.num_kept(),
             "density": {name: float(mask.double().mean()) for name, mask in new.masks.items()},
@@ -380,9 +374,10 @@ class FedSpaLLM(FederatedStrategy):
 
     def _oldest_needed(self, layer: int) -> int:
         """The version of a layer that the oldest checkpoint knows: if later ones are damaged, a run goes on there."""
-        for round in self.checkpoints.rounds():
+        checkpoints = self.context.checkpoints
+        for round in checkpoints.rounds():
             with suppress(ValueError):
-                return int(self.checkpoints.read(round).meta["versions"][str(layer)])
+                return int(checkpoints.read(round).meta["versions"][str(layer)])
         return self.versions[layer]
 
     def _expand_together(self, round: int) -> None:
@@ -394,14 +389,14 @@ class FedSpaLLM(FederatedStrategy):
 
         cut = Cut(lambda: map(votes, waiting), self.config.density, self.options.ties)
         for layer in waiting:
-            self._install(layer, cut.applied(votes(layer)))
+            self._install(round, layer, cut.applied(votes(layer)))
 
-    def _show_progress(self, arrived: int = 0) -> None:
-        """Layers times clients, so far."""
-        in_round = sum(len(self._receivers(layer)) for layer in self._pruners)
-        done = self.log.replies + len(self.log.failures) + arrived
+    def _show_progress(self, round: Round, arrived: int = 0) -> None:
+        """Show layers times clients, so far. ``round`` may be a layer's exchange."""
+        in_round = sum(len(receivers) for receivers in self._receiving)
+        done = round.log.replies + len(round.log.failures) + arrived
         where = f"layer {self._layer + 1}/{self.dense.num_layers}"
-        self.recorder.progress((self._of_round - 1) * in_round + done, self.config.num_server_rounds * in_round, where)
+        self.recorder.progress((self._number - 1) * in_round + done, self.config.num_server_rounds * in_round, where)
 
     def _compare_masks(self, num_entries: int) -> float | None:
         """Mean share of entries that one client keeps and another does not; its parts are summed over the layers."""
@@ -415,9 +410,9 @@ class FedSpaLLM(FederatedStrategy):
 
     # --- records ------------------------------------------------------------------------------------------------
 
-    def training_row(self, peer: Peer, fields: wire.Fields) -> dict[str, Any]:
-        before = self.log.clients.get(peer.partition, {})
-        pruned = peer.partition in self._pruners[self._layer]  # the others pass their text through it
+    def training_row(self, round: Round, client: int, fields: wire.Fields) -> dict[str, Any]:
+        before = round.log.clients.get(client, {})
+        pruned = client in self._pruners[self._layer]  # the others pass their text through it
         error = measures.told("relative_error", fields) if pruned else 0.0
         row = measures.row_of(Reply.LAYER, fields)
         return {
@@ -427,13 +422,13 @@ class FedSpaLLM(FederatedStrategy):
             "error_sum": before.get("error_sum", 0.0) + error,
         }
 
-    def _round_metrics(self, round: int) -> dict[str, Any]:
-        rows = [row for _, row in sorted(self.log.clients.items())]
+    def _round_metrics(self, round: Round) -> dict[str, Any]:
+        rows = [row for _, row in sorted(round.log.clients.items())]
         num_pruned = sum(row.get("layers_pruned", 0) for row in rows)
         errors = sum(row.pop("error_sum", 0.0) for row in rows)
         num_weights = self.dense.num_parameters()[1]
         return {
-            **self.exchanged(round, num_pruned),
+            **self.exchanged(round),
             "loss_mean": errors / num_pruned if num_pruned else None,
             "density_global": self._kept("kept") / num_weights,
             "density_before_expansion": self._kept("kept_before_expansion") / num_weights,
@@ -461,24 +456,24 @@ class FedSpaLLM(FederatedStrategy):
                 total += self.global_layer(layer).num_kept()
         return total
 
-    def paper_bytes(self, num_participants: int) -> tuple[float, float]:
+    def paper_bytes(self, round: Round) -> tuple[float, float]:
         """(down, up): dense matrices down, cached in round 1; kept values and a bit per entry up."""
         size = next(iter(self.dense.layer_like(0).values())).dtype.itemsize
         up = down = 0.0
         for layer, pruners in self._pruners.items():
             entries = sum(self.dense.layer_like(layer)[name].numel() for name in self.dense.prunable(layer))
             up += len(pruners) * entries * (size * self.kept_share + 1 / 8)
-            down += len(pruners) * entries * size if self._of_round > 1 else 0.0
+            down += len(pruners) * entries * size if round.number > 1 else 0.0
         return down, up
 
-    def evaluation_payload(self) -> Payload:
-        """Nothing: each client measures its own model, the server the global one."""
-        return Payload({})
+    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
+        """Yield nothing but the question: each client measures its own model, the server the global one."""
+        return self.broadcast(self.clients, Payload({}))
 
-    def evaluation_row(self, partition: int, fields: wire.Fields) -> dict[str, Any]:
+    def evaluation_row(self, client: int, fields: wire.Fields) -> dict[str, Any]:
         """Its perplexities on the server's test texts; of a client with a text of its own, on that alone."""
         start = "perplexity/"
-        has_own = self.roster[partition].own_data or start + OWN_TEXT in fields
+        has_own = self.clients[client].own_data or start + OWN_TEXT in fields
         names = [OWN_TEXT] if has_own else sorted(name for name in self.texts if start + name in fields)
         judged = OWN_TEXT if has_own else self.texts[0]
         if start + judged not in fields:
@@ -486,7 +481,6 @@ class FedSpaLLM(FederatedStrategy):
         found = {name: measures.told("perplexity", fields, about=name) for name in names}
         windows = ("windows", "windows_in_text") if has_own else ()
         return {
-            **self.evaluation_facts(partition, fields),
             **measures.row_of(Reply.PERPLEXITY, fields),
             "pruned_layers": measures.told("pruned_layers", fields, most=self.dense.num_layers),
             "perplexity_personal": found[judged],
@@ -494,7 +488,7 @@ class FedSpaLLM(FederatedStrategy):
             **{name: measures.told(name, fields) for name in windows},
         }
 
-    def evaluation_metrics(self, round: int, rows: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    def evaluation_metrics(self, round: Round, rows: Rows) -> dict[str, Any]:
         """Own models count where all layers are pruned: part of a dense model is no standalone result.
 
         Clients' own texts are an entry by themselves: no other model was measured on them.
@@ -540,7 +534,7 @@ class FedSpaLLM(FederatedStrategy):
     def finish(self) -> None:
         """The distance of the clients' masks, where all pruned all layers in the last round."""
         entries = self.dense.num_parameters()[1]
-        clients = sorted({partition for pair in self._differing for partition in pair})
+        clients = sorted({client for pair in self._differing for client in pair})
         if len(clients) < 2 or any(set(clients) - set(pruners) for pruners in self._pruners.values()):
             return
         distance = np.zeros((len(clients), len(clients)))
@@ -557,7 +551,7 @@ class FedSpaLLM(FederatedStrategy):
     def state(self) -> State:
         versions = {str(layer): version for layer, version in self.versions.items()}
         everybody = self.config.fraction_train == 1 and self.config.drop_probability == 0
-        renewed = everybody and all(self._share(peer) == 1 for peer in self.roster.values())
+        renewed = everybody and all(_share(self.config, info) == 1 for info in self.clients.values())
         return State({}, {**super().state().meta, "versions": versions, "renewed": renewed})
 
     def restore(self, state: State) -> None:
@@ -594,26 +588,26 @@ class FedSpaLLM(FederatedStrategy):
         self.state_rounds = dict(point.state_rounds)
         self.progress.drop_after(point.step or self.step(point.round + 1, 0) - 1)
 
-    def _save_progress(self, layers_done: int) -> None:
+    def _save_progress(self, round: Round, layers_done: int) -> None:
         content = {
-            "round": self._of_round,
+            "round": round.number,
             "layers-done": layers_done,
             "waits": self.options.expansion == "global",  # for the means of all layers
             "state": self.state().meta,
-            "log": {**asdict(self.log), "clients": {str(p): row for p, row in self.log.clients.items()}},
+            "log": {**asdict(round.log), "clients": {str(k): row for k, row in round.log.clients.items()}},
             "by-layer": self._by_layer,
             "differing": [[a, b, count] for (a, b), count in self._differing.items()],
         }
-        self.progress.save(self.step(self._of_round, layers_done - 1), State({}, content))
+        self.progress.save(self.step(round.number, layers_done - 1), State({}, content))
 
-    def _resume(self, round: int) -> int:
-        """Layers of this round that were finished before an interruption, and all that was known of them."""
+    def _resume(self, round: Round) -> int:
+        """Restore what was known of the layers of this round that were finished before an interruption; how many."""
         newest = self.progress.load()
-        if newest is None or newest[1].meta["round"] != round:
+        if newest is None or newest[1].meta["round"] != round.number:
             return 0
         found = newest[1].meta
         self.restore(State({}, found["state"]))
-        self.log = RoundLog(**{**found["log"], "clients": {int(p): row for p, row in found["log"]["clients"].items()}})
+        vars(round.log).update({**found["log"], "clients": {int(k): row for k, row in found["log"]["clients"].items()}})
         self._by_layer = found["by-layer"]
         self._differing = {(a, b): count for a, b, count in found["differing"]}
         return int(found["layers-done"])

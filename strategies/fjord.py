@@ -11,75 +11,67 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import groupby
-from typing import Any
 
 from torch import Tensor
 
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import Extents, extents, hidden_groups, lead, lead_masks, leading_count, widen
-from fedprune_app.engine import wire
-from fedprune_app.engine.rounds import Peer
 from fedprune_app.engine.wire import Schema
-from strategies.base import Contents, FederatedStrategy
+from fedprune_app.federation.round import Outgoing, Round, RunContext
+from strategies.averaging import AveragingStrategy
 
 
-class FjORD(FederatedStrategy):
+class FjORD(AveragingStrategy):
     """What is judged is the network at full width; clients also answer for the width that they can bear."""
 
-    averages = True
     headline = "accuracy_global"
     paper_formula = "32 bits per parameter of the client's sub-network, both ways"
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
+        super().__init__(context, model, prunable)
         self.shapes = {name: tensor.shape for name, tensor in self.model.items()}
         self.groups = hidden_groups(layers_of(list(self.model), self.prunable), self.shapes)
 
-    def width(self, partition: int) -> float:
-        """p_max: the share of each layer's units that a client can bear."""
-        return self.roster[partition].capacity or self.config.fjord.width_of(partition)
+    def width(self, client: int) -> float:
+        """Return p_max: the share of each layer's units that the client can bear."""
+        return self.clients[client].capacity or self.config.fjord.width_of(client)
 
-    def reach(self, partition: int) -> Extents:
-        width = self.width(partition)
+    def extents_of(self, client: int) -> Extents:
+        """Return how far the client's sub-network extends into each tensor."""
+        width = self.width(client)
         return extents(self.groups, {group.name: leading_count(group.size, width) for group in self.groups})
 
-    def sub_network(self, partition: int) -> dict[str, Tensor]:
-        reach = self.reach(partition)
+    def sub_network(self, client: int) -> dict[str, Tensor]:
+        """Return the leading units of every layer, as many as the client can bear."""
+        reach = self.extents_of(client)
         return {name: lead(tensor, reach.get(name)).contiguous() for name, tensor in self.model.items()}
 
-    def plan(self, round: int, participants: list[int]) -> Mapping[int, Payload]:
-        return {partition: Payload(self.sub_network(partition)) for partition in participants}
+    def begin(self, round: Round) -> None:
+        largest = max(map(self.weight_of, round.participants))
+        self.mean = self.averaging(len(round.participants), max_weight=largest)
 
-    def outgoing(self, round: int, participants: list[int]) -> Iterator[tuple[int, Contents]]:
-        for width, partitions in groupby(sorted(participants, key=self.width), key=self.width):
-            first, *others = partitions
-            arrays = wire.to_arrays(Payload(self.sub_network(first)))
-            for partition in (first, *others):
-                yield partition, Contents(arrays, fields={"width": width})
+    def send(self, round: Round) -> Iterator[Outgoing]:
+        """Yield clients of equal width in a row, so that their sub-network is made and encoded once."""
+        for width, clients in groupby(sorted(round.participants, key=self.width), key=self.width):
+            first, *others = clients
+            payload = Payload(self.sub_network(first))
+            yield from self.broadcast((first, *others), payload, width=width)
 
-    def evaluated(self, round: int) -> Iterator[tuple[int, Contents]]:
-        arrays = wire.to_arrays(self.evaluation_payload())
-        for partition in self.roster:
-            yield partition, Contents(arrays, fields={"width": self.width(partition)})
+    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
+        payload = Payload(self.model)
+        for client in self.clients:
+            yield Outgoing(client, payload, fields={"width": self.width(client)})
 
-    def reply_schema(self, partition: int) -> Schema:
-        reach = self.reach(partition)
+    def expect(self, round: Round, client: int) -> Schema:
+        reach = self.extents_of(client)
         return Schema.like({name: lead(tensor, reach.get(name)) for name, tensor in self.model.items()})
 
-    def open_round(self, round: int, participants: list[int]) -> None:
-        self.participants = participants
-        largest = max(map(self.weight_of, participants))
-        self.mean = self.averaging(len(participants), max_weight=largest)
-
-    def accept(self, peer: Peer, update: Payload) -> None:
-        masks = lead_masks(self.reach(peer.partition), self.shapes)
+    def receive(self, round: Round, client: int, update: Payload) -> None:
+        masks = lead_masks(self.extents_of(client), self.shapes)
         full = Payload(widen(update.tensors, self.shapes), masks)
-        self.mean.add(full, weight=self.weight_of(peer.partition))
+        self.mean.add(full, weight=self.weight_of(client))
 
-    def close_round(self, round: int) -> None:
-        self.model = self.mean.mean(self.model)
-
-    def paper_bytes(self, num_participants: int) -> tuple[float, float]:
-        total = 4.0 * sum(t.numel() for k in self.participants for t in self.sub_network(k).values())
+    def paper_bytes(self, round: Round) -> tuple[float, float]:
+        total = 4.0 * sum(t.numel() for k in round.participants for t in self.sub_network(k).values())
         return total, total

@@ -1,15 +1,18 @@
 """Decentralised systems, the server half: a relay that draws the topology and passes neighbours' models on.
 
 The models could go from peer to peer; the server only stands in for the links. So two traffics are counted: the
-peer-to-peer one, from the sizes of the letters that neighbours exchange, and what the star really moved.
+peer-to-peer one, from the sizes of the updates that neighbours exchange, and what the star really moved.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from fedprune_app.config import ConfigError, GossipOptions
 from fedprune_app.core import rng
@@ -18,7 +21,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.topology import links, neighbours, read_adjacency
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import State
-from strategies.base import Contents
+from fedprune_app.federation.round import Outgoing, Round, RoundLog, RunContext
 from strategies.relay import Relay
 
 
@@ -38,90 +41,97 @@ class Gossip(Relay):
     def options(self) -> GossipOptions:
         """The system's table of the configuration."""
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
+        super().__init__(context, model, prunable)
         self.densities: dict[int, float] = {}  # of the clients' models, as they last said
-        self.reads_letters = self.options.gossip == "server"
+        self.reads_updates = self.options.gossip == "server"
         self.adjacency = None
         if self.options.topology == "file":
             path = self.options.adjacency_file
             try:
-                self.adjacency = read_adjacency(Path(path).read_text(encoding="utf-8"), len(self.roster))
+                self.adjacency = read_adjacency(Path(path).read_text(encoding="utf-8"), len(self.clients))
             except (OSError, ValueError) as error:
                 raise ConfigError(f"adjacency-file {path!r}: {error}") from None
 
     # --- who is there, and who receives from whom -----------------------------------------------------------------
 
-    def sample(self, round: int) -> list[int]:
-        return self.sampled(round) if self.options.dropped == "trains-alone" else super().sample(round)
+    def round(self, number: int) -> Round:
+        round = super().round(number)
+        return replace(round, participants=round.sampled) if self.options.dropped == "trains-alone" else round
 
-    def neighbours(self, round: int) -> dict[int, tuple[int, ...]]:
-        """From whom each participant receives; a client that trains alone, from nobody."""
-        sampled, dropped = self.sampled(round), set(self.dropped(round))
-        active = [partition for partition in sampled if partition not in dropped]
+    def neighbours(self, round: Round) -> dict[int, tuple[int, ...]]:
+        """Return from whom each participant receives; a client that trains alone receives from nobody."""
+        active = [client for client in round.sampled if client not in round.dropped]
         # In the released code others may still draw a dropped client, and the ring serves its old model; where
         # all are connected, clients hear only those that are there.
         stale = self.options.dropped == "trains-alone" and self.options.topology.startswith(("random", "ring"))
-        draw = rng.numpy_generator(self.config.seed, "topology", round=round)
-        senders = sampled if stale else active
+        draw = rng.numpy_generator(self.config.seed, "topology", round=round.number)
+        senders = list(round.sampled) if stale else active
         drawn = neighbours(
-            self.options.topology, list(self.roster), senders, self.options.neighbours, draw, self.adjacency
+            self.options.topology, list(self.clients), senders, self.options.neighbours, draw, self.adjacency
         )
-        return {partition: () if partition in dropped else drawn[partition] for partition in self.sample(round)}
+        return {client: () if client in round.dropped else drawn[client] for client in round.participants}
 
     # --- messages -------------------------------------------------------------------------------------------------
 
-    def open_round(self, round: int, participants: list[int]) -> None:
-        super().open_round(round, participants)
+    def begin(self, round: Round) -> None:
+        super().begin(round)
         self.links = self.neighbours(round)
-        self.peer_up = dict.fromkeys(participants, 0)
-        self.peer_down = dict.fromkeys(participants, 0)
+        self.peer_up = dict.fromkeys(round.participants, 0)
+        self.peer_down = dict.fromkeys(round.participants, 0)
 
-    def outgoing(self, round: int, participants: list[int]) -> Iterator[tuple[int, Contents]]:
-        mixed: tuple[frozenset[int], wire.EncodedArrays] | None = None  # neighbours of one group get one average
-        for partition in participants:
-            senders = [sender for sender in self.links[partition] if sender in self.letter_rounds]
+    def send(self, round: Round) -> Iterator[Outgoing]:
+        mixed, mixed_of = Payload({}), frozenset[int]()  # neighbours of one group get one average
+        for client in round.participants:
+            senders = [sender for sender in self.links[client] if sender in self.update_rounds]
             for sender in senders:
-                self.peer_down[partition] += self.letter_bytes[sender]
-                self.peer_up[sender] = self.peer_up.get(sender, 0) + self.letter_bytes[sender]
+                self.peer_down[client] += self.update_bytes[sender]
+                self.peer_up[sender] = self.peer_up.get(sender, 0) + self.update_bytes[sender]
             if not senders:
-                yield partition, Contents()
+                yield Outgoing(client)
             elif self.options.gossip == "client":
-                yield partition, Contents(letters=self.letters(senders))
+                yield Outgoing(client, peer_updates=self.updates_of(senders, round.log))
             else:
-                group = frozenset(senders) | ({partition} & self.letter_rounds.keys())
-                if mixed is None or mixed[0] != group:
-                    mixed = group, wire.to_arrays(self.average(sorted(group)))
-                yield partition, Contents(mixed[1])
+                group = frozenset(senders) | ({client} & self.update_rounds.keys())
+                if mixed_of != group:
+                    mixed, mixed_of = self.average(sorted(group), round.log), group
+                yield Outgoing(client, mixed)
 
-    def average(self, partitions: list[int]) -> Payload:
-        """``Σ_j w_j / Σ_j m_j`` of what these clients published, with masks for where somebody keeps something.
+    def average(self, clients: list[int], log: RoundLog) -> Payload:
+        """Return ``Σ_j w_j / Σ_j m_j`` of what these clients published, masked to what at least one of them keeps.
 
-        One letter is decoded at a time. A letter that the server had not read before is checked now, and left out if
+        One update is decoded at a time. An update that the server had not read before is checked now, and left out if
         it is bad.
         """
-        mean = MaskedMean(max(1, len(partitions)))
-        for partition in partitions:
+        mean = MaskedMean(max(1, len(clients)))
+        for client in clients:
             try:
-                mean.add(self.read_letter(partition))
+                mean.add(self.read_update(client))
             except ValueError as error:
-                self.note(partition, f"its letter is left out of an average: {error}")
+                log.note(client, f"its letter is left out of an average: {error}")
         masks = {name: held for name, held in mean.held().items() if not bool(held.all())}
         return Payload(mean.mixed(), masks)
 
-    def read_letter(self, partition: int) -> Payload:
-        """A published model, decoded and, where nobody has done so yet, checked. ``ValueError`` if it is bad."""
-        schema = self.reply_schema(partition)
-        letter = wire.from_arrays(self.letter(partition), schema.max_bytes)
-        if not self.reads_letters:
-            schema.check(letter)
-        return letter
+    @abstractmethod
+    def published(self) -> wire.Schema:
+        """Return what the models that clients publish must hold."""
+
+    def expect(self, round: Round, client: int) -> wire.Schema:
+        return self.published()
+
+    def read_update(self, client: int) -> Payload:
+        """Return a published model, decoded and, where nobody has done so yet, checked. ``ValueError`` if it is bad."""
+        schema = self.published()
+        update = wire.from_arrays(self.update_of(client), schema.max_bytes)
+        if not self.reads_updates:
+            schema.check(update)
+        return update
 
     # --- accounting -----------------------------------------------------------------------------------------------
 
-    def traffic(self, num_participants: int) -> dict[str, Any]:
-        """Between peers; ``bytes_up`` and ``bytes_down`` beside it are the star's."""
-        self.densities |= {k: row["density"] for k, row in self.log.clients.items() if "density" in row}
+    def traffic(self, round: Round) -> dict[str, Any]:
+        """Return the traffic between peers; ``bytes_up`` and ``bytes_down`` beside it are the star's."""
+        self.densities |= {k: row["density"] for k, row in round.log.clients.items() if "density" in row}
         heavier = [max(self.peer_down[k], self.peer_up.get(k, 0)) for k in self.peer_down]
         _, out_degree = links(self.links)
         total = sum(tensor.numel() for tensor in self.model.values())

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +25,9 @@ from fedprune_app.core import rng
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.sketches import shared_out
-from fedprune_app.engine.rounds import Peer
 from fedprune_app.engine.wire import Schema
-from strategies.base import Contents, FederatedStrategy
+from fedprune_app.federation.round import Outgoing, Round, RunContext
+from strategies.base import FederatedStrategy
 
 
 class LDPFedP3(FederatedStrategy):
@@ -37,48 +36,45 @@ class LDPFedP3(FederatedStrategy):
     headline = "accuracy_global"
     paper_formula = "32 bits per parameter: the whole model down to each client, one model up from all of them together"
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
+        super().__init__(context, model, prunable)
         layers = layers_of(list(self.model), self.prunable)
         self.order = [name for names in layers.values() for name in names]
         self.sizes = [sum(self.model[name].numel() for name in names) for names in layers.values()]
         try:
-            self.open_round(0, self.sampled(1))  # as many as there will ever be in a round
+            self.begin(replace(self.round(1), number=0))  # with as many clients as there will ever be in a round
         except ValueError as error:
             raise ConfigError(f"fedp3.sketch is {self.config.fedp3.sketch!r}: {error}") from None
 
     # --- lines 1 and 3: S_i and w ---------------------------------------------------------------------------------
 
-    def open_round(self, round: int, participants: list[int]) -> None:
-        self.places = {partition: place for place, partition in enumerate(participants)}
-        draw = rng.generator(self.config.seed, "sketch", round=round)
-        self.owners = shared_out(self.sizes, len(participants), self.config.fedp3.sketch == "layers", draw)
+    def begin(self, round: Round) -> None:
+        self.places = {client: place for place, client in enumerate(round.participants)}
+        draw = rng.generator(self.config.seed, "sketch", round=round.number)
+        self.owners = shared_out(self.sizes, len(self.places), self.config.fedp3.sketch == "layers", draw)
         self.next = torch.cat([self.model[name].flatten() for name in self.order])  # (d,)
 
-    def plan(self, round: int, participants: list[int]) -> Mapping[int, Payload]:
-        return dict.fromkeys(participants, Payload(self.model))
-
-    def outgoing(self, round: int, participants: list[int]) -> Iterator[tuple[int, Contents]]:
-        for partition, contents in super().outgoing(round, participants):
-            yield partition, replace(contents, fields={"clients": len(participants), "place": self.places[partition]})
+    def send(self, round: Round) -> Iterator[Outgoing]:
+        payload = Payload(self.model)
+        for client, place in self.places.items():
+            yield Outgoing(client, payload, fields={"clients": len(self.places), "place": place})
 
     # --- line 11: w ← (1/n) Σ S_i ũ_i -----------------------------------------------------------------------------
 
-    def reply_schema(self, partition: int) -> Schema:
-        counts = self.owners.bincount(minlength=len(self.places))
-        count = counts[self.places[partition]] if partition in self.places else counts.max()  # asked for its bytes
+    def expect(self, round: Round, client: int) -> Schema:
+        count = self.owners.bincount(minlength=len(self.places))[self.places[client]]
         return Schema({"part": torch.Size([int(count)])}, {"part": self.next.dtype})
 
-    def accept(self, peer: Peer, update: Payload) -> None:
-        mine = self.owners == self.places[peer.partition]  # no other client's: the sum has one term
+    def receive(self, round: Round, client: int, update: Payload) -> None:
+        mine = self.owners == self.places[client]  # no other client's: the sum has one term
         self.next[mine] = update.tensors["part"] / len(self.places)
 
-    def close_round(self, round: int) -> None:
+    def end(self, round: Round) -> None:
         parts = torch.split(self.next, [self.model[name].numel() for name in self.order])
         averaged: dict[str, Tensor] = dict(zip(self.order, parts, strict=True))
         self.model = {name: averaged[name].view(old.shape).clone() for name, old in self.model.items()}
 
-    def paper_bytes(self, num_participants: int) -> tuple[float, float]:
+    def paper_bytes(self, round: Round) -> tuple[float, float]:
         """Theorem 2: d/n per client and round, so d from all; it does not count what the server sends."""
         dense = 4.0 * sum(self.sizes)
-        return num_participants * dense, dense
+        return len(round.participants) * dense, dense

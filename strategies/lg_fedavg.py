@@ -9,13 +9,14 @@ FedAvg first. Algorithm 1 starts from the initial model, which is the default.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import Tensor
 
 from fedprune_app.core.layers import last_layers
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.wire import Schema
-from strategies.base import Contents
+from fedprune_app.federation.round import Outgoing, Round, RunContext
 from strategies.fedavg import FedAvg
 
 
@@ -28,30 +29,34 @@ class LGFedAvg(FedAvg):
 
     headline = "accuracy_personal_mean"
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
+    def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
+        super().__init__(context, model, prunable)
         self.upper = last_layers(list(self.model), self.prunable, self.config.lgfedavg.global_layers)
         if not self.config.lgfedavg.pretrain_rounds:
             self.model = {name: self.model[name] for name in self.upper}
         self.averaged = list(self.model)
 
-    def plan(self, round: int, participants: list[int]) -> Mapping[int, Payload]:
-        """The upper layers; and the lower ones, until a client has trained lower layers of its own."""
+    def begin(self, round: Round) -> None:
+        self.averaged = list(self.model) if round.number <= self.config.lgfedavg.pretrain_rounds else self.upper
+        super().begin(round)
+
+    def send(self, round: Round) -> Iterator[Outgoing]:
+        return self.upper_layers_to(round.participants)
+
+    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
+        """Every client is tested with the upper layers as they are averaged now, on its own lower ones."""
+        return self.upper_layers_to(self.clients)
+
+    def upper_layers_to(self, clients: Iterable[int]) -> Iterator[Outgoing]:
+        """Yield the upper layers; and the lower ones, until a client has trained lower layers of its own."""
         everything, upper = Payload(self.model), Payload({name: self.model[name] for name in self.upper})
         pretrained = self.config.lgfedavg.pretrain_rounds
-        return {p: everything if self.state_rounds.get(p, 0) <= pretrained else upper for p in participants}
+        for client in clients:
+            yield Outgoing(client, everything if self.state_rounds.get(client, 0) <= pretrained else upper)
 
-    def evaluated(self, round: int) -> Iterator[tuple[int, Contents]]:
-        """Every client is tested with the upper layers as they are averaged now, on its own lower ones."""
-        return self.outgoing(round, list(self.roster))
-
-    def open_round(self, round: int, participants: list[int]) -> None:
-        self.averaged = list(self.model) if round <= self.config.lgfedavg.pretrain_rounds else self.upper
-        super().open_round(round, participants)
-
-    def reply_schema(self, partition: int) -> Schema:
+    def expect(self, round: Round, client: int) -> Schema:
         return Schema.like({name: self.model[name] for name in self.averaged})
 
-    def paper_bytes(self, num_participants: int) -> tuple[float, float]:
+    def paper_bytes(self, round: Round) -> tuple[float, float]:
         dense = 4.0 * sum(self.model[name].numel() for name in self.averaged)
-        return num_participants * dense, num_participants * dense
+        return len(round.participants) * dense, len(round.participants) * dense

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from strategies.base import Contents
+from fedprune_app.federation.round import Outgoing, Round
 from strategies.relay import Relay
 
 
@@ -30,29 +30,29 @@ class MTL(Relay):
 
     paper_formula = "32 bits per parameter, both ways"
 
-    def reply_schema(self, partition: int) -> wire.Schema:
+    def expect(self, round: Round, client: int) -> wire.Schema:
         return wire.Schema.like(self.model)
 
-    def outgoing(self, round: int, participants: list[int]) -> Iterator[tuple[int, Contents]]:
-        members = sorted(self.letter_rounds)
-        known = [k for k in participants if k in self.letter_rounds]
+    def send(self, round: Round) -> Iterator[Outgoing]:
+        members = sorted(self.update_rounds)
+        known = [k for k in round.participants if k in self.update_rounds]
         if len(members) < 2 or not known:
-            yield from ((partition, Contents()) for partition in participants)
+            yield from map(Outgoing, round.participants)
             return
         # (members, parameters), float64
         columns = torch.stack([torch.cat([t.reshape(-1) for t in self._model(k).values()]) for k in members]).double()
         precision = self._precision(columns)
-        for partition in participants:
-            if partition not in known:
-                yield partition, Contents()
+        for client in round.participants:
+            if client not in known:
+                yield Outgoing(client)
                 continue
-            place = members.index(partition)
+            place = members.index(client)
             strength = float(precision[place, place])
             shares = -precision[:, place] / strength
             shares[place] = 0
             parts = torch.split(shares @ columns, [tensor.numel() for tensor in self.model.values()])
             anchor = {n: part.view(t.shape).to(t.dtype) for (n, t), part in zip(self.model.items(), parts, strict=True)}
-            yield partition, Contents(wire.to_arrays(Payload(anchor)), fields={"precision": strength})
+            yield Outgoing(client, Payload(anchor), fields={"precision": strength})
 
     def _precision(self, columns: Tensor) -> Tensor:
         """``(Ω + εI)⁻¹`` of these models, float64 (members, members)."""
@@ -62,6 +62,6 @@ class MTL(Relay):
         precision: Tensor = (vectors / (omega + self.config.mtl.ridge)) @ vectors.T
         return precision
 
-    def _model(self, partition: int) -> dict[str, Tensor]:
-        letter = wire.from_arrays(self.letter(partition), self.reply_schema(partition).max_bytes)
-        return dict(letter.tensors)
+    def _model(self, client: int) -> dict[str, Tensor]:
+        update = wire.from_arrays(self.update_of(client), wire.Schema.like(self.model).max_bytes)
+        return dict(update.tensors)

@@ -1,4 +1,4 @@
-"""A server that passes its clients' models on: it keeps the latest letter of each, and no model of its own."""
+"""A server that passes its clients' models on: it keeps the latest update of each, and has no model of its own."""
 
 from __future__ import annotations
 
@@ -7,95 +7,93 @@ from pathlib import Path
 from typing import Any
 
 from flwr.app import RecordDict
+from torch import Tensor
 
 from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.engine.mailbox import Mailbox
-from fedprune_app.engine.rounds import Peer
 from fedprune_app.engine.store import ResumePoint, State
+from fedprune_app.federation.round import Outgoing, Round, RoundLog, RunContext
+from fedprune_app.federation.update_store import UpdateStore
 from strategies.base import FederatedStrategy, state_rounds_of
 
 _NOTHING = Payload({})
 
 
 class Relay(FederatedStrategy):
-    """Replies go to the mailbox as they came; :meth:`letter` gives them out again in the rounds that follow."""
+    """Replies go to the update store as they came; :meth:`update_of` gives them out again in the rounds that follow."""
 
     has_global_model = False
-    reads_letters = True  # whether the server checks what it passes on
+    reads_updates = True  # whether the server checks what it passes on
 
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
-        self.mailbox = self._mailbox(self.recorder.folder, self.run_key)
-        self.letter_rounds: dict[int, int] = {}  # whose letter of which round may be passed on in this round
-        self.letter_bytes: dict[int, int] = {}  # what those weigh in a message
-        self._next_letter_bytes: dict[int, int] = {}
+    def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
+        super().__init__(context, model, prunable)
+        self.updates = self._store(self.recorder.folder, context.run_key)
+        self.update_rounds: dict[int, int] = {}  # by client, the round of the update that may be passed on now
+        self.update_bytes: dict[int, int] = {}  # by client, the size of that update in a message
+        self._received_bytes: dict[int, int] = {}  # by client, the size of the update received last
 
-    def open_round(self, round: int, participants: list[int]) -> None:
-        self.open_letters()
+    def begin(self, round: Round) -> None:
+        self.release_updates()
 
-    def open_letters(self) -> None:
-        """From now on the letters are those received so far; replies of a round are for the next."""
-        self.letter_rounds = dict(self.state_rounds)
-        self.letter_bytes = dict(self._next_letter_bytes)
+    def release_updates(self) -> None:
+        """From now on pass on the updates received so far; replies of a round are for the next."""
+        self.update_rounds = dict(self.state_rounds)
+        self.update_bytes = dict(self._received_bytes)
 
-    def letter(self, partition: int) -> wire.EncodedArrays:
-        """The last model that this client published before this round."""
+    def update_of(self, client: int) -> wire.EncodedArrays:
+        """Return the last model that this client published before this round. ``ValueError`` where it is lost."""
         try:
-            letter = self.mailbox.get(partition, self.letter_rounds[partition])
+            update = self.updates.get(client, self.update_rounds[client])
         except ValueError as error:
-            self.lose(partition, f"its letter is lost: {error}")
+            self.context.lose(client, f"its letter is lost: {error}")
             raise
-        letter.know(wire.letter_name(partition), self.letter_bytes[partition])
-        return letter
+        update.know(wire.peer_update_name(client), self.update_bytes[client])
+        return update
 
-    def letters(self, partitions: Iterable[int]) -> dict[int, wire.EncodedArrays]:
-        """The letters of those clients that have one, all in memory; what is damaged on disk is noted and left out."""
+    def updates_of(self, clients: Iterable[int], log: RoundLog) -> dict[int, wire.EncodedArrays]:
+        """Return the updates of those clients that have one, all in memory; note and leave out a damaged one."""
         found = {}
-        for partition in partitions:
-            if partition in self.letter_rounds:
+        for client in clients:
+            if client in self.update_rounds:
                 try:
-                    found[partition] = self.letter(partition)
+                    found[client] = self.update_of(client)
                 except ValueError as error:
-                    self.note(partition, f"its letter is lost: {error}")
+                    log.note(client, f"its letter is lost: {error}")
         return found
 
-    def receive(self, peer: Peer, round: int, content: RecordDict) -> None:
-        schema = self.reply_schema(peer.partition)
-        letter = wire.arrays_of(content)
-        if letter is None:
+    def accept(self, round: Round, client: int, content: RecordDict) -> None:
+        schema = self.expect(round, client)
+        update = wire.arrays_of(content)
+        if update is None:
             raise ValueError(f"the message has no record '{wire.PAYLOAD}'")
-        if self.reads_letters:
-            schema.check(wire.from_arrays(letter, schema.max_bytes))
-        self.mailbox.put(peer.partition, round, letter, schema.max_bytes)
-        self._next_letter_bytes[peer.partition] = wire.item_bytes(wire.letter_name(peer.partition), letter)
+        if self.reads_updates:
+            schema.check(wire.from_arrays(update, schema.max_bytes))
+        self.updates.put(client, round.number, update, schema.max_bytes)
+        self._received_bytes[client] = wire.item_bytes(wire.peer_update_name(client), update)
 
-    def accept(self, peer: Peer, update: Payload) -> None:
-        """Nothing: letters are kept as they came."""
+    def receive(self, round: Round, client: int, update: Payload) -> None:
+        """Take in nothing: :meth:`accept` keeps updates as they came."""
 
-    def plan(self, round: int, participants: list[int]) -> dict[int, Payload]:
-        return dict.fromkeys(participants, _NOTHING)
-
-    def evaluation_payload(self) -> Payload:
-        return _NOTHING
+    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
+        return self.broadcast(self.clients, _NOTHING)
 
     @staticmethod
-    def _mailbox(folder: Path, run_key: str) -> Mailbox:
-        return Mailbox(folder / "mailbox", run_key=run_key)
+    def _store(folder: Path, run_key: str) -> UpdateStore:
+        return UpdateStore(folder / "mailbox", run_key=run_key)
 
     @classmethod
     def resume_points(
         cls, folder: Path, run_key: str, round: int, meta: Mapping[str, Any], config: Config
     ) -> Iterator[ResumePoint]:
-        letters = state_rounds_of(meta)
-        yield ResumePoint(round, letters, tuple(cls._mailbox(folder, run_key).lost(letters)))
+        rounds = state_rounds_of(meta)
+        yield ResumePoint(round, rounds, tuple(cls._store(folder, run_key).lost(rounds)))
 
     def state(self) -> State:
-        letter_bytes = {str(k): size for k, size in sorted(self._next_letter_bytes.items())}
-        return State({}, {**super().state().meta, "letter-bytes": letter_bytes})
+        sizes = {str(k): size for k, size in sorted(self._received_bytes.items())}
+        return State({}, {**super().state().meta, "letter-bytes": sizes})
 
     def restore(self, state: State) -> None:
         super().restore(State(self.model, state.meta))
-        self._next_letter_bytes = {int(k): int(size) for k, size in state.meta["letter-bytes"].items()}
-        self.mailbox.drop_after(max([0, *self.state_rounds.values()]))
+        self._received_bytes = {int(k): int(size) for k, size in state.meta["letter-bytes"].items()}
+        self.updates.drop_after(max([0, *self.state_rounds.values()]))

@@ -6,11 +6,11 @@ that each spends the same local epochs in a comparison; ``fraction-train = 1`` t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine.rounds import Peer
 from fedprune_app.engine.wire import Schema
+from fedprune_app.federation.round import Outgoing, Round
 from strategies.base import FederatedStrategy
 
 _NOTHING = Payload({})
@@ -22,17 +22,17 @@ class Standalone(FederatedStrategy):
     has_global_model = False
     paper_formula = "nothing is sent"
 
-    def plan(self, round: int, participants: list[int]) -> Mapping[int, Payload]:
-        return dict.fromkeys(participants, _NOTHING)
+    def send(self, round: Round) -> Iterator[Outgoing]:
+        return self.broadcast(round.participants, _NOTHING)
 
-    def reply_schema(self, partition: int) -> Schema:
+    def expect(self, round: Round, client: int) -> Schema:
         return Schema.like({})
 
-    def accept(self, peer: Peer, update: Payload) -> None:
-        """There is nothing to take in."""
+    def receive(self, round: Round, client: int, update: Payload) -> None:
+        """Take in nothing: there is nothing in the reply."""
 
-    def evaluation_payload(self) -> Payload:
-        return _NOTHING
+    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
+        return self.broadcast(self.clients, _NOTHING)
 
-    def paper_bytes(self, num_participants: int) -> tuple[float, float]:
+    def paper_bytes(self, round: Round) -> tuple[float, float]:
         return 0.0, 0.0

@@ -6,44 +6,34 @@ Heterogeneity", ICDCS workshops 2021, Algorithm 1, lines 1 to 10. The client hal
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine.rounds import Peer
 from fedprune_app.engine.wire import Schema
-from strategies.base import FederatedStrategy
+from fedprune_app.federation.round import Outgoing, Round
+from strategies.averaging import AveragingStrategy
 
 
-class SubFedAvg(FederatedStrategy):
+class SubFedAvg(AveragingStrategy):
     """``w_g[i] = Σ_k w_k[i] / Σ_k m_k[i]``; a coordinate that no participant kept stays where it was.
 
     Not weighted by sample counts, as in the released code ("the intersection of unpruned parameters" in the text is
     this count per element). Biases carry no mask: their plain mean. The server's model stays dense and is sent dense.
     """
 
-    averages = True
     paper_formula = "down 32 bits per parameter; up 32 bits per kept and 1 bit per pruned one, at the target rate"
 
-    def plan(self, round: int, participants: list[int]) -> Mapping[int, Payload]:
-        return dict.fromkeys(participants, Payload(self.model))
+    def send(self, round: Round) -> Iterator[Outgoing]:
+        return self.broadcast(round.participants, Payload(self.model))
 
-    def reply_schema(self, partition: int) -> Schema:
+    def expect(self, round: Round, client: int) -> Schema:
         return Schema.like(self.model, masked=self.prunable)
 
-    def open_round(self, round: int, participants: list[int]) -> None:
-        self.mean = self.averaging(len(participants))
-
-    def accept(self, peer: Peer, update: Payload) -> None:
-        self.mean.add(update)
-
-    def close_round(self, round: int) -> None:
-        self.model = self.mean.mean(self.model)
-
-    def paper_bytes(self, num_participants: int) -> tuple[float, float]:
+    def paper_bytes(self, round: Round) -> tuple[float, float]:
         """Table 1's cost: dense down; up 32 bits per kept and 1 bit per pruned weight, at the target rate throughout.
 
         The paper's formula omits the number of clients per round; its table includes it, and so does this.
         """
-        down, dense = super().paper_bytes(num_participants)
+        down, dense = super().paper_bytes(round)
         pruned = self.config.subfedavg.target_rate / 100
         return down, dense * (1 - pruned) + dense / 32 * pruned

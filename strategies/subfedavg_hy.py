@@ -6,6 +6,7 @@ Vahidian, Morafah, Lin, ICDCS workshops 2021, Algorithm 2. The client half is ``
 from __future__ import annotations
 
 from fedprune_app.engine.wire import Schema
+from fedprune_app.federation.round import Round
 from strategies.subfedavg import SubFedAvg
 
 
@@ -16,5 +17,5 @@ class SubFedAvgHy(SubFedAvg):
 
     paper_formula = f"Sub-FedAvg (Un)'s: {SubFedAvg.paper_formula}; the paper has none for removed channels"
 
-    def reply_schema(self, partition: int) -> Schema:
+    def expect(self, round: Round, client: int) -> Schema:
         return Schema.like(self.model, masked=frozenset(self.model))

@@ -18,8 +18,8 @@ from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.engine import wire
-from fedprune_app.engine.rounds import ImagePeer, TextPeer
 from fedprune_app.engine.store import read_tensors, write_tensors
+from fedprune_app.federation.clients import ImageClientInfo, TextClientInfo
 from fedprune_app.results.reader import read_info, read_rows
 from fedprune_app.sweep import read_matrix
 
@@ -125,12 +125,12 @@ def test_damaged_records_are_one_line_or_read(tmp_path, value, line):
 @quick
 @given(st.dictionaries(st.sampled_from(sorted(SAID)), JSON, max_size=4))
 def test_an_introduction_is_refused_in_one_short_line_or_small(said):
-    for kind in (ImagePeer, TextPeer):
+    for kind in (ImageClientInfo, TextClientInfo):
         assert len(refusal(lambda kind=kind: kind.read(5, {**HONEST, **said}))) < 500
         with contextlib.suppress(ValueError):
-            peer = kind.read(5, {**HONEST, **said})
-            hash(peer.common())
-            assert len(json.dumps(peer.description(), allow_nan=False)) < 2000
+            info = kind.read(5, {**HONEST, **said})
+            hash(info.common())
+            assert len(json.dumps(info.description(), allow_nan=False)) < 2000
 
 
 @settings(quick, max_examples=30)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fedprune_app import cli
+from fedprune_app.config import OPTIONS
 from fedprune_app.results.recorder import write_info
 
 SMALL = ["num-server-rounds=2", "local-epochs=1", "evaluate-every=1"]
@@ -26,6 +28,24 @@ def test_list_names_what_there_is_for_people_and_machines():
     assert {"subfedavg", "fedavg", "standalone"} <= listed["systems"].keys()
     assert listed["keys"]["learning-rate"]["default"] == 0.01
     assert all(entry["help"] for entry in listed["keys"].values())
+    assert listed["keys"]["momentum"]["range"] == "at least 0 and below 1"
+    assert listed["keys"]["dispfl.gossip"]["choices"].keys() == {"server", "client"}
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_all_settings_are_listed_with_default_range_and_the_words_of_each_choice(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    cli.app(["list", "--keys"], standalone_mode=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns
+    shown = " ".join(" ".join(lines).split())
+    for key, option in OPTIONS.items():
+        assert any(line.startswith(f"{key} = ") for line in lines), key
+        for choice in option.choices:
+            assert f" {choice}: " in shown, f"{key}={choice}"
+    if columns == 100:
+        assert "momentum = 0.5 The momentum of local SGD. Allowed: at least 0 and below 1." in shown
+        assert "common: all clients have the same mask per-client: each client has its own" in shown
 
 
 def test_a_run_leaves_its_folder_and_a_second_into_it_is_refused(tmp_path):

@@ -20,7 +20,7 @@ from fedprune_app.core.payload import Payload
 Fields = Mapping[str, Any]
 PAYLOAD = "payload"
 LARGEST = 2.0**23
-"""The largest magnitude of a value in a reply or letter: what exact sums of one addend could bear."""
+"""The largest magnitude of a value in a reply or a peer's update: what exact sums of one addend could bear."""
 _LETTER = "letter/"
 _STYPE = "fedprune.codec"
 _LINE = 500
@@ -70,13 +70,15 @@ def _codec_bytes(name: str, array: Array) -> bytes:
     return array.data
 
 
-def pack(arrays: ArrayRecord | None, fields: Fields, letters: Mapping[int, ArrayRecord] | None = None) -> RecordDict:
-    """A message's content: an encoded payload, if any, named values, and other clients' payloads by partition."""
+def pack(
+    arrays: ArrayRecord | None, fields: Fields, peer_updates: Mapping[int, ArrayRecord] | None = None
+) -> RecordDict:
+    """A message's content: an encoded payload, if any, named values, and other clients' payloads by client."""
     record = RecordDict({"fields": ConfigRecord(dict(fields))})
     if arrays is not None:
         record[PAYLOAD] = arrays
-    for partition, letter in (letters or {}).items():
-        record[letter_name(partition)] = letter
+    for client, update in (peer_updates or {}).items():
+        record[peer_update_name(client)] = update
     return record
 
 
@@ -119,31 +121,31 @@ def payload_of(content: RecordDict, max_bytes: int, name: str = PAYLOAD) -> Payl
     return Payload({}) if record is None else from_arrays(record, max_bytes)
 
 
-def letter_name(partition: int) -> str:
+def peer_update_name(client: int) -> str:
     """The record under which one client's payload is forwarded to another."""
-    return f"{_LETTER}{partition}"
+    return f"{_LETTER}{client}"
 
 
-def letters_of(content: RecordDict, schema: Schema) -> tuple[dict[int, Payload], list[str]]:
-    """The other clients' payloads in a message, by partition, and why some were left out.
+def peer_updates_of(content: RecordDict, schema: Schema) -> tuple[dict[int, Payload], list[str]]:
+    """The other clients' payloads in a message, by client, and why some were left out.
 
-    Whoever forwards a letter need not have read it, so it is checked here: the sender is another client.
+    A relay need not have read the payload that it forwards, so it is checked here: the sender is another client.
     """
-    letters: dict[int, Payload] = {}
+    updates: dict[int, Payload] = {}
     refused: list[str] = []
     for name in content:
         if not name.startswith(_LETTER):
             continue
         try:
             number = name.removeprefix(_LETTER)
-            if not (number.isdecimal() and letter_name(int(number)) == name):
+            if not (number.isdecimal() and peer_update_name(int(number)) == name):
                 raise ValueError("its name is no client's")
-            letter = payload_of(content, schema.max_bytes, name)
-            schema.check(letter)
-            letters[int(number)] = letter
+            update = payload_of(content, schema.max_bytes, name)
+            schema.check(update)
+            updates[int(number)] = update
         except ValueError as error:
             refused.append(f"{name} is left out: {error}")
-    return dict(sorted(letters.items())), refused
+    return dict(sorted(updates.items())), refused
 
 
 def number(fields: Fields, name: str, least: float = -LARGEST_SAID, most: float = LARGEST_SAID) -> float:

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fedprune_app.config import OPTIONS
 from fedprune_app.files import replace_file
 from fedprune_app.results import measures
 from fedprune_app.results.measures import MEGABYTE
@@ -24,10 +25,7 @@ NOT_MEASURED = "–"
 _DATA = ("dataset", "partition", "clients", "model")
 
 # Where a run lives and how it was executed; none of it changes what was computed.
-_BOOKKEEPING = {
-    "out-dir", "state-dir", "data-dir", "fedltp.public-data-dir", "resume-from", "accept-loss", "device", "tracking",
-    "download", "startup-seconds",
-}  # fmt: skip
+_BOOKKEEPING = frozenset(key for key, option in OPTIONS.items() if not option.changes_results)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from flwr.app import Array, ArrayRecord, Error, Message, MessageType
 
 from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine import rounds, wire
+from fedprune_app.engine import exchange, wire
 from fedprune_app.engine.inprocess import InProcessGrid
 from tests.conformance.conftest import SYSTEM
 
@@ -110,7 +110,7 @@ def clock(monkeypatch):
     def sleep(seconds):
         now.seconds += max(seconds, 1e-3)
 
-    monkeypatch.setattr(rounds, "time", SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep))
+    monkeypatch.setattr(exchange, "time", SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep))
 
 
 @pytest.mark.parametrize("grid", [Malformed, Late])

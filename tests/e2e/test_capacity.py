@@ -66,15 +66,13 @@ def test_settings_that_cannot_be_are_refused_on_one_line(federate, settings, all
 
 
 def test_the_topologies_that_can_be_chosen_are_those_that_exist():
-    from dataclasses import fields
-
-    from fedprune_app.config import DisPFLOptions
+    from fedprune_app.config import OPTIONS
     from fedprune_app.core.topology import TOPOLOGIES
     from fedprune_app.data.augmentation import AUGMENTATIONS
 
-    choices = {item.name: item.metadata["choices"] for item in fields(DisPFLOptions)}
-    assert choices["topology"] == tuple(TOPOLOGIES)
-    assert set(AUGMENTATIONS) == {"none", "crop-flip"}
+    for table in ("dispfl", "dpsgd"):
+        assert OPTIONS[f"{table}.topology"].choices.keys() == TOPOLOGIES.keys()
+    assert set(AUGMENTATIONS) == set(OPTIONS["augmentation"].choices) == {"none", "crop-flip"}
 
 
 def test_a_nodes_capacity_is_how_far_its_sub_network_is_pruned(federate, monkeypatch):

@@ -16,8 +16,8 @@ from safetensors.torch import save
 
 from fedprune_app import client_app, server_app
 from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.inprocess import run_in_process
-from fedprune_app.engine.rounds import TooFewReplies
 from fedprune_app.engine.store import read_tensors
 from fedprune_app.export import find_model
 from fedprune_app.results.reader import Run, is_sealed, load_run

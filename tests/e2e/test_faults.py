@@ -11,7 +11,7 @@ from flwr.app import Message
 from fedprune_app.config import ConfigError
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.engine.rounds import TooFewReplies
+from fedprune_app.engine.exchange import TooFewReplies
 from tests.conftest import Finished, tampered_app, wrapped_app
 
 

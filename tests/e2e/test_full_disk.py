@@ -14,7 +14,7 @@ from rich.console import Console
 
 from fedprune_app import client_app
 from fedprune_app.config import parse_config
-from fedprune_app.engine.rounds import TooFewReplies
+from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State, VersionedStore
 from fedprune_app.experiment import Placement, Session
 from fedprune_app.files import append_lines

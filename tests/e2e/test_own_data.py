@@ -21,8 +21,8 @@ from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.data.splits import DataConfig, client_data, dataset_of, label_counts
 from fedprune_app.data.text import own_documents
 from fedprune_app.engine import inprocess
+from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
-from fedprune_app.engine.rounds import TooFewReplies
 from fedprune_app.experiment import Placement, Session
 from fedprune_app.registry import check_names
 from fedprune_app.results.reader import load_run

@@ -43,7 +43,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedprune_app.deploy import make_database
-from fedprune_app.engine import replies, rounds, wire
+from fedprune_app.engine import replies, wire
+from fedprune_app.engine.exchange import message_to
 from tests.test_borders import damaged, refusal
 
 quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -106,7 +107,7 @@ class SuperLink:
     def ask(self, *nodes: int) -> list[Message]:
         """Send a message to each of these nodes."""
         content = wire.pack(None, {"round": 1})
-        messages = [rounds.message_to(self.nodes[k], content, MessageType.TRAIN, 1, 600) for k in nodes]
+        messages = [message_to(self.nodes[k], content, MessageType.TRAIN, 1, 600) for k in nodes]
         assert list(self.grid.push_messages(messages)) == [message.metadata.message_id for message in messages]
         return messages
 

@@ -172,7 +172,7 @@ def test_a_bad_letter_is_left_out_with_its_reason_and_the_good_ones_stay(name, r
     content = wire.pack(None, {"round": 3}, {11: wire.to_arrays(scaled(2))})
     content[name] = record
     content["letter/5"] = wire.to_arrays(scaled(3))
-    letters, refused = wire.letters_of(content, SCHEMA)
+    letters, refused = wire.peer_updates_of(content, SCHEMA)
     assert list(letters) == [5, 11]
     assert (letters[5].digest(), letters[11].digest()) == (scaled(3).digest(), scaled(2).digest())
     (reason,) = refused
@@ -183,11 +183,11 @@ def test_a_bad_letter_is_left_out_with_its_reason_and_the_good_ones_stay(name, r
 
 def test_letters_come_by_sender_whatever_their_order_and_other_records_are_none():
     letters = {12: wire.to_arrays(scaled(1)), 0: wire.to_arrays(scaled(2)), 3: wire.to_arrays(scaled(3))}
-    found, refused = wire.letters_of(wire.pack(wire.to_arrays(payload()), {"letter": 1}, letters), SCHEMA)
+    found, refused = wire.peer_updates_of(wire.pack(wire.to_arrays(payload()), {"letter": 1}, letters), SCHEMA)
     assert list(found) == [0, 3, 12]
     assert [found[k].digest() for k in (0, 3, 12)] == [scaled(k).digest() for k in (2, 3, 1)]
     assert refused == []
-    assert wire.letters_of(wire.pack(wire.to_arrays(payload()), {}), SCHEMA) == ({}, [])
+    assert wire.peer_updates_of(wire.pack(wire.to_arrays(payload()), {}), SCHEMA) == ({}, [])
 
 
 def test_a_payload_is_sent_as_flowers_own_record_and_comes_back_as_one():

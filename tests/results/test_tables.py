@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fedprune_app.config import OPTIONS
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import (
     Statistic,
@@ -66,6 +67,16 @@ def test_keys_that_vary_together_are_named_once():
 
 def test_where_a_run_lives_does_not_set_it_apart():
     assert labels(run(seed=0, **{"out-dir": "/a"}), run(seed=1, **{"out-dir": "/b"})) == ["a"]
+
+
+@pytest.mark.parametrize("key", [key for key, option in OPTIONS.items() if option.kind.is_folder])
+def test_seeds_with_folders_of_their_own_are_averaged(key):
+    assert labels(run(seed=0, **{key: "/a"}), run(seed=1, **{key: "/b"})) == ["a"]
+
+
+def test_a_setting_of_another_version_sets_runs_apart():
+    apart = labels(run(seed=0, **{"unheard-of": 1}), run(seed=1, **{"unheard-of": 2}))
+    assert apart == ["a · unheard-of 1", "a · unheard-of 2"]
 
 
 def test_the_number_of_clients_is_a_setting_although_no_key_of_the_configuration():

@@ -13,7 +13,7 @@ from fedprune_app.config import parse_config
 from fedprune_app.core import rng
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.splits import client_data
-from fedprune_app.engine.rounds import TooFewReplies
+from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State
 from fedprune_app.export import find_model
 from fedprune_app.models.initial import initial_model

@@ -17,9 +17,10 @@ from clients.gossip import GossipClient
 from fedprune_app import server_app
 from fedprune_app.config import ConfigError, parse_config, read_toml
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine import inprocess, rounds, wire
+from fedprune_app.engine import inprocess, wire
 from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.engine.store import VersionedStore, read_tensors
+from fedprune_app.federation import exchanges
 from fedprune_app.models.initial import initial_model
 from fedprune_app.sweep import read_matrix
 from tests.conftest import Finished, tampered_app
@@ -281,7 +282,7 @@ def test_a_message_made_after_others_have_replied_carries_the_letters_of_the_rou
 ):
     """With room for one message on its way, each client is sent its own when the one before it has replied."""
     at_once = start(federation, case, RESUMED[case], evaluate_every=0)
-    monkeypatch.setattr(rounds, "exchange", partial(rounds.exchange, in_flight_bytes=1))
+    monkeypatch.setattr(exchanges, "exchange", partial(exchanges.exchange, in_flight_bytes=1))
     one_by_one = start(federation, case, RESUMED[case], evaluate_every=0, fresh=True)
     assert one_by_one.sha256 == at_once.sha256
     assert timeless(one_by_one.clients) == timeless(at_once.clients)

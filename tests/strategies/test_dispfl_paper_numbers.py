@@ -17,6 +17,7 @@ from fedprune_app.core.flops import forward_flops, training_flops
 from fedprune_app.core.masks import erk_densities, keep_count, uniform_densities
 from fedprune_app.data import splits
 from fedprune_app.data.datasets import Dataset
+from fedprune_app.federation.round import Round, RunContext
 from fedprune_app.models.vision import build_model, prunable_names
 from fedprune_app.sweep import read_matrix
 from strategies.dispfl import DisPFL
@@ -61,15 +62,15 @@ def gossip_megabytes(kind, setting, **options):
     system = {DisPFL: "dispfl", DPSGD: "dpsgd"}[kind]
     table = {f"{system}.{key}": value for key, value in options.items() if key != "density"}
     config = parse_config({"system": system, "fraction-train": 1.0, "density": options.get("density", 1.0), **table})
-    tensors, peers = tensors_of(setting), dict.fromkeys(range(NUM_CLIENTS))
+    tensors, clients = tensors_of(setting), dict.fromkeys(range(NUM_CLIENTS))
     recorder = SimpleNamespace(folder=Path("/nonexistent"))
-    strategy = kind(config, tensors, frozenset(), peers, recorder, None, "")
+    strategy = kind(RunContext(config, clients, recorder, None, ""), tensors, frozenset())
     total = sum(tensor.numel() for tensor in tensors.values())
     for k in range(NUM_CLIENTS):
         density = config.dispfl.density_of(k, config.density)
         strategy.densities[k] = sum(kept_counts(setting, density).values()) / total
-    strategy.open_round(1, list(range(NUM_CLIENTS)))
-    traffic = strategy.traffic(NUM_CLIENTS)
+    strategy.begin(round := strategy.round(1))
+    traffic = strategy.traffic(round)
     assert traffic["paper_bytes_down"] == pytest.approx(traffic["paper_bytes_up"])
     return traffic["paper_busiest_bytes"] / 1e6, traffic["paper_bytes_down"] / NUM_CLIENTS / 1e6
 
@@ -140,8 +141,9 @@ def test_the_average_node_moves_the_megabytes_of_table_3(kind, setting, options,
 
 @pytest.mark.parametrize(("setting", "paper"), [(CIFAR10, 446.9), (CIFAR100, 448.7), (TINY_IMAGENET, 450.7)])
 def test_a_server_with_ten_clients_a_round_moves_as_much_as_the_busiest_of_ten_links(setting, paper):
-    strategy = FedAvg(parse_config({"system": "fedavg"}), tensors_of(setting), frozenset(), {}, None, None, "")
-    down, up = strategy.paper_bytes(10)
+    context = RunContext(parse_config({"system": "fedavg"}), {}, None, None, "")
+    strategy = FedAvg(context, tensors_of(setting))
+    down, up = strategy.paper_bytes(Round(1, tuple(range(10)), participants=tuple(range(10))))
     assert down == up == pytest.approx(1e6 * gossip_megabytes(DPSGD, setting)[0])
     assert as_the_paper_counts(down / 1e6, setting, 10) == pytest.approx(paper, abs=0.07)
 

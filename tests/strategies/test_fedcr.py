@@ -12,7 +12,7 @@ from clients.base import data_config
 from fedprune_app.config import ConfigError
 from fedprune_app.core import rng
 from fedprune_app.data.splits import client_data
-from fedprune_app.engine.rounds import TooFewReplies
+from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.models.initial import initial_model
 
 SETTINGS = {

@@ -15,6 +15,7 @@ from fedprune_app.core.masks import keep_count
 from fedprune_app.core.rng import generator
 from fedprune_app.core.tickets import Ticket, ticket_masks
 from fedprune_app.data.splits import client_data, partition_indices, public_part
+from fedprune_app.federation.round import Round, RunContext
 from fedprune_app.models import build_model, prunable_names, state_tensors
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
 from fedprune_app.privacy.ledger import Ledger
@@ -383,12 +384,16 @@ def strategy_of(kind, system, **settings):
         masks = ticket_masks({name: tensors[name] for name in names}, config.density)
         more["find_ticket"] = lambda: Ticket(tensors, tensors, masks)
     recorder = SimpleNamespace(annotate=lambda **_: None)
-    return kind(config, tensors, frozenset(names), dict.fromkeys(range(CLIENTS)), recorder, None, "", **more)
+    context = RunContext(config, dict.fromkeys(range(CLIENTS)), recorder, None, "")
+    return kind(context, tensors, frozenset(names), **more)
+
+
+FIVE = Round(1, tuple(range(5)), participants=tuple(range(5)))
 
 
 def megabytes(strategy):
     """Of the average client over the whole run, both ways: how Table 3 counts."""
-    return ROUNDS * sum(strategy.paper_bytes(5)) / CLIENTS / MEBIBYTE
+    return ROUNDS * sum(strategy.paper_bytes(FIVE)) / CLIENTS / MEBIBYTE
 
 
 @pytest.mark.parametrize(("share", "printed"), [(1.0, 64.36), (0.8, 57.92), (0.6, 51.49), (0.4, 45.05), (0.2, 38.62)])
@@ -411,5 +416,5 @@ def test_fedltp_costs_its_mean_retention_both_ways():
     assert megabytes(iterative) == pytest.approx(mean * 64.36, abs=0.02)
     assert math.isclose(sum(iterative.retention()) / 5, mean, abs_tol=1e-4)
     iterative.drawn = {k: 1 + k for k in range(5)}
-    replies = [iterative.reply_schema(k).max_bytes for k in range(5)]
-    assert iterative.reply_bytes([3, 4]) == max(replies) > min(replies), "what is taken in is bounded by the largest"
+    replies = [iterative.expect(FIVE, k).max_bytes for k in range(5)]
+    assert iterative.reply_bytes(FIVE) == max(replies) > min(replies), "what is taken in is bounded by the largest"

@@ -12,7 +12,9 @@ from flwr.common.serde import recorddict_to_proto
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import inprocess
-from fedprune_app.engine.rounds import ImagePeer, TooFewReplies
+from fedprune_app.engine.exchange import TooFewReplies
+from fedprune_app.federation.clients import ImageClientInfo
+from fedprune_app.federation.round import Round, RunContext
 from fedprune_app.models.initial import initial_model
 from fedprune_app.models.vision import architecture, named_tensors, prunable_names
 from fedprune_app.registry import SYSTEMS
@@ -29,8 +31,12 @@ def strategy_of(sizes_of, num_clients=100, **settings):
     """The server half alone, for a network of which only the shapes matter."""
     config = parse_config({"system": "fedp3", **{k.replace("_", "-"): v for k, v in settings.items()}})
     tensors, prunable = sizes_of
-    peers = {k: ImagePeer(k, k, 10, None, False, (1, 8, 8), 10) for k in range(num_clients)}
-    return FedP3(config, tensors, frozenset(prunable), peers, None, None, "key")  # type: ignore[arg-type]
+    clients = {k: ImageClientInfo(k, k, 10, None, False, (1, 8, 8), 10) for k in range(num_clients)}
+    return FedP3(RunContext(config, clients, None, None, "key"), tensors, frozenset(prunable))  # type: ignore[arg-type]
+
+
+def round_of(clients):
+    return Round(1, clients, participants=clients)
 
 
 def network(name, shape, num_classes=10):
@@ -85,9 +91,9 @@ def test_a_client_refuses_to_send_other_layers_than_before(federation, monkeypat
 
     def curious(self, assigned):
         fields = honest(self, assigned)
-        if self.round == 2 and forgetful:
+        if self.draws == 2 and forgetful:
             self.state_rounds.clear()
-        return fields | {"layers": ["conv1", "conv2"]} if self.round == 2 else fields
+        return fields | {"layers": ["conv1", "conv2"]} if self.draws == 2 else fields
 
     monkeypatch.setattr(FedP3, "fields", curious)
     with pytest.raises(TooFewReplies, match="layers conv1, conv2 are asked for, allowed: conv3, as before"):
@@ -273,8 +279,8 @@ def percent(strategy, which):
     """(largest - smallest) / smallest over LowerB's layers, in percent, of ``paper_bytes``: 0 down, 1 up."""
     each = []
     for partition in range(0, 100, 100 // len(strategy.hidden)):
-        strategy.open_round(1, [partition])
-        each.append(strategy.paper_bytes(1)[which])
+        strategy.begin(round_of((partition,)))
+        each.append(strategy.paper_bytes(round_of((partition,)))[which])
     return 100 * (max(each) - min(each)) / min(each)
 
 
@@ -302,8 +308,8 @@ def test_the_deployed_models_differ_by_the_percentage_of_appendix_b5():
 def test_the_mean_upload_is_three_two_and_one_quarter_of_the_parameters_not_80_60_and_40_percent(layer_set, share):
     """The paper counts layers; on its CIFAR-10 network parameters tell another story."""
     strategy = strategy_of(network("cnn-fedp3", (3, 32, 32)), **{"fedp3.layer-set": layer_set})
-    strategy.open_round(1, list(range(100)))
-    assert strategy.paper_bytes(100)[1] / (4 * 100 * sum(strategy.table_sizes.values())) == pytest.approx(
+    strategy.begin(everybody := round_of(tuple(range(100))))
+    assert strategy.paper_bytes(everybody)[1] / (4 * 100 * sum(strategy.table_sizes.values())) == pytest.approx(
         share, abs=5e-4
     )
     counted = [(len(strategy.assigned(k)[0]) + 1) / 5 for k in range(100)]
@@ -334,7 +340,7 @@ def test_measured_bytes_are_the_formulas_and_the_masks(federation):
 
 
 def sets_of(strategy):
-    return [strategy.assigned(k)[0] for k in strategy.roster]
+    return [strategy.assigned(k)[0] for k in strategy.clients]
 
 
 def test_layers_are_dealt_to_contiguous_clients_as_in_the_released_code():
@@ -365,7 +371,7 @@ def test_sets_drawn_every_round_change():
         network("cnn-fedp3", (3, 32, 32)), **{"fedp3.assignment": "per-round", "fedp3.layer-set": "opu2"}
     )
     first = sets_of(strategy)
-    strategy.round = 1
+    strategy.draws = 1
     assert 50 < sum(a != b for a, b in zip(first, sets_of(strategy), strict=True)) < 100
 
 

@@ -284,11 +284,11 @@ def test_all_matrices_can_be_expanded_as_one(run):
 def test_a_global_expansion_that_was_cut_off_is_made_again(run, settings, tmp_path, monkeypatch):
     installed = []
 
-    def fail(self, layer, new):
+    def fail(self, round, layer, new):
         installed.append(layer)
         if layer == 1:
             raise KeyboardInterrupt
-        honest(self, layer, new)
+        honest(self, round, layer, new)
 
     honest = FedSpaLLM._install
     monkeypatch.setattr(FedSpaLLM, "_install", fail)

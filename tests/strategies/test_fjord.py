@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from clients.base import data_config
 from fedprune_app.core import rng
 from fedprune_app.data.splits import client_data
-from fedprune_app.engine.rounds import TooFewReplies
+from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.models.initial import initial_model
 from tests.strategies.reference import logits
 

@@ -11,7 +11,7 @@ from flwr.common.serde import recorddict_to_proto
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.engine.rounds import TooFewReplies
+from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import read_tensors
 from fedprune_app.privacy import noise
 from fedprune_app.privacy.ledger import Ledger
@@ -259,14 +259,14 @@ def test_layers_that_are_not_enough_for_a_rounds_clients_are_refused(federation)
     ],
 )
 def test_a_client_refuses_a_place_that_cannot_be_and_spends_nothing(federation, monkeypatch, tmp_path, fields, said):
-    honest = LDPFedP3.outgoing
+    honest = LDPFedP3.send
 
-    def wrong(self, round, participants):
-        for partition, contents in honest(self, round, participants):
-            contents.fields.update(fields)
-            yield partition, contents
+    def wrong(self, round):
+        for outgoing in honest(self, round):
+            outgoing.fields.update(fields)
+            yield outgoing
 
-    monkeypatch.setattr(LDPFedP3, "outgoing", wrong)
+    monkeypatch.setattr(LDPFedP3, "send", wrong)
     with pytest.raises(TooFewReplies, match=said):
         federation(**SETTINGS, out_dir=str(tmp_path / "run"))
     assert not any(path.read_bytes() for path in tmp_path.glob("run/clients/*/ledger.jsonl"))

@@ -9,7 +9,7 @@ import pytest
 
 from clients.base import FederatedClient
 from fedprune_app.config import ConfigError, check_resumable, parse_config
-from fedprune_app.engine.rounds import TooFewReplies
+from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
 from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.registry import SYSTEMS, check_names

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fedprune_app.config import ConfigError
-from fedprune_app.engine.rounds import TooFewReplies
+from fedprune_app.engine.exchange import TooFewReplies
 from tests.strategies import reference_hy as reference
 
 COMMON = {

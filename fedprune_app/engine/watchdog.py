@@ -26,7 +26,7 @@ def launcher_identity() -> str:
     return f"{os.getpid()}:{psutil.Process().create_time()}"
 
 
-def end_with_launcher() -> None:
+def watch_launcher() -> None:
     """If a launcher is named in the environment, end this process at once when it is gone; Ray ends with it."""
     identity = os.environ.get(LAUNCHER_VARIABLE)
     if identity is None:

@@ -1,4 +1,4 @@
-"""What a relaying server keeps: the latest encoded payload of each client, on disk, and never looked into.
+"""A relaying server keeps the latest encoded payload of each client here, on disk, and never looks into it.
 
 On disk because a hundred clients' models are gigabytes, and because a resumed run needs them: they are versioned by
 round like every state (:mod:`fedprune_app.engine.store`), so that the run goes on from those its checkpoint names.
@@ -19,8 +19,8 @@ from fedprune_app.engine import wire
 from fedprune_app.engine.store import State, VersionedStore, owner
 
 
-class Mailbox:
-    """Letters by partition; the most recently read ones stay in memory up to ``cache_bytes``."""
+class UpdateStore:
+    """Updates by client; the most recently read ones stay in memory up to ``cache_bytes``."""
 
     def __init__(self, folder: Path, cache_bytes: int = 64 * 2**20, run_key: str = "") -> None:
         self.folder = folder
@@ -29,12 +29,12 @@ class Mailbox:
         self._cached: OrderedDict[tuple[int, int], wire.EncodedArrays] = OrderedDict()
         self._bytes_cached = 0
 
-    def put(self, partition: int, round: int, letter: ArrayRecord, max_bytes: int) -> None:
-        """Keep what a client sent in ``round``; up to two earlier letters stay for a resumed run.
+    def put(self, client: int, round: int, update: ArrayRecord, max_bytes: int) -> None:
+        """Keep the update that a client sent in ``round``; up to two earlier updates stay for a resumed run.
 
         ``ValueError`` for arrays that no codec made, or of more than ``max_bytes``.
         """
-        encoded = wire.to_bytes(letter)
+        encoded = wire.to_bytes(update)
         if list(encoded) != [codec.KEY]:  # a file cannot hold all names, and nobody could decode them
             raise ValueError(f"the payload has the arrays {str(list(encoded))[:80]}, allowed: exactly '{codec.KEY}'")
         total = sum(map(len, encoded.values()))
@@ -42,50 +42,50 @@ class Mailbox:
             raise ValueError(f"the payload has {total} bytes, allowed: at most {max_bytes}")
         # a copy, because torch has no read-only tensors
         tensors = {name: torch.from_numpy(np.frombuffer(data, np.uint8).copy()) for name, data in encoded.items()}
-        self._forget((partition, round))
-        self._store(partition).save(round, State(tensors))
+        self._forget((client, round))
+        self._store(client).save(round, State(tensors))
 
-    def get(self, partition: int, round: int) -> wire.EncodedArrays:
-        """The letter that a client sent in ``round``. ``ValueError`` if it is not there or damaged."""
-        key = (partition, round)
+    def get(self, client: int, round: int) -> wire.EncodedArrays:
+        """Return the update that a client sent in ``round``. ``ValueError`` if it is not there or damaged."""
+        key = (client, round)
         if key in self._cached:
             self._cached.move_to_end(key)
             return self._cached[key]
-        state = self._store(partition).read(round)
-        letter = wire.from_bytes({name: tensor.numpy().tobytes() for name, tensor in state.tensors.items()})
-        self._cached[key] = letter
-        self._bytes_cached += _size(letter)
+        state = self._store(client).read(round)
+        update = wire.from_bytes({name: tensor.numpy().tobytes() for name, tensor in state.tensors.items()})
+        self._cached[key] = update
+        self._bytes_cached += _size(update)
         while self._bytes_cached > self.cache_bytes and len(self._cached) > 1:
             _, oldest = self._cached.popitem(last=False)
             self._bytes_cached -= _size(oldest)
-        return letter
+        return update
 
     def lost(self, rounds: Mapping[int, int]) -> list[str]:
-        """What is wrong with the letters of these partitions and rounds: a line for each that is damaged or missing."""
+        """Return a line for each update of these clients and rounds that is damaged or missing."""
         found = []
-        for partition, round in rounds.items():
+        for client, round in rounds.items():
             try:
-                self._store(partition).read(round)
+                self._store(client).read(round)
             except ValueError as error:
                 found.append(str(error))
         return found
 
     def drop_after(self, round: int) -> None:
-        """Forget letters of later rounds: a future that was abandoned."""
+        """Forget updates of later rounds: a future that was abandoned."""
         for key in [key for key in self._cached if key[1] > round]:
             self._forget(key)
         for folder in self.folder.iterdir() if self.folder.is_dir() else ():
             VersionedStore(folder).drop_after(round)
 
     def _forget(self, key: tuple[int, int]) -> None:
-        letter = self._cached.pop(key, None)
-        if letter is not None:
-            self._bytes_cached -= _size(letter)
+        update = self._cached.pop(key, None)
+        if update is not None:
+            self._bytes_cached -= _size(update)
 
-    def _store(self, partition: int) -> VersionedStore:
-        whose = owner(f"letter of client {partition}", self.run_key)
-        return VersionedStore(self.folder / f"{partition:05d}", owner=whose)
+    def _store(self, client: int) -> VersionedStore:
+        whose = owner(f"letter of client {client}", self.run_key)
+        return VersionedStore(self.folder / f"{client:05d}", owner=whose)
 
 
-def _size(letter: ArrayRecord) -> int:
-    return sum(len(array.data) for array in letter.values())
+def _size(update: ArrayRecord) -> int:
+    return sum(len(array.data) for array in update.values())

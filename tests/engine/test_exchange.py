@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 
@@ -12,12 +11,9 @@ from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedprune_app import client_app
-from fedprune_app.config import DEFAULTS
-from fedprune_app.engine import replies, rounds, wire
+from fedprune_app.engine import replies, wire
+from fedprune_app.engine.exchange import Answer, TooFewReplies, exchange, message_to, require
 from fedprune_app.engine.inprocess import InProcessGrid
-from tests.conftest import tampered_app
-
-KEY = "0123456789abcdef"
 
 
 @pytest.fixture(autouse=True)
@@ -61,12 +57,12 @@ class ScriptedGrid(InProcessGrid):
                 yield reply
 
 
-def ask(grid: ScriptedGrid, deadline: float = 1.0) -> dict[int, rounds.Answer]:
+def ask(grid: ScriptedGrid, deadline: float = 1.0) -> dict[int, Answer]:
     content = wire.pack(None, {"round": 1})
-    messages = {node: rounds.message_to(node, content, MessageType.TRAIN, 1, 10) for node in grid.script}
-    answers = list(rounds.exchange(grid, messages.items(), deadline))
+    messages = {node: message_to(node, content, MessageType.TRAIN, 1, 10) for node in grid.script}
+    answers = list(exchange(grid, messages.items(), deadline))
     assert len(answers) == len(grid.script), "each client is answered for exactly once"
-    return {answer.partition: answer for answer in answers}
+    return {answer.client: answer for answer in answers}
 
 
 def test_each_kind_of_failure_is_said_and_the_rest_arrives():
@@ -94,13 +90,13 @@ def test_a_client_s_error_is_said_in_its_own_words_on_every_engine(reason):
 
 
 def test_a_reply_is_handed_on_before_slower_ones_have_come():
-    grid = ScriptedGrid({1: 0.0, 2: 0.5})
+    grid = ScriptedGrid({1: 0.0, 2: 60.0})
     content = wire.pack(None, {"round": 1})
-    messages = {node: rounds.message_to(node, content, MessageType.TRAIN, 1, 10) for node in grid.script}
+    messages = {node: message_to(node, content, MessageType.TRAIN, 1, 10) for node in grid.script}
     started = time.monotonic()
-    first = next(iter(rounds.exchange(grid, messages.items(), 5)))
-    assert first.partition == 1
-    assert time.monotonic() - started < 0.4
+    first = next(iter(exchange(grid, messages.items(), 90)))
+    assert first.client == 1
+    assert time.monotonic() - started < 60
 
 
 def test_replies_are_asked_for_in_small_batches():
@@ -116,113 +112,9 @@ def test_waiting_does_not_poll_in_a_tight_loop():
 
 
 def test_too_few_replies_name_the_first_failure():
-    rounds.require(2, 2, "round 3", [])
-    with pytest.raises(rounds.TooFewReplies, match=r"round 3 had 1 good replies, .* asks for 2; first failure: x"):
-        rounds.require(1, 2, "round 3", ["x", "y"])
-
-
-def test_the_roster_is_in_partition_order_whatever_the_node_ids():
-    grid = InProcessGrid(client_app.app, 5, DEFAULTS)
-    roster, left_out = rounds.gather_roster(grid, 30, KEY)
-    assert left_out == []
-    assert list(roster) == [0, 1, 2, 3, 4]
-    assert [peer.node_id for peer in roster.values()] != sorted(peer.node_id for peer in roster.values())
-    assert sum(peer.num_examples for peer in roster.values()) + sum(
-        sum(peer.label_counts["validation"]) for peer in roster.values()
-    ) == sum(sum(peer.label_counts[part]) for peer in roster.values() for part in ("train", "validation"))
-    assert roster[0].image_shape == (1, 8, 8)
-
-
-def test_a_node_that_cannot_start_is_left_out_with_its_reason():
-    grid = InProcessGrid(client_app.app, 3, DEFAULTS)
-    lost = next(node for node, context in grid._contexts.items() if context.node_config["partition-id"] == 1)
-    grid._contexts[lost].run_config["dataset"] = "mnist"
-    roster, left_out = rounds.gather_roster(grid, 30, KEY)
-    assert list(roster) == [0, 2]
-    assert len(left_out) == 1
-    assert "data-dir" in left_out[0]
-
-
-def introduced(*said: tuple[int, dict[str, object]], clients: int = 4):
-    """The roster, and who is left out of it, where these partitions say this of themselves."""
-
-    def lie(request, reply, partition):
-        reply.content["fields"].update(dict(said).get(partition, {}))
-        return reply
-
-    return rounds.gather_roster(InProcessGrid(tampered_app(query=lie), clients, DEFAULTS), 30, KEY)
-
-
-def test_two_nodes_of_one_partition_are_both_left_out_and_the_others_go_on():
-    roster, left_out = introduced((3, {"partition": 1}))
-    assert list(roster) == [0, 2]
-    assert len(left_out) == 2
-    assert all("and another claim partition-id 1, allowed: one each" in reason for reason in left_out)
-
-
-@pytest.mark.parametrize(
-    ("lie", "says"),
-    [
-        ({"image-shape": [3, 32, 32]}, "has images (3, 32, 32) of 10 classes, allowed: as most have, (1, 8, 8) of 10"),
-        ({"image-shape": [4096, 4096, 4096]}, "field 'image-shape' is"),
-        ({"image-shape": [1, 4096, 4096], "num-classes": 10**6, "labels-train": []}, "field 'image-shape' is"),
-        ({"num-classes": 10**5}, "field 'labels-train' is"),
-        ({"labels-train": [1] * 2_000_000}, "field 'labels-train' is"),
-        ({"labels-test": ["\x1b[2J" * 10**5] * 10}, "field 'labels-test' is"),
-        ({"labels-test": ["\x1b[2J" * 10**6] * 10}, "its reply is refused: it has 1 records and 40000"),
-        ({"classes": ["x"] * 10**6}, "field 'classes' is"),
-        ({"num-examples": 0}, "field 'num-examples' is 0"),
-        ({"num-examples": "9" * 10**6}, "field 'num-examples' is '999"),
-        ({"partition": 2**40}, "field 'partition' is"),
-        ({"capacity": math.nan}, "field 'capacity' is nan"),
-        ({"own-data": True, "partition": 99}, "says that it is 99, allowed: its"),
-    ],
-    ids=lambda value: str(value)[:50],
-)
-def test_who_says_of_itself_what_cannot_be_is_left_out_alone(lie, says):
-    roster, left_out = introduced((0, lie))
-    assert list(roster) == [1, 2, 3]
-    (reason,) = left_out
-    assert says in reason
-    assert len(reason) < 600
-    assert reason.isprintable()
-
-
-def text_client(partition: int, **said) -> rounds.TextPeer:
-    fields = {"partition": partition, "num-examples": 5, "shell-digest": "s", "layer-digests": ["a", "b"]}
-    return rounds.TextPeer.read(partition, {**fields, **{key.replace("_", "-"): value for key, value in said.items()}})
-
-
-def test_what_clients_of_text_say_is_bounded():
-    assert text_client(1).unlike(text_client(2, layer_digests=["c"], shell_digest="t")) == ""  # not theirs to decide
-    with pytest.raises(ValueError, match=r"field 'documents' is .*, allowed: at most 64 texts"):
-        text_client(0, documents=["x"] * 10**6)
-    with pytest.raises(ValueError, match=r"field 'layer-digests' is .*, allowed: at most 1024 texts"):
-        text_client(0, layer_digests=["x"] * 10**6)
-
-
-@pytest.mark.parametrize("partition", [None, "1", -1, 2])
-def test_a_node_without_a_proper_partition_is_told_so(partition):
-    grid = InProcessGrid(client_app.app, 2, DEFAULTS)
-    for context in grid._contexts.values():
-        context.node_config["partition-id"] = partition
-    with pytest.raises(rounds.TooFewReplies, match="node-config has partition-id"):
-        rounds.gather_roster(grid, 30, KEY)
-
-
-@pytest.mark.parametrize("key", ["", "../../etc", "0123456789abcdeg", "0" * 17])
-def test_a_client_writes_nowhere_on_a_key_that_is_none(key):
-    grid = InProcessGrid(client_app.app, 2, DEFAULTS)
-    with pytest.raises(rounds.TooFewReplies, match="run-key is"):
-        rounds.gather_roster(grid, 30, key)
-
-
-def test_a_federation_without_clients_is_refused():
-    with pytest.raises(ValueError, match="num-supernodes is 0"):
-        InProcessGrid(client_app.app, 0, DEFAULTS)
-
-
-# --- a window of messages ---------------------------------------------------------------------------------------------
+    require(2, 2, "round 3", [])
+    with pytest.raises(TooFewReplies, match=r"round 3 had 1 good replies, .* asks for 2; first failure: x"):
+        require(1, 2, "round 3", ["x", "y"])
 
 
 class Window(ScriptedGrid):
@@ -263,7 +155,7 @@ class Window(ScriptedGrid):
         for node in self.script:
             arrays = wire.from_bytes({"fp1": bytes((sizes or {}).get(node, 1000))})
             self.num_made += 1
-            yield node, rounds.message_to(node, wire.pack(arrays, {}), MessageType.TRAIN, 1, 10)
+            yield node, message_to(node, wire.pack(arrays, {}), MessageType.TRAIN, 1, 10)
 
 
 SIZES = {node: 1000 + 700 * (node % 3) for node in range(40)}
@@ -271,7 +163,7 @@ SIZES = {node: 1000 + 700 * (node % 3) for node in range(40)}
 
 def test_a_message_is_made_only_when_there_is_room_for_it():
     grid = Window(dict.fromkeys(range(6), 0.0))
-    answers = rounds.exchange(grid, grid.messages(), 5, in_flight_bytes=2000)
+    answers = exchange(grid, grid.messages(), 5, in_flight_bytes=2000)
     assert grid.num_made == 0
     for answered in range(1, 7):
         next(answers)
@@ -283,8 +175,8 @@ def test_a_message_is_made_only_when_there_is_room_for_it():
 def test_a_message_is_sent_only_while_what_is_under_way_weighs_less_than_the_limit(in_flight_bytes):
     """So one message may exceed it, the last one sent, and one that is larger than the limit travels alone."""
     grid = Window({node: 0.0 if node % 4 else 0.02 for node in SIZES})
-    answers = list(rounds.exchange(grid, grid.messages(SIZES), 5, in_flight_bytes))
-    assert sorted(answer.partition for answer in answers) == sorted(SIZES)
+    answers = list(exchange(grid, grid.messages(SIZES), 5, in_flight_bytes))
+    assert sorted(answer.client for answer in answers) == sorted(SIZES)
     assert all(answer.content is not None for answer in answers)
     assert max(grid.before_each) < in_flight_bytes
     if in_flight_bytes >= 20_000:
@@ -295,9 +187,9 @@ def test_a_message_is_sent_only_while_what_is_under_way_weighs_less_than_the_lim
 def test_with_and_without_room_each_client_is_answered_for_once(in_flight_bytes):
     kinds = (0.0, "error", "twice", "refuse", 0.05, "never")
     grid = Window({node: kinds[node % len(kinds)] for node in range(30)})
-    answers = list(rounds.exchange(grid, grid.messages(SIZES), 0.3, in_flight_bytes))
-    assert sorted(answer.partition for answer in answers) == list(range(30))
-    by_node = {answer.partition: answer for answer in answers}
+    answers = list(exchange(grid, grid.messages(SIZES), 0.3, in_flight_bytes))
+    assert sorted(answer.client for answer in answers) == list(range(30))
+    by_node = {answer.client: answer for answer in answers}
     for node, what in grid.script.items():
         answer = by_node[node]
         assert answer.late == (what == "never")
@@ -308,7 +200,7 @@ def test_with_and_without_room_each_client_is_answered_for_once(in_flight_bytes)
 def test_a_message_that_waited_for_room_has_all_of_its_time():
     grid = Window(dict.fromkeys(range(4), 0.2))
     started = time.monotonic()
-    answers = list(rounds.exchange(grid, grid.messages(), 0.5, in_flight_bytes=1))
+    answers = list(exchange(grid, grid.messages(), 0.5, in_flight_bytes=1))
     assert time.monotonic() - started > 0.7
     assert [answer.error for answer in answers] == [""] * 4
 
@@ -316,35 +208,35 @@ def test_a_message_that_waited_for_room_has_all_of_its_time():
 def test_a_message_that_waited_for_room_has_no_more_than_its_time():
     grid = Window({0: 0.3, 1: "never"})
     started = time.monotonic()
-    answers = list(rounds.exchange(grid, grid.messages(), 0.5, in_flight_bytes=1))
+    answers = list(exchange(grid, grid.messages(), 0.5, in_flight_bytes=1))
     assert [answer.late for answer in answers] == [False, True]
     assert 0.8 <= time.monotonic() - started < 1.6
 
 
 def test_a_client_that_hangs_gives_its_room_to_the_others_when_its_time_is_up():
     grid = Window({0: "never", 1: 0.0, 2: "never", 3: 0.0})
-    answers = list(rounds.exchange(grid, grid.messages(), 0.2, in_flight_bytes=1))
-    assert [(answer.partition, answer.late) for answer in answers] == [(0, True), (1, False), (2, True), (3, False)]
+    answers = list(exchange(grid, grid.messages(), 0.2, in_flight_bytes=1))
+    assert [(answer.client, answer.late) for answer in answers] == [(0, True), (1, False), (2, True), (3, False)]
 
 
 def test_a_client_that_hangs_lets_the_others_pass_where_there_is_room_for_two():
     grid = Window({0: "never", **dict.fromkeys(range(1, 8), 0.0)})
-    answers = list(rounds.exchange(grid, grid.messages(), 1.0, in_flight_bytes=1500))
-    assert [answer.partition for answer in answers] == [*range(1, 8), 0]
+    answers = list(exchange(grid, grid.messages(), 1.0, in_flight_bytes=1500))
+    assert [answer.client for answer in answers] == [*range(1, 8), 0]
     assert [answer.late for answer in answers] == [False] * 7 + [True]
 
 
 def test_a_node_that_refuses_its_message_takes_no_room():
     grid = Window({**dict.fromkeys(range(20), "refuse"), 20: 0.0})
-    answers = list(rounds.exchange(grid, grid.messages(), 5, in_flight_bytes=1))
-    assert [answer.partition for answer in answers] == list(range(21))
+    answers = list(exchange(grid, grid.messages(), 5, in_flight_bytes=1))
+    assert [answer.client for answer in answers] == list(range(21))
     assert max(grid.before_each) == 0
 
 
 def test_replies_to_large_messages_are_asked_for_in_smaller_batches(monkeypatch):
     monkeypatch.setattr(replies, "_BATCH_BYTES", 5000)
     grid = Window(dict.fromkeys(range(20), 0.05))
-    list(rounds.exchange(grid, grid.messages(), 5))
+    list(exchange(grid, grid.messages(), 5))
     assert max(grid.asked_for) == 4
 
 
@@ -356,12 +248,12 @@ def test_an_error_in_making_a_message_is_not_swallowed():
         raise ValueError("state file 'x' is damaged")
 
     with pytest.raises(ValueError, match="state file 'x' is damaged"):
-        list(rounds.exchange(grid, messages(), 5, in_flight_bytes=1))
+        list(exchange(grid, messages(), 5, in_flight_bytes=1))
 
 
 def test_a_reply_that_came_while_the_server_was_busy_is_not_late():
     grid = Window({0: 0.0, 1: 0.2})
-    answers = rounds.exchange(grid, grid.messages(), 0.5)
+    answers = exchange(grid, grid.messages(), 0.5)
     first = next(answers)
     time.sleep(0.7)  # taking in the first takes longer than the second may
     assert [first.late, *(answer.late for answer in answers)] == [False, False]
@@ -370,46 +262,8 @@ def test_a_reply_that_came_while_the_server_was_busy_is_not_late():
 def test_large_replies_to_small_messages_are_asked_for_in_smaller_batches(monkeypatch):
     monkeypatch.setattr(replies, "_BATCH_BYTES", 50_000)
     grid = Window(dict.fromkeys(range(20), 0.05))
-    list(rounds.exchange(grid, grid.messages(), 5, reply_bytes=10_000))
+    list(exchange(grid, grid.messages(), 5, reply_bytes=10_000))
     assert max(grid.asked_for) == 5
 
 
 # --- waiting for clients ----------------------------------------------------------------------------------------------
-
-
-class Arriving(InProcessGrid):
-    """One more node is connected each time it is asked which there are."""
-
-    asked = 0
-
-    def get_node_ids(self):
-        self.asked += 1
-        return list(super().get_node_ids())[: self.asked]
-
-
-def test_a_run_begins_when_enough_clients_are_there_and_says_how_many_are():
-    said = []
-    roster, left_out = rounds.gather_roster(Arriving(client_app.app, 5, DEFAULTS), 30, KEY, least=3, say=said.append)
-    assert len(roster) == 3
-    assert left_out == []
-    assert said == ["waiting for clients: 1 of 3 connected", "waiting for clients: 2 of 3 connected"]
-
-
-def test_too_few_clients_are_waited_for_no_longer_than_allowed():
-    started = time.monotonic()
-    grid = InProcessGrid(client_app.app, 2, DEFAULTS)
-    with pytest.raises(
-        rounds.TooFewReplies,
-        match=r"^2 of the 3 clients that the run waits for connected within startup-seconds = 0.5$",
-    ):
-        rounds.gather_roster(grid, 0.5, KEY, least=3)
-    assert 0.5 <= time.monotonic() - started < 5
-
-
-def test_clients_that_cannot_take_part_do_not_count_as_there():
-    grid = InProcessGrid(client_app.app, 3, DEFAULTS)
-    next(iter(grid._contexts.values())).run_config["dataset"] = "mnist"
-    with pytest.raises(
-        rounds.TooFewReplies, match=r"^2 of the 3 clients that .* can take part; first reason: .*data-dir"
-    ):
-        rounds.gather_roster(grid, 30, KEY, least=3)

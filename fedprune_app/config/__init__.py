@@ -1,0 +1,49 @@
+"""The run configuration: flat kebab-case keys, parsed once per side into frozen dataclasses.
+
+Every option is declared once, with its default, range, help and what else the product must know of it: see ``option``
+in ``options.py``. The options without a table are in ``common.py``, those of a system in a file of its own, each beside
+the conditions that must hold for them. A new system's options are such a file and one field of ``Config``. A wrong
+value is a :class:`ConfigError` of one line that names the key, the value and what is allowed.
+
+This package is a leaf of the house: it imports nothing of ours, and everything above ``core`` may import it.
+"""
+
+from fedprune_app.config.common import class_names
+from fedprune_app.config.config import DEFAULTS, OPTIONS, Config
+from fedprune_app.config.errors import ConfigError, refusal, refused
+from fedprune_app.config.fedltp import FedLTPOptions
+from fedprune_app.config.fedp3 import FEDP3_COUNTS, FedP3Options
+from fedprune_app.config.fedspa import FedSPAOptions
+from fedprune_app.config.gossip import DisPFLOptions, DPSGDOptions, GossipOptions
+from fedprune_app.config.options import Kind, Option, Scalar
+from fedprune_app.config.parsing import check_resumable, parse_config, paths_from_here, written_below
+from fedprune_app.config.toml import flatten, parse_override, read_toml, to_toml, toml_value
+
+__all__ = [
+    "DEFAULTS",
+    "FEDP3_COUNTS",
+    "OPTIONS",
+    "Config",
+    "ConfigError",
+    "DPSGDOptions",
+    "DisPFLOptions",
+    "FedLTPOptions",
+    "FedP3Options",
+    "FedSPAOptions",
+    "GossipOptions",
+    "Kind",
+    "Option",
+    "Scalar",
+    "check_resumable",
+    "class_names",
+    "flatten",
+    "parse_config",
+    "parse_override",
+    "paths_from_here",
+    "read_toml",
+    "refusal",
+    "refused",
+    "to_toml",
+    "toml_value",
+    "written_below",
+]

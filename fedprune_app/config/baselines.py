@@ -1,0 +1,85 @@
+"""The baselines that the papers compare with, of a few options each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedprune_app.config.common import CommonOptions, Table
+from fedprune_app.config.errors import ConfigError
+from fedprune_app.config.options import option
+
+
+@dataclass(frozen=True)
+class FineTuneOptions(Table):
+    """These options say how clients of FedAvg-FT and D-PSGD-FT tune the global model before they are evaluated."""
+
+    epochs: int = option(0, "The number of epochs of fine-tuning. 0 means as many as local-epochs.", least=0)
+    learning_rate: str = option(
+        "last",
+        "The learning rate of fine-tuning.",
+        choices={
+            "last": "the rate of the round that just ended",
+            "code": "the rate of a round before the first, as in Dis-PFL's released code",
+        },
+    )
+    layers: str = option(
+        "all",
+        "The layers that are fine-tuned.",
+        choices={"all": "all layers", "last": "the last layer alone, as FedP3 compares with fine-tuning"},
+    )
+
+
+@dataclass(frozen=True)
+class DittoOptions(Table):
+    """These options are Ditto's, as Dis-PFL compares with it; the key ``local-epochs`` is not used."""
+
+    global_epochs: int = option(2, "The number of epochs on the global model in a round.", least=1)
+    personal_epochs: int = option(3, "The number of epochs on the personal model in a round.", least=1)
+    pull: float = option(0.5, "The strength that pulls the personal model towards the global model (λ).", least=0)
+
+
+@dataclass(frozen=True)
+class FedFomoOptions(Table):
+    """These options are FedFomo's."""
+
+    candidates: int = option(10, "The number of other clients' models that a client gets in a round (M).", least=1)
+    exploration: float = option(
+        0.5, "The probability that candidates are drawn at random, not by their past weight.", least=0, most=1
+    )
+
+    def check(self, common: CommonOptions) -> None:
+        """Raise :class:`ConfigError` where FedFomo has no validation data to weigh models by."""
+        if common.system == "fedfomo" and common.validation_fraction == 0:
+            raise ConfigError("validation-fraction is 0.0, allowed with system 'fedfomo', which weighs by it: above 0")
+
+
+@dataclass(frozen=True)
+class FedProxOptions(Table):
+    """This option is FedProx's."""
+
+    mu: float = option(0.01, "The strength of the proximal term (μ).", least=0)
+
+
+@dataclass(frozen=True)
+class LGFedAvgOptions(Table):
+    """These options are LG-FedAvg's."""
+
+    global_layers: int = option(
+        2, "The number of last layers that the server averages. The other layers stay with each client.", least=1
+    )
+    pretrain_rounds: int = option(
+        0,
+        "The number of rounds of FedAvg that come first and count in num-server-rounds. The released script starts "
+        "from FedAvg's model.",
+        least=0,
+    )
+
+
+@dataclass(frozen=True)
+class MTLOptions(Table):
+    """These options are MTL's, a surrogate for MOCHA on networks."""
+
+    strength: float = option(0.001, "The strength of the regulariser (λ).", least=0)
+    ridge: float = option(
+        0.1, "The number that is added to the diagonal of the task covariance before the inverse is taken (ε).", above=0
+    )

@@ -1,0 +1,274 @@
+"""The options without a table, which all systems share, and what a table of options is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fedprune_app.config.errors import ConfigError
+from fedprune_app.config.options import Kind, option
+
+
+@dataclass(frozen=True)
+class CommonOptions:
+    """These options stand at the top of a configuration; field ``learning_rate`` is the key ``learning-rate``."""
+
+    system: str = option("subfedavg", "The system that is run; `fedprune list` names all systems.")
+    dataset: str = option("digits", "The dataset; `fedprune list` names all datasets.")
+    data_dir: str = option(
+        "",
+        "The folder that holds the data. Dataset 'digits' needs none.",
+        kind=Kind.FOLDER,
+        changes_results=False,
+        resumable=True,
+    )
+    classes: str = option(
+        "",
+        "The classes of an image folder, in the order in which they are numbered: 'cat, dog'. Empty means every "
+        "class that has a folder.",
+    )
+    download: bool = option(
+        False,
+        "If true, missing files are fetched: a torchvision dataset into data-dir, a model from the Hugging Face hub.",
+        changes_results=False,
+        resumable=True,
+    )
+    partition: str = option(
+        "shards", "The rule that deals the training data to the clients; `fedprune list` names all rules."
+    )
+    shard_size: int = option(
+        0, "The number of samples in a shard. 0 means equal shards that hold all the data.", least=0
+    )
+    shards_per_client: int = option(2, "The number of shards of each client.", least=1)
+    classes_per_client: int = option(2, "The number of classes of each client, with partition 'classes'.", least=1)
+    class_assignment: str = option(
+        "cyclic",
+        "The rule that gives classes to the clients, with partition 'classes'.",
+        choices={
+            "cyclic": "client k gets consecutive classes, the first is class k",
+            "random": "classes are drawn, each for equally many clients",
+        },
+    )
+    dirichlet_alpha: float = option(
+        0.3,
+        "The concentration α of the Dirichlet partitions. A smaller value makes the clients' labels more unequal.",
+        above=0,
+    )
+    dirichlet_groups: int = option(
+        0,
+        "The number of groups of clients that share their label preferences, with partition 'dirichlet-client'. 0 "
+        "means that each client has its own preferences.",
+        least=0,
+    )
+    samples_per_client: int = option(
+        0, "The mean number of samples that a client gets. 0 means that all samples are dealt out.", least=0
+    )
+    augmentation: str = option(
+        "none",
+        "The random change of training images in each step.",
+        choices={"none": "images stay as they are", "crop-flip": "random crops with padding 4, and random flips"},
+    )
+    public_fraction: float = option(
+        0.0,
+        "The share of the training images that no client gets, for a server that uses public data. With system "
+        "'fedltp' and no public dataset, 0 means 0.2.",
+        least=0,
+        below=1,
+    )
+    validation_fraction: float = option(
+        0.1, "The share of a client's training data that is held out for validation.", least=0, below=1
+    )
+    test_split: str = option(
+        "labels",
+        "The test data of a client.",
+        choices={
+            "labels": "all test images with a label that the client trains on",
+            "proportional": "test-samples images, with the client's shares of the labels",
+            "holdout": "a share test-fraction of the client's own data",
+        },
+    )
+    test_samples: int = option(
+        100,
+        "The number of images that a client is tested on with test-split 'proportional'. The number is rounded up "
+        "for each label.",
+        least=1,
+    )
+    test_fraction: float = option(
+        0.3, "The share of a client's data that is test data, with test-split 'holdout'.", above=0, below=1
+    )
+    model: str = option(
+        "auto",
+        "The network; `fedprune list` names all networks. 'auto' takes the dataset's. A language model is a folder or "
+        "a name on the hub.",
+        kind=Kind.MODEL,
+    )
+    init: str = option(
+        "default",
+        "The distribution of the initial weights.",
+        choices={
+            "default": "the network's own: PyTorch's, for VGG-11 Kaiming's",
+            "subfedavg": "as in Sub-FedAvg's released code",
+            "kaiming": "Kaiming's",
+        },
+    )
+    batch_norm: str = option(
+        "averaged",
+        "The treatment of BatchNorm's scales, shifts and statistics.",
+        choices={
+            "averaged": "the server averages them as weights",
+            "local": "each client keeps its own and never sends them",
+        },
+    )
+    num_server_rounds: int = option(20, "The number of communication rounds.", least=1, resumable=True)
+    fraction_train: float = option(0.5, "The share of the clients that is sampled in each round.", above=0, most=1)
+    drop_probability: float = option(
+        0.0, "The probability that a sampled client drops out of the round.", least=0, below=1
+    )
+    local_epochs: int = option(5, "The number of epochs that a client trains in a round.", least=1)
+    steps_per_epoch: int = option(
+        0, "The number of steps in a local epoch. 0 means as many as go through all examples once.", least=0
+    )
+    batch_size: int = option(10, "The number of samples in a local step.", least=1)
+    learning_rate: float = option(0.01, "The local learning rate in round 1.", above=0)
+    lr_decay: float = option(1.0, "The factor on the learning rate after each round.", above=0, most=1)
+    momentum: float = option(0.5, "The momentum of local SGD.", least=0, below=1)
+    weight_decay: float = option(0.0, "The weight decay of local SGD.", least=0)
+    max_grad_norm: float = option(
+        0.0,
+        "The largest norm of a step's gradient; a longer gradient is clipped. 0 means that no gradient is clipped.",
+        least=0,
+    )
+    density: float = option(
+        0.5, "The share of the parameters that is kept, in systems that prune to a density.", above=0, most=1
+    )
+    seed: int = option(0, "The number that all randomness of a run derives from.", least=0, most=2**53)
+    evaluate_every: int = option(
+        5,
+        "The number of rounds from one evaluation of all clients to the next. 0 means that only the last round is "
+        "evaluated.",
+        least=0,
+        resumable=True,
+    )
+    deadline_seconds: float = option(
+        600.0, "The time that a round waits for replies, in seconds.", above=0, resumable=True
+    )
+    startup_seconds: float = option(
+        300.0,
+        "The time that a run waits for its clients to come up, in seconds.",
+        above=0,
+        changes_results=False,
+        resumable=True,
+    )
+    min_clients: int = option(
+        1, "The number of clients that a run waits for, startup-seconds long, and needs to begin.", least=1,
+        resumable=True,
+    )  # fmt: skip
+    min_replies: int = option(
+        1, "The number of good replies that a round needs. A round with fewer stops the run.", least=1, resumable=True
+    )
+    robust: str = option(
+        "none",
+        "The protection of the server's average against hostile clients.",
+        choices={
+            "none": "the plain average",
+            "clip": "each client's distance from the server's model is clipped to robust-norm",
+            "trimmed-mean": "of each coordinate, the smallest and largest values are left out",
+        },
+    )
+    robust_norm: float = option(
+        0.0, "The largest L2 distance of a client's model from the server's, with robust 'clip'.", least=0
+    )
+    robust_trim: float = option(
+        0.2,
+        "The share of a coordinate's values that is left out at each end, with robust 'trimmed-mean'. A coordinate "
+        "with too few values to leave any out does not change.",
+        least=0,
+        below=0.5,
+    )
+    out_dir: str = option(
+        "",
+        "The run folder, as an absolute path. Empty means ~/fedprune-runs/<run id>.",
+        kind=Kind.RUN_FOLDER,
+        changes_results=False,
+        resumable=True,
+    )
+    state_dir: str = option(
+        "",
+        "The folder for the clients' state of any run, as an absolute path. Empty means <run folder>/clients.",
+        kind=Kind.STATE_FOLDER,
+        changes_results=False,
+        resumable=True,
+    )
+    resume_from: str = option(
+        "", "The run folder of the run to continue.", kind=Kind.RUN_FOLDER, changes_results=False, resumable=True
+    )
+    accept_loss: bool = option(
+        False,
+        "If true, a run is resumed even where a damaged file changes the result; run.json then names the loss.",
+        changes_results=False,
+        resumable=True,
+    )
+    device: str = option(
+        "auto",
+        "The device that clients train on.",
+        choices={"auto": "CUDA where there is one, else the CPU", "cpu": "the CPU", "cuda": "a CUDA device"},
+        changes_results=False,
+    )
+    num_threads: int = option(
+        1, "The number of torch threads of a client. Another number changes floating-point sums.", least=1
+    )
+    tracking: str = option(
+        "none",
+        "The tracking files that are written beside the run's records.",
+        choices={"none": "no such files", "tensorboard": "TensorBoard's event files"},
+        changes_results=False,
+        resumable=True,
+    )
+
+    @property
+    def learning_rates(self) -> _LearningRates:
+        """``config.learning_rates[t]`` is the local learning rate of round ``t`` (1-based)."""
+        return _LearningRates(self.learning_rate, self.lr_decay)
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` where two of these options do not go together."""
+        if class_names(self.classes) and self.dataset != "image-folder":
+            raise ConfigError(f"classes is {self.classes!r}, allowed with dataset {self.dataset!r}: nothing")
+        if (self.robust == "clip") != (self.robust_norm > 0):
+            allowed = "above 0" if self.robust == "clip" else "0"
+            raise ConfigError(f"robust-norm is {self.robust_norm}, allowed with robust {self.robust!r}: {allowed}")
+        if self.resume_from and self.out_dir and self.out_dir != self.resume_from:
+            raise ConfigError(f"out-dir is {self.out_dir!r}, allowed with resume-from: that same folder, or nothing")
+
+
+@dataclass(frozen=True)
+class _LearningRates:
+    first: float
+    decay: float
+
+    def __getitem__(self, round: int) -> float:
+        return self.first * self.decay ** (round - 1)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table groups the options of one system, or of one subject, with what has to hold for them.
+
+    A condition stands in the table whose options it reads. Where it reads two tables it stands in the one whose key the
+    error names.
+    """
+
+    def check(self, common: CommonOptions) -> None:
+        """Raise :class:`ConfigError` where these options do not go together, or not with the ``common`` ones."""
+
+    def fixed_on_resume(self, common: CommonOptions) -> Mapping[str, str]:
+        """Return resumable keys that a resumed run may not change because of these options, each with the reason."""
+        return {}
+
+
+def class_names(text: str) -> tuple[str, ...]:
+    """Return the names in ``text``, 'cat, dog'; none where ``text`` is empty. Raises :class:`ConfigError`."""
+    names = tuple(name.strip() for name in text.split(",")) if text else ()
+    if text and (not all(names) or len(set(names)) < max(len(names), 2)):
+        raise ConfigError(f"classes is {text!r}, allowed: at least two names, each once")
+    return names

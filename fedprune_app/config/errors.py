@@ -1,0 +1,20 @@
+"""How a wrong setting is told, and how it leaves a ServerApp."""
+
+from __future__ import annotations
+
+
+class ConfigError(ValueError):
+    """A setting has a value that cannot be; the message is one line for the user."""
+
+
+_REFUSED = "refused setting: "
+
+
+def refusal(error: ConfigError) -> ConfigError:
+    """Mark ``error`` as it leaves a ServerApp: Flower hands on the text alone, in which :func:`refused` finds it."""
+    return ConfigError(f"{_REFUSED}{str(error).removeprefix(_REFUSED)}")
+
+
+def refused(text: str) -> str:
+    """Return the message of the error that :func:`refusal` marked within ``text``; empty if ``text`` has none."""
+    return text.partition(_REFUSED)[2]

@@ -1,0 +1,115 @@
+"""Fed-LTP: a winning ticket from public data, and how rounds are scored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedprune_app.config.common import CommonOptions, Table
+from fedprune_app.config.errors import ConfigError
+from fedprune_app.config.options import Kind, option
+
+_PUBLIC_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class FedLTPOptions(Table):
+    """These options are Fed-LTP's.
+
+    The common key ``density`` is the share of each weight tensor that a ticket keeps (1 - P1). The key
+    ``dp.count-scale`` is the scale of the noise on validation scores (λ_val).
+    """
+
+    public_dataset: str = option(
+        "", "The server's public dataset. Empty means a share of the dataset that no client gets."
+    )
+    public_data_dir: str = option(
+        "",
+        "The folder of the public data, on the server.",
+        kind=Kind.FOLDER,
+        changes_results=False,
+        resumable=True,
+    )
+    public_samples: int = option(
+        0, "The number of public images that are used, drawn with their label law. 0 means all of them.", least=0
+    )
+    public_head: str = option(
+        "same",
+        "The relation of the public classes to the private classes.",
+        choices={
+            "same": "they are equally many, and the last layer belongs to the ticket",
+            "own": "they may differ; the last layer is dense and does not come from the ticket",
+        },
+    )
+    tickets: int = option(
+        3,
+        "The number of winning tickets to choose from (M). 0 means that the unpruned initial network takes the "
+        "ticket's place.",
+        least=0,
+    )
+    ticket_iterations: int = option(1000, "The number of training steps of a ticket on public data (k).", least=1)
+    ticket_batch_size: int = option(60, "The number of public images in a training step of a ticket.", least=1)
+    ticket_learning_rate: float = option(1.2e-3, "The learning rate on public data.", above=0)
+    ticket_optimizer: str = option(
+        "adam",
+        "The optimiser that trains tickets.",
+        choices={"adam": "Adam", "sgd": "SGD with the key momentum"},
+    )
+    rule: str = option(
+        "quantile",
+        "The weights that a ticket keeps in each tensor.",
+        choices={
+            "quantile": "the share density of the weights, the largest ones",
+            "relative-threshold": "weights above (1 - density) times the largest",
+        },
+    )
+    selection: str = option(
+        "softmax",
+        "The rule that chooses one of the tickets.",
+        choices={
+            "softmax": "drawn by softmax of accuracies over temperature",
+            "counts": "drawn by softmax of the numbers of correct images",
+            "argmax": "the best",
+        },
+    )
+    temperature: float = option(0.01, "The temperature of the softmax of accuracies.", above=0)
+    start: str = option(
+        "rewind",
+        "The values that clients start from.",
+        choices={
+            "rewind": "the ticket's before its training",
+            "trained": "the ticket's after its training",
+            "random": "values drawn anew",
+        },
+    )
+    pruning: str = option(
+        "one-shot",
+        "The sub-models of the ticket that clients get.",
+        choices={
+            "one-shot": "all clients get the ticket",
+            "iterative": "each client keeps one of nested sub-models, as many as clients take part in a round",
+        },
+    )
+    further_pruned: float = option(
+        0.1, "The share of the survivors that each nested sub-model loses (P2).", least=0, below=1
+    )
+    validators: str = option(
+        "all",
+        "The clients that score each round's model. The model of the best round is the final one.",
+        choices={
+            "all": "all clients",
+            "selected": "the clients of the round",
+            "none": "no client; the model of the last round is the final one",
+        },
+    )
+
+    def check(self, common: CommonOptions) -> None:
+        """Raise :class:`ConfigError` where validators have no validation data."""
+        if common.system == "fedltp" and self.validators != "none" and common.validation_fraction == 0:
+            raise ConfigError(
+                f"validation-fraction is 0.0, allowed with fedltp.validators {self.validators!r}: above 0"
+            )
+
+    def public_share(self, common: CommonOptions) -> float:
+        """Return the share of the training images that tickets need, where ``common`` gives none."""
+        needs = common.system == "fedltp" and self.tickets and not self.public_dataset
+        return _PUBLIC_SHARE if needs else 0.0

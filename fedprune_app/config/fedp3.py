@@ -1,0 +1,222 @@
+"""FedP3, LDP-FedP3, and FedCR, which shares FedP3's layer sets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from fedprune_app.config.common import CommonOptions, Table
+from fedprune_app.config.errors import ConfigError
+from fedprune_app.config.lists import share_in_turn
+from fedprune_app.config.options import option
+
+FEDP3_COUNTS: dict[str, tuple[int, ...]] = {
+    "lowerb": (1,),
+    "opu2": (2,),
+    "opu3": (3,),
+    "opu1-2-3": (1, 2, 3),
+    "opu2-3": (2, 3),
+}
+"""FedP3's layer sets by how many hidden layers a client trains; of several counts each client draws one."""
+FEDP3_BLOCKS: dict[str, tuple[str, ...]] = {
+    "b2-b3-full": ("-layer2", "-layer3"),
+    "b2-part": ("-layer2.0", "-layer2.1"),
+    "b3-part": ("-layer3.0", "-layer3.1"),
+}
+"""FedP3's Table 1: the parts of ResNet-18 that clients leave out, in turn or at random."""
+
+
+def _count_choices() -> dict[str, str]:
+    def words(counts: tuple[int, ...]) -> str:
+        return f"{' or '.join(map(str, counts))} hidden layer{'s' if counts != (1,) else ''}"
+
+    return {name: words(counts) for name, counts in FEDP3_COUNTS.items()}
+
+
+def _block_choices() -> dict[str, str]:
+    def words(patterns: tuple[str, ...]) -> str:
+        return f"of ResNet-18 all but {', or all but '.join(each.removeprefix('-') for each in patterns)}"
+
+    return {name: words(patterns) for name, patterns in FEDP3_BLOCKS.items()}
+
+
+@dataclass(frozen=True)
+class FedP3Options(Table):
+    """These options are those of FedP3 and LDP-FedP3.
+
+    The common key ``density`` is that of the layers a client does not train (the paper's global ratio).
+    """
+
+    layer_set: str = option(
+        "lowerb",
+        "The hidden layers that a client trains in full and uploads. The last layer always belongs to them.",
+        choices={
+            **_count_choices(),
+            "all": "all hidden layers",
+            **_block_choices(),
+            "capacity": "as many as a client can hold, see capacities",
+            "by-hand": "the sets in the key layers",
+        },
+    )
+    assignment: str = option(
+        "balanced",
+        "The rule that gives layers to the clients.",
+        choices={
+            "balanced": "equal shares, as in the released code; mixed numbers of layers are drawn",
+            "random": "each client draws once",
+            "per-round": "each client draws in every round",
+        },
+    )
+    layers: str = option(
+        "",
+        "The sets of layer-set 'by-hand' for the clients in turn: 'conv1 conv2; fc1; -conv1'. A minus means all layers "
+        "but this one.",
+    )
+    capacities: str = option(
+        "",
+        "The shares of the model's parameters that clients in turn can hold, with layer-set 'capacity': '0.5 0.8'."
+        " Empty means the whole model.",
+    )
+    densities: str = option(
+        "", "The densities of the clients in turn: '0.9 0.7'. Empty means that every client has the key density."
+    )
+    prune_by: str = option(
+        "magnitude",
+        "The weights that the server prunes from the layers a client does not train.",
+        choices={
+            "magnitude": "the smallest weights of the round",
+            "random": "random weights, which each client draws once",
+            "random-per-round": "random weights, which each client draws in every round",
+        },
+    )
+    pruned_weights: str = option(
+        "stay-zero",
+        "The treatment, in local training, of weights that the server pruned.",
+        choices={
+            "stay-zero": "they stay pruned",
+            "train": "they are trained, starting from zero, as in the released code",
+        },
+    )
+    local: str = option(
+        "fixed",
+        "The local pruning of the layers that a client does not train.",
+        choices={
+            "fixed": "no local pruning",
+            "uniform": "each step keeps random weights",
+            "ordered-dropout": "each step keeps the leading units",
+        },
+    )
+    local_density: float = option(
+        0.9, "The smallest share p of weights or units that local pruning keeps.", above=0, most=1
+    )
+    local_law: str = option(
+        "uniform",
+        "The share that local pruning keeps in one step.",
+        choices={
+            "uniform": "drawn from [p, 1]",
+            "constant": "always p",
+            "fjord": "drawn from 0.2, 0.4, ..., 1, from p on",
+        },
+    )
+    aggregation: str = option(
+        "simple",
+        "The mean of a layer over the clients that train this layer.",
+        choices={
+            "simple": "the plain mean",
+            "weighted": "weighted by how many hidden layers a client trains",
+            "weighted-with-head": "as weighted, and the last layer counts too",
+            "weighted-literal": "as printed in the paper: over all clients, which shrinks layers",
+            "attention": "weighted by the distance from the mean, an addition of fedprune",
+        },
+    )
+    temperature: float = option(
+        1.0,
+        "The temperature of attention's softmax over distances from the mean, as a multiple of the mean distance.",
+        above=0,
+    )
+    personal_head: bool = option(
+        False,
+        "If true, the last layer stays with the client. In the released code the last layer stays there in effect.",
+    )
+    head_epochs: int = option(
+        0,
+        "The number of epochs in the last round, in which clients then train the last layer alone; the released "
+        "code has 10. 0 means that the last round is like the others.",
+        least=0,
+    )
+    sketch: str = option(
+        "coordinates",
+        "The parts of the model that the clients of a round share out at random, with system ldp-fedp3. Each client "
+        "sends its own part alone.",
+        choices={"coordinates": "single coordinates", "layers": "whole layers"},
+    )
+
+    def check(self, common: CommonOptions) -> None:
+        """Raise :class:`ConfigError` for lists that cannot be, or options that the system does not take."""
+        self.density_of(0, common.density)
+        self.capacity_of(0)
+        if (self.layer_set == "by-hand") != bool(self.layers):
+            allowed = "nothing" if self.layers else "sets of layers"
+            raise ConfigError(
+                f"fedp3.layers is {self.layers!r}, allowed with fedp3.layer-set {self.layer_set!r}: {allowed}"
+            )
+        if common.system == "fedcr" and self.local != "fixed":
+            raise ConfigError(f"fedp3.local is {self.local!r}, allowed with system 'fedcr': 'fixed'")
+        if common.system == "fedcr" and self.head_epochs:
+            raise ConfigError(f"fedp3.head-epochs is {self.head_epochs}, allowed with system 'fedcr': 0")
+
+    def fixed_on_resume(self, common: CommonOptions) -> Mapping[str, str]:
+        """Head epochs fix the number of rounds, because the last round is trained otherwise."""
+        if common.system == "fedp3" and self.head_epochs:
+            return {"num-server-rounds": "fedp3.head-epochs are trained in the last of these rounds"}
+        return {}
+
+    def density_of(self, partition: int, default: float) -> float:
+        """Return the density of the layers that client ``partition`` does not train. Raises :class:`ConfigError`."""
+        return share_in_turn("fedp3.densities", self.densities, partition, default)
+
+    def capacity_of(self, partition: int) -> float:
+        """Return the share of the model that client ``partition`` can hold, where its node does not say.
+
+        Raises :class:`ConfigError`.
+        """
+        return share_in_turn("fedp3.capacities", self.capacities, partition, 1.0)
+
+    def patterns(self) -> tuple[str, ...]:
+        """Return the patterns of layers for the clients in turn, where layers are named; else nothing."""
+        if self.layer_set == "by-hand":
+            return tuple(part.strip() for part in self.layers.split(";"))
+        return FEDP3_BLOCKS.get(self.layer_set, ())
+
+
+@dataclass(frozen=True)
+class FedCROptions(Table):
+    """These options are FedCR's; names are as in the released code where the code has one."""
+
+    beta: float = option(0.001, "The strength of the divergence between prior and encoder (β).", least=0)
+    divergence: str = option(
+        "prior-to-encoder",
+        "The direction of the divergence.",
+        choices={
+            "prior-to-encoder": "KL(prior ‖ encoder), as in the released code",
+            "encoder-to-prior": "KL(encoder ‖ prior)",
+        },
+    )
+    prior_weight: float = option(
+        1.0,
+        "The share that a round's product has in the new prior: beta2 of the released code, whose default 0 never "
+        "updates the prior.",
+        least=0,
+        most=1,
+    )
+    train_draws: int = option(15, "The number of draws of an image's code in training.", least=1)
+    test_draws: int = option(30, "The number of draws of an image's code in testing.", least=1)
+    layer_set: str = option(
+        "all",
+        "The hidden layers that a client trains in full and sends, as in fedp3.layer-set.",
+        choices={**_count_choices(), "all": "all hidden layers"},
+    )
+
+    def as_fedp3(self, options: FedP3Options) -> FedP3Options:
+        """Return FedP3's ``options`` as FedCR takes them: its own layer set, heads that stay with the clients."""
+        return replace(options, layer_set=self.layer_set, layers="", personal_head=True)

@@ -1,0 +1,172 @@
+"""FedSpaLLM: language models that clients prune with private text."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedprune_app.config.common import CommonOptions, Table
+from fedprune_app.config.errors import ConfigError
+from fedprune_app.config.lists import count_in_turn, share_in_turn
+from fedprune_app.config.options import Kind, option
+
+
+@dataclass(frozen=True)
+class FedSpaLLMOptions(Table):
+    """These options are FedSpaLLM's.
+
+    The common key ``density`` is the share of every matrix that is kept, and ``batch-size`` counts sequences.
+    """
+
+    pruner: str = option(
+        "sparsegpt",
+        "The method by which a client prunes.",
+        choices={
+            "sparsegpt": "SparseGPT: the remaining weights are changed to make up for the pruned ones",
+            "wanda": "Wanda: the weights with the smallest |w|·‖x‖ of each row are pruned",
+            "magnitude": "the weights with the smallest |w| are pruned",
+        },
+    )
+    pattern: str = option(
+        "",
+        "The pattern n:m, such as '2:4', that keeps n of every m neighbours. Empty means that the key density says"
+        " how many are kept.",
+    )
+    block_size: int = option(128, "The number of columns that SparseGPT prunes at a time.", least=1)
+    damping: float = option(
+        0.01, "The damping of SparseGPT, as a share of the mean of the Hessian's diagonal.", least=0
+    )
+    count: str = option(
+        "exact",
+        "The number of entries that SparseGPT prunes in a block.",
+        choices={"exact": "exactly as many as density says", "code": "one more, as in SparseGPT's released code"},
+    )
+    segments: int = option(32, "The number of calibration segments of a client.", least=1)
+    segment_counts: str = option(
+        "",
+        "The numbers of segments of the clients in turn: '32 8 2'. Empty means that every client has the key segments.",
+    )
+    segment_length: int = option(
+        0, "The number of tokens in a segment. 0 means as many as the model takes, at most 2048.", least=0
+    )
+    deal: str = option(
+        "documents",
+        "The text that a client calibrates with.",
+        choices={
+            "documents": "a share of the documents",
+            "one": "one document alone",
+            "segments": "a share of all segments",
+            "own": "the text in the client's own data-dir",
+        },
+    )
+    window: int = option(
+        0,
+        "The number of tokens in a window that perplexity is measured on. 0 means as many as the model takes, at "
+        "most 2048.",
+        least=0,
+    )
+    test_windows: int = option(
+        0,
+        "The number of windows of a text, from its beginning, that perplexity is measured on. 0 means all windows.",
+        least=0,
+    )
+    evaluation_texts: str = option(
+        "",
+        "The further texts that perplexity is measured on, with absolute paths: 'wikitext-2=/path/a.txt, "
+        "ptb=/path/b.txt'.",
+        kind=Kind.NAMED_FILES,
+    )
+    dtype: str = option(
+        "auto",
+        "The number format of the model.",
+        choices={
+            "auto": "the checkpoint's",
+            "float32": "32 bits",
+            "float16": "16 bits",
+            "bfloat16": "16 bits, with the range of 32",
+        },
+    )
+    layer_shares: str = option(
+        "",
+        "The shares of the layers that the clients in turn prune in a round: '1.0 0.5'. Empty means all layers, or"
+        " the share that a node's capacity gives.",
+    )
+    unsampled: str = option(
+        "cached",
+        "The version of a layer that a client uses where the client does not prune the layer.",
+        choices={
+            "cached": "the dense layer that the client has",
+            "current": "the current layer, which the client gets from round 2 on",
+        },
+    )
+    expansion: str = option(
+        "matrix",
+        "The part of the model over which the mean is pruned to density.",
+        choices={
+            "matrix": "each matrix",
+            "layer": "each decoder layer",
+            "global": "all layers together",
+            "none": "the mean is not pruned",
+        },
+    )
+    ties: str = option(
+        "magnitude",
+        "The rule that chooses between weights that equally many clients have pruned.",
+        choices={
+            "magnitude": "the weight with the smallest mean |w| is pruned",
+            "wanda": "the weight with the smallest |w|·‖x‖ is pruned; x are the inputs that clients saw",
+            "index": "the first weight in the matrix is pruned",
+        },
+    )
+    weights: str = option(
+        "uniform",
+        "The weight of a client in the mean.",
+        choices={"uniform": "every client counts alike", "segments": "a client counts by its segments"},
+    )
+
+    def check(self, common: CommonOptions) -> None:
+        """Raise :class:`ConfigError` for texts that cannot be read, or options that do not go together."""
+        self.layer_share(0)
+        self.num_segments(0)
+        self.more_texts()
+        for key, length in (("segment-length", self.segment_length), ("window", self.window)):
+            if length == 1:
+                raise ConfigError(f"fedspallm.{key} is 1, allowed: 0, or at least 2")
+        if self.ties == "wanda" and self.pruner == "magnitude":
+            raise ConfigError("fedspallm.ties is 'wanda', allowed with fedspallm.pruner 'magnitude': magnitude, index")
+        if self.expansion == "global" and self.pattern:
+            raise ConfigError("fedspallm.expansion is 'global', allowed with a pattern: matrix, layer, none")
+        if (pattern := self.n_of_m()) and self.block_size % pattern[1]:
+            allowed = f"a multiple of {pattern[1]}"
+            raise ConfigError(f"fedspallm.block-size is {self.block_size}, allowed with a pattern: {allowed}")
+
+    def n_of_m(self) -> tuple[int, int] | None:
+        """Return ``pattern`` as (n, m), or None where there is no pattern. Raises :class:`ConfigError`."""
+        if not self.pattern:
+            return None
+        n, _, m = self.pattern.partition(":")
+        if not (n.isdecimal() and m.isdecimal() and 0 < int(n) <= int(m)):
+            raise ConfigError(f"fedspallm.pattern is {self.pattern!r}, allowed: n:m with n at least 1 and at most m")
+        return int(n), int(m)
+
+    def num_segments(self, partition: int) -> int:
+        """Return the number of calibration segments of client ``partition``. Raises :class:`ConfigError`."""
+        return count_in_turn("fedspallm.segment-counts", self.segment_counts, partition, self.segments)
+
+    def more_texts(self) -> dict[str, Path]:
+        """Return ``evaluation-texts`` as name → path, in their order. Raises :class:`ConfigError`."""
+        found: dict[str, Path] = {}
+        for text in filter(None, (part.strip() for part in self.evaluation_texts.split(","))):
+            name, _, path = (part.strip() for part in text.partition("="))
+            if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or name in found or not Path(path).is_absolute():
+                raise ConfigError(
+                    f"fedspallm.evaluation-texts has {text!r}, allowed: name=path, names of letters and digits, each "
+                    "once, and absolute paths"
+                )
+            found[name] = Path(path)
+        return found
+
+    def layer_share(self, partition: int) -> float:
+        """Return the share of the layers that client ``partition`` prunes. Raises :class:`ConfigError`."""
+        return share_in_turn("fedspallm.layer-shares", self.layer_shares, partition, 1.0)

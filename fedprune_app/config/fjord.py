@@ -1,0 +1,31 @@
+"""FjORD: nested sub-networks of different widths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedprune_app.config.common import CommonOptions, Table
+from fedprune_app.config.lists import share_in_turn
+from fedprune_app.config.options import option
+
+
+@dataclass(frozen=True)
+class FjORDOptions(Table):
+    """These options are FjORD's; a node's ``capacity`` goes before ``widths``."""
+
+    widths: str = option(
+        "0.2 0.4 0.6 0.8 1.0", "The shares of each layer's units that the clients, in turn, can bear (p_max)."
+    )
+    distillation: bool = option(
+        False,
+        "If true, the sub-network of a step learns from the client's widest sub-network, and the widest one learns"
+        " from the labels.",
+    )
+
+    def check(self, common: CommonOptions) -> None:
+        """Raise :class:`ConfigError` for widths that cannot be."""
+        self.width_of(0)
+
+    def width_of(self, partition: int) -> float:
+        """Return the width of client ``partition``. Raises :class:`ConfigError`."""
+        return share_in_turn("fjord.widths", self.widths, partition, 1.0)

@@ -1,0 +1,144 @@
+"""Dis-PFL and D-PSGD: systems whose clients exchange models with their neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fedprune_app.config.common import CommonOptions, Table
+from fedprune_app.config.errors import ConfigError
+from fedprune_app.config.lists import share_in_turn
+from fedprune_app.config.options import Kind, option
+
+
+@dataclass(frozen=True)
+class GossipOptions(Table):
+    """These options say how the clients of a decentralised system exchange models."""
+
+    topology: str = option(
+        "random",
+        "The rule that says from which clients a client receives models.",
+        choices={
+            "random": "from neighbours drawn every round; each client sends to as many",
+            "random-in": "from neighbours that each client draws every round; some clients send to more",
+            "ring": "from the clients before and after",
+            "full": "from all other clients",
+            "exponential": "from the clients 1, 2, 4, 8, ... places before",
+            "file": "as adjacency-file says",
+        },
+    )
+    neighbours: int = option(
+        10, "The number of clients that a client receives from in a round, with the random topologies.", least=1
+    )
+    adjacency_file: str = option(
+        "",
+        "The text file of topology 'file', as an absolute path. Row k marks with 1 the clients that client k "
+        "receives from.",
+        kind=Kind.FILE,
+    )
+    gossip: str = option(
+        "server",
+        "The place where the neighbours' models are averaged.",
+        choices={
+            "server": "the relaying server averages them",
+            "client": "each client averages them; the relay forwards them unread",
+        },
+    )
+    dropped: str = option(
+        "absent",
+        "The behaviour of a client that drops out of a round.",
+        choices={
+            "absent": "the client does nothing",
+            "trains-alone": "the client trains alone, and its old model is still served, as in Dis-PFL's released code",
+        },
+    )
+
+    def check_adjacency(self, table: str) -> None:
+        """Raise :class:`ConfigError` unless topology 'file' and a file come together; ``table`` names the options."""
+        if bool(self.adjacency_file) != (self.topology == "file"):
+            allowed = "a path" if not self.adjacency_file else "nothing"
+            raise ConfigError(
+                f"{table}.adjacency-file is {self.adjacency_file!r}, allowed with {table}.topology "
+                f"{self.topology!r}: {allowed}"
+            )
+
+
+@dataclass(frozen=True)
+class DisPFLOptions(GossipOptions):
+    """These options are Dis-PFL's.
+
+    The common key ``density`` is every client's, unless ``densities`` or a node's ``capacity`` say otherwise.
+    """
+
+    densities: str = option(
+        "",
+        "The densities of the clients in turn: '0.2 0.4 0.6 0.8 1.0'. Empty means that every client has the key "
+        "density.",
+    )
+    allocation: str = option(
+        "erk",
+        "The rule that spreads the density over the layers.",
+        choices={"erk": "Erdős-Rényi-Kernel: small layers stay denser", "uniform": "every layer is equally dense"},
+    )
+    initial_masks: str = option(
+        "per-client",
+        "The masks that clients begin with.",
+        choices={"per-client": "each client draws its own", "common": "all clients of one density have the same"},
+    )
+    prune_rate: float = option(
+        0.5,
+        "The share of each layer's weights that is replaced in round 1 (α₀). The share falls in later rounds.",
+        least=0,
+        most=1,
+    )
+    annealing_rounds: int = option(
+        0,
+        "The number of rounds over which prune-rate falls to 0. 0 means num-server-rounds; the run then cannot be "
+        "resumed for another number of rounds.",
+        least=0,
+    )
+    growth: str = option(
+        "gradient",
+        "The rule that chooses which weights grow again.",
+        choices={
+            "gradient": "the weights with the largest gradients",
+            "random": "random weights, as in the released scripts",
+        },
+    )
+    clip: str = option(
+        "dense",
+        "The gradient that max-grad-norm limits.",
+        choices={"dense": "the gradient before masking, as in the released code", "masked": "the masked gradient"},
+    )
+
+    def check(self, common: CommonOptions) -> None:
+        """Raise :class:`ConfigError` for densities that cannot be, or a topology without its file."""
+        self.density_of(0, common.density)
+        self.check_adjacency("dispfl")
+
+    def fixed_on_resume(self, common: CommonOptions) -> Mapping[str, str]:
+        """A prune rate that is annealed over the whole run fixes the number of rounds."""
+        if common.system == "dispfl" and self.prune_rate and not self.annealing_rounds:
+            reason = "dispfl.prune-rate falls over these rounds, unless a run begins with dispfl.annealing-rounds"
+            return {"num-server-rounds": reason}
+        return {}
+
+    def density_of(self, partition: int, default: float) -> float:
+        """Return the density of client ``partition``, from the list or ``default``. Raises :class:`ConfigError`."""
+        return share_in_turn("dispfl.densities", self.densities, partition, default)
+
+
+@dataclass(frozen=True)
+class DPSGDOptions(GossipOptions):
+    """These options are those of D-PSGD and D-PSGD-FT."""
+
+    density: float = option(1.0, "The share of each weight tensor that a fixed random mask keeps.", above=0, most=1)
+    masks: str = option(
+        "common",
+        "The owner of the fixed mask.",
+        choices={"common": "all clients have the same mask", "per-client": "each client has its own"},
+    )
+
+    def check(self, common: CommonOptions) -> None:
+        """Raise :class:`ConfigError` for a topology without its file."""
+        self.check_adjacency("dpsgd")

@@ -1,0 +1,41 @@
+"""Lists of numbers in one text, dealt to the clients in turn."""
+
+from __future__ import annotations
+
+import math
+
+from fedprune_app.config.errors import ConfigError
+
+
+def share_in_turn(key: str, text: str, partition: int, default: float) -> float:
+    """Return the share of client ``partition`` from ``text``, '0.2 0.4'; ``default`` where ``text`` is empty.
+
+    Raises :class:`ConfigError` naming ``key`` unless all shares are above 0 and at most 1.
+    """
+    texts = _parts(text)
+    if not texts:
+        return default
+    try:
+        values = [float(each) for each in texts]
+    except ValueError:
+        values = [math.nan]
+    if not all(0 < value <= 1 for value in values):
+        raise ConfigError(f"{key} is {text!r}, allowed: numbers above 0 and at most 1")
+    return values[partition % len(values)]
+
+
+def count_in_turn(key: str, text: str, partition: int, default: int) -> int:
+    """Return the count of client ``partition`` from ``text``, '32 8 2'; ``default`` where ``text`` is empty.
+
+    Raises :class:`ConfigError` naming ``key`` unless all counts are whole numbers above 0.
+    """
+    texts = _parts(text)
+    if not texts:
+        return default
+    if not all(each.isdecimal() and int(each) > 0 for each in texts):
+        raise ConfigError(f"{key} is {text!r}, allowed: whole numbers, at least 1")
+    return int(texts[partition % len(texts)])
+
+
+def _parts(text: str) -> list[str]:
+    return text.replace(",", " ").split()

@@ -1,0 +1,173 @@
+"""How one setting is declared: its default, meaning and range, and what else the product has to know of it."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os.path
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fedprune_app.config.errors import ConfigError
+
+Scalar = bool | int | float | str
+S = TypeVar("S", bool, int, float, str)
+
+
+class Kind(Enum):
+    """A kind says whether a value is a path, and who reads or writes there."""
+
+    PLAIN = auto()  # no path
+    FILE = auto()  # is read
+    FOLDER = auto()  # is read
+    STATE_FOLDER = auto()  # is written in every round, and may be shared by runs
+    RUN_FOLDER = auto()  # holds one run; a command line says it with --out and --resume
+    MODEL = auto()  # a folder, or else a name
+    NAMED_FILES = auto()  # 'name=path, name=path'
+
+    @property
+    def is_folder(self) -> bool:
+        """The value is always a folder."""
+        return self in (Kind.FOLDER, Kind.STATE_FOLDER, Kind.RUN_FOLDER)
+
+    @property
+    def is_path(self) -> bool:
+        """The value is always one path, absolute once it is parsed."""
+        return self.is_folder or self is Kind.FILE
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A bound is one end of a range, and how an error names it."""
+
+    words: str
+    limit: float
+    holds: Callable[[float, float], bool]
+
+    def __str__(self) -> str:
+        return f"{self.words} {self.limit}"
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option is what is known of one key of the configuration; :func:`option` declares it."""
+
+    default: Scalar
+    help: str
+    choices: Mapping[str, str] = field(default_factory=dict)  # choice -> what it means
+    bounds: tuple[Bound, ...] = ()
+    kind: Kind = Kind.PLAIN
+    changes_results: bool = True
+    resumable: bool = False
+
+    @property
+    def range(self) -> str:
+        """The bounds in words, "at least 0 and below 1"; empty where there are none."""
+        return " and ".join(map(str, self.bounds))
+
+    def parse(self, key: str, value: object) -> Scalar:
+        """Return ``value`` as this option's, of the default's type. Raises :class:`ConfigError` naming ``key``."""
+        parsed = _as_type(key, value, type(self.default))
+        if self.choices and parsed not in self.choices:
+            raise ConfigError(f"{key} is {parsed!r}, allowed: {', '.join(self.choices)}")
+        if not isinstance(parsed, str) and not all(bound.holds(parsed, bound.limit) for bound in self.bounds):
+            raise ConfigError(f"{key} is {parsed!r}, allowed: {self.range}")
+        if isinstance(parsed, str) and parsed and self.kind.is_path:
+            return _absolute(key, parsed)
+        return parsed
+
+    def from_here(self, value: Scalar) -> Scalar:
+        """Return ``value``, where it is a path, as an absolute one: relative paths begin at the current folder.
+
+        A run folder stays as it is, because a command line says it in another way.
+        """
+        if not isinstance(value, str) or not value or self.kind is Kind.RUN_FOLDER:
+            return value
+        if self.kind.is_path:
+            return _resolved(value)
+        if self.kind is Kind.MODEL:
+            return _resolved(value) if Path(os.path.expanduser(value)).is_dir() else value
+        if self.kind is Kind.NAMED_FILES:
+            parts = (part.partition("=") for part in value.split(","))
+            return ",".join(f"{name.strip()}={_resolved(path.strip())}" if path else name for name, _, path in parts)
+        return value
+
+
+def option(
+    default: S,
+    help: str,
+    *,
+    choices: Mapping[str, str] | None = None,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    kind: Kind = Kind.PLAIN,
+    changes_results: bool = True,
+    resumable: bool = False,
+) -> S:
+    """Declare one option as a field of a frozen dataclass; nothing else of the product lists it.
+
+    * ``help`` is one sentence for the user.
+    * ``choices`` are the allowed texts, each with a few words on what it means.
+    * ``least`` and ``most`` are inclusive bounds, ``above`` and ``below`` exclusive ones.
+    * ``kind`` says that the value is a path, and of what.
+    * ``changes_results`` is false for an option that only says where or how a run is executed: runs that differ in it
+      are compared as equal.
+    * ``resumable`` is true for an option that a resumed run may change.
+    """
+    ends = (
+        ("at least", least, operator.ge),
+        ("above", above, operator.gt),
+        ("at most", most, operator.le),
+        ("below", below, operator.lt),
+    )
+    bounds = tuple(Bound(words, limit, holds) for words, limit, holds in ends if limit is not None)
+    declared = Option(default, help, choices or {}, bounds, kind, changes_results, resumable)
+    return field(default=default, metadata={_OPTION: declared})
+
+
+_OPTION = "option"
+
+
+def option_of(item: Field[Any]) -> Option:
+    """Return the option that a field declares."""
+    declared: Option = item.metadata[_OPTION]
+    return declared
+
+
+_TYPE_NAMES: Mapping[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+def _as_type(key: str, value: object, kind: type[Scalar]) -> Scalar:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if kind is float:
+            value = _as_float(key, value)
+        elif kind is str:
+            value = str(value)  # a list of one number, as `layer-shares=0.5`, which TOML and YAML read as a number
+    if not isinstance(value, bool | int | float | str) or type(value) is not kind:
+        raise ConfigError(f"{key} is {value!r}, allowed: {_TYPE_NAMES[kind]}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key} is {value!r}, allowed: a finite number")
+    return value
+
+
+def _as_float(key: str, value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ConfigError(f"{key} is a number of {len(str(value))} digits, allowed: a finite number") from None
+
+
+def _absolute(key: str, path: str) -> str:
+    expanded = os.path.expanduser(path)  # unlike pathlib's, leaves the folder of an unknown user as it is
+    if not os.path.isabs(expanded):
+        raise ConfigError(f"{key} is {path!r}, allowed: an absolute path")
+    return str(Path(expanded))
+
+
+def _resolved(path: str) -> str:
+    return str(Path(os.path.expanduser(path)).resolve())

@@ -1,0 +1,65 @@
+"""From flat keys to a configuration, and from one to another."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fedprune_app.config.common import CommonOptions, Table
+from fedprune_app.config.config import OPTIONS, Config
+from fedprune_app.config.errors import ConfigError
+from fedprune_app.config.options import Kind, Scalar
+
+T = TypeVar("T", bound=CommonOptions | Table)
+
+
+def parse_config(values: Mapping[str, object]) -> Config:
+    """Return the configuration that flat ``values`` describe; missing keys take their defaults.
+
+    Raises :class:`ConfigError` for an unknown key, a wrong type, a value out of range, or options that do not go
+    together. Names of systems, datasets, partitions and models are checked where these are registered.
+    """
+    for key in values:
+        if key not in OPTIONS:
+            close = difflib.get_close_matches(key, OPTIONS, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "see `fedprune list --keys`"
+            raise ConfigError(f"unknown key {key!r}: {hint}")
+    config = _filled(
+        Config(), {key: option.parse(key, values.get(key, option.default)) for key, option in OPTIONS.items()}
+    )
+    config.check()
+    return config
+
+
+def _filled(blank: T, values: Mapping[str, Scalar], prefix: str = "") -> T:
+    changes: dict[str, Any] = {}
+    for item in fields(blank):
+        key, value = f"{prefix}{item.name.replace('_', '-')}", getattr(blank, item.name)
+        changes[item.name] = _filled(value, values, f"{key}.") if isinstance(value, Table) else values[key]
+    return replace(blank, **changes)
+
+
+def paths_from_here(values: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Return ``values`` with absolute paths: on a command line relative paths begin at the current folder."""
+    return {key: OPTIONS[key].from_here(value) if key in OPTIONS else value for key, value in values.items()}
+
+
+def written_below(folder: Path, config: Config) -> Config:
+    """Return ``config`` as a new run that writes in ``folder`` alone: records, clients' state and ledgers."""
+    written = (Kind.RUN_FOLDER, Kind.STATE_FOLDER)
+    places = {key: "" for key, option in OPTIONS.items() if option.kind in written}
+    return parse_config({**config.to_dict(), **places, "out-dir": str(folder)})
+
+
+def check_resumable(before: Mapping[str, object], config: Config) -> None:
+    """Raise :class:`ConfigError` where ``config`` would not continue a run that began with the settings ``before``."""
+    fixed = config.fixed_on_resume()
+    for key, value in config.to_dict().items():
+        if before.get(key) != value and (key in fixed or not OPTIONS[key].resumable):
+            reason = f"; {fixed[key]}" if fixed.get(key) else ""
+            raise ConfigError(
+                f"{key} is {value!r}, allowed when resuming: {before.get(key)!r}, as the run began{reason}"
+            )

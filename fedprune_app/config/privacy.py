@@ -1,0 +1,115 @@
+"""Differential privacy: the noise, the ledger, and what of a client's counts is told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fedprune_app.config.common import CommonOptions, Table
+from fedprune_app.config.errors import ConfigError
+from fedprune_app.config.options import Kind, option
+
+
+@dataclass(frozen=True)
+class DPOptions(Table):
+    """These options protect each client's examples against everyone else, the server included (docs/privacy.md)."""
+
+    enabled: bool = option(
+        False,
+        "If true, clients train with DP-SGD and charge every release to their ledger. Settings that leak are refused.",
+    )
+    noise_multiplier: float = option(
+        0.0,
+        "The standard deviation of the noise, divided by clip-norm (σ). 0 means the noise that target-epsilon needs.",
+        least=0,
+    )
+    target_epsilon: float = option(
+        0.0,
+        "The ε of the planned rounds, for which the noise is chosen; this ε is a budget too. 0 means that "
+        "noise-multiplier gives the noise.",
+        least=0,
+    )
+    planned_rounds: int = option(
+        0,
+        "The number of rounds that a client is planned to join, for target-epsilon. 0 means all of num-server-rounds.",
+        least=0,
+    )
+    clip_norm: float = option(1.0, "The norm that each example's gradient is clipped to (C).", above=0)
+    delta: float = option(
+        1e-5,
+        "The δ of every ε. A meaningful δ is below 1 divided by a client's number of examples.",
+        above=0,
+        below=1,
+    )
+    second_delta: float = option(0.0, "Another δ, for which ε is reported too. 0 means no other δ.", least=0, below=1)
+    epsilon_budget: float = option(
+        0.0, "The budget: a client stops before its ε exceeds this number. 0 means no limit.", least=0
+    )
+    accountant: str = option(
+        "rdp",
+        "The accountant that adds up releases.",
+        choices={"rdp": "Rényi divergences", "pld": "privacy loss distributions: tighter and slower"},
+    )
+    accuracies: str = option(
+        "open",
+        "The form in which clients tell their accuracies, which are those on examples that were never trained on.",
+        choices={
+            "open": "as they are, without a guarantee for these examples",
+            "noised": "as noised counts that are charged, with test-split 'holdout'",
+            "none": "not at all",
+        },
+    )
+    count_scale: float = option(
+        0.0,
+        "The scale of the Laplace noise on a count of correct predictions. 0 means that no count is noised.",
+        least=0,
+    )
+    grad_sample: str = option(
+        "auto",
+        "The method that computes gradients per example. The results of all methods agree.",
+        choices={
+            "auto": "the fastest, which is one-pass",
+            "one-pass": "one backward pass, no gradients of single examples in linear layers",
+            "hooks": "Opacus' hooks",
+            "functorch": "Opacus with functorch",
+            "ghost": "ghost clipping in two backward passes",
+        },
+    )
+    physical_batch: int = option(
+        256, "The largest number of examples whose gradients are in memory at a time.", least=1
+    )
+    secure_rng: bool = option(
+        False,
+        "If true, noise and samples come from the operating system and cannot be reproduced. If false, they derive"
+        " from the seed, which only simulates privacy.",
+    )
+    ledger_dir: str = option(
+        "",
+        "The folder for one ledger per client over all runs on the client's data, as an absolute path. Empty means"
+        " that the ledger is with the run's state.",
+        kind=Kind.STATE_FOLDER,
+        changes_results=False,
+    )
+
+    def check(self, common: CommonOptions) -> None:
+        """Raise :class:`ConfigError` where a private run lacks its noise, or a private system is not private."""
+        if common.system == "ldp-fedp3" and not self.enabled:
+            raise ConfigError("dp.enabled is False, allowed with system 'ldp-fedp3', which promises privacy: true")
+        if not self.enabled:
+            return
+        if (self.noise_multiplier > 0) == (self.target_epsilon > 0):
+            given = f"dp.noise-multiplier is {self.noise_multiplier!r} and dp.target-epsilon is {self.target_epsilon!r}"
+            raise ConfigError(f"{given}, allowed with dp.enabled: one of them above 0")
+        if self.accuracies == "noised" and self.count_scale == 0:
+            raise ConfigError("dp.count-scale is 0.0, allowed with dp.accuracies 'noised': above 0")
+
+    def fixed_on_resume(self, common: CommonOptions) -> Mapping[str, str]:
+        """The clients' ledgers fix their folder, and a target over all rounds fixes the number of rounds."""
+        if not self.enabled:
+            return {}
+        fixed = {"state-dir": ""}
+        if self.target_epsilon and not self.planned_rounds:
+            fixed["num-server-rounds"] = (
+                "dp.target-epsilon is spread over these rounds, unless a run begins with dp.planned-rounds"
+            )
+        return fixed

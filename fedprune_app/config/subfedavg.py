@@ -1,0 +1,82 @@
+"""Sub-FedAvg, Un and Hy: options as in the paper's section 4 and the released code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedprune_app.config.common import CommonOptions, Table
+from fedprune_app.config.errors import ConfigError
+from fedprune_app.config.options import option
+
+
+@dataclass(frozen=True)
+class SubFedAvgOptions(Table):
+    """These options are those of systems ``subfedavg`` and ``subfedavg-hy``."""
+
+    target_rate: float = option(50.0, "The percentage of all parameters that is pruned in the end.", least=0, below=100)
+    prune_step: float = option(
+        10.0, "The percentage of the remaining weights that one step prunes (r_us).", above=0, below=100
+    )
+    final_step_cap: float = option(
+        5.0,
+        "The largest percentage that the last step before the target prunes. System subfedavg-hy has no such cap.",
+        above=0,
+    )
+    accuracy_threshold: float = option(
+        50.0, "The accuracy, in percent, below which a client does not prune.", least=0, most=100
+    )
+    mask_distance: float = option(
+        1e-4,
+        "The distance between the masks after the first and the last epoch above which a client prunes.",
+        least=0,
+        most=1,
+    )
+    fc_mask_distance: float = option(
+        5e-4,
+        "The distance between the masks of linear layers after the first and the "
+        "last epoch above which a client of subfedavg-hy prunes them.",
+        least=0,
+        most=1,
+    )
+    channel_distance: float = option(
+        0.01,
+        "The distance between the channel masks after the first and the last epoch "
+        "above which a client of subfedavg-hy removes channels.",
+        least=0,
+        most=1,
+    )
+    channel_fraction: float = option(
+        0.45,
+        "The share of a layer's BatchNorm scales, smallest first, whose channels subfedavg-hy removes in one step.",
+        least=0,
+        below=1,
+    )
+    channel_floor: float = option(
+        0.5, "The share of a layer's channels that subfedavg-hy never removes.", above=0, below=1
+    )
+    scale_decay: float = option(
+        0.0, "The L1 penalty on BatchNorm scales in subfedavg-hy. The released code's option -sr is 1e-4.", least=0
+    )
+    gate_split: str = option(
+        "validation",
+        "The data whose accuracy decides whether a client prunes.",
+        choices={
+            "validation": "the client's validation data",
+            "test": "the client's test data, as in the released code",
+            "none": "no data; accuracy does not decide",
+        },
+    )
+
+    def check(self, common: CommonOptions) -> None:
+        """Raise :class:`ConfigError` where a decision lacks its data, or a step has no channels left to remove."""
+        is_structured = common.system == "subfedavg-hy"
+        prunes = self.target_rate > 0 or is_structured  # channels go whatever the target
+        asks_validation = common.system in ("subfedavg", "subfedavg-hy") and self.gate_split == "validation"
+        if asks_validation and common.validation_fraction == 0 and prunes:
+            raise ConfigError("validation-fraction is 0.0, allowed with subfedavg.gate-split 'validation': above 0")
+        if is_structured and self.channel_fraction + self.channel_floor >= 1:
+            raise ConfigError(
+                f"subfedavg.channel-fraction is {self.channel_fraction!r}, allowed with channel-floor "
+                f"{self.channel_floor!r}: below {1 - self.channel_floor:g}, or a step would remove channels that have "
+                "to stay"
+            )

@@ -1,0 +1,69 @@
+"""Settings as text: run-config files, and ``key=value`` on a command line."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedprune_app.config.errors import ConfigError
+from fedprune_app.config.options import Scalar
+
+
+def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested tables as dotted keys, as Flower does with ``--run-config`` files."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the flat keys of the run-config file ``path``. Raises :class:`ConfigError` naming the file."""
+    try:
+        return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise ConfigError(f"config file {str(path)!r} does not exist") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"config file {str(path)!r} cannot be read: it is nested too deeply") from None
+
+
+def parse_override(text: str) -> tuple[str, Scalar]:
+    """Return key and value of ``text``, a ``key=value``; a value that is no TOML is plain text.
+
+    Raises :class:`ConfigError` for another form, and for a list or table.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"{text!r} is not of the form key=value")
+    try:
+        parsed = tomllib.loads(f"value = {value}")["value"]
+    except (tomllib.TOMLDecodeError, RecursionError):
+        parsed = value
+    if not isinstance(parsed, bool | int | float | str):
+        raise ConfigError(f"{key.strip()} is {value!r}, allowed: a number, true, false or a text")
+    return key.strip(), parsed
+
+
+def to_toml(values: Mapping[str, Scalar]) -> str:
+    """Return flat ``values`` as TOML that Flower and :func:`read_toml` read back."""
+    lines = []
+    for key, value in sorted(values.items(), key=lambda item: ("." in item[0], item[0])):
+        quoted = f'"{key}"' if "." in key else key
+        lines.append(f"{quoted} = {toml_value(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def toml_value(value: Scalar) -> str:
+    """Return one value as TOML writes it."""
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, but for the delete character
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,0 +1,135 @@
+"""One exchange with many clients: push, pull in small batches, hand on each reply as it arrives, drop the late ones.
+
+Flower's ``Grid.send_and_receive`` polls every three seconds and returns all replies together, so that the server holds
+every client's model at once. Here a reply is yielded when it arrives and dropped when its consumer is done with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from flwr.app import Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedprune_app.engine import replies, wire
+
+IN_FLIGHT_BYTES = 2**30
+POLL_SECONDS = (0.01, 0.25)  # the shortest pause between polls, and the longest
+_PUSH_BATCH = 16
+_PUSH_BYTES = 64 * 2**20
+_TTL_MARGIN_SECONDS = 10.0
+_POLL_SHARE = 0.05  # a reply is seen late by at most this share of the time it was waited for
+
+
+class TooFewReplies(RuntimeError):
+    """A round had fewer good replies than the configuration asks for; the message is one line for the user."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One client's part in an exchange: its reply's content, or why there is none."""
+
+    client: int
+    bytes_down: int
+    bytes_up: int = 0
+    content: RecordDict | None = None
+    error: str = ""
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class _Sent:
+    client: int
+    num_bytes: int
+    deadline: float
+
+
+def exchange(
+    grid: Grid,
+    messages: Iterable[tuple[int, Message]],
+    deadline_seconds: float,
+    in_flight_bytes: int = IN_FLIGHT_BYTES,
+    reply_bytes: int = 0,
+) -> Iterator[Answer]:
+    """Send ``messages`` (client, message) and yield an :class:`Answer` for each, in order of arrival.
+
+    A client that has not replied ``deadline_seconds`` after its message was sent is yielded as late; its reply, should
+    it still come, is never fetched. Each reply is handed on before the next is looked at. Messages are made when they
+    are sent: while those on their way weigh more than ``in_flight_bytes``, the next one waits for a reply. Replies hold
+    tensors of up to ``reply_bytes``; those of more than that and ``replies.FRAMING_BYTES`` are refused, unread.
+    """
+    queue = iter(messages)
+    waiting: dict[str, _Sent] = {}  # by message id
+    in_flight, largest = 0, reply_bytes
+    all_sent = False
+    last_arrival = time.monotonic()
+    while waiting or not all_sent:
+        while not all_sent and in_flight < in_flight_bytes:
+            batch = _next_batch(queue, in_flight_bytes - in_flight)
+            all_sent = not batch
+            accepted = {str(message_id) for message_id in grid.push_messages([m for _, m, _ in batch]) if message_id}
+            deadline = time.monotonic() + deadline_seconds
+            for client, message, num_bytes in batch:
+                if message.metadata.message_id in accepted:
+                    waiting[message.metadata.message_id] = _Sent(client, num_bytes, deadline)
+                    in_flight += num_bytes
+                    largest = max(largest, num_bytes)
+                else:
+                    yield Answer(client, 0, error="its node did not accept the message")
+                del message  # it has left
+            batch.clear()
+
+        arrived = False
+        asked_at = time.monotonic()  # what comes while the replies before it are taken in is not late
+        deadlines = {message_id: sent.deadline for message_id, sent in waiting.items()}
+        for reply in replies.arrived(grid, deadlines, largest, reply_bytes + replies.FRAMING_BYTES):
+            sent = waiting.pop(reply.message_id, None)
+            if sent is None:
+                continue  # a second reply to the same message
+            arrived = True
+            in_flight -= sent.num_bytes
+            yield Answer(sent.client, sent.num_bytes, reply.num_bytes, reply.content, reply.error)
+            del reply  # it is done with before the next is fetched
+        now = time.monotonic()
+        for message_id in [message_id for message_id, sent in waiting.items() if sent.deadline <= asked_at]:
+            sent = waiting.pop(message_id)
+            in_flight -= sent.num_bytes
+            yield Answer(sent.client, sent.num_bytes, error=f"no reply in {deadline_seconds:g} s", late=True)
+        if arrived:
+            last_arrival = now
+        elif waiting:
+            shortest, longest = POLL_SECONDS
+            pause = min(max(shortest, _POLL_SHARE * (now - last_arrival)), longest)
+            nearest = min(sent.deadline for sent in waiting.values())
+            time.sleep(min(pause, max(0.0, nearest - now)))
+
+
+def _next_batch(queue: Iterator[tuple[int, Message]], room: int) -> list[tuple[int, Message, int]]:
+    """(client, message, bytes) of the next messages to push: at least one if any is left, not too many at once."""
+    batch = []
+    total = 0
+    for client, message in queue:
+        num_bytes = wire.num_bytes(message.content)
+        batch.append((client, message, num_bytes))
+        total += num_bytes
+        if len(batch) == _PUSH_BATCH or total >= min(room, _PUSH_BYTES):
+            break
+    return batch
+
+
+def message_to(node_id: int, content: RecordDict, kind: str, round: int, deadline_seconds: float) -> Message:
+    """The one place where a message to a client is made; its time to live keeps work nobody waits for from starting.
+
+    It outlives the deadline a little: who is late is ours to say, not the SuperLink's.
+    """
+    ttl = deadline_seconds + _TTL_MARGIN_SECONDS
+    return Message(content, dst_node_id=node_id, message_type=kind, group_id=str(round), ttl=ttl)
+
+
+def require(good: int, least: int, what: str, failures: Iterable[str]) -> None:
+    """Raise :class:`TooFewReplies` unless at least ``least`` replies were good, quoting the first failure."""
+    if good < least:
+        first = next(iter(failures), "no client was asked")
+        raise TooFewReplies(f"{what} had {good} good replies, min-replies asks for {least}; first failure: {first}")

@@ -1,0 +1,131 @@
+"""What strategies and the loop exchange with clients: training, questions within a round, evaluation.
+
+Every reply passes the same checks on its way in, whichever system asked for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from flwr.app import MessageType, RecordDict
+from flwr.serverapp import Grid
+
+from fedprune_app.engine import wire
+from fedprune_app.engine.exchange import Answer, exchange, require
+from fedprune_app.engine.store import State
+from fedprune_app.federation import reports
+from fedprune_app.federation.budgets import Budgets
+from fedprune_app.federation.collect import Read, collect, may_decline, notes_of
+from fedprune_app.federation.messages import messages
+from fedprune_app.federation.participation import Participation
+from fedprune_app.federation.round import Outgoing, Round, RoundLog, RunContext
+from fedprune_app.results import measures
+
+Rows = Mapping[int, dict[str, Any]]
+"""Columns by client, ascending."""
+
+
+class Hooks(Protocol):
+    """The part of a strategy that the federation knows; ``strategies/base.py`` has the defaults and says more."""
+
+    context: RunContext
+    budgets: Budgets
+    participation: Participation
+    state_rounds: dict[int, int]
+    digests: dict[int, str]
+
+    def prepare(self) -> None: ...
+    def round(self, number: int) -> Round: ...
+    def begin(self, round: Round) -> None: ...
+    def train(self, round: Round, exchanges: Exchanges) -> dict[str, Any]: ...
+    def accept(self, round: Round, client: int, content: RecordDict) -> None: ...
+    def training_row(self, round: Round, client: int, fields: wire.Fields) -> dict[str, Any]: ...
+    def end(self, round: Round) -> None: ...
+    def after(self, round: Round, exchanges: Exchanges) -> dict[str, Any]: ...
+    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]: ...
+    def evaluation_row(self, client: int, fields: wire.Fields) -> dict[str, Any]: ...
+    def evaluation_metrics(self, round: Round, rows: Rows) -> dict[str, Any]: ...
+    def state(self) -> State: ...
+    def finish(self) -> None: ...
+
+
+class Exchanges:
+    """The exchanges that a strategy can have with its clients."""
+
+    def __init__(self, strategy: Hooks, grid: Grid) -> None:
+        self.strategy = strategy
+        self.grid = grid
+
+    def train(self, name: str, round: Round, outgoing: Iterable[Outgoing], reply_bytes: int) -> None:
+        """Have clients train and take in their replies, of at most ``reply_bytes`` each when decoded, as the round's.
+
+        ``name`` says in the log what is exchanged.
+        """
+        strategy = self.strategy
+
+        def read(client: int, content: RecordDict) -> dict[str, Any]:
+            fields = wire.fields_of(content)
+            known = strategy.context.clients[client].num_examples
+            num_examples = measures.told("num_examples", fields)
+            row = {"num_examples": num_examples, **strategy.training_row(round, client, fields)}
+            if num_examples != known:
+                raise ValueError(f"field 'num-examples' is {num_examples}, it said {known} before")
+            notes_of(client, fields, round.log, strategy.context.lose)
+            strategy.budgets.check(fields)  # all that may refuse the reply comes before it moves anything
+            strategy.accept(round, client, content)
+            round.log.replies += 1
+            strategy.state_rounds[client] = round.number
+            return row | strategy.budgets.take(client, fields, round.number, round.log.note)
+
+        answers = self._answers(round, outgoing, MessageType.TRAIN, reply_bytes)
+        collect(name, answers, round.log, may_decline(read, round, strategy.budgets))
+
+    def ask(self, name: str, round: Round, outgoing: Iterable[Outgoing], read: Read) -> None:
+        """Ask clients something else within a round; ``read`` takes in their answers. It is part of the round's log."""
+
+        def read_and_charge(client: int, content: RecordDict) -> dict[str, Any]:
+            fields = wire.fields_of(content)
+            self.strategy.budgets.check(fields)
+            row = read(client, content)
+            return row | self.strategy.budgets.take(client, fields, round.number, round.log.note)
+
+        answers = self._answers(round, outgoing, MessageType.EVALUATE)
+        collect(name, answers, round.log, may_decline(read_and_charge, round, self.strategy.budgets))
+
+    def evaluate(self, round: Round) -> dict[str, Any]:
+        """Have all clients evaluate; return the columns of the round's record over those that answered.
+
+        Raises :class:`fedprune_app.engine.exchange.TooFewReplies`.
+        """
+        strategy, budgets = self.strategy, self.strategy.budgets
+        name, log = f"the evaluation of round {round.number}", RoundLog(notes=round.log.notes)
+        found: dict[int, dict[str, Any]] = {}
+
+        def read(client: int, content: RecordDict) -> dict[str, Any]:
+            fields = wire.fields_of(content)
+            facts = {"num_examples": strategy.context.clients[client].num_examples, "digest": reports.digest_in(fields)}
+            notes_of(client, fields, log, strategy.context.lose)
+            row = facts | strategy.evaluation_row(client, fields)
+            found[client] = row | budgets.take(client, fields, round.number, log.note)
+            return {}
+
+        collect(name, self._answers(round, strategy.send_to_evaluate(round), MessageType.EVALUATE), log, read)
+        require(len(found), strategy.context.config.min_replies, name, log.failures)
+        rows = dict(sorted(found.items()))
+        strategy.digests = {client: row.pop("digest") for client, row in rows.items()}
+        columns = {
+            "evaluation_bytes_up": log.bytes_up,
+            "evaluation_bytes_down": log.bytes_down,
+            **budgets.columns(),
+            "evaluation_failures": len(log.failures),
+            **strategy.evaluation_metrics(round, rows),
+        }
+        for client, row in rows.items():
+            round.log.clients.setdefault(client, {}).update(row)
+        return columns
+
+    def _answers(self, round: Round, outgoing: Iterable[Outgoing], kind: str, reply_bytes: int = 0) -> Iterator[Answer]:
+        strategy, context = self.strategy, self.strategy.context
+        sent = messages(context, round, outgoing, kind, strategy.state_rounds, strategy.budgets)
+        return exchange(self.grid, sent, context.config.deadline_seconds, reply_bytes=reply_bytes)

@@ -1,0 +1,98 @@
+"""The life of a run on the server: round after round, from the first or from where a run is resumed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from flwr.serverapp import Grid
+
+from fedprune_app.engine.exchange import TooFewReplies
+from fedprune_app.engine.store import State
+from fedprune_app.federation.exchanges import Exchanges, Hooks
+from fedprune_app.federation.round import Round
+from fedprune_app.results.measures import summary_line
+
+log = logging.getLogger("flwr.fedprune")
+NOTES_KEPT = 20  # per round, in the record
+
+
+def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0) -> None:
+    """Run the rounds after ``rounds_completed`` up to ``num_rounds``; record each and keep a checkpoint of it.
+
+    Raises :class:`TooFewReplies` when a round has fewer than ``min-replies`` good replies.
+    """
+    exchanges = Exchanges(strategy, grid)
+    if not rounds_completed:
+        strategy.prepare()
+    last: Round | None = None
+    for number in range(rounds_completed + 1, num_rounds + 1):
+        if not strategy.participation.eligible(number):
+            log.info("every client has spent its privacy budget: %d rounds of %d", number - 1, num_rounds)
+            break
+        started = time.monotonic()
+
+        # 1. Sample the participants.
+        last = round = strategy.round(number)
+        strategy.begin(round)
+
+        # 2. and 3. Send to them, and collect their replies as they arrive.
+        columns = strategy.train(round, exchanges)
+
+        # 4. Close the round: the new model.
+        if round.log.replies:
+            strategy.end(round)
+        columns |= strategy.after(round, exchanges)
+        row: dict[str, Any] = {"round": number, "seconds": time.monotonic() - started, **columns}
+
+        # 5. Have all clients evaluate.
+        failed = None
+        if round.evaluates or not strategy.participation.eligible(number + 1):
+            try:
+                row |= _evaluated(exchanges, round)
+            except TooFewReplies as error:
+                if not strategy.context.config.dp.enabled:
+                    raise
+                failed = error  # the round itself is not repeated on a resume: its privacy is spent
+
+        # 6. Record, 7. keep a checkpoint. Killed between the two, the run repeats the round and its record is dropped.
+        _record(strategy, round, row)
+        strategy.context.checkpoints.save(number, _vouched(strategy))
+        if failed is not None:
+            raise failed
+        log.info("round %d/%d: %s", number, num_rounds, summary_line(row))
+
+    _require_somebody(strategy, last)
+    if not strategy.digests:  # killed after its last checkpoint: only the final models' digests are lacking
+        _evaluated(exchanges, Round(num_rounds, sampled=(), evaluates=strategy.participation.evaluates(num_rounds)))
+    strategy.finish()
+
+
+def _evaluated(exchanges: Exchanges, round: Round) -> dict[str, Any]:
+    started = time.monotonic()
+    columns = exchanges.evaluate(round)
+    return {**columns, "evaluation_seconds": time.monotonic() - started}
+
+
+def _record(strategy: Hooks, round: Round, row: Mapping[str, Any]) -> None:
+    recorder = strategy.context.recorder
+    recorder.clients(
+        {"round": round.number, "partition": client, **columns} for client, columns in sorted(round.log.clients.items())
+    )
+    recorder.round({**row, "notes": round.log.notes[:NOTES_KEPT]})
+
+
+def _vouched(strategy: Hooks) -> State:
+    """Return the strategy's state with the marks of the records that were written before it."""
+    state = strategy.state()
+    return State(state.tensors, {**state.meta, "records": strategy.context.recorder.marks})
+
+
+def _require_somebody(strategy: Hooks, last: Round | None) -> None:
+    """Refuse a private run in which nobody ever trained, with the first reason."""
+    if strategy.context.config.dp.enabled and not strategy.state_rounds:
+        reasons = last.log.declined.values() if last else ()
+        first = next(iter(reasons), "none was asked")
+        raise TooFewReplies(f"no client could afford to train; first reason: {first}")

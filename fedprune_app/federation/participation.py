@@ -1,0 +1,51 @@
+"""Who takes part in a round is decided here, from the run's seed and the round's number alone."""
+
+from __future__ import annotations
+
+from fedprune_app.config import Config
+from fedprune_app.core import rng
+from fedprune_app.federation.budgets import Budgets
+from fedprune_app.federation.clients import Roster
+from fedprune_app.federation.round import Round
+
+
+class Participation:
+    """The clients of a run, and which of them are eligible, sampled, and dropped in each round."""
+
+    def __init__(self, config: Config, clients: Roster, budgets: Budgets) -> None:
+        self.config = config
+        self.clients = clients
+        self.budgets = budgets
+
+    def eligible(self, round: int) -> list[int]:
+        """Return the clients whose privacy budget bears the round."""
+        return [client for client in self.clients if self.budgets.bears(client, round)]
+
+    def sample_size(self, eligible: int) -> int:
+        """Return how many of so many eligible clients are sampled: ``max(⌊fraction · K⌋, 1)``."""
+        return max(int(self.config.fraction_train * eligible + 1e-9), 1)
+
+    def sampled(self, round: int) -> list[int]:
+        """Draw distinct clients of the eligible ones."""
+        clients = self.eligible(round)
+        drawn = rng.numpy_generator(self.config.seed, "sample", round=round).permutation(len(clients))
+        return sorted(clients[i] for i in drawn[: self.sample_size(len(clients))])
+
+    def dropped(self, round: int, sampled: list[int]) -> list[int]:
+        """Draw those of the sampled who drop out, each with ``drop-probability``, but never the last one."""
+        draws = rng.numpy_generator(self.config.seed, "drop", round=round).random(len(self.clients))
+        luck = dict(zip(self.clients, draws, strict=True))
+        last = max(sampled, key=lambda client: luck[client])
+        return [k for k in sampled if luck[k] < self.config.drop_probability and k != last]
+
+    def evaluates(self, round: int) -> bool:
+        """Whether all clients are evaluated after this round."""
+        every = self.config.evaluate_every
+        return round == self.config.num_server_rounds or bool(every and round % every == 0)
+
+    def round(self, number: int) -> Round:
+        """Return the round of this number: the sampled who did not drop out take part in it."""
+        sampled = self.sampled(number)
+        dropped = self.dropped(number, sampled)
+        participants = tuple(client for client in sampled if client not in dropped)
+        return Round(number, tuple(sampled), tuple(dropped), participants, self.evaluates(number))

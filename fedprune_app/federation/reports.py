@@ -1,0 +1,79 @@
+"""What clients report of their training and evaluation: checked, put into rows, and brought together over clients."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fedprune_app.engine import wire
+from fedprune_app.federation.budgets import Budgets
+from fedprune_app.federation.round import Round, RoundLog
+from fedprune_app.results import measures
+from fedprune_app.results.measures import Reply
+
+_REASONS_KEPT = 20  # per round, in the record
+
+
+def training_row(fields: wire.Fields, *, private: bool) -> dict[str, Any]:
+    """Check what a client says of its training; return the columns of its row."""
+    return measures.row_of(Reply.TRAINING, fields, private=private)
+
+
+def of_training(round: Round, budgets: Budgets) -> dict[str, Any]:
+    """Return the columns of a round's training, over the clients that trained."""
+    rows = [row for _, row in sorted(round.log.clients.items())]
+    return {**measures.over_clients(rows, Reply.TRAINING), **budgets.columns()}
+
+
+def of_exchange(round: Round) -> dict[str, Any]:
+    """Return the columns of a round's exchange: replies, failures, bytes."""
+    return {
+        "replies": round.log.replies,
+        "failures": len(round.log.failures),
+        "stragglers": round.log.stragglers,
+        "failure_reasons": round.log.failures[:_REASONS_KEPT],
+        "bytes_up": round.log.bytes_up,
+        "bytes_down": round.log.bytes_down,
+        "dropped": len(round.dropped),
+    }
+
+
+def dense_bytes(model: Mapping[str, Tensor]) -> float:
+    """Return the bytes of all parameters of a model at 32 bits each."""
+    return 4.0 * sum(tensor.numel() for tensor in model.values() if tensor.is_floating_point())
+
+
+def star_traffic(log: RoundLog, paper_bytes: tuple[float, float]) -> dict[str, Any]:
+    """Return who carried how much in a star, whose server is the busiest node; ``paper_bytes`` are (down, up)."""
+    paper_down, paper_up = paper_bytes
+    heavier = [max(row["bytes_up"], row["bytes_down"]) for row in log.clients.values()]
+    return {
+        "busiest_node_bytes": max(log.bytes_up, log.bytes_down),
+        "node_bytes_mean": sum(heavier) / max(len(heavier), 1),
+        "paper_bytes_down": paper_down,
+        "paper_bytes_up": paper_up,
+        "paper_busiest_bytes": max(paper_down, paper_up),
+    }
+
+
+def digest_in(fields: wire.Fields) -> str:
+    """Return the digest of the client's model. Raises ``ValueError`` for what is none."""
+    digest = fields.get("digest")
+    if not (isinstance(digest, str) and len(digest) == 64 and set(digest) <= set("0123456789abcdef")):
+        raise ValueError(f"field 'digest' is {reprlib.repr(digest)}, allowed: 64 hexadecimal digits")
+    return digest
+
+
+def evaluation_row(fields: wire.Fields, prunable: Collection[str]) -> dict[str, Any]:
+    """Check what a client says of its evaluation; return the columns of its row."""
+    return measures.row_of(Reply.EVALUATION, fields, layers=prunable)
+
+
+def of_evaluation(round: Round, rows: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+    """Return the columns of an evaluation: mean, spread and worst decile over the clients' rows, which change."""
+    for client, row in rows.items():
+        row |= measures.from_training(row, round.log.clients.get(client, {}))
+    return measures.over_clients(rows.values(), Reply.EVALUATION)

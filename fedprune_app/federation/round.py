@@ -1,0 +1,101 @@
+"""The values that travel through a round: the run's context, the round, what is sent, what is known of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import ArrayRecord
+
+from fedprune_app.config import Config
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine import wire
+from fedprune_app.engine.exchange import Answer
+from fedprune_app.engine.store import VersionedStore
+from fedprune_app.federation.clients import Roster
+from fedprune_app.results.recorder import Recorder
+
+log = logging.getLogger("flwr.fedprune")
+_NOTE = 200  # characters of a note
+_LOSS = 300  # characters of what a client says it lost
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """Everything that a strategy has of the run beside its model: settings, clients, and where results are kept."""
+
+    config: Config
+    clients: Roster
+    recorder: Recorder
+    checkpoints: VersionedStore
+    run_key: str  # names the run on the clients
+
+    def lose(self, client: int, text: str) -> None:
+        """Mark the run in run.json: from now on the run is not what it would have been without this loss."""
+        line = f"client {client}: {wire.one_line(text)[:_LOSS]}"
+        if line not in (losses := list(self.recorder.info.get("losses", []))):
+            self.recorder.annotate(losses=[*losses, line])
+
+
+@dataclass
+class RoundLog:
+    """This is what is known so far of the exchanges of one round."""
+
+    failures: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # losses that clients report
+    declined: dict[int, str] = field(default_factory=dict)  # by client: its privacy budget does not bear the round
+    stragglers: int = 0
+    replies: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    clients: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def count(self, answer: Answer) -> dict[str, Any]:
+        """Count the bytes of an answer; return the row of its client, in which they are counted too."""
+        self.bytes_up += answer.bytes_up
+        self.bytes_down += answer.bytes_down
+        row = self.clients.setdefault(answer.client, {"bytes_up": 0, "bytes_down": 0})
+        row["bytes_up"] += answer.bytes_up
+        row["bytes_down"] += answer.bytes_down
+        return row
+
+    def fail(self, exchange: str, answer: Answer, reason: str) -> None:
+        """Record that an answer of this ``exchange`` does not count."""
+        text = f"client {answer.client}: {wire.one_line(reason)}"
+        self.failures.append(text)
+        self.stragglers += answer.late
+        log.warning("%s: %s", exchange, text)
+
+    def note(self, client: int, text: str) -> None:
+        """Record, once, what a client lost or what was left out because of it."""
+        line = f"client {client}: {wire.one_line(text)[:_NOTE]}"
+        if line not in self.notes:
+            self.notes.append(line)
+            log.warning("%s", line)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round: its number from 1, and its clients in ascending order. ``log`` grows while the round goes on."""
+
+    number: int
+    sampled: tuple[int, ...]  # drawn from those whose privacy budget bears the round
+    dropped: tuple[int, ...] = ()  # of the sampled, those who drop out
+    participants: tuple[int, ...] = ()  # who is asked to train
+    evaluates: bool = False  # whether all clients are evaluated after the round
+    log: RoundLog = field(default_factory=RoundLog, compare=False)
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """One message to a client: a payload, other clients' updates by client (encoded as they came), named values.
+
+    A strategy that yields one payload object to several clients in a row has it encoded once.
+    """
+
+    client: int
+    payload: Payload = field(default_factory=lambda: Payload({}))
+    peer_updates: Mapping[int, ArrayRecord] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict)

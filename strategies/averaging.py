@@ -1,0 +1,60 @@
+"""Systems that average their clients' models: which average ``robust`` asks for, and how much a client counts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from fedprune_app.config import ConfigError
+from fedprune_app.core.aggregate import MaskedMean
+from fedprune_app.core.payload import Payload
+from fedprune_app.core.robust import BoundedMean, TrimmedMean
+from fedprune_app.federation.round import Round, RunContext
+from strategies.base import FederatedStrategy
+
+
+class AveragingStrategy(FederatedStrategy):
+    """The new model is the average of the replies, by default a masked mean in which all clients count alike."""
+
+    averages = True
+
+    def __init__(
+        self, context: RunContext, model: Mapping[str, Tensor] | None = None, prunable: frozenset[str] = frozenset()
+    ) -> None:
+        super().__init__(context, model, prunable)
+        self.check_robust()
+
+    def averaging(self, count: int, max_weight: int = 1) -> MaskedMean | BoundedMean | TrimmedMean:
+        """Return the average that ``robust`` asks for, of at most ``count`` models with the server's coordinates."""
+        config = self.config
+        if config.robust == "trimmed-mean":
+            return TrimmedMean(config.robust_trim)
+        mean = MaskedMean(count, max_weight)
+        return BoundedMean(mean, self.model, config.robust_norm) if config.robust == "clip" else mean
+
+    def weight_of(self, client: int) -> int:
+        """Return the client's number of examples, which the client chose; 1 for every client under ``robust``."""
+        return self.clients[client].num_examples if self.config.robust == "none" else 1
+
+    def check_robust(self) -> None:
+        """Refuse a robust average that would never move anything. Raises :class:`ConfigError`."""
+        trim, count = self.config.robust_trim, self.participation.sample_size(len(self.clients))
+        if self.config.robust == "trimmed-mean" and trim and int(trim * count + 1e-9) < 1:
+            allowed = f"{math.ceil(1000 / count) / 1000:g} to below 0.5" if count > 2 else "another value of robust"
+            raise ConfigError(
+                f"robust-trim is {trim:g}, allowed with {count} clients a round: {allowed} "
+                "(a coordinate of which no value can be left out stays where it is)"
+            )
+
+    # --- the plain mean, which systems override --------------------------------------------------------------------
+
+    def begin(self, round: Round) -> None:
+        self.mean = self.averaging(len(round.participants))
+
+    def receive(self, round: Round, client: int, update: Payload) -> None:
+        self.mean.add(update)
+
+    def end(self, round: Round) -> None:
+        self.model = self.mean.mean(self.model)

@@ -1,0 +1,145 @@
+"""From flat keys to a configuration and back; what cannot be is refused in one line."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from fedprune_app.config import (
+    OPTIONS,
+    ConfigError,
+    Kind,
+    flatten,
+    parse_config,
+    paths_from_here,
+    read_toml,
+    to_toml,
+    written_below,
+)
+from fedprune_app.registry import check_names
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.name)
+def test_every_config_file_is_valid(path):
+    expected = {"quickstart": "subfedavg"}.get(path.stem, path.stem)
+    assert check_names(parse_config(read_toml(path))).system == expected
+
+
+def test_parsing_the_flat_form_gives_the_configuration_back():
+    config = parse_config({"subfedavg.target-rate": 30, "learning-rate": 1, "out-dir": "/tmp/x"})
+    assert config.subfedavg.target_rate == 30.0
+    assert parse_config(config.to_dict()) == config
+    assert parse_config(flatten(tomllib.loads(to_toml(config.to_dict())))) == config
+
+
+def test_a_list_of_one_number_may_come_as_a_number():
+    config = parse_config({"fedspallm.layer-shares": 0.5, "fedspallm.segment-counts": 8})
+    assert (config.fedspallm.layer_shares, config.fedspallm.segment_counts) == ("0.5", "8")
+    assert parse_config(flatten(tomllib.loads(to_toml(config.to_dict())))) == config
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("num-sever-rounds", 3, "unknown key 'num-sever-rounds': did you mean 'num-server-rounds'?"),
+        ("batch-size", 0, "batch-size is 0, allowed: at least 1"),
+        ("batch-size", 2.5, "batch-size is 2.5, allowed: a whole number"),
+        ("batch-size", True, "batch-size is True, allowed: a whole number"),
+        ("fraction-train", 0.0, "fraction-train is 0.0, allowed: above 0 and at most 1"),
+        ("fraction-train", "half", "fraction-train is 'half', allowed: a number"),
+        ("learning-rate", float("nan"), "learning-rate is nan, allowed: a finite number"),
+        ("learning-rate", 10**400, "learning-rate is a number of 401 digits, allowed: a finite number"),
+        ("momentum", 1.0, "momentum is 1.0, allowed: at least 0 and below 1"),
+        ("download", "yes", "download is 'yes', allowed: true or false"),
+        ("test-split", "all", "test-split is 'all', allowed: labels, proportional, holdout"),
+        ("subfedavg.target-rate", 100, "subfedavg.target-rate is 100.0, allowed: at least 0 and below 100"),
+        ("out-dir", "runs/x", "out-dir is 'runs/x', allowed: an absolute path"),
+        ("system", "fedfoo", "system is 'fedfoo', allowed: subfedavg"),
+        ("fedspallm.window", 1, "fedspallm.window is 1, allowed: 0, or at least 2"),
+        ("fedspallm.layer-shares", True, "fedspallm.layer-shares is True, allowed: a text"),
+        ("dataset", "mnits", "dataset is 'mnits', allowed: digits"),
+        ("partition", "split", "partition is 'split', allowed: iid"),
+        ("model", "lenet", "model is 'lenet', allowed: auto"),
+    ],
+)
+def test_a_wrong_value_is_one_line_that_names_key_value_and_what_is_allowed(key, value, says):
+    with pytest.raises(ConfigError) as caught:
+        check_names(parse_config({key: value}))
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"classes": "cat"}, "classes is 'cat', allowed: at least two names, each once"),
+        ({"classes": "cat, dog"}, "classes is 'cat, dog', allowed with dataset 'digits': nothing"),
+        ({"robust": "clip"}, "robust-norm is 0.0, allowed with robust 'clip': above 0"),
+        ({"robust-norm": 1}, "robust-norm is 1.0, allowed with robust 'none': 0"),
+        ({"out-dir": "/a", "resume-from": "/b"}, "out-dir is '/a', allowed with resume-from: that same folder"),
+        ({"validation-fraction": 0}, "allowed with subfedavg.gate-split 'validation': above 0"),
+        ({"system": "subfedavg-hy", "subfedavg.channel-fraction": 0.5}, "subfedavg.channel-fraction is 0.5, allowed"),
+        ({"dispfl.densities": "0.2 2"}, "dispfl.densities is '0.2 2', allowed: numbers above 0 and at most 1"),
+        ({"dispfl.topology": "file"}, "dispfl.adjacency-file is '', allowed with dispfl.topology 'file': a path"),
+        ({"dpsgd.adjacency-file": "/a"}, "dpsgd.adjacency-file is '/a', allowed with dpsgd.topology 'random': nothing"),
+        ({"system": "fedfomo", "validation-fraction": 0}, "allowed with system 'fedfomo', which weighs by it: above 0"),
+        ({"fedp3.layers": "fc1"}, "fedp3.layers is 'fc1', allowed with fedp3.layer-set 'lowerb': nothing"),
+        ({"fedp3.layer-set": "by-hand"}, "fedp3.layers is '', allowed with fedp3.layer-set 'by-hand': sets of layers"),
+        ({"fedp3.capacities": "a"}, "fedp3.capacities is 'a', allowed: numbers above 0 and at most 1"),
+        ({"system": "fedcr", "fedp3.local": "uniform"}, "fedp3.local is 'uniform', allowed with system 'fedcr'"),
+        ({"system": "fedcr", "fedp3.head-epochs": 1}, "fedp3.head-epochs is 1, allowed with system 'fedcr': 0"),
+        ({"system": "ldp-fedp3"}, "dp.enabled is False, allowed with system 'ldp-fedp3', which promises privacy: true"),
+        ({"fjord.widths": "0"}, "fjord.widths is '0', allowed: numbers above 0 and at most 1"),
+        ({"system": "fedltp", "validation-fraction": 0}, "allowed with fedltp.validators 'all': above 0"),
+        ({"dp.enabled": True}, "allowed with dp.enabled: one of them above 0"),
+        ({"fedspallm.pattern": "4:2"}, "fedspallm.pattern is '4:2', allowed: n:m with n at least 1 and at most m"),
+        ({"fedspallm.segment-counts": "1 0"}, "fedspallm.segment-counts is '1 0', allowed: whole numbers, at least 1"),
+        ({"fedspallm.evaluation-texts": "a=b"}, "fedspallm.evaluation-texts has 'a=b', allowed: name=path"),
+        ({"fedspallm.ties": "wanda", "fedspallm.pruner": "magnitude"}, "fedspallm.ties is 'wanda', allowed"),
+        ({"fedspallm.expansion": "global", "fedspallm.pattern": "2:4"}, "fedspallm.expansion is 'global', allowed"),
+        ({"fedspallm.pattern": "2:5"}, "fedspallm.block-size is 128, allowed with a pattern: a multiple of 5"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_settings_that_do_not_go_together_are_one_line(settings, says):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(settings)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_resuming_into_another_folder_is_refused():
+    with pytest.raises(ConfigError, match="out-dir"):
+        parse_config({"out-dir": "/a", "resume-from": "/b"})
+
+
+# --- paths ------------------------------------------------------------------------------------------------------------
+
+
+def test_paths_on_a_command_line_begin_where_the_command_was_typed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").mkdir()
+    here = {key: "there/x" for key, option in OPTIONS.items() if option.kind.is_path}
+    given = {**here, "model": "llama", "fedspallm.evaluation-texts": "a=one.txt, b=/two.txt", "seed": 3, "unknwon": "x"}
+    found = paths_from_here(given)
+    assert list(found) == list(given)
+    for key in here:
+        is_said_by_out = OPTIONS[key].kind is Kind.RUN_FOLDER
+        assert found[key] == ("there/x" if is_said_by_out else str(tmp_path / "there" / "x"))
+    assert found["model"] == str(tmp_path / "llama")
+    assert found["fedspallm.evaluation-texts"] == f"a={tmp_path / 'one.txt'},b=/two.txt"
+    assert paths_from_here({"model": "lenet5", "data-dir": ""}) == {"model": "lenet5", "data-dir": ""}
+    assert (found["seed"], found["unknwon"]) == (3, "x")
+
+
+def test_a_rehearsal_writes_in_its_own_folder_alone():
+    written = [key for key, option in OPTIONS.items() if option.kind in (Kind.RUN_FOLDER, Kind.STATE_FOLDER)]
+    assert {"out-dir", "resume-from", "state-dir", "dp.ledger-dir"} <= set(written)
+    given = {**dict.fromkeys(written, "/real"), "data-dir": "/data", "seed": 3}
+    values = written_below(Path("/scratch"), parse_config(given)).to_dict()
+    assert "/real" not in values.values()
+    assert (values["out-dir"], values["data-dir"], values["seed"]) == ("/scratch", "/data", 3)

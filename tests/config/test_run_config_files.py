@@ -1,0 +1,55 @@
+"""Settings as text: run-config files, and ``key=value`` on a command line."""
+
+from __future__ import annotations
+
+import tomllib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedprune_app.config import ConfigError, parse_override, read_toml, to_toml
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("seed=3", ("seed", 3)),
+        ("learning-rate=1e-2", ("learning-rate", 0.01)),
+        ("download=true", ("download", True)),
+        ("dataset=cifar10", ("dataset", "cifar10")),
+        ("data-dir=/a b/c", ("data-dir", "/a b/c")),
+        ("subfedavg.target-rate=70", ("subfedavg.target-rate", 70)),
+    ],
+)
+def test_overrides_are_read_as_toml_or_text(text, expected):
+    assert parse_override(text) == expected
+
+
+@pytest.mark.parametrize("text", ["seed", "=3", "seed=[1, 2]"])
+def test_a_malformed_override_is_refused(text):
+    with pytest.raises(ConfigError):
+        parse_override(text)
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z][a-z-]{0,8}(\.[a-z]{1,5})?", fullmatch=True), st.text(), max_size=4))
+def test_any_text_survives_being_written_as_toml(values):
+    assert tomllib.loads(to_toml(values)) == values
+
+
+@pytest.mark.parametrize("text", ["a = " + "[" * 100_000, "a = " + "{a=" * 100_000], ids=["lists", "tables"])
+def test_a_config_nested_without_end_is_one_line(text, tmp_path):
+    deep = tmp_path / "deep.toml"
+    deep.write_text(text)
+    with pytest.raises(ConfigError, match=r"deep.toml' cannot be read: it is nested too deeply$"):
+        read_toml(deep)
+    assert parse_override(text.replace(" ", "", 2)) == ("a", text.partition("= ")[2])
+
+
+def test_a_config_file_that_is_missing_or_broken_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere.toml' does not exist"):
+        read_toml(tmp_path / "nowhere.toml")
+    broken = tmp_path / "broken.toml"
+    broken.write_text("a = = 1")
+    with pytest.raises(ConfigError, match=r"broken.toml' cannot be read"):
+        read_toml(broken)

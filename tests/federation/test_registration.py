@@ -1,0 +1,165 @@
+"""Who is let into a run, and who is left out with which reason."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.supercore.task_identity import TaskIdentity
+
+from fedprune_app import client_app
+from fedprune_app.config import DEFAULTS
+from fedprune_app.engine.exchange import TooFewReplies
+from fedprune_app.engine.inprocess import InProcessGrid
+from fedprune_app.federation.clients import TextClientInfo
+from fedprune_app.federation.registration import register_clients
+from tests.conftest import tampered_app
+
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture(autouse=True)
+def _task() -> None:
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, SUPERLINK_NODE_ID, 1
+
+
+def test_the_roster_is_in_partition_order_whatever_the_node_ids():
+    grid = InProcessGrid(client_app.app, 5, DEFAULTS)
+    roster, left_out = register_clients(grid, 30, KEY)
+    assert left_out == []
+    assert list(roster) == [0, 1, 2, 3, 4]
+    assert [info.node_id for info in roster.values()] != sorted(info.node_id for info in roster.values())
+    assert sum(info.num_examples for info in roster.values()) + sum(
+        sum(info.label_counts["validation"]) for info in roster.values()
+    ) == sum(sum(info.label_counts[part]) for info in roster.values() for part in ("train", "validation"))
+    assert roster[0].image_shape == (1, 8, 8)
+
+
+def test_a_node_that_cannot_start_is_left_out_with_its_reason():
+    grid = InProcessGrid(client_app.app, 3, DEFAULTS)
+    lost = next(node for node, context in grid._contexts.items() if context.node_config["partition-id"] == 1)
+    grid._contexts[lost].run_config["dataset"] = "mnist"
+    roster, left_out = register_clients(grid, 30, KEY)
+    assert list(roster) == [0, 2]
+    assert len(left_out) == 1
+    assert "data-dir" in left_out[0]
+
+
+def introduced(*said: tuple[int, dict[str, object]], clients: int = 4):
+    """The roster, and who is left out of it, where these partitions say this of themselves."""
+
+    def lie(request, reply, partition):
+        reply.content["fields"].update(dict(said).get(partition, {}))
+        return reply
+
+    return register_clients(InProcessGrid(tampered_app(query=lie), clients, DEFAULTS), 30, KEY)
+
+
+def test_two_nodes_of_one_partition_are_both_left_out_and_the_others_go_on():
+    roster, left_out = introduced((3, {"partition": 1}))
+    assert list(roster) == [0, 2]
+    assert len(left_out) == 2
+    assert all("and another claim partition-id 1, allowed: one each" in reason for reason in left_out)
+
+
+@pytest.mark.parametrize(
+    ("lie", "says"),
+    [
+        ({"image-shape": [3, 32, 32]}, "has images (3, 32, 32) of 10 classes, allowed: as most have, (1, 8, 8) of 10"),
+        ({"image-shape": [4096, 4096, 4096]}, "field 'image-shape' is"),
+        ({"image-shape": [1, 4096, 4096], "num-classes": 10**6, "labels-train": []}, "field 'image-shape' is"),
+        ({"num-classes": 10**5}, "field 'labels-train' is"),
+        ({"labels-train": [1] * 2_000_000}, "field 'labels-train' is"),
+        ({"labels-test": ["\x1b[2J" * 10**5] * 10}, "field 'labels-test' is"),
+        ({"labels-test": ["\x1b[2J" * 10**6] * 10}, "its reply is refused: it has 1 records and 40000"),
+        ({"classes": ["x"] * 10**6}, "field 'classes' is"),
+        ({"num-examples": 0}, "field 'num-examples' is 0"),
+        ({"num-examples": "9" * 10**6}, "field 'num-examples' is '999"),
+        ({"partition": 2**40}, "field 'partition' is"),
+        ({"capacity": math.nan}, "field 'capacity' is nan"),
+        ({"own-data": True, "partition": 99}, "says that it is 99, allowed: its"),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_who_says_of_itself_what_cannot_be_is_left_out_alone(lie, says):
+    roster, left_out = introduced((0, lie))
+    assert list(roster) == [1, 2, 3]
+    (reason,) = left_out
+    assert says in reason
+    assert len(reason) < 600
+    assert reason.isprintable()
+
+
+def text_client(partition: int, **said) -> TextClientInfo:
+    fields = {"partition": partition, "num-examples": 5, "shell-digest": "s", "layer-digests": ["a", "b"]}
+    return TextClientInfo.read(partition, {**fields, **{key.replace("_", "-"): value for key, value in said.items()}})
+
+
+def test_what_clients_of_text_say_is_bounded():
+    assert text_client(1).unlike(text_client(2, layer_digests=["c"], shell_digest="t")) == ""  # not theirs to decide
+    with pytest.raises(ValueError, match=r"field 'documents' is .*, allowed: at most 64 texts"):
+        text_client(0, documents=["x"] * 10**6)
+    with pytest.raises(ValueError, match=r"field 'layer-digests' is .*, allowed: at most 1024 texts"):
+        text_client(0, layer_digests=["x"] * 10**6)
+
+
+@pytest.mark.parametrize("partition", [None, "1", -1, 2])
+def test_a_node_without_a_proper_partition_is_told_so(partition):
+    grid = InProcessGrid(client_app.app, 2, DEFAULTS)
+    for context in grid._contexts.values():
+        context.node_config["partition-id"] = partition
+    with pytest.raises(TooFewReplies, match="node-config has partition-id"):
+        register_clients(grid, 30, KEY)
+
+
+@pytest.mark.parametrize("key", ["", "../../etc", "0123456789abcdeg", "0" * 17])
+def test_a_client_writes_nowhere_on_a_key_that_is_none(key):
+    grid = InProcessGrid(client_app.app, 2, DEFAULTS)
+    with pytest.raises(TooFewReplies, match="run-key is"):
+        register_clients(grid, 30, key)
+
+
+def test_a_federation_without_clients_is_refused():
+    with pytest.raises(ValueError, match="num-supernodes is 0"):
+        InProcessGrid(client_app.app, 0, DEFAULTS)
+
+
+# --- a window of messages ---------------------------------------------------------------------------------------------
+
+
+class Arriving(InProcessGrid):
+    """One more node is connected each time it is asked which there are."""
+
+    asked = 0
+
+    def get_node_ids(self):
+        self.asked += 1
+        return list(super().get_node_ids())[: self.asked]
+
+
+def test_a_run_begins_when_enough_clients_are_there_and_says_how_many_are():
+    said = []
+    roster, left_out = register_clients(Arriving(client_app.app, 5, DEFAULTS), 30, KEY, least=3, say=said.append)
+    assert len(roster) == 3
+    assert left_out == []
+    assert said == ["waiting for clients: 1 of 3 connected", "waiting for clients: 2 of 3 connected"]
+
+
+def test_too_few_clients_are_waited_for_no_longer_than_allowed():
+    started = time.monotonic()
+    grid = InProcessGrid(client_app.app, 2, DEFAULTS)
+    with pytest.raises(
+        TooFewReplies,
+        match=r"^2 of the 3 clients that the run waits for connected within startup-seconds = 0.5$",
+    ):
+        register_clients(grid, 0.5, KEY, least=3)
+    assert 0.5 <= time.monotonic() - started < 5
+
+
+def test_clients_that_cannot_take_part_do_not_count_as_there():
+    grid = InProcessGrid(client_app.app, 3, DEFAULTS)
+    next(iter(grid._contexts.values())).run_config["dataset"] = "mnist"
+    with pytest.raises(TooFewReplies, match=r"^2 of the 3 clients that .* can take part; first reason: .*data-dir"):
+        register_clients(grid, 30, KEY, least=3)

@@ -1,0 +1,217 @@
+"""Letters go in and out unread; the disk is as unreliable as it may be."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord
+
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine import wire
+from fedprune_app.federation.update_store import UpdateStore
+
+ROOM = 10**6
+
+
+def update(number: int = 0) -> wire.EncodedArrays:
+    """All of one size, no two the same."""
+    tensors = {"w": torch.full((20, 50), float(number)), "b": torch.arange(3.0)}
+    return wire.to_arrays(Payload.pruned(tensors, {"w": torch.arange(1000).reshape(20, 50) % 3 == 0}))
+
+
+SIZE = sum(map(len, wire.to_bytes(update()).values()))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> UpdateStore:
+    return UpdateStore(tmp_path / "mailbox")
+
+
+def reopened(store: UpdateStore, cache_bytes: int = ROOM) -> UpdateStore:
+    return UpdateStore(store.folder, cache_bytes)
+
+
+def content(store: UpdateStore, client: int, round: int) -> dict[str, bytes]:
+    return wire.to_bytes(store.get(client, round))
+
+
+@pytest.mark.parametrize("data", [b"any bytes, for nobody reads them", bytes(range(256)), b"\xff" * 1001, b""])
+def test_what_was_put_comes_back_byte_for_byte_also_from_disk(store, data):
+    store.put(7, 3, wire.from_bytes({"fp1": data}), ROOM)
+    assert content(store, 7, 3) == content(reopened(store), 7, 3) == {"fp1": data}
+
+
+def test_an_update_comes_back_as_the_payload_it_was(store):
+    store.put(0, 1, update(4), ROOM)
+    assert wire.from_arrays(reopened(store).get(0, 1), ROOM).digest() == wire.from_arrays(update(4), ROOM).digest()
+
+
+def test_an_update_is_put_as_it_came_off_the_network(store):
+    """There it is a plain record, not one of ours that knows its size."""
+    store.put(0, 1, ArrayRecord(dict(update(4).items())), ROOM)
+    assert content(store, 0, 1) == wire.to_bytes(update(4))
+
+
+def test_every_client_and_round_has_its_own_update(store):
+    keys = [(client, round) for client in (0, 1, 10) for round in (1, 2, 12)]
+    for number, (client, round) in enumerate(keys):
+        store.put(client, round, update(number), ROOM)
+    for number, (client, round) in reversed(list(enumerate(keys))):
+        assert content(store, client, round) == wire.to_bytes(update(number))
+
+
+def test_a_resumed_run_finds_the_updates_that_its_checkpoint_names(store):
+    """Checkpoints go back two rounds, so a letter is still there when its sender has sent two more."""
+    for round in (4, 6, 7):
+        store.put(0, round, update(round), ROOM)
+    assert [content(reopened(store), 0, round) for round in (4, 6, 7)] == [wire.to_bytes(update(r)) for r in (4, 6, 7)]
+
+
+def test_the_disk_holds_three_updates_of_a_client_however_long_the_run(store):
+    for round in range(1, 10):
+        for client in (0, 1):
+            store.put(client, round, update(round), ROOM)
+    assert len([path for path in store.folder.rglob("*") if path.is_file()]) == 6
+    with pytest.raises(ValueError, match="round-00006"):
+        store.get(1, 6)
+
+
+def test_an_abandoned_future_is_forgotten_and_the_past_is_not(store):
+    for client, rounds in ((0, (1, 2, 3)), (1, (2,)), (2, (3,))):
+        for round in rounds:
+            store.put(client, round, update(round), ROOM)
+    again = reopened(store)
+    again.drop_after(2)
+    for client, round in ((0, 1), (0, 2), (1, 2)):
+        assert content(again, client, round) == wire.to_bytes(update(round))
+    for client in (0, 2):
+        with pytest.raises(ValueError, match="round-00003"):
+            again.get(client, 3)
+
+
+def test_a_store_that_nobody_wrote_to_has_no_future_to_forget(store):
+    store.drop_after(0)
+    assert not store.folder.exists()
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"\xff" * 100, "cut", "missing"])
+def test_an_update_that_cannot_be_read_is_one_line_that_names_its_file(store, damage):
+    store.put(3, 5, update(), ROOM)
+    (path,) = store.folder.rglob("*.safetensors")
+    if damage == "missing":
+        path.unlink()
+    elif damage == "cut":
+        path.write_bytes(path.read_bytes()[:-1])
+    elif damage is not None:
+        path.write_bytes(damage)
+    if damage is None:
+        assert content(reopened(store), 3, 5) == wire.to_bytes(update())
+        return
+    with pytest.raises(ValueError, match=r"00003/round-00005\.safetensors' is damaged") as caught:
+        reopened(store).get(3, 5)
+    assert "\n" not in str(caught.value)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def test_an_update_of_more_bytes_than_its_model_is_refused_and_leaves_nothing(store):
+    with pytest.raises(ValueError, match=f"has {SIZE} bytes, allowed: at most {SIZE - 1}"):
+        store.put(0, 1, update(), SIZE - 1)
+    assert not store.folder.exists()
+    store.put(0, 1, update(), SIZE)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        Array("uint8", (3,), "numpy.ndarray", b"abc"),
+        Array("float32", (3,), "fedprune.codec", b"abc"),
+        Array("uint8", (3,), "", b"abc"),
+    ],
+)
+def test_arrays_that_no_codec_made_are_refused_and_leave_the_update_before(store, array):
+    store.put(0, 1, update(), ROOM)
+    with pytest.raises(ValueError, match="array 'fp1' is of type"):
+        store.put(0, 2, ArrayRecord({"fp1": array}), ROOM)
+    assert content(reopened(store), 0, 1) == wire.to_bytes(update())
+    with pytest.raises(ValueError, match="round-00002"):
+        store.get(0, 2)
+
+
+# --- what stays in memory ---------------------------------------------------------------------------------------------
+
+
+def remembered(store: UpdateStore, reads: list[int], cache_bytes: int) -> list[int]:
+    """Whose updates a store still has in memory after these reads: those that outlive their files."""
+    store = reopened(store, cache_bytes)
+    for client in reads:
+        assert content(store, client, 1) == wire.to_bytes(update(client))
+    shutil.rmtree(store.folder)
+    found = []
+    for client in sorted(set(reads)):
+        try:
+            assert content(store, client, 1) == wire.to_bytes(update(client))
+            found.append(client)
+        except ValueError:
+            pass
+    return found
+
+
+@pytest.mark.parametrize(
+    ("reads", "stay"),
+    [
+        ([0, 1, 2], [1, 2]),
+        ([0, 1, 0, 2], [0, 2]),  # used last, not put in last
+        ([0, 0, 0, 0, 1], [0, 1]),  # reading again takes no more room
+        ([0, 1, 2, 3, 0, 1, 2, 3, 4], [3, 4]),  # what left gave its room back
+        ([4, 3, 4, 0, 4, 1], [1, 4]),
+    ],
+)
+def test_the_updates_read_last_stay_in_memory_as_far_as_there_is_room(store, reads, stay):
+    for client in range(5):
+        store.put(client, 1, update(client), ROOM)
+    assert remembered(store, reads, cache_bytes=2 * SIZE + SIZE // 2) == stay
+
+
+@pytest.mark.parametrize(("cache_bytes", "count"), [(3 * SIZE, 3), (3 * SIZE - 1, 2), (SIZE, 1)])
+def test_the_updates_in_memory_never_exceed_their_bound(store, cache_bytes, count):
+    for client in range(5):
+        store.put(client, 1, update(client), ROOM)
+    assert len(remembered(store, [0, 1, 2, 3, 4], cache_bytes)) == count
+
+
+def test_an_update_larger_than_all_of_the_room_can_be_read(store):
+    store.put(0, 1, update(), ROOM)
+    assert remembered(store, [0, 0], cache_bytes=SIZE - 1) in ([], [0])
+
+
+def test_an_update_for_many_is_measured_once(store, monkeypatch):
+    store.put(0, 1, update(), ROOM)
+    measured = []
+    real = wire.recorddict_to_proto
+    monkeypatch.setattr(wire, "recorddict_to_proto", lambda record: measured.extend(record) or real(record))
+    for _ in range(3):
+        assert store.get(0, 1).item_bytes("letter/0") > SIZE
+    assert measured == ["letter/0"]
+
+
+@pytest.mark.parametrize("names", [[], ["__metadata__"], ["fp1", "more"], ["fp2"]])
+def test_an_update_whose_arrays_no_file_could_hold_is_refused_before_it_is_kept(tmp_path, names):
+    with pytest.raises(ValueError, match="allowed: exactly 'fp1'"):
+        UpdateStore(tmp_path).put(0, 1, wire.from_bytes(dict.fromkeys(names, b"abc")), ROOM)
+
+
+def test_an_update_that_was_read_does_not_outlive_its_round_or_its_successor(tmp_path):
+    store = UpdateStore(tmp_path)
+    for round in (1, 2):
+        store.put(0, round, update(round), ROOM)
+        store.get(0, round)
+    store.drop_after(1)
+    with pytest.raises(ValueError, match="round-00002"):
+        store.get(0, 2)
+    store.put(0, 1, update(9), ROOM)
+    assert wire.to_bytes(store.get(0, 1)) == wire.to_bytes(update(9))
