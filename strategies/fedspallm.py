@@ -295,7 +295,6 @@ class FedSpaLLM(FederatedStrategy):
         errors = sum(row.pop("error_sum", 0.0) for row in rows)
         num_weights = self.dense.num_parameters()[1]
         return {
-            **self.exchanged(round),
             "loss_mean": errors / num_pruned if num_pruned else None,
             "density_global": self._kept("kept") / num_weights,
             "density_before_expansion": self._kept("kept_before_expansion") / num_weights,
@@ -330,7 +329,7 @@ class FedSpaLLM(FederatedStrategy):
 
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
         """Yield nothing but the question: each client measures its own model, the server the global one."""
-        return self.broadcast(self.clients, Payload({}))
+        return Outgoing.to_each(self.clients, Payload({}))
 
     def evaluation_row(self, client: int, fields: wire.Fields) -> dict[str, Any]:
         own_data = self.clients[client].own_data
