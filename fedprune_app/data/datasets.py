@@ -348,7 +348,7 @@ def _decoded(folder: Path, part: str, members: list[tuple[os.DirEntry[str], int]
             if (cached := _cached(file)) is None:
                 directory.mkdir(parents=True, exist_ok=True)
                 with FileLock(directory / f"{part}.lock"):
-                    if (cached := _cached(file)) is None:  # nobody else made it meanwhile
+                    if (cached := _cached(file)) is None:  # no other process made it meanwhile
                         if file.exists():
                             log.warning("the cache '%s' is damaged and is made again", file)
                         images = _decode(folder, paths) if images is None else images
@@ -361,7 +361,7 @@ def _decoded(folder: Path, part: str, members: list[tuple[os.DirEntry[str], int]
     return (_decode(folder, paths) if images is None else images), labels
 
 
-_READING = b"2"  # of the way in which files become pixels: a cache of another way is not used
+_READING = b"2"  # version of the way in which files become pixels: a cache of another version is not used
 _DIM = 1 << 12
 
 

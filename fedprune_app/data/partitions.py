@@ -218,7 +218,7 @@ def _equal_volume_counts(holds: NDArray[np.bool_], sizes: NDArray[np.int64]) -> 
     """(K, C) counts: positive where held, columns sum to the class's size, rows as equal as that allows."""
     num_clients = len(holds)
     holders = holds.sum(axis=0)
-    spare = np.where(holders > 0, sizes - holders, 0)  # beyond the one that every holder gets
+    spare = np.where(holders > 0, sizes - holders, 0)  # samples beyond the one that every holder gets
     volume = sizes[holders > 0].sum() / num_clients - holds.sum(axis=1)
     shares = holds.astype(np.float64)
     for _ in range(100):  # iterative proportional fitting; it ends on the columns, which must be exact

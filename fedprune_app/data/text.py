@@ -26,8 +26,9 @@ TEXTS = {
 Encoder = Callable[[str], Tensor]
 """Maps a text to its token ids (tokens,)."""
 
-# What clients hold and what perplexity is measured on is in no model that was trained on the rest. The first are the
-# most unlike each other, and large: networking, mail, a window toolkit, tables of characters, tests, a parser maker.
+# Clients hold _PRIVATE and perplexity is measured on _HELD_OUT; no model here is trained on either. The first packages
+# of _PRIVATE are large and most unlike each other: networking, mail, a window toolkit, tables of characters, tests, a
+# parser maker.
 _PRIVATE = (
     "asyncio", "email", "tkinter", "encodings", "unittest", "lib2to3", "xml", "idlelib", "multiprocessing", "importlib",
     "http", "logging", "urllib", "html", "re", "xmlrpc", "concurrent", "ctypes", "wsgiref", "collections", "json",
@@ -36,7 +37,7 @@ _PRIVATE = (
 _HELD_OUT = ("statistics", "textwrap", "fractions", "calendar", "bisect", "heapq")
 _SKIPPED = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "turtledemo"))
 _JOINS = {"wikitext": "\n\n", "ptb": " ", "c4": " "}
-_LIMITS = {"c4": (1100, 256)}  # documents, and windows
+_LIMITS = {"c4": (1100, 256)}  # at most so many documents, and windows
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def _joined(name: str, path: Path) -> tuple[str, int]:
     else:
         with _opened(path) as file:
             lines = list(itertools.islice(file, max_documents))
-        if corpus == "wikitext":  # with their ends, as the hub's dataset has them, but for blank lines, which are empty
+        if corpus == "wikitext":  # lines keep their ends and blank lines are empty, as in the hub's dataset
             lines = [line if line.strip() else "" for line in lines]
         else:
             lines = [line.strip() for line in lines]

@@ -46,7 +46,7 @@ def fast_layout(model: nn.Module) -> Iterator[None]:
     weights = [p for p in model.parameters() if p.dim() == 4 and p.device.type == "cpu"]
     own_memory = [weight.data for weight in weights]
     for weight in weights:
-        # Not .contiguous(): that leaves the strides, and thereby the hint, of a single input channel alone.
+        # Not .contiguous(): with a single input channel it keeps the strides, from which torch reads the layout.
         weight.data = torch.empty_like(weight, memory_format=torch.channels_last).copy_(weight.data)
     try:
         yield

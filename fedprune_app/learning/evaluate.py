@@ -68,7 +68,7 @@ def dense_gradient(
     check_examples(images, labels)
     device = move_to_device(model, device)
     with module_mode(model, training=False), fast_layout(model):
-        # Leaves of their own: the gradients of the model's parameters, and which of them need one, do not matter.
+        # The leaves are detached, so the parameters' own gradients and requires_grad flags do not matter.
         leaves = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
         logits = torch.func.functional_call(model, leaves, (images.to(device),))
         loss = F.cross_entropy(logits, labels.to(device))

@@ -74,7 +74,7 @@ def sgd_step(work: Work, sgd: SGD) -> None:
     for i, (values, gradient) in enumerate(zip(work.values, work.gradients, strict=True)):
         if sgd.weight_decay:
             gradient.add_(values, alpha=sgd.weight_decay)
-        if work.kept is not None:  # after the decay: what is not active does not decay either
+        if work.kept is not None:  # after the decay: a weight that is not active does not decay either
             gradient.mul_(work.kept[i])
         change = gradient if work.velocity is None else work.velocity[i].mul_(sgd.momentum).add_(gradient)
         values.add_(change, alpha=-sgd.learning_rate)

@@ -42,9 +42,9 @@ def resolve_checkpoint(name: str, download: bool) -> Path:
     return folder.resolve() if folder.is_dir() else _of_hub(name, download)
 
 
-@lru_cache(maxsize=8)  # with ``download`` the hub is asked what is newest: once, not for every message of a run
+@lru_cache(maxsize=8)  # with ``download`` the hub is asked for the newest version once, not for every message of a run
 def _of_hub(name: str, download: bool) -> Path:
-    import_transformers()  # which brings the hub's client
+    import_transformers()  # transformers brings the hub's client
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -58,7 +58,7 @@ def _of_hub(name: str, download: bool) -> Path:
         raise ValueError(
             f"model is {name!r}: no such folder, and not in the hub cache; download=true fetches it"
         ) from None
-    except Exception as error:  # the hub's many ways to say no
+    except Exception as error:  # the hub refuses with many kinds of error
         raise ValueError(f"model {name!r} cannot be downloaded: {one_line(error)}") from None
     return snapshot if any(snapshot.glob("*.safetensors")) else _converted(name, snapshot, download)
 
@@ -78,14 +78,14 @@ def _converted(name: str, snapshot: Path, download: bool) -> Path:
         return folder
     transformers = import_transformers()
     with FileLock(f"{folder}.lock"):
-        if folder.is_dir():  # made while this one waited
+        if folder.is_dir():  # another process made the folder while this one waited
             return folder
         try:
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 name, use_safetensors=True, dtype="auto", local_files_only=not download
             )
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=not download)
-        except Exception as error:  # the hub's many ways to say no, and those of a config
+        except Exception as error:  # the hub, and a config, refuse with many kinds of error
             raise ValueError(f"model {name!r} has no safetensors: {one_line(error)}") from None
         with replacing_folder(folder) as new:
             model.save_pretrained(new)

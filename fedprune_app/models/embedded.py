@@ -27,7 +27,7 @@ from fedprune_app.models.llm import import_transformers
 log = logging.getLogger("flwr.fedprune")
 
 NAME = "byte-llama"
-_DIGESTS = "sha256.json"  # of the other files in the folder
+_DIGESTS = "sha256.json"  # the digests of the other files in the folder
 OnStep = Callable[[int, int, float], None]
 """Told (step, steps, loss) after every step."""
 
@@ -40,7 +40,7 @@ class Recipe:
     inner_width: int = 352
     num_layers: int = 5
     num_heads: int = 4
-    length: int = 128  # longer ones than it was trained on say little of the pruning
+    length: int = 128  # a model says little of pruning on longer sequences than it was trained on
     batch_size: int = 8
     steps: int = 1600
     learning_rate: float = 4e-3
@@ -108,7 +108,7 @@ def byte_tokenizer() -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.BPE(vocab=_byte_characters(), merges=[]))
-    # short pieces, because a piece is handled as one word
+    # pieces are short, because the tokenizer handles each piece as one word
     pieces = pre_tokenizers.Split("\n", behavior="merged_with_previous")
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, bytes_of])

@@ -47,7 +47,7 @@ class PrunedLayer:
     payload: Payload
     hidden: Tensor
     relative_error: float  # ‖outputs - outputs before‖² / ‖outputs before‖²
-    input_rms: dict[str, Tensor]  # by matrix, of each of its inputs (in,), over the tokens; empty with "magnitude"
+    input_rms: dict[str, Tensor]  # by matrix: each input's RMS (in,) over the tokens; empty with "magnitude"
 
 
 def prune_layer(
@@ -70,7 +70,7 @@ def prune_layer(
             raise ValueError(f"{model.prefix}.{layer}.{name}: {error}") from None
         parameters[name].data = pruned
         tensors[name], masks[name] = pruned.cpu(), mask.cpu()
-    per_token = hidden.shape[1] ** -0.5  # statistics are by sequence
+    per_token = hidden.shape[1] ** -0.5  # statistics are means over sequences, not over tokens
     rms = {name: each.input_norms().cpu() * per_token for name, each in statistics.items()}
     del statistics
     moved, size = 0.0, 0.0

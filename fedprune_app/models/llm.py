@@ -25,9 +25,9 @@ from fedprune_app.models.checkpoints import import_transformers as import_transf
 
 log = logging.getLogger("flwr.fedprune")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-_LENGTH = 2048  # of SparseGPT's, Wanda's and FedSpaLLM's sequences
-_LOGITS = 2**22  # logits in memory at a time, unless one sequence has more: they are many times wider than states
-_REMEMBERED = 2**22  # characters of a text
+_LENGTH = 2048  # tokens in SparseGPT's, Wanda's and FedSpaLLM's sequences
+_LOGITS = 2**22  # logits in memory at a time, unless one sequence has more; logits are many times wider than states
+_REMEMBERED = 2**22  # longest text, in characters, whose tokens are remembered
 LayerTensors = Callable[[int], Mapping[str, Tensor]]
 """The tensors of decoder layer i, by name within the layer."""
 
@@ -291,7 +291,7 @@ class LanguageModel:
         shell.tie_weights()
         pointers = {tensor.data_ptr() for name, tensor in shell.state_dict().items() if name in wanted}
         lacking = [name for name, tensor in shell.state_dict().items() if tensor.data_ptr() not in pointers]
-        if lacking:  # neither stored nor tied to what is
+        if lacking:  # neither stored nor tied to a stored tensor
             raise ValueError(f"checkpoint {str(self.folder)!r} lacks tensor '{lacking[0]}'")
         return cast(shell, self.dtype).to(self.device).eval().requires_grad_(False), relay
 
@@ -334,7 +334,7 @@ class Perplexity:
     value: float
     window: int
     windows: int
-    windows_in_text: int | None = None  # where fewer may have been measured, which are then its first
+    windows_in_text: int | None = None  # how many windows the text has; its first `windows` ones were measured
 
     @property
     def tokens(self) -> int:

@@ -23,7 +23,7 @@ from fedprune_app.models.llm import LanguageModel, cast, import_transformers
 PrunedLayers = Callable[[int], Payload]
 """The pruned matrices of decoder layer i with their masks; empty where they are the dense model's."""
 _PARTS = "packed.json"
-_COPIED = (  # of the checkpoint's folder, files whose names begin so: the tokenizer, and how to generate
+_COPIED = (  # files of the checkpoint's folder whose names begin so: tokenizer and generation settings
     "tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece", "chat_template",
     "generation_config",
 )  # fmt: skip
@@ -73,7 +73,7 @@ def load_packed(folder: Path | str) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
         index = json.loads((folder / _PARTS).read_text())
-        if "sha256" in index:  # not what an earlier version wrote
+        if "sha256" in index:  # earlier versions wrote no digests
             check_json(index)
         for name, max_bytes in index["parts"].items():
             if Path(name).name != name:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 LATENT = 256
-_SHIFT = 5.0  # σ = softplus(output - 5): encoders begin as almost certain of their mean
+_SHIFT = 5.0  # σ = softplus(output - 5): an untrained encoder has a small σ
 
 
 class Prior(nn.Module):

@@ -60,7 +60,7 @@ _CONV_NETS: dict[str, dict[str, Any]] = {  # arguments of conv_net
         "channels": (16, 32, 64),
         "strides": (2, 1, 1),
         "pooled": (False, True, True),
-        "pool_first": True,  # norms of a quarter of the elements: steps take 7 % less time, and accuracy is no worse
+        "pool_first": True,  # norms see a quarter of the elements: steps take 7 % less time, and accuracy is no worse
         "kernel_size": 3,
         "padding": 1,
         "norm": "gn",
