@@ -1,4 +1,4 @@
-"""What a network is worth on data, and where its loss falls there. The network stays as it is."""
+"""Functions here test a network on data, and find its loss' gradient there. The network stays as it is."""
 
 from __future__ import annotations
 
@@ -77,5 +77,6 @@ def dense_gradient(
 
 
 def check_examples(images: Tensor, labels: Tensor) -> None:
+    """Raise ``ValueError`` unless there are equally many images and labels, at least 1."""
     if len(images) != len(labels) or not len(labels):
         raise ValueError(f"{len(images)} images and {len(labels)} labels, allowed: equally many, at least 1")

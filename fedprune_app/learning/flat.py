@@ -1,4 +1,4 @@
-"""All trained parameters of a network as one flat tensor, and their masks in the same layout."""
+"""The trained parameters of a network become one flat tensor, with their masks in the same layout."""
 
 from __future__ import annotations
 

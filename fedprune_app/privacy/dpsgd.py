@@ -107,7 +107,7 @@ class DPSGD:
     def attached(
         self, model: nn.Module, gradients: Mapping[str, Tensor], kept: Mapping[str, Tensor]
     ) -> Iterator[_Step]:
-        """For the time of a training, give an object that puts private gradients into ``gradients``.
+        """Give an object that puts private gradients into ``gradients``, for the time of a training.
 
         The names of ``gradients`` are the trained parameters. ``kept`` are 1 or 0 by name, in the gradients' shapes.
         Raises ``ValueError`` for a model that cannot be trained privately.
