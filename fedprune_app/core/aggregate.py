@@ -263,7 +263,7 @@ class L0Mean:
 
 
 def _most_pruned(counts: Tensor, num_clients: Tensor, tie_break: Tensor, target: int) -> Tensor:
-    """Return the mask of ``target`` pruned entries: those that every client pruned, then the most often pruned ones."""
+    """Return the pruned entries' mask: those that every client pruned, then the most often pruned, up to ``target``."""
     pruned = counts == num_clients
     missing = target - int(pruned.count_nonzero())
     for level in torch.unique(counts[~pruned]).flip(0).tolist():  # at most one level per client

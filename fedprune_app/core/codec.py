@@ -17,11 +17,11 @@ bytes.
 
 *Masks.* The numbers ``n`` and ``k`` settle how a mask travels, so no other field is needed:
 
+- A mask that the receiver holds travels as a digest, where the digest is smaller.
 - A mask that keeps nothing or everything needs no bits.
 - A mask whose density is within 1/16 of one half travels as a bitmap. Entropy coding would save 1.2 % of the bitmap at
   most and take many times as long.
 - Any other mask is entropy-coded.
-- A mask that the receiver holds travels as a digest.
 
 *ANS words.* All entropy-coded masks share one stack of asymmetric numeral systems (Duda, arXiv:1311.2540;
 constriction's ``AnsCoder``: 32-bit words, 24-bit probabilities). A mask is i.i.d. Bernoulli with probability

@@ -19,14 +19,14 @@ def keep_count(n: int, density: float) -> int:
 
     A density is rounded here and nowhere else. ``density`` is in [0, 1], else ``ValueError``.
 
-    >>> keep_count(10, 0.7)  # in floats 0.7 * 10 may be 6.999..., which is no reason to lose a coordinate
-    7
+    >>> keep_count(100, 0.29)  # although 0.29 * 100 is 28.999999999999996
+    29
     >>> keep_count(3, 0.5)
     1
     """
     if not 0.0 <= density <= 1.0:
         raise ValueError(f"density is {density}, allowed: 0 to 1")
-    return min(n, math.floor(density * n + 1e-6))  # 0.7 * 10 is 7, not 6.999...
+    return min(n, math.floor(density * n + 1e-6))  # 0.29 * 100 is 29, not 28.999...
 
 
 def erk_densities(shapes: Mapping[str, torch.Size | tuple[int, ...]], density: float) -> dict[str, float]:
