@@ -1,4 +1,4 @@
-"""The ``fedprune`` command: what Flower's own command line does not do."""
+"""The ``fedprune`` command does what Flower's own command line does not do."""
 
 from __future__ import annotations
 
@@ -78,10 +78,11 @@ def _placed(
     force: bool = False,
     is_here: bool = True,
 ) -> Config:
-    """The configuration of a run in folder ``out``: a new one, or the continuation of the run.json ``before``.
+    """Return the configuration of a run in the folder ``out``.
 
-    A new run is refused where it would replace what fedprune did not write, unless ``force`` allows it, or the folder
-    is not on this machine (not ``is_here``), whose ServerApp then looks.
+    Without ``before`` the run is a new one. With ``before``, which is a run.json, the run continues that one. A new run
+    is refused where it would replace what fedprune did not write, unless ``force`` allows that. Where the folder is not
+    on this machine (not ``is_here``), nothing is looked up here: the ServerApp then looks.
     """
     from fedprune_app.registry import check_names
     from fedprune_app.results.lock import is_held
@@ -114,7 +115,10 @@ def _accepting(loss: bool, resume: bool) -> dict[str, Scalar]:
 
 
 def _recorded(out: Path, superlink: str = "") -> dict[str, Any]:
-    """run.json of the run to resume; empty if it is on the server alone, whose ServerApp then compares the settings."""
+    """Return the run.json of the run to resume.
+
+    The result is empty if run.json is on the server alone. Its ServerApp then compares the settings.
+    """
     from fedprune_app.results.reader import read_info
 
     if not (out / "run.json").exists():
@@ -143,7 +147,7 @@ def run(
     force: Force = False,
     accept_loss: AcceptLoss = False,
 ) -> None:
-    """Run one federation and leave a run folder."""
+    """Run one federation and write its results to a run folder."""
     from fedprune_app.experiment import Placement
 
     if force and superlink:
@@ -162,7 +166,7 @@ def run(
 
 
 def _run_once(placement: Placement, settings: Config, out: Path, force: bool) -> None:
-    """Run one federation, and say how it ended; ``force`` first removes what is in its way."""
+    """Run one federation, and say how the run ended; ``force`` first removes what is in its way."""
     from fedprune_app.demo import prepare_models
     from fedprune_app.experiment import Session
     from fedprune_app.results.ownership import clear_the_way
@@ -186,7 +190,7 @@ def _run_once(placement: Placement, settings: Config, out: Path, force: bool) ->
 
 
 def _say_sizes(info: Mapping[str, Any], out: Path) -> None:
-    """Where a language model was written, and how large its weights are."""
+    """Say where a language model was written, and how large its weights are."""
     for name, key in (("global", "checkpoint_bytes"), ("global-packed", "packed_bytes")):
         if size := (info.get("final_model") or {}).get(key):
             _say(f"{out / 'models' / name}: {size / 1e6:,.2f} MB of weights")
@@ -204,7 +208,10 @@ def sweep(
     resume: Annotated[bool, typer.Option("--resume", help="Go on where a sweep stopped.")] = False,
     force: Force = False,
 ) -> None:
-    """Run a matrix of experiments; finished runs are skipped. One table: markdown, csv, LaTeX."""
+    """Run a matrix of experiments and write one table of their results.
+
+    Runs that have finished before are skipped. The table is written as markdown, csv and LaTeX.
+    """
     from fedprune_app.demo import prepare_models
     from fedprune_app.experiment import Placement, Session
     from fedprune_app.results.ownership import check_free, check_marked, clear_the_way, mark
@@ -257,7 +264,10 @@ def report(
     output: Annotated[Path, typer.Option("-o", "--output", help="The HTML file.")] = Path("report.html"),
     force: Annotated[bool, typer.Option("--force", help="Replace the file even if it is no report.")] = False,
 ) -> None:
-    """Compare runs in one self-contained HTML file. A damaged run folder is named and left out."""
+    """Compare runs in one self-contained HTML file.
+
+    A damaged run folder is left out, and the report names it.
+    """
     from fedprune_app.results.report import write_report
 
     found = list(dict.fromkeys(each for folder in folders for each in _run_folders(folder)))
@@ -299,7 +309,10 @@ def export(
     state_dir: Annotated[str, typer.Option("--state-dir", help="The run's state-dir, if it is elsewhere now.")] = "",
     data_dir: Annotated[str, typer.Option("--data-dir", help="The run's data-dir, if it is elsewhere now.")] = "",
 ) -> None:
-    """Write the smallest model of a client, or the global one, as one file; and what it saves."""
+    """Write the smallest model of a client, or the global model, as one file.
+
+    The command prints what the file saves, compared with the dense model.
+    """
     from fedprune_app.export import export_model, machine
 
     if (client is None) != is_global:
@@ -350,9 +363,10 @@ def audit(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace that file even if no audit wrote it.")] = False,
 ) -> None:
-    """Attack a private configuration: a lower bound on ε from one run, beside what the ledger claims.
+    """Attack a private configuration to find a lower bound on its ε.
 
-    Exit code 1 if the bound exceeds the claim.
+    The bound comes from one run and is printed beside the ε that the ledger claims. The exit code is 1 if the bound
+    exceeds the claim.
     """
     from fedprune_app.audit import Question
     from fedprune_app.audit import audit as run_audit
@@ -395,7 +409,7 @@ def list_(
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
     keys: Annotated[bool, typer.Option("--keys", help="All settings with their defaults.")] = False,
 ) -> None:
-    """What there is to choose: systems, datasets, partitions, models."""
+    """List the systems, datasets, partitions and models that there are to choose."""
     from fedprune_app.data.datasets import DATASETS
     from fedprune_app.data.partitions import PARTITIONS
     from fedprune_app.data.text import TEXTS
@@ -428,7 +442,7 @@ def list_(
 
 
 def _keys_table() -> Table:
-    """Every setting with its default, its meaning, its range and its choices."""
+    """Return a table of every setting with its default, its meaning, its range and its choices."""
     table = Table(box=None, pad_edge=False)
     table.add_column("key = default", no_wrap=True)
     table.add_column("meaning")
@@ -455,10 +469,11 @@ def demo(
     ] = False,
     force: Force = False,
 ) -> None:
-    """Standalone, FedAvg, Sub-FedAvg and Dis-PFL on the embedded digits, and the report that compares them.
+    """Run four systems on the embedded digits and write a report that compares them.
 
-    With --llm, FedSpaLLM at two densities instead, on a language model that is trained on Python's own sources. Runs of
-    an earlier demo in --out are replaced; any other run there takes --force.
+    The systems are Standalone, FedAvg, Sub-FedAvg and Dis-PFL. With --llm the demo runs FedSpaLLM at two densities
+    instead, on a language model that is first trained on Python's own sources. The runs of an earlier demo in --out are
+    replaced. Any other run there is replaced only with --force.
     """
     from fedprune_app.demo import (
         DEMO_CLIENTS,
@@ -515,7 +530,10 @@ def local(
     force: Force = False,
     accept_loss: AcceptLoss = False,
 ) -> None:
-    """Rehearse a deployment: SuperLink, executor and SuperNodes as processes here, with TLS and registered keys."""
+    """Rehearse a deployment with all its programs on this machine.
+
+    A SuperLink, an executor and SuperNodes run as processes here, with TLS and registered keys.
+    """
     from fedprune_app.experiment import Placement
     from fedprune_app.results.ownership import check_marked
 
@@ -555,7 +573,10 @@ def certificates(
     out: Annotated[Path, typer.Option("--out", help="Folder for the three files.")] = Path("certificates"),
     days: Annotated[int, typer.Option("--days", help="How long they are valid.", min=1)] = 365,
 ) -> None:
-    """Make a certificate authority and the SuperLink's certificate. Nodes and users get ca.crt, nobody the key."""
+    """Make a certificate authority and the SuperLink's certificate.
+
+    Give ca.crt to nodes and users. Give the private key to nobody.
+    """
     from fedprune_app.deploy import make_certificates, valid_until
 
     made = make_certificates(out.expanduser(), hosts, days)
@@ -568,7 +589,10 @@ def certificates(
 def node_key(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="The private key; the public one gets .pub.")],
 ) -> None:
-    """Make a SuperNode's key pair. Its operator keeps the private key; the SuperLink's registers the public one."""
+    """Make a SuperNode's key pair.
+
+    The node's operator keeps the private key. The SuperLink's operator registers the public key.
+    """
     from fedprune_app.deploy import make_node_key
 
     public = make_node_key(path.expanduser())
@@ -580,7 +604,10 @@ def node_key(
 def database(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="What flower-superlink gets as --database.")],
 ) -> None:
-    """Make the SuperLink's database: only its owner can read it, and it shrinks when messages are deleted."""
+    """Make the SuperLink's database.
+
+    Only the database's owner can read it, and its file shrinks when messages are deleted.
+    """
     from fedprune_app.deploy import make_database
 
     console.print(f"[green]made[/]: {make_database(path.expanduser())}", highlight=False, soft_wrap=True)
@@ -591,7 +618,10 @@ def check(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where nodes reach the SuperLink.")],
     ca: Annotated[Path, typer.Option("--root-certificates", help="The ca.crt of whoever runs the SuperLink.")],
 ) -> None:
-    """Ask whether a SuperLink that this authority vouches for is there; exit code 1 if not. To call before a node."""
+    """Ask whether a SuperLink answers at an address and the authority vouches for it.
+
+    The exit code is 1 if not. Call this command before you start a node.
+    """
     from fedprune_app.deploy import check_link
 
     until = check_link(address, ca.expanduser())
@@ -602,7 +632,10 @@ def check(
 def healthy(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Its --health-server-address.")],
 ) -> None:
-    """Ask a SuperLink, SuperExec or SuperNode whether it serves; exit code 1 if not. For healthchecks."""
+    """Ask a SuperLink, SuperExec or SuperNode whether it serves.
+
+    The exit code is 1 if not. The command is for healthchecks.
+    """
     from fedprune_app.deploy import is_healthy
 
     if not is_healthy(address):
@@ -610,7 +643,10 @@ def healthy(
 
 
 def main() -> None:
-    """Entry point: user errors are one line and exit code 2, failed runs one line and exit code 1."""
+    """Run the command line, and tell each error of a user in one line.
+
+    The exit code is 2 for a wrong command or setting, and 1 for a failed run.
+    """
     logging.getLogger("flwr").setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))  # the bar shows what matters
     try:
         code = app(standalone_mode=False)  # Typer turns Ctrl-C into 130

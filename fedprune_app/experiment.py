@@ -1,4 +1,4 @@
-"""One run from start to end, on either engine, with its progress shown and its outcome checked."""
+"""An experiment is one run from start to end, on either engine; its progress is shown and its outcome is checked."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a run takes place."""
+    """A placement says where a run takes place."""
 
     engine: str = "ray"
     num_clients: int = 20
@@ -51,11 +51,12 @@ class Placement:
 
     @property
     def is_simulation(self) -> bool:
+        """A placement is a simulation unless it has real nodes: those of a SuperLink, or those of a deployment here."""
         return not (self.superlink or self.nodes)
 
     @property
     def shares_data(self) -> bool:
-        """Whether all its clients have their parts of data that are on this machine, too."""
+        """The clients share data if each of them has its part of data that is on this machine too."""
         own = any("data-dir" in node for node in self.nodes)
         return not (self.superlink or self.ray_address or own)
 
@@ -74,7 +75,10 @@ class Placement:
 
 
 class Session:
-    """Engines that several runs share: the staged app, and one deployment, started when the first run needs it."""
+    """A session holds what several runs share: the staged app, and one deployment.
+
+    The deployment is started when the first run needs it.
+    """
 
     def __init__(self, placement: Placement, console: Console) -> None:
         self.placement = placement
@@ -97,7 +101,7 @@ class Session:
 
     @property
     def app(self) -> Path:
-        """The folder of the Flower app that is run."""
+        """The app is the folder of the Flower app that is run."""
         return self._folder() / "app"
 
     def _connect(self) -> Link:
@@ -121,7 +125,10 @@ class Session:
             check_startable(config, self.placement.num_clients)
 
     def run(self, config: Config, folder: Path) -> dict[str, Any]:
-        """Run to completion and return run.json. Raises :class:`LaunchError` with the run's own error otherwise."""
+        """Run a federation to its end in ``folder`` and return its run.json.
+
+        Raises :class:`LaunchError` with the run's own error if the run does not complete.
+        """
         self.check(config)
         before = _content(folder / "run.json")
         take_refusal(folder)  # of a launcher that did not live to read it
@@ -182,7 +189,11 @@ class Session:
 
 
 def _failure(folder: Path, before: tuple[str, int] | None, ask_flower: Callable[[], str]) -> Exception:
-    """The error of a run that failed: a refused setting, or else the run's own words since ``before``, or Flower's."""
+    """Return the error of a run that failed.
+
+    The error is a refused setting if there is one. Else it is what run.json says, if run.json has changed since
+    ``before``, and else what Flower says.
+    """
     if refusal := take_refusal(folder):
         return ConfigError(refusal)
     told = ask_flower()
@@ -222,7 +233,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _close_folder(folder: Path, status: str, error: BaseException) -> None:
-    """Say in run.json how a run ended whose ServerApp could not say it itself; not that of another, still going."""
+    """Say in run.json how a run ended whose ServerApp could not say so itself.
+
+    The run.json of another run that still goes on is left alone.
+    """
     if not (folder / "run.json").exists():
         return
     with suppress(ValueError, OSError), exclusive(folder, patience_seconds=0.5):  # a full disk is said on the terminal
@@ -234,7 +248,7 @@ def _close_folder(folder: Path, status: str, error: BaseException) -> None:
 
 @contextmanager
 def _ours(link: Link, submit: Callable[[], str]) -> Iterator[str]:
-    """A run on a SuperLink of our own: it ends when we stop following it, for whatever reason."""
+    """Submit a run to a SuperLink of our own, and stop the run when we stop following it, for whatever reason."""
     run_id = submit()
     try:
         yield run_id
@@ -246,9 +260,10 @@ def _ours(link: Link, submit: Callable[[], str]) -> Iterator[str]:
 
 @contextmanager
 def _elsewhere(link: Link, submit: Callable[[], str]) -> Iterator[str]:
-    """A run on machines that are not ours: Ctrl-C stops it; whatever else ends this process leaves it going.
+    """Submit a run to machines that are not ours; Ctrl-C stops the run, and whatever else ends this process does not.
 
-    Raises :class:`LeftGoing` then. While it is being submitted signals wait: it could not be stopped without its id.
+    Raises :class:`LeftGoing` where the run is left going. Signals wait while the run is being submitted: without its id
+    the run could not be stopped.
     """
     came: list[int] = []
     with _on_signals(_ENDING, _leave):
@@ -270,7 +285,7 @@ def _elsewhere(link: Link, submit: Callable[[], str]) -> Iterator[str]:
 
 
 class _Left(BaseException):
-    """A signal to end this process, but not the run."""
+    """A signal came that ends this process, but not the run."""
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -282,13 +297,16 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _stoppable() -> AbstractContextManager[None]:
-    """SIGTERM and a closed terminal end a run as Ctrl-C does, so that nothing is left running."""
+    """Let SIGTERM and a closed terminal end a run as Ctrl-C does, so that nothing is left running."""
     return _on_signals(_ENDING, _interrupt)
 
 
 @contextmanager
 def _on_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle signals so for a while; those that whoever started us had us ignore (nohup) stay ignored."""
+    """Handle the signals ``numbers`` with ``handler`` until the block ends.
+
+    A signal that this process was started to ignore (nohup) stays ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -302,7 +320,7 @@ def _on_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None
 
 
 class _Progress:
-    """A live bar over what the run folder says: round, accuracy, bytes, time left."""
+    """A live bar shows what the run folder says: round, accuracy, bytes, time left."""
 
     def __init__(self, config: Config, folder: Path, console: Console) -> None:
         self._folder = folder
@@ -337,7 +355,10 @@ class _Progress:
         self._bar.update(self._task, said=text)
 
     def update(self) -> None:
-        """Show the rounds that have been written since, and how far the one in work is where the system says so."""
+        """Show the rounds that were written since the last call.
+
+        Where the system tells the progress of the current round, that is shown too.
+        """
         now = _read_json(self._folder / "progress.json")
         if now and "done" not in now:
             self.say(str(now.get("text")))
