@@ -1,4 +1,4 @@
-"""The ServerApp: read the configuration, meet the clients, run the system's strategy, close the run folder."""
+"""The ServerApp reads the configuration, meets the clients, runs the system's strategy and closes the run folder."""
 
 from __future__ import annotations
 
@@ -99,7 +99,10 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
 
 
 def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str, Any]) -> Roster:
-    """The clients of the run; of one that is resumed, the same with the same data, else :class:`ConfigError`."""
+    """Return the clients of the run.
+
+    A run that is resumed must have the same clients with the same data, or :class:`ConfigError` is raised.
+    """
     system = SYSTEMS[config.system]
     numbers = {int(node): int(partition) for node, partition in before.get("nodes", {}).items()}
     try:
@@ -128,7 +131,7 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str,
 
 
 def _go_on(recorder: Recorder, config: Config, before: Mapping[str, Any], choice: Choice, state: State | None) -> None:
-    """Open the run folder again: from here on the run is another one than it was."""
+    """Open the run folder again: from this call on the run differs from the run that stopped."""
     changed: dict[str, Any] = {"config": {**config.to_dict(), "resume-from": "", "accept-loss": False}}
     if choice.notes:
         changed["notes"] = [*before.get("notes", []), *choice.notes]
@@ -143,7 +146,10 @@ def _go_on(recorder: Recorder, config: Config, before: Mapping[str, Any], choice
 
 
 def _close(recorder: Recorder, status: Status, error: str) -> None:
-    """Say in run.json how the run ended, once; on a full disk it cannot be said there, and must not hide the error."""
+    """Say in run.json how the run ended, once.
+
+    On a full disk run.json cannot be written, which must not hide the run's own error.
+    """
     if not recorder.is_open:
         return
     try:
