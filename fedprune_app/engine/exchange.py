@@ -1,7 +1,7 @@
-"""One exchange with many clients: push, pull in small batches, hand on each reply as it arrives, drop the late ones.
+"""An exchange with many clients sends messages, yields each reply as it arrives, and drops the clients that are late.
 
-Flower's ``Grid.send_and_receive`` polls every three seconds and returns all replies together, so that the server holds
-every client's model at once. Here a reply is yielded when it arrives and dropped when its consumer is done with it.
+Flower's ``Grid.send_and_receive`` polls every three seconds and returns all replies together, so the server holds every
+client's model at once. Here a reply is yielded when it arrives, and dropped when the caller is done with it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TooFewReplies(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """One client's part in an exchange: its reply's content, or why there is none."""
+    """An answer is one client's part in an exchange: the content of its reply, or the reason why there is none."""
 
     client: int
     bytes_down: int
@@ -55,10 +55,11 @@ def exchange(
 ) -> Iterator[Answer]:
     """Send ``messages`` (client, message) and yield an :class:`Answer` for each, in order of arrival.
 
-    A client that has not replied ``deadline_seconds`` after its message was sent is yielded as late; its reply, should
-    it still come, is never fetched. Each reply is handed on before the next is looked at. Messages are made when they
-    are sent: while those on their way weigh more than ``in_flight_bytes``, the next one waits for a reply. Replies hold
-    tensors of up to ``reply_bytes``; those of more than that and ``replies.FRAMING_BYTES`` are refused, unread.
+    A client that has not replied ``deadline_seconds`` after its message was sent is yielded as late. Its reply, should
+    it still come, is never fetched. Each reply is yielded before the next one is looked at. A message is made when it
+    is sent. While the messages on their way weigh more than ``in_flight_bytes``, the next one waits for a reply.
+    Replies hold tensors of up to ``reply_bytes``. A reply of more than that and ``replies.FRAMING_BYTES`` is refused
+    unread.
     """
     queue = iter(messages)
     waiting: dict[str, _Sent] = {}  # by message id
@@ -107,7 +108,7 @@ def exchange(
 
 
 def _next_batch(queue: Iterator[tuple[int, Message]], room: int) -> list[tuple[int, Message, int]]:
-    """(client, message, bytes) of the next messages to push: at least one if any is left, not too many at once."""
+    """Return (client, message, bytes) of the next messages to push: at least one if any is left, and not too many."""
     batch = []
     total = 0
     for client, message in queue:
@@ -120,9 +121,10 @@ def _next_batch(queue: Iterator[tuple[int, Message]], room: int) -> list[tuple[i
 
 
 def message_to(node_id: int, content: RecordDict, kind: str, round: int, deadline_seconds: float) -> Message:
-    """The one place where a message to a client is made; its time to live keeps work nobody waits for from starting.
+    """Make a message to a client; this is the only place where one is made.
 
-    It outlives the deadline a little: who is late is ours to say, not the SuperLink's.
+    The message's time to live keeps a client from starting work that nobody waits for. The message outlives the
+    deadline a little: the server decides which client is late, not the SuperLink.
     """
     ttl = deadline_seconds + _TTL_MARGIN_SECONDS
     return Message(content, dst_node_id=node_id, message_type=kind, group_id=str(round), ttl=ttl)

@@ -1,10 +1,16 @@
-"""Where replies come in: whatever a node sent, a reply's content within its bounds, or one line on why there is none.
+"""Replies come in here: each is content within its bounds, or one line on why there is none, whatever a node sent.
 
-The Grid of a deployment (Flower 1.39's ``HttpGrid``) makes messages of all the replies it asks for before it returns
-the first, however large they are; one that cannot be read is an exception, which ends the run and takes the others with
-it; and whose reply it is, is what the reply says. Here they are fetched one by one through the same client: what can be
-in memory is bounded before it is there, what cannot be read is an error of that reply alone, and a reply belongs to the
-message for which the SuperLink took it.
+The Grid of a deployment is Flower 1.39's ``HttpGrid``, which trusts replies too much:
+
+* It makes messages of all the replies that it asks for before it returns the first, however large they are.
+* A reply that cannot be read is an exception, which ends the run and takes the other replies with it.
+* A reply itself says which message it answers.
+
+Here replies are fetched one by one through the same client:
+
+* The memory that a reply takes is bounded before the reply is in memory.
+* A reply that cannot be read is an error of that reply alone.
+* A reply belongs to the message for which the SuperLink took it.
 """
 
 from __future__ import annotations
@@ -61,7 +67,7 @@ Stream = Iterable[bytes]
 
 @dataclass(frozen=True)
 class Reply:
-    """What came for one message: its content and size as Flower serialises it, or one line on why there is none."""
+    """A reply to one message is its content and its size as Flower serialises it, or one line on why there is none."""
 
     message_id: str  # of the message it answers
     content: RecordDict | None = None
@@ -70,10 +76,10 @@ class Reply:
 
 
 def arrived(grid: Grid, deadlines: Mapping[str, float], largest: int, max_bytes: int) -> Iterator[Reply]:
-    """The replies to these messages that have come, each read when the one before it is done with.
+    """Yield the replies to these messages that have come, each read when the caller is done with the one before.
 
-    One of more than ``max_bytes`` is refused. For one whose upload has begun is waited until its deadline, by
-    ``time.monotonic()``. Where a Grid hands over whole batches these are of replies of up to ``largest`` bytes.
+    A reply of more than ``max_bytes`` is refused. A reply whose upload has begun is waited for until its deadline, by
+    ``time.monotonic()``. Some Grids return whole batches: these are of replies of up to ``largest`` bytes.
     """
     module = sys.modules.get("flwr.superlink.grid")  # a ServerApp has it; a client would wait for what it imports
     ids = list(deadlines)
@@ -89,7 +95,7 @@ def arrived(grid: Grid, deadlines: Mapping[str, float], largest: int, max_bytes:
 
 
 def _reply(message_id: str, message: Message, max_bytes: int) -> Reply:
-    """What there is in a message. Whatever goes wrong with a stranger's message is that stranger's error."""
+    """Return the reply in a message; whatever goes wrong with a client's message is an error of that client."""
     try:
         if message.has_error():
             return Reply(message_id, error=error_line(message.error))
@@ -112,12 +118,12 @@ def _refused(message_id: str, error: Exception) -> Reply:
 
 
 def _array_bytes(record: object) -> int:
-    """Of a record of arrays, without a copy: one array may stand there under many names."""
+    """Return the bytes of a record of arrays without copying them: one array may stand there under many names."""
     return sum(len(name) + len(array.data) for name, array in record.items()) if isinstance(record, ArrayRecord) else 0
 
 
 def error_line(error: Error) -> str:
-    """The last telling line of an error that a client's side reported."""
+    """Return the last line that tells something of an error that a client's side reported."""
     reason = error.reason or ""
     lines = [line.strip() for line in reason.strip().splitlines() if line.strip()] or ["no reason given"]
     text = _EXCEPTION.sub("", lines[-1].removesuffix("'>")).split("Message: ")[-1]
@@ -130,7 +136,7 @@ def error_line(error: Error) -> str:
 
 
 def _fetched(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -> Iterator[Reply]:
-    """As ``HttpGrid.pull_messages``, but of each reply no more than is allowed, and one after the other."""
+    """Yield what ``HttpGrid.pull_messages`` returns, but one after the other, and of each no more than is allowed."""
     client = grid._runtime_client
     _watch(client._client)
     with _filtered(lambda stream: sieve(stream, len(deadlines), _HEAD_BYTES)):
@@ -142,7 +148,7 @@ def _fetched(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -> 
 
 
 def _fetch(grid: HttpGrid, head: MessageProto, tree: ObjectTree, deadline: float, max_bytes: int) -> Reply:
-    """One reply; the SuperLink then forgets it."""
+    """Return one reply; the SuperLink then forgets that reply."""
     message_id, root = head.metadata.reply_to_message_id, head.metadata.message_id
     client, run_id = grid._runtime_client, grid.run.run_id
     budget = Budget(max_bytes)
@@ -178,7 +184,7 @@ def _fetch(grid: HttpGrid, head: MessageProto, tree: ObjectTree, deadline: float
 
 
 def read(message_id: str, root: str, contents: dict[str, bytes], max_bytes: int) -> Reply:
-    """A reply from its objects, by id, of whatever bytes; ``root`` should be a message."""
+    """Return a reply from ``contents``, its objects by id, whatever their bytes are; ``root`` should be a message."""
     try:
         _check_sizes(contents, max_bytes)
         message = inflate_object_from_contents(root, contents)
@@ -190,7 +196,7 @@ def read(message_id: str, root: str, contents: dict[str, bytes], max_bytes: int)
 
 
 def _check_sizes(contents: Mapping[str, bytes], max_bytes: int) -> None:
-    """Refuse what would grow when it is inflated: an array may name one piece of it many times."""
+    """Refuse objects that would grow when they are put together: an array may name one piece of it many times."""
     total = 0
     for content in contents.values():
         kind, children, _ = get_object_head_values_from_object_content(content)
@@ -212,7 +218,7 @@ _current = threading.local()  # .filter: what a response in this thread passes t
 
 @contextmanager
 def _filtered(through: Callable[[Stream], Stream]) -> Iterator[None]:
-    """Responses to requests made meanwhile by this thread pass ``through``, before they are in memory."""
+    """Pass responses to this thread's requests to ``through`` before they are in memory, until the block ends."""
     _current.filter = through
     try:
         yield
@@ -221,7 +227,7 @@ def _filtered(through: Callable[[Stream], Stream]) -> Iterator[None]:
 
 
 def _watch(client: httpx.Client) -> None:
-    """Let responses to this client through the filter; once is enough."""
+    """Let responses to this client pass the filter; to call this once is enough."""
     hooks = client.event_hooks
     if _attach not in hooks["response"]:
         client.event_hooks = {**hooks, "response": [*hooks["response"], _attach]}
@@ -247,9 +253,9 @@ class _Filtered(httpx.SyncByteStream):
 
 
 class Budget:
-    """Lets streams, of several threads, pass until ``most`` bytes are through; then ``ValueError``.
+    """A budget lets streams of several threads pass until ``most`` bytes are through; then it raises ``ValueError``.
 
-    A stream that breaks off was no part of it: it comes again.
+    The bytes of a stream that breaks off do not count: the stream comes again.
     """
 
     def __init__(self, most: int) -> None:
@@ -275,7 +281,9 @@ class Budget:
 
 
 def sieve(stream: Stream, most: int, largest: int) -> Iterator[bytes]:
-    """A protobuf message of messages: the first ``most`` of each field, those over ``largest`` bytes emptied.
+    """Yield a protobuf message of messages with only the first ``most`` of each field.
+
+    Of these, messages of more than ``largest`` bytes are emptied.
 
     Raises ``ValueError`` for a message that has other fields.
     """

@@ -1,4 +1,4 @@
-"""How alike the clients' masks are."""
+"""These figures show how alike the clients' masks are."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def agreement(groups: Sequence[Group]) -> Figure:
 
 
 def _mask_variants(groups: Sequence[Group]) -> list[Variant]:
-    """Dis-PFL's Figure 5: a view for each run that compared its clients' masks."""
+    """Return Dis-PFL's Figure 5: a view for each run that compared its clients' masks."""
     compared = [(group, run, found) for group in groups for run in group.runs if (found := compare(run))]
     return [_mask_variant(run_name(group, run), found) for group, run, found in compared]
 
@@ -75,7 +75,7 @@ def _mask_variant(name: str, found: Comparison) -> Variant:
 
 
 def _agreement_variants(groups: Sequence[Group]) -> list[Variant]:
-    """A view for each run on a language model that compared its clients' masks."""
+    """Return a view for each run on a language model that compared its clients' masks."""
     variants = []
     for group in groups:
         for run in group.runs:
