@@ -46,14 +46,14 @@ console = Console(stderr=True, **_AS_IT_IS)
 _CORES = os.cpu_count() or 1
 _INTERRUPTED = 130
 
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, see `list --keys`.")]
-Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
-Workers = Annotated[int, typer.Option("--workers", help="Clients that train at the same time (ray).")]
-RayAddress = Annotated[str, typer.Option("--ray-address", help="HOST:PORT of a Ray cluster to simulate on.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
+Out = Annotated[Path, typer.Option("--out", help="The folder for the results.")]
+Workers = Annotated[int, typer.Option("--workers", help="How many clients train at the same time (ray).")]
+RayAddress = Annotated[str, typer.Option("--ray-address", help="Simulate on the Ray cluster at HOST:PORT.")]
 AcceptLoss = Annotated[
-    bool, typer.Option("--accept-loss", help="With --resume, go on even if a damaged file makes the result another.")
+    bool, typer.Option("--accept-loss", help="With --resume, go on even if a damaged file changes the result.")
 ]
-Engine = Annotated[str, typer.Option("--engine", help="ray, or inprocess for debugging.")]
+Engine = Annotated[str, typer.Option("--engine", help="Run on ray, or on inprocess for debugging.")]
 Force = Annotated[
     bool, typer.Option("--force", help="Remove or replace what is in the way, even if fedprune did not write it.")
 ]
@@ -134,20 +134,28 @@ def _recorded(out: Path, superlink: str = "") -> dict[str, Any]:
 @app.command()
 def run(
     overrides: Overrides = None,
-    config: Annotated[Path | None, typer.Option("-c", "--config", help="A run-config file.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("-c", "--config", help="Read settings from this run-config file.")
+    ] = None,
     out: Out = Path("runs/latest"),
     clients: Annotated[
-        int | None, typer.Option("--clients", help="How many clients to simulate; 20, or as the run began.")
+        int | None,
+        typer.Option("--clients", help="How many clients to simulate: else 20, or as many as the resumed run has."),
     ] = None,
     workers: Workers = _CORES,
     engine: Engine = "ray",
     ray_address: RayAddress = "",
-    superlink: Annotated[str, typer.Option("--superlink", help="A connection of Flower's: real nodes.")] = "",
+    superlink: Annotated[
+        str, typer.Option("--superlink", help="Run on real nodes, by the name of a connection of Flower's.")
+    ] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     force: Force = False,
     accept_loss: AcceptLoss = False,
 ) -> None:
-    """Run one federation and write its results to a run folder."""
+    """Run one federation and write its results to a run folder.
+
+    Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
+    """
     from fedprune_app.experiment import Placement
 
     if force and superlink:
@@ -198,19 +206,25 @@ def _say_sizes(info: Mapping[str, Any], out: Path) -> None:
 
 @app.command()
 def sweep(
-    matrix: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="Systems x datasets x seeds.")],
+    matrix: Annotated[Path, typer.Argument(metavar="FILE.yaml")],
     overrides: Overrides = None,
     out: Out = Path("runs/sweep"),
-    clients: Annotated[int | None, typer.Option("--clients", help="How many clients; the file may say.")] = None,
+    clients: Annotated[
+        int | None,
+        typer.Option("--clients", help="How many clients to simulate: else as FILE.yaml says, or 20."),
+    ] = None,
     workers: Workers = _CORES,
     engine: Engine = "ray",
     ray_address: RayAddress = "",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where a sweep stopped.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the sweep in --out stopped.")] = False,
     force: Force = False,
 ) -> None:
-    """Run a matrix of experiments and write one table of their results.
+    """Run a matrix of experiments and write tables of their results.
 
-    Runs that have finished before are skipped. The table is written as markdown, csv and LaTeX.
+    FILE.yaml lists systems, datasets and seeds.
+    Each KEY=VALUE is a setting of all runs; `fedprune list --keys` shows all.
+    Runs that have finished before are skipped.
+    The tables are written as markdown, csv and LaTeX.
     """
     from fedprune_app.demo import prepare_models
     from fedprune_app.experiment import Placement, Session
@@ -260,13 +274,14 @@ def sweep(
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders of them.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The HTML file.")] = Path("report.html"),
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Write this HTML file.")] = Path("report.html"),
     force: Annotated[bool, typer.Option("--force", help="Replace the file even if it is no report.")] = False,
 ) -> None:
     """Compare runs in one self-contained HTML file.
 
-    A damaged run folder is left out, and the report names it.
+    Each DIR is a run folder, or a folder of run folders.
+    A run folder that is damaged is left out, and the report names it.
     """
     from fedprune_app.results.report import write_report
 
@@ -300,17 +315,22 @@ def _run_folders(folder: Path) -> list[Path]:
 
 @app.command()
 def export(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a completed run.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")],
-    client: Annotated[int | None, typer.Option("--client", help="Whose personal model.")] = None,
-    is_global: Annotated[bool, typer.Option("--global", help="The global model.")] = False,
-    format: Annotated[str, typer.Option("--format", help="safetensors, onnx or torch-export.")] = "safetensors",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
-    state_dir: Annotated[str, typer.Option("--state-dir", help="The run's state-dir, if it is elsewhere now.")] = "",
-    data_dir: Annotated[str, typer.Option("--data-dir", help="The run's data-dir, if it is elsewhere now.")] = "",
+    folder: Annotated[Path, typer.Argument(metavar="RUN")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Write this file.")],
+    client: Annotated[int | None, typer.Option("--client", help="Export the personal model of this client.")] = None,
+    is_global: Annotated[bool, typer.Option("--global", help="Export the global model.")] = False,
+    format: Annotated[
+        str, typer.Option("--format", help="The format is safetensors, onnx or torch-export.")
+    ] = "safetensors",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
+    state_dir: Annotated[
+        str, typer.Option("--state-dir", help="Where the run's state-dir is now, if it has moved.")
+    ] = "",
+    data_dir: Annotated[str, typer.Option("--data-dir", help="Where the run's data-dir is now, if it has moved.")] = "",
 ) -> None:
     """Write the smallest model of a client, or the global model, as one file.
 
+    RUN is the folder of a completed run.
     The command prints what the file saves, compared with the dense model.
     """
     from fedprune_app.export import export_model, machine
@@ -346,27 +366,30 @@ def export(
 
 @app.command()
 def audit(
-    settings: Annotated[
-        list[str], typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="A run-config file, and settings.")
-    ],
+    settings: Annotated[list[str], typer.Argument(metavar="[CONFIG] [KEY=VALUE]...")],
     canaries: Annotated[
-        int, typer.Option("--canaries", help="How many; 0: half of the client's examples, at most 1000.", min=0)
+        int,
+        typer.Option("--canaries", help="How many canaries. 0: half of the client's examples, at most 1000.", min=0),
     ] = 0,
-    guesses: Annotated[int, typer.Option("--guesses", help="On how many of them to guess; 0: on half.", min=0)] = 0,
-    delta: Annotated[float, typer.Option("--delta", help="At which δ; 0: at dp.delta.", min=0, max=1)] = 0.0,
-    confidence: Annotated[float, typer.Option("--confidence", help="That of the bound.")] = 0.95,
-    client: Annotated[int, typer.Option("--client", help="Whose data hold the canaries.")] = 0,
+    guesses: Annotated[int, typer.Option("--guesses", help="How many canaries to guess. 0: half of them.", min=0)] = 0,
+    delta: Annotated[
+        float, typer.Option("--delta", help="The δ of the bound and the claim. 0: dp.delta.", min=0, max=1)
+    ] = 0.0,
+    confidence: Annotated[float, typer.Option("--confidence", help="The confidence of the bound.")] = 0.95,
+    client: Annotated[int, typer.Option("--client", help="The client whose data hold the canaries.")] = 0,
     clients: Annotated[int, typer.Option("--clients", help="How many clients to simulate.", min=1)] = 20,
     without_noise: Annotated[
-        bool, typer.Option("--without-noise", help="Clip and charge, but add no noise: the audit should then fail.")
+        bool, typer.Option("--without-noise", help="Clip and charge, but add no noise. The audit should then fail.")
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace that file even if no audit wrote it.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the --json file even if no audit wrote it.")] = False,
 ) -> None:
     """Attack a private configuration to find a lower bound on its ε.
 
-    The bound comes from one run and is printed beside the ε that the ledger claims. The exit code is 1 if the bound
-    exceeds the claim.
+    CONFIG is a run-config file; each KEY=VALUE is a setting.
+    The bound comes from one run.
+    The command prints the bound beside the ε that the ledger claims.
+    The exit code is 1 if the bound exceeds the claim.
     """
     from fedprune_app.audit import Question
     from fedprune_app.audit import audit as run_audit
@@ -406,8 +429,10 @@ def audit(
 
 @app.command(name="list")
 def list_(
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
-    keys: Annotated[bool, typer.Option("--keys", help="All settings with their defaults.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="List all settings with default, meaning, range and choices.")
+    ] = False,
 ) -> None:
     """List the systems, datasets, partitions and models that there are to choose."""
     from fedprune_app.data.datasets import DATASETS
@@ -464,16 +489,16 @@ def _meaning(option: Option) -> Group:
 def demo(
     out: Out = Path("runs/demo"),
     workers: Workers = _CORES,
-    llm: Annotated[
-        bool, typer.Option("--llm", help="FedSpaLLM on a small language model, trained here first.")
-    ] = False,
+    llm: Annotated[bool, typer.Option("--llm", help="Run FedSpaLLM on a small language model.")] = False,
     force: Force = False,
 ) -> None:
-    """Run four systems on the embedded digits and write a report that compares them.
+    """Run four systems on the embedded digits and write a report on them.
 
-    The systems are Standalone, FedAvg, Sub-FedAvg and Dis-PFL. With --llm the demo runs FedSpaLLM at two densities
-    instead, on a language model that is first trained on Python's own sources. The runs of an earlier demo in --out are
-    replaced. Any other run there is replaced only with --force.
+    The systems are Standalone, FedAvg, Sub-FedAvg and Dis-PFL.
+    With --llm the demo runs FedSpaLLM at two densities instead.
+    Its language model is first trained here, on Python's own sources.
+    The runs of an earlier demo in --out are replaced.
+    Any other run there is replaced only with --force.
     """
     from fedprune_app.demo import (
         DEMO_CLIENTS,
@@ -512,19 +537,28 @@ def demo(
     _say(f": open {page}", "done", "green")
 
 
-deploy_app = typer.Typer(no_args_is_help=True, help="Real nodes over gRPC with TLS and keys; see docs/deploy.md.")
+deploy_app = typer.Typer(
+    no_args_is_help=True, help="Deploy on real nodes, over gRPC with TLS and keys; see docs/deploy.md."
+)
 app.add_typer(deploy_app, name="deploy")
 
 
 @deploy_app.command()
 def local(
     overrides: Overrides = None,
-    config: Annotated[Path | None, typer.Option("-c", "--config", help="A run-config file.")] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", help="How many SuperNodes; 3, or one per folder.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("-c", "--config", help="Read settings from this run-config file.")
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", help="How many SuperNodes to start: else 3, or one per folder of --data-dirs."),
+    ] = None,
     data_dirs: Annotated[
-        str, typer.Option("--data-dirs", help="Each node's own data in place of a partition: 'A,B,C'.")
+        str, typer.Option("--data-dirs", help="Folders with each node's own data, in place of a partition: 'A,B,C'.")
     ] = "",
-    capacities: Annotated[str, typer.Option("--capacities", help="The density each node can bear: '0.3 0.6 1'.")] = "",
+    capacities: Annotated[
+        str, typer.Option("--capacities", help="The density that each node can bear: '0.3 0.6 1'.")
+    ] = "",
     out: Out = Path("runs/deployed"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with the same nodes.")] = False,
     force: Force = False,
@@ -532,7 +566,9 @@ def local(
 ) -> None:
     """Rehearse a deployment with all its programs on this machine.
 
-    A SuperLink, an executor and SuperNodes run as processes here, with TLS and registered keys.
+    A SuperLink, an executor and SuperNodes run as processes here.
+    They use TLS and registered keys, as on real machines.
+    Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
     """
     from fedprune_app.experiment import Placement
     from fedprune_app.results.ownership import check_marked
@@ -569,9 +605,11 @@ def local(
 
 @deploy_app.command()
 def certificates(
-    hosts: Annotated[list[str], typer.Option("--host", help="A name or address of the SuperLink; may be repeated.")],
-    out: Annotated[Path, typer.Option("--out", help="Folder for the three files.")] = Path("certificates"),
-    days: Annotated[int, typer.Option("--days", help="How long they are valid.", min=1)] = 365,
+    hosts: Annotated[
+        list[str], typer.Option("--host", help="A name or address of the SuperLink. You may repeat the option.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The folder for the three files.")] = Path("certificates"),
+    days: Annotated[int, typer.Option("--days", help="How many days the certificates are valid.", min=1)] = 365,
 ) -> None:
     """Make a certificate authority and the SuperLink's certificate.
 
@@ -587,11 +625,13 @@ def certificates(
 
 @deploy_app.command(name="node-key")
 def node_key(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="The private key; the public one gets .pub.")],
+    path: Annotated[Path, typer.Argument(metavar="FILE")],
 ) -> None:
     """Make a SuperNode's key pair.
 
-    The node's operator keeps the private key. The SuperLink's operator registers the public key.
+    FILE gets the private key, and FILE.pub gets the public key.
+    The node's operator keeps the private key.
+    The SuperLink's operator registers the public key.
     """
     from fedprune_app.deploy import make_node_key
 
@@ -602,11 +642,13 @@ def node_key(
 
 @deploy_app.command()
 def database(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="What flower-superlink gets as --database.")],
+    path: Annotated[Path, typer.Argument(metavar="FILE")],
 ) -> None:
     """Make the SuperLink's database.
 
-    Only the database's owner can read it, and its file shrinks when messages are deleted.
+    FILE is what flower-superlink gets as --database.
+    Only the owner of the file can read it.
+    The file shrinks when messages are deleted.
     """
     from fedprune_app.deploy import make_database
 
@@ -615,12 +657,14 @@ def database(
 
 @deploy_app.command()
 def check(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where nodes reach the SuperLink.")],
-    ca: Annotated[Path, typer.Option("--root-certificates", help="The ca.crt of whoever runs the SuperLink.")],
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT")],
+    ca: Annotated[Path, typer.Option("--root-certificates", help="The ca.crt from the SuperLink's operator.")],
 ) -> None:
-    """Ask whether a SuperLink answers at an address and the authority vouches for it.
+    """Check that a SuperLink answers and that its certificate is trusted.
 
-    The exit code is 1 if not. Call this command before you start a node.
+    HOST:PORT is the address at which nodes reach the SuperLink.
+    The exit code is 1 if nothing answers there with a trusted certificate.
+    Call this command before you start a node.
     """
     from fedprune_app.deploy import check_link
 
@@ -630,11 +674,13 @@ def check(
 
 @deploy_app.command()
 def healthy(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Its --health-server-address.")],
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT")],
 ) -> None:
     """Ask a SuperLink, SuperExec or SuperNode whether it serves.
 
-    The exit code is 1 if not. The command is for healthchecks.
+    HOST:PORT is the program's --health-server-address.
+    The exit code is 1 if the program does not serve.
+    The command is for healthchecks.
     """
     from fedprune_app.deploy import is_healthy
 

@@ -28,7 +28,7 @@ from fedprune_app.results.reader import check_records, file_sha256, load_run, ma
 log = logging.getLogger("flwr.fedprune")
 _NOTES = 20
 LostStates = Mapping[int, Mapping[int, str]]
-"""By partition and round, why a client's state is lost."""
+"""The reason why a client's state is lost, by client and round."""
 
 
 @dataclass(frozen=True)

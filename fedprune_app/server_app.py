@@ -104,7 +104,7 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str,
     A run that is resumed must have the same clients with the same data, or :class:`ConfigError` is raised.
     """
     system = SYSTEMS[config.system]
-    numbers = {int(node): int(partition) for node, partition in before.get("nodes", {}).items()}
+    numbers = {int(node): int(client) for node, client in before.get("nodes", {}).items()}
     try:
         roster, left_out = register_clients(
             grid,

@@ -48,9 +48,9 @@ class InProcessGrid(Grid):
             raise ValueError(f"num-supernodes is {num_clients}, allowed: at least 1")
         self._client_app = client_app
         self._contexts = {}
-        for partition in range(num_clients):
-            node_id = derive_seed(partition, "node-id")
-            node_config: dict[str, Any] = {"partition-id": partition, "num-partitions": num_clients}
+        for client in range(num_clients):
+            node_id = derive_seed(client, "node-id")
+            node_config: dict[str, Any] = {"partition-id": client, "num-partitions": num_clients}
             self._contexts[node_id] = Context(_RUN_ID, node_id, node_config, RecordDict(), dict(run_config))
         self._pending: dict[str, Message] = {}
         self._ids = itertools.count(1)

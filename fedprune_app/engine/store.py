@@ -215,9 +215,9 @@ class ResumePoint:
     step: int = 0
 
 
-def client_store(states: Path, partition: int, run_key: str, keep: int = 3) -> VersionedStore:
+def client_store(states: Path, client: int, run_key: str, keep: int = 3) -> VersionedStore:
     """Return the store of one client's states in a run, in ``states``, the folder of all clients' states."""
-    return VersionedStore(states / f"{partition:05d}", keep, owner(f"state of client {partition}", run_key))
+    return VersionedStore(states / f"{client:05d}", keep, owner(f"state of client {client}", run_key))
 
 
 def checkpoint_store(folder: Path, run_key: str) -> VersionedStore:

@@ -21,7 +21,7 @@ Fields = Mapping[str, Any]
 PAYLOAD = "payload"
 LARGEST = 2.0**23
 """The largest magnitude of a value in a reply or a peer's update: what exact sums of one addend could bear."""
-_LETTER = "letter/"
+_PEER_UPDATE = "letter/"  # the name on the wire stays
 _STYPE = "fedprune.codec"
 _LINE = 500
 
@@ -141,7 +141,7 @@ def payload_of(content: RecordDict, max_bytes: int, name: str = PAYLOAD) -> Payl
 
 def peer_update_name(client: int) -> str:
     """Return the name of the record under which one client's payload is forwarded to another client."""
-    return f"{_LETTER}{client}"
+    return f"{_PEER_UPDATE}{client}"
 
 
 def peer_updates_of(content: RecordDict, schema: Schema) -> tuple[dict[int, Payload], list[str]]:
@@ -153,10 +153,10 @@ def peer_updates_of(content: RecordDict, schema: Schema) -> tuple[dict[int, Payl
     updates: dict[int, Payload] = {}
     refused: list[str] = []
     for name in content:
-        if not name.startswith(_LETTER):
+        if not name.startswith(_PEER_UPDATE):
             continue
         try:
-            number = name.removeprefix(_LETTER)
+            number = name.removeprefix(_PEER_UPDATE)
             if not (number.isdecimal() and peer_update_name(int(number)) == name):
                 raise ValueError("its name is no client's")
             update = payload_of(content, schema.max_bytes, name)

@@ -55,20 +55,20 @@ class Masks:
     """
 
     round: int
-    partitions: tuple[int, ...]
+    clients: tuple[int, ...]
     distance: NDArray[np.float64]
 
     @classmethod
-    def of(cls, round: int, partitions: Sequence[int], distance: Matrix) -> Masks:
+    def of(cls, round: int, clients: Sequence[int], distance: Matrix) -> Masks:
         """Return checked distances.
 
         Raises a one-line ``ValueError`` that says why the numbers are no distances between these clients.
         """
-        count = len(partitions)
+        count = len(clients)
         if not 1 <= count <= MAX_MASKS:
             raise ValueError(f"masks of {count} clients, allowed: 1 to {MAX_MASKS}")
-        if len(set(partitions)) < count:
-            raise ValueError(f"'partitions' is {_short(list(partitions))}, allowed: each client once")
+        if len(set(clients)) < count:
+            raise ValueError(f"'partitions' is {_short(list(clients))}, allowed: each client once")
         matrix = np.asarray(distance, dtype=np.float64)
         if matrix.shape != (count, count):
             raise ValueError(f"'distance' has shape {matrix.shape}, allowed: {(count, count)}, a row per partition")
@@ -76,7 +76,7 @@ class Masks:
             raise ValueError(f"'distance' has {outside[0]}, allowed: numbers in [0, 1]")
         if matrix.diagonal().any() or not np.allclose(matrix, matrix.T, rtol=0, atol=1e-6):
             raise ValueError("'distance' is not symmetric with a zero diagonal, as distances are")
-        return cls(round, tuple(partitions), matrix)
+        return cls(round, tuple(clients), matrix)
 
 
 @dataclass(frozen=True)
@@ -277,12 +277,12 @@ def read_masks(folder: Path, info: Mapping[str, Any] | None = None) -> Masks | N
         raise ValueError(f"{path}: 'round' is {_short(found.get('round'))}, allowed: an integer")
     if not _is_list_of(found.get("partitions"), _is_count):
         raise ValueError(f"{path}: 'partitions' is {_short(found.get('partitions'))}, allowed: a list of integers")
-    partitions, rows = found["partitions"], found.get("distance")
-    if not _is_list_of(rows, lambda row: _is_list_of(row, _is_share) and len(row) == len(partitions)):
-        allowed = f"rows of {len(partitions)} numbers in [0, 1]"
+    clients, rows = found["partitions"], found.get("distance")
+    if not _is_list_of(rows, lambda row: _is_list_of(row, _is_share) and len(row) == len(clients)):
+        allowed = f"rows of {len(clients)} numbers in [0, 1]"
         raise ValueError(f"{path}: 'distance' is {_short(rows)}, allowed: {allowed}")
     try:
-        return Masks.of(found["round"], partitions, rows)
+        return Masks.of(found["round"], clients, rows)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

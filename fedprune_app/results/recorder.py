@@ -187,7 +187,7 @@ class Recorder:
         )
         self._append("clients.jsonl", [_complete(row, declared.client_fields) for row in recorded])
 
-    def masks(self, partitions: Sequence[int], distance: Matrix) -> None:
+    def masks(self, clients: Sequence[int], distance: Matrix) -> None:
         """Record how far the clients' masks are apart after the last recorded round.
 
         These distances replace those of an earlier round.
@@ -195,8 +195,8 @@ class Recorder:
         ``distance`` (K, K) holds the Hamming distance in [0, 1] of each two of the K ``clients``, symmetric with a zero
         diagonal; it is kept to six decimals. Raises ``ValueError`` for anything else.
         """
-        masks = Masks.of(self._running()["rounds_completed"], partitions, distance)
-        content = {"round": masks.round, "partitions": masks.partitions, "distance": masks.distance.round(6)}
+        masks = Masks.of(self._running()["rounds_completed"], clients, distance)
+        content = {"round": masks.round, "partitions": masks.clients, "distance": masks.distance.round(6)}
         data = json.dumps(_plain(content), allow_nan=False).encode()
         replace_file(self._masks_path, data)
         self._masks_sha256 = hashlib.sha256(data).hexdigest()

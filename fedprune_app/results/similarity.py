@@ -22,7 +22,7 @@ class Comparison:
     """
 
     round: int
-    partitions: tuple[int, ...]
+    clients: tuple[int, ...]
     label_cosine: Array
     mask_distance: Array
     pearson: float | None
@@ -37,17 +37,17 @@ def compare(run: Run) -> Comparison | None:
     counts = {row["partition"]: row["train"] for row in run.info.get("partition") or () if any(row.get("train") or ())}
     if run.masks is None:
         return None
-    kept = [i for i, partition in enumerate(run.masks.partitions) if partition in counts]
+    kept = [i for i, client in enumerate(run.masks.clients) if client in counts]
     if len(kept) < 2:
         return None
-    cosine = label_cosine([counts[run.masks.partitions[i]] for i in kept])
+    cosine = label_cosine([counts[run.masks.clients[i]] for i in kept])
     distance = run.masks.distance[np.ix_(kept, kept)]
     pairs = np.triu_indices(len(kept), k=1)
     labels, masks = cosine[pairs], distance[pairs]
     order = chain(cosine)
     return Comparison(
         run.masks.round,
-        tuple(run.masks.partitions[kept[i]] for i in order),
+        tuple(run.masks.clients[kept[i]] for i in order),
         cosine[np.ix_(order, order)],
         distance[np.ix_(order, order)],
         correlation(labels, masks),

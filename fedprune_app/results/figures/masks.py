@@ -42,9 +42,9 @@ def _mask_variants(groups: Sequence[Group]) -> list[Variant]:
 
 
 def _mask_variant(name: str, found: Comparison) -> Variant:
-    clients = len(found.partitions)
+    clients = len(found.clients)
     step = -(-clients // HEATMAP_UP_TO)
-    names = [str(partition) for partition in found.partitions[::step]]
+    names = [str(client) for client in found.clients[::step]]
     panels = {
         "Cosine of label counts": (found.label_cosine, "cosine of label counts"),
         "1 − Hamming distance of masks": (1 - found.mask_distance, "1 − Hamming distance"),
@@ -84,9 +84,9 @@ def _agreement_variants(groups: Sequence[Group]) -> list[Variant]:
             if run.masks is None or not documents:
                 continue
             names = []
-            for partition in run.masks.partitions:
-                own = documents.get(partition) or []
-                names.append(text_of(f"{partition} {own[0]}" if len(own) == 1 else str(partition)))
+            for client in run.masks.clients:
+                own = documents.get(client) or []
+                names.append(text_of(f"{client} {own[0]}" if len(own) == 1 else str(client)))
             shown = (1 - run.masks.distance).round(4).astype(object)
             np.fill_diagonal(shown, None)
             step = -(-len(names) // HEATMAP_UP_TO)

@@ -41,8 +41,8 @@ def _epsilon_variants(groups: Sequence[Group]) -> list[Variant]:
                     curves.setdefault(row["partition"], []).append((row["round"], row["epsilon"]))
             step = -(-len(curves) // _CURVES_UP_TO)
             left_out = max(left_out, step)
-            for partition in sorted(curves)[:: step or 1]:
-                rounds, values = zip(*sorted(curves[partition]), strict=True)
+            for client in sorted(curves)[:: step or 1]:
+                rounds, values = zip(*sorted(curves[client]), strict=True)
                 x += [*rounds, None]  # a gap: one trace holds all clients
                 y += [*values, None]
         if x:
