@@ -41,11 +41,11 @@ from fedprune_app.privacy.audit import Evidence, Finding
 from fedprune_app.privacy.noise import Noise
 from fedprune_app.registry import SYSTEMS
 
-MOST_CANARIES = 1000  # unless more are asked for
-PIXELS, AMPLITUDE = 1 / 16, 4.0  # of a canary: the share that is not 0, and their standard deviation
+MOST_CANARIES = 1000  # unless --canaries asks for more
+PIXELS, AMPLITUDE = 1 / 16, 4.0  # of a canary: the share of pixels that is not 0, and its deviation
 _IGNORED = -100  # the label that cross entropy ignores
-_MOST_OTHERS = 1000  # examples that are no canaries whose part in the upload is sought one by one
-_LARGEST = 100_000_000  # numbers in memory at a time, about
+_MOST_OTHERS = 1000  # examples, not canaries, whose part in the upload is found one by one
+_LARGEST = 100_000_000  # about so many numbers are in memory at a time
 Tensors = Mapping[str, Tensor]
 
 
@@ -57,7 +57,7 @@ class Question:
     guesses: int = 0
     delta: float = 0.0  # 0: dp.delta
     confidence: float = 0.95
-    client: int = 0  # whose data
+    client: int = 0  # the client whose data hold the canaries
     clients: int = 20
     without_noise: bool = False
 
@@ -83,7 +83,7 @@ class _Watch:
     trainings: list[_Training] = field(default_factory=list)  # since the last message
     newest: Watched | None = None  # the client as it answered last
     uploads: int = 0
-    failure: Exception | None = None  # the first; the server would take it for a client that failed
+    failure: Exception | None = None  # the first error; the server takes it for a failed client
 
 
 class Watched(ImageClient):
@@ -277,10 +277,10 @@ def consider(evidence: Evidence, client: Watched, trainings: list[_Training], se
     chosen = _coordinates(kept, rows)
     directions, others = torch.zeros(rows, len(chosen)), []
     for model in _between(training.before, {**training.before, **sent.tensors}):
-        total = torch.zeros(2, len(chosen))  # of the canaries, of the others
+        total = torch.zeros(2, len(chosen))  # row 0: the canaries, row 1: the others
         for start, found in _clipped(client, model, images, labels, training.masks, parameters):
             part = found[:, chosen]
-            own = max(len(client.coins) - start, 0)  # how many of them are canaries
+            own = max(len(client.coins) - start, 0)  # how many examples of this part are canaries
             total += torch.stack([part[:own].sum(0), part[own:].sum(0)])
             directions[start : start + len(part)] += part[: max(rows - start, 0)]
         others += list(total)

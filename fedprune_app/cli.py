@@ -41,7 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train, prune and compare personalised federated models.",
 )
-_AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}  # paths and errors are no markup
+_AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}  # paths and errors hold no markup
 console = Console(stderr=True, **_AS_IT_IS)
 _CORES = os.cpu_count() or 1
 _INTERRUPTED = 130
@@ -693,7 +693,7 @@ def main() -> None:
 
     The exit code is 2 for a wrong command or setting, and 1 for a failed run.
     """
-    logging.getLogger("flwr").setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))  # the bar shows what matters
+    logging.getLogger("flwr").setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))  # the progress bar shows what matters
     try:
         code = app(standalone_mode=False)  # Typer turns Ctrl-C into 130
     except click.ClickException as error:

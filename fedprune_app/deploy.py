@@ -146,7 +146,7 @@ def _certificate(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ
+        .not_valid_before(now - datetime.timedelta(hours=1))  # the clocks of machines differ
         .not_valid_after(now + datetime.timedelta(days=days))
     )
 
@@ -215,7 +215,7 @@ def make_database(path: Path) -> Path:
     if path.exists():
         raise ConfigError(f"{str(path)!r} exists, allowed: a new file")
     with closing(sqlite3.connect(":memory:")) as database:
-        database.execute("PRAGMA auto_vacuum = FULL")  # it must be said before the first table, and stays in the file
+        database.execute("PRAGMA auto_vacuum = FULL")  # set before the first table; stays in the file
         database.execute("VACUUM")
         _write_secret(path, database.serialize())
     return path
@@ -272,7 +272,7 @@ class Deployment:
 
     folder: Path
     certificates: Certificates
-    port: int  # of the Runtime and Control API
+    port: int  # of the Runtime API and the Control API
     fleet_port: int
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 

@@ -44,7 +44,7 @@ class Placement:
     engine: str = "ray"
     num_clients: int = 20
     num_workers: int = os.cpu_count() or 1
-    ray_address: str = ""  # of a Ray cluster, "host:port", in place of a Ray of one's own
+    ray_address: str = ""  # "host:port" of a Ray cluster to use, in place of starting a Ray
     superlink: str = ""  # the name of a connection in Flower's own configuration, for real nodes
     nodes: tuple[Mapping[str, Scalar], ...] = ()  # node-configs of a deployment on this machine, instead of engine
     deployment: Path | None = None  # the folder of that deployment
@@ -131,7 +131,7 @@ class Session:
         """
         self.check(config)
         before = _content(folder / "run.json")
-        take_refusal(folder)  # of a launcher that did not live to read it
+        take_refusal(folder)  # remove what was left for a launcher that died before it read it
         with _stoppable(), _Progress(config, folder, self.console) as progress:
             try:
                 if self.placement.engine == "inprocess":
@@ -141,9 +141,10 @@ class Session:
                 else:
                     self._run_on_nodes(config, folder, progress)
             except BaseException as error:
-                self._stack.close()  # nothing may write there any more
+                self._stack.close()  # from here on nothing may write to the folder
                 self._work = self._link = None
-                if not isinstance(error, LeftGoing) and _content(folder / "run.json") != before:  # else it never began
+                # where run.json is unchanged, the run never began
+                if not isinstance(error, LeftGoing) and _content(folder / "run.json") != before:
                     _close_folder(folder, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
                 raise
         info = _read_json(folder / "run.json")
@@ -239,7 +240,7 @@ def _close_folder(folder: Path, status: str, error: BaseException) -> None:
     """
     if not (folder / "run.json").exists():
         return
-    with suppress(ValueError, OSError), exclusive(folder, patience_seconds=0.5):  # a full disk is said on the terminal
+    with suppress(ValueError, OSError), exclusive(folder, patience_seconds=0.5):  # the terminal tells of a full disk
         info = _read_json(folder / "run.json")
         if info.get("status") == "running":
             text = "interrupted" if status == "interrupted" else _one_line(error)
@@ -371,7 +372,7 @@ class _Progress:
             with self._file.open("rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
                 if inode != self._inode:
-                    self._inode, self._offset = inode, 0  # a resumed run writes it anew, without lost rounds
+                    self._inode, self._offset = inode, 0  # a resumed run writes a new file, without lost rounds
                 file.seek(self._offset)
                 new = file.read()
         except OSError:

@@ -135,7 +135,7 @@ def find_model(run: Path, client: int | None, *, state_dir: str = "", data_dir: 
         state, round = _global_state(run, info, config), int(info["rounds_completed"])
     else:
         round, state = _client_state(run, info, config, client, state_dir)
-    folder, needs_test = data_dir or config.data_dir, "nodes" not in info  # or it is a client's own
+    folder, needs_test = data_dir or config.data_dir, "nodes" not in info  # with "nodes" each client has its own data
     dataset = load_dataset(
         config.dataset,
         folder,
@@ -274,7 +274,7 @@ def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
             dynamo=True,
             verbose=False,
         )
-    assert program is not None  # it is for a deprecated way to write files
+    assert program is not None  # None is returned only in a deprecated way to write files
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces: they name folders of this machine, and are larger than small models
     program.model.metadata_props["fedprune"] = info.to_json()
@@ -318,7 +318,7 @@ def convert(found: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
         images = _examples(found.info.image_shape, batch)
         expected, got = found.network(images), runner(images)
         error, allowed = float((got - expected).abs().max()), 1e-4 * float(expected.abs().max())
-        if not error <= allowed:  # NaN is not
+        if not error <= allowed:  # an error of NaN fails too
             raise ValueError(f"logits of the {format} model are off by {error:.2g}, allowed: {allowed:.2g}")
     return content, runner, _RUNTIMES[format](found.full, found.info)[1]
 
@@ -392,5 +392,5 @@ def machine() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), processor)
     except OSError:
-        pass  # not Linux
+        pass  # this system is not Linux
     return f"{processor}, PyTorch {torch.__version__}"

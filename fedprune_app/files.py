@@ -23,7 +23,7 @@ from typing import BinaryIO
 _TEMPORARY = re.compile(r"\.fedprune-[0-9a-f]{16}\.tmp")
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # of a folder, on file systems that cannot
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # from file systems that cannot sync a folder
 
 
 class SharedFolderError(ValueError):
@@ -145,7 +145,7 @@ def _new_folder(place: Path, folder: int, mode: int) -> Iterator[Path]:
     while True:
         name = _random_name()
         os.mkdir(name, mode, dir_fd=folder)
-        with suppress(FileNotFoundError):  # a sweeper was faster than the lock
+        with suppress(FileNotFoundError):  # another process swept the folder before it was locked
             descriptor = os.open(name, os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
             if _lock(descriptor):
                 break
@@ -162,7 +162,7 @@ def _lock(descriptor: int) -> bool:
 
     The result is False if a sweep took it for a leftover before it was locked, and removed it.
     """
-    with suppress(OSError):  # a file system without locks: nothing is swept there either
+    with suppress(OSError):  # without locks on this file system nothing is swept either
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     return os.fstat(descriptor).st_nlink > 0
 
@@ -172,7 +172,7 @@ def _sweep(folder: int) -> None:
     with os.scandir(folder) as entries:
         names = [entry.name for entry in entries if _TEMPORARY.fullmatch(entry.name)]
     for name in names:
-        with suppress(OSError):  # locked, so its writer lives; or another sweeper was faster
+        with suppress(OSError):  # locked by a living writer, or already removed
             _remove_leftover(folder, name)
 
 
@@ -181,7 +181,8 @@ def _remove_leftover(folder: int, name: str) -> None:
     is_folder = stat.S_ISDIR(found.st_mode)
     if found.st_uid != os.geteuid() or not (is_folder or stat.S_ISREG(found.st_mode)):
         return
-    flags = os.O_DIRECTORY if is_folder else os.O_RDWR  # some network file systems lock what is open for writing alone
+    # some network file systems lock only files that are open for writing
+    flags = os.O_DIRECTORY if is_folder else os.O_RDWR
     descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

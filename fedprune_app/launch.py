@@ -44,8 +44,9 @@ _IS_OVER = "[code: 18]"  # of `flwr stop`
 _STATUS_SECONDS = 0.5
 _RAY_SECONDS = 5.0
 _UNASKED_SECONDS = 30.0
-_PATIENCE = 5  # unanswered questions in a row
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: not between fork and exec
+_PATIENCE = 5  # so many questions in a row may stay unanswered
+# loaded here, since nothing should be loaded between fork and exec
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _LINGER_SECONDS = 10.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -116,7 +117,7 @@ def simulation(
         "num-clients": num_clients,
         "backend": {"client_resources": client, "init_args": {"log_to_driver": False, **own_ray}},
     }
-    # Ray's sockets are below the folder, and their paths have at most 107 characters: so where Ray would make its own
+    # Ray's sockets are below this folder and their paths may have only 107 characters. So it is where Ray puts its own.
     place = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="fedprune-", dir=place, ignore_cleanup_errors=True) as name:
@@ -149,7 +150,7 @@ def _ray_of_our_own(folder: Path) -> dict[str, str]:
         "RAY_ADDRESS": "local",  # without one, Ray would join whatever cluster it finds here
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # as on those systems: loopback, not all interfaces
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on those systems Ray listens on loopback, not on all interfaces
         "RAY_TMPDIR": str(folder),
     }
 
@@ -167,7 +168,7 @@ def wait_for(simulation: Simulation, run_file: Path, on_tick: Callable[[], None]
     Flower waits for clients that never answer. So a run also counts as over a few seconds after its ``run_file`` says
     that it is over.
     """
-    before = outcome_of(run_file)  # of an earlier part of a resumed run
+    before = outcome_of(run_file)  # the outcome of an earlier part, if the run is resumed
     over_since = None
     while simulation.process.poll() is None:
         on_tick()
@@ -197,7 +198,8 @@ def flower_environment(home: Path) -> dict[str, str]:
 def direct_on_loopback(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment in which programs reach this machine itself without a proxy; its other exceptions stay."""
     upper, lower = environment.get("NO_PROXY"), environment.get("no_proxy")
-    both = {"NO_PROXY": upper or lower or "", "no_proxy": lower or upper or ""}  # programs read the one or the other
+    # some programs read one of the two, and some read the other
+    both = {"NO_PROXY": upper or lower or "", "no_proxy": lower or upper or ""}
     for name, value in both.items():
         if value != "*":
             known = [host.strip() for host in value.split(",") if host.strip()]
@@ -311,7 +313,7 @@ def flwr(link: Link, *arguments: str) -> dict[str, object]:
             text=True,
             timeout=_ANSWER_SECONDS,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # the terminal's Ctrl-C and its end are for this process, which knows what to do
+            start_new_session=True,  # Ctrl-C and the terminal's end are handled by this process alone
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(f"flwr {arguments[0]}: no answer within {_ANSWER_SECONDS} s") from None
@@ -351,7 +353,7 @@ def follow(link: Link, run_id: str, folder: Path, on_tick: Callable[[], None]) -
     Flower says.
     """
     run_file = folder / "run.json"
-    before = outcome_of(run_file)  # of an earlier part of a resumed run
+    before = outcome_of(run_file)  # the outcome of an earlier part, if the run is resumed
     asked, over_since, unanswered = time.monotonic(), None, 0
     while True:
         on_tick()

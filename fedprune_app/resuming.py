@@ -38,7 +38,7 @@ class Found:
     before: Mapping[str, Any]  # run.json
     points: list[ResumePoint]
     damaged: list[str] = field(default_factory=list)
-    is_complete: bool = False  # nothing is left to do, and nothing to make good
+    is_complete: bool = False  # nothing is left to do or to repair
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
         recorder.reopen()
     else:
         recorder.start(config.to_dict(), config.seed, {"headline": system.strategy.headline, "run_key": new_run_key()})
-    # Flower's own end, on a signal or a SuperLink that has given the run up, may leave no time for the clauses below.
+    # Flower ends on a signal, or when a SuperLink gives up the run. That may leave no time for the clauses below.
     add_exit_handler(lambda: _close(recorder, "interrupted", "interrupted"), run_before_force_exit=True)
     try:
         run_key, before = str(recorder.info["run_key"]), found.before if found else {}
@@ -124,7 +124,8 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str,
             f"the clients' data is not what it was when the run began ({clients} clients, now {now}), "
             "allowed when resuming: the same clients and data"
         )
-    if any(info.own_data for info in roster.values()):  # who is who is not in the data, as with partition-ids
+    # without partition-ids nothing else says which client has which data
+    if any(info.own_data for info in roster.values()):
         recorder.annotate(nodes={str(info.node_id): k for k, info in roster.items()})
     recorder.annotate(paper_bytes_formula=system.strategy.paper_formula, partition=partition, clients_left_out=left_out)
     return roster

@@ -36,7 +36,7 @@ def check_startable(config: Config, num_clients: int) -> None:
         return
     with scratch_folder() as folder:
         try:
-            _make_both(written_below(folder, config), num_clients, folder)  # nobody's ledger is touched
+            _make_both(written_below(folder, config), num_clients, folder)  # no client's ledger is touched
         except ConfigError:
             raise
         except (ValueError, ImportError) as error:

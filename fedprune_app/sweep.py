@@ -125,7 +125,7 @@ def _settings(path: Path, section: str, table: Any) -> dict[str, Any]:
         raise ConfigError(f"matrix {str(path)!r}: an entry of {section} is {_short(table)}, allowed: key: value pairs")
     try:
         settings = flatten(table)
-    except RecursionError:  # an alias of itself
+    except RecursionError:  # an alias that refers to itself
         raise ConfigError(f"matrix {str(path)!r}: an entry of {section} is nested too deeply") from None
     for key, value in settings.items():
         if not isinstance(value, bool | int | float | str):

@@ -20,7 +20,7 @@ POLL_SECONDS = (0.01, 0.25)  # the shortest pause between polls, and the longest
 _PUSH_BATCH = 16
 _PUSH_BYTES = 64 * 2**20
 _TTL_MARGIN_SECONDS = 10.0
-_POLL_SHARE = 0.05  # a reply is seen late by at most this share of the time it was waited for
+_POLL_SHARE = 0.05  # a reply is seen late by at most this share of the time it took
 
 
 class TooFewReplies(RuntimeError):
@@ -79,11 +79,11 @@ def exchange(
                     largest = max(largest, num_bytes)
                 else:
                     yield Answer(client, 0, error="its node did not accept the message")
-                del message  # it has left
+                del message  # it was sent and need not stay in memory
             batch.clear()
 
         arrived = False
-        asked_at = time.monotonic()  # what comes while the replies before it are taken in is not late
+        asked_at = time.monotonic()  # a reply that comes while earlier ones are taken in is not late
         deadlines = {message_id: sent.deadline for message_id, sent in waiting.items()}
         for reply in replies.arrived(grid, deadlines, largest, reply_bytes + replies.FRAMING_BYTES):
             sent = waiting.pop(reply.message_id, None)
@@ -92,7 +92,7 @@ def exchange(
             arrived = True
             in_flight -= sent.num_bytes
             yield Answer(sent.client, sent.num_bytes, reply.num_bytes, reply.content, reply.error)
-            del reply  # it is done with before the next is fetched
+            del reply  # its memory is free before the next reply is fetched
         now = time.monotonic()
         for message_id in [message_id for message_id, sent in waiting.items() if sent.deadline <= asked_at]:
             sent = waiting.pop(message_id)

@@ -90,7 +90,7 @@ class InProcessGrid(Grid):
             message = self._pending.pop(message_id, None)
             if message is not None:
                 reply = self._answer(message)
-                reply.metadata.__dict__["_reply_to_message_id"] = message_id  # whatever it says itself
+                reply.metadata.__dict__["_reply_to_message_id"] = message_id  # whichever message the reply itself names
                 yield reply
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:

@@ -54,13 +54,13 @@ FRAMING_BYTES = 8 * 2**20
 """What a reply may weigh beside the tensors it was asked for: its fields, names, and what Flower puts around them."""
 _BATCH = 32
 _BATCH_BYTES = 64 * 2**20
-_HEAD_BYTES = 2**20  # of a reply without its objects; of the list of these; of an object that only names others
+_HEAD_BYTES = 2**20  # of a reply without its objects, a list of replies, an object that only names others
 _LARGEST = {ArrayChunk.__qualname__: sys.maxsize, ConfigRecord.__qualname__: FRAMING_BYTES}  # bytes of other objects
-_CHUNK = f"{ArrayChunk.__qualname__} ".encode()  # how a piece of an array begins
+_CHUNK = f"{ArrayChunk.__qualname__} ".encode()  # a piece of an array begins with this
 _MOST_RECORDS = 16
-_MOST_OBJECTS = 64  # beside one per MiB
-_BACKOFF_SECONDS = (0.05, 1.0)  # between looks for an object whose upload is not over
-_EXCEPTION = re.compile(r"^<class '[^']*'>:<'")  # how a SuperNode begins the message of one
+_MOST_OBJECTS = 64  # and one more per MiB
+_BACKOFF_SECONDS = (0.05, 1.0)  # between tries to fetch an object that is still being uploaded
+_EXCEPTION = re.compile(r"^<class '[^']*'>:<'")  # a SuperNode begins the message of an exception with this
 
 Stream = Iterable[bytes]
 
@@ -69,7 +69,7 @@ Stream = Iterable[bytes]
 class Reply:
     """A reply to one message is its content and its size as Flower serialises it, or one line on why there is none."""
 
-    message_id: str  # of the message it answers
+    message_id: str  # the message that the reply answers
     content: RecordDict | None = None
     num_bytes: int = 0
     error: str = ""
@@ -81,16 +81,17 @@ def arrived(grid: Grid, deadlines: Mapping[str, float], largest: int, max_bytes:
     A reply of more than ``max_bytes`` is refused. A reply whose upload has begun is waited for until its deadline, by
     ``time.monotonic()``. Some Grids return whole batches: these are of replies of up to ``largest`` bytes.
     """
-    module = sys.modules.get("flwr.superlink.grid")  # a ServerApp has it; a client would wait for what it imports
+    # a ServerApp has imported the module; an import here would slow clients down
+    module = sys.modules.get("flwr.superlink.grid")
     ids = list(deadlines)
     if module is not None and isinstance(grid, module.HttpGrid):
         for start in range(0, len(ids), _BATCH):
             yield from _fetched(grid, {key: deadlines[key] for key in ids[start : start + _BATCH]}, max_bytes)
         return
-    size = max(1, min(_BATCH, _BATCH_BYTES // max(1, largest)))  # few of large models, more of small ones
+    size = max(1, min(_BATCH, _BATCH_BYTES // max(1, largest)))  # batches of large models are small
     for start in range(0, len(ids), size):
         for message in grid.pull_messages(ids[start : start + size]):
-            # an error made by the SuperLink itself names another source: what tells is the message replied to
+            # an error that the SuperLink made names another source, so the message replied to tells whose it is
             yield _reply(message.metadata.reply_to_message_id, message, max_bytes)
 
 
@@ -102,12 +103,12 @@ def _reply(message_id: str, message: Message, max_bytes: int) -> Reply:
         content = message.content
         num_bytes = sum(_array_bytes(record) for record in content.values())
         if len(content) <= _MOST_RECORDS and num_bytes <= max_bytes:
-            num_bytes = wire.num_bytes(content)  # which copies it
+            num_bytes = wire.num_bytes(content)  # this copies the content
         if len(content) > _MOST_RECORDS or num_bytes > max_bytes:
             raise ValueError(
                 f"it has {len(content)} records and {num_bytes} bytes, allowed: {_MOST_RECORDS} and {max_bytes}"
             )
-    except Exception as error:  # Flower raises any kind
+    except Exception as error:  # Flower may raise any kind of error
         return _refused(message_id, error)
     return Reply(message_id, content, num_bytes)
 
@@ -178,7 +179,7 @@ def _fetch(grid: HttpGrid, head: MessageProto, tree: ObjectTree, deadline: float
     try:
         received = ConfirmMessageReceivedRequest(node=grid.node, run_id=run_id, message_object_id=root)
         client.ConfirmMessageReceived(received)
-    except httpx.HTTPStatusError as error:  # it keeps what it has until the run is over
+    except httpx.HTTPStatusError as error:  # the SuperLink keeps the reply until the run is over
         log.warning("a reply that came is kept by the SuperLink: %s", wire.one_line(str(error)))
     return reply
 
@@ -190,7 +191,7 @@ def read(message_id: str, root: str, contents: dict[str, bytes], max_bytes: int)
         message = inflate_object_from_contents(root, contents)
         if not isinstance(message, Message):
             raise ValueError(f"it is of type {type(message).__name__}, allowed: Message")
-    except Exception as error:  # Flower's parsers raise any kind
+    except Exception as error:  # Flower's parsers may raise any kind of error
         return _refused(message_id, error)
     return _reply(message_id, message, max_bytes)
 
@@ -205,7 +206,7 @@ def _check_sizes(contents: Mapping[str, bytes], max_bytes: int) -> None:
         if kind == Array.__qualname__:
             chunks = json.loads(get_object_body(content, Array))["arraychunk_ids"]
             if not all(contents[child].startswith(_CHUNK) for child in children):
-                raise ValueError("an array has pieces that are none")  # an array of arrays would grow with each
+                raise ValueError("an array has pieces that are none")  # an array of arrays would grow with each level
             total += sum(len(contents[children[index]]) for index in chunks)
             if total > max_bytes:
                 raise ValueError(f"its arrays have over {max_bytes} bytes")
@@ -213,7 +214,7 @@ def _check_sizes(contents: Mapping[str, bytes], max_bytes: int) -> None:
 
 # --- what comes over HTTP, bounded as it comes ------------------------------------------------------------------------
 
-_current = threading.local()  # .filter: what a response in this thread passes through
+_current = threading.local()  # its attribute filter: what responses in this thread pass
 
 
 @contextmanager

@@ -23,7 +23,8 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supercore.telemetry import EventType
 
-_NO_REASON = ("An error was encountered. Ending simulation.", "Simulation Runtime crashed.")  # Flower's, around others
+# Flower's words around the real error:
+_NO_REASON = ("An error was encountered. Ending simulation.", "Simulation Runtime crashed.")
 
 
 def run(app: Path, config: dict[str, Any], num_clients: int, backend: dict[str, Any]) -> None:

@@ -33,7 +33,7 @@ from fedprune_app.results.lock import LOCK
 
 log = logging.getLogger("flwr.fedprune")  # below Flower's logger, so that `flwr log` shows it
 _NAME = re.compile(r"round-(\d{5,})\.safetensors")
-_KEY, _UNSEALED_KEY = "fedprune-state", "fedprune"  # of the file's metadata; the second is earlier versions'
+_KEY, _UNSEALED_KEY = "fedprune-state", "fedprune"  # in the file's metadata; earlier versions wrote the second
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ CREDENTIALS = "credentials.yaml"  # in FLWR_HOME
 def credentials(address: str, secret: str) -> bytes:
     """Return the ``credentials.yaml`` with which ``flwr`` shows the secret to the SuperLink at ``address``."""
     values = {
-        AUTHN_TYPE_STORE_KEY: AuthnType.OIDC,  # the kind that sends a token
+        AUTHN_TYPE_STORE_KEY: AuthnType.OIDC,  # this kind of account sends a token
         ACCESS_TOKEN_STORE_KEY: secret,
         REFRESH_TOKEN_STORE_KEY: secret,
     }
@@ -65,7 +65,7 @@ class SecretAuthn(ControlAuthnPlugin):
 
 def main() -> None:
     """Run the SuperLink until it is ended."""
-    program = import_module("flwr.superlink.cli.flower_superlink")  # the package has a function of that name, too
+    program = import_module("flwr.superlink.cli.flower_superlink")  # `import` would find the function of that name
     program.load_control_authn_plugin = SecretAuthn  # type: ignore[attr-defined]
     program.flower_superlink()
 

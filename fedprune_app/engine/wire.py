@@ -21,7 +21,7 @@ Fields = Mapping[str, Any]
 PAYLOAD = "payload"
 LARGEST = 2.0**23
 """The largest magnitude of a value in a reply or a peer's update: what exact sums of one addend could bear."""
-_PEER_UPDATE = "letter/"  # the name on the wire stays
+_PEER_UPDATE = "letter/"  # the name on the wire, which does not change
 _STYPE = "fedprune.codec"
 _LINE = 500
 
@@ -32,7 +32,7 @@ class EncodedArrays(ArrayRecord):
     The same record may go to many clients, so its size is measured once.
     """
 
-    __qualname__ = ArrayRecord.__qualname__  # Flower writes it into what it sends, and takes no other
+    __qualname__ = ArrayRecord.__qualname__  # Flower writes the name into its messages, and accepts no other
 
     def know(self, name: str, num_bytes: int) -> None:
         """Take ``num_bytes`` as the size of this record under ``name``, because the record was measured before."""
@@ -96,7 +96,7 @@ def num_bytes(content: RecordDict) -> int:
 
     To serialise costs a copy, so the size of a payload that several messages share is measured once.
     """
-    # the serialised parts of a RecordDict lie side by side
+    # the size of a RecordDict is the sum of its parts
     return sum(
         record.item_bytes(name) if isinstance(record, EncodedArrays) else item_bytes(name, record)
         for name, record in content.items()

@@ -132,7 +132,7 @@ def load_model(path: str | PathLike[str]) -> nn.Module:
         network = network_of(found.info, found.payload)
     except ValueError as error:
         raise ValueError(f"exported model {str(path)!r}: {error}") from None
-    _check_digests(Path(path), found)  # last, because it cannot say what is wrong
+    _check_digests(Path(path), found)  # last, because a digest cannot say what is wrong
     return network
 
 
@@ -154,7 +154,7 @@ def network_of(info: ExportInfo, payload: Payload) -> nn.Module:
 
     shrink(model, *_cuts(full, payload.tensors))
     model.eval().requires_grad_(False)
-    try:  # on shapes alone, which takes no memory
+    try:  # with shapes alone, which take no memory
         logits = model(torch.empty(1, *info.image_shape, device="meta"))
     except RuntimeError as error:
         raise ValueError(f"its tensors do not fit each other: {str(error).splitlines()[0]}") from None
@@ -162,7 +162,7 @@ def network_of(info: ExportInfo, payload: Payload) -> nn.Module:
         raise ValueError(f"its network gives outputs of shape {tuple(logits.shape)}, allowed: (1, {info.classes})")
     model.to_empty(device="cpu")
     for buffer in model.buffers():
-        buffer.zero_()  # the counters, which no file has
+        buffer.zero_()  # the counters, which are in no file
     load_state_tensors(model, payload.tensors)
     return model
 
@@ -218,7 +218,7 @@ def _read(path: Path, with_tensors: bool) -> _Found:
         if body.dtype != torch.uint8:
             raise ValueError(f"tensor {codec.KEY!r} has dtype {body.dtype}, allowed: torch.uint8")
         model = architecture(info.model, info.image_shape, info.classes)
-        # values, and a byte per element of a mask
+        # the values, and one byte per element of a mask
         needed = sum(tensor.numel() * (tensor.element_size() + 1) for tensor in named_tensors(model).values())
         payload = codec.decode({codec.KEY: body.numpy()}, max_bytes=min(needed, MAX_FILE_BYTES))
         return _Found(info, text, body, payload)

@@ -23,7 +23,7 @@ def is_held(folder: Path) -> bool:
     except OSError:
         return True
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment, for which `exclusive` waits
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # only for a moment; `exclusive` waits so long
     except OSError:
         return True
     finally:

@@ -348,7 +348,7 @@ def _finite(text: str) -> float | None:
 
 def _int64(text: str) -> int | None:
     value = int(text)
-    return value if abs(value) < 1 << 63 else None  # beyond, what is computed with it overflows
+    return value if abs(value) < 1 << 63 else None  # beyond this, computations with it overflow
 
 
 def _check_row(row: dict[str, Any], where: str) -> None:

@@ -75,7 +75,7 @@ class Recorder:
         self._info: dict[str, Any] = {}
         self._tallies = {name: _Tally() for name in RECORDS}
         self._masks_sha256: str | None = None
-        self._writes = False  # or what is known of the run is kept in memory
+        self._writes = False  # False: what is known of the run is kept in memory only
         self._waits = False
         self._seconds_before = 0.0  # spent by earlier processes of a resumed run
         self._started_at = 0.0
@@ -111,7 +111,7 @@ class Recorder:
         if clash := sorted(info.keys() & extra.keys()):
             raise ValueError(f"extra must not set '{clash[0]}': the recorder does")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._begin(info | extra)  # first: from now on the folder is known to be a run's
+        self._begin(info | extra)  # first, so that the folder is known to be a run's
         for name in RECORDS:
             replace_file(self.folder / name, b"")
         self._masks_path.unlink(missing_ok=True)
@@ -243,7 +243,7 @@ class Recorder:
         try:
             masks = read_masks(self.folder)
             keep = masks is not None and masks.round <= rounds_completed
-        except ValueError:  # it can be made again, unlike what it would stop
+        except ValueError:  # masks can be made again, so a damaged file must not stop the run
             keep = False
         self._masks_sha256 = hashlib.sha256(self._masks_path.read_bytes()).hexdigest() if keep else None
         if not keep:

@@ -143,7 +143,7 @@ def _table(groups: Sequence[Group], shown: Sequence[Column], *, is_first: bool =
         "header": [header[i] for i in kept],
         "rows": [[row[i] for i in kept] for row in rows],
         "texts": len({"System", "Dataset", "Partition"} - told),
-        "measured": len(header) > 4,  # something beside what the rows are about
+        "measured": len(header) > 4,  # there are columns beside those that name the row
     }
 
 
@@ -160,7 +160,8 @@ def _title(runs: Sequence[Run]) -> str:
 def _facts(runs: Sequence[Run]) -> list[str]:
     """Return what all runs have in common, for the line under the title."""
     facts = ["1 run" if len(runs) == 1 else f"{len(runs)} runs"]
-    by_label = any(run.headline.startswith("accuracy") for run in runs)  # texts are not dealt by labels
+    # texts have no labels, so no partition by labels
+    by_label = any(run.headline.startswith("accuracy") for run in runs)
     for key in ("dataset", "partition") if by_label else ("dataset",):
         values = {str(run.config[key]) for run in runs if run.config.get(key) is not None}
         if len(values) == 1:
@@ -179,7 +180,7 @@ def _card(group: Group) -> dict[str, Any]:
     judged_by = "perplexity" if group.runs[0].headline.startswith("perplexity") else "accuracy"
     shown: dict[str, Any] = {"number": formatted(numbers[judged_by], column[judged_by]), "judged_by": judged_by}
 
-    def short(key: str) -> str:  # a card is for a glance: the table tells their spread
+    def short(key: str) -> str:  # a card is short; the table tells the spread
         statistic = numbers[key]
         return formatted(statistic and replace(statistic, std=None), column[key])
 
@@ -194,7 +195,7 @@ def _card(group: Group) -> dict[str, Any]:
             "Personal, worst decile": worst if worst == NOT_MEASURED else f"{worst} %",
             "Density": short("density"),
         }
-    peers = numbers["peer_megabytes"]  # up and down would count what the server only relays twice
+    peers = numbers["peer_megabytes"]  # up and down together would count relayed bytes twice
     traffic = [peers] if peers else [numbers[key] for key in ("megabytes_up", "megabytes_down")]
     total = sum(each.mean for each in traffic if each) / MEGABYTE if all(traffic) else None
     main = "global model" if group.runs[0].headline.endswith("_global") else "mean over clients"
