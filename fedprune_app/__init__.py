@@ -1,4 +1,4 @@
-"""fedprune: personalised federated pruning on Flower."""
+"""fedprune is personalised federated pruning on Flower."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""What ``fedprune audit`` does: a real run in which one client's data hold canaries, and the attack on what it sends.
+"""An audit is a real run in which one client's data hold canaries, and an attack on what that client sends.
 
-A canary is a noise image with a random label, in the place of one of the client's training examples. An independent
-fair coin says whether it is in; one that is out keeps its place, under a label that cross entropy ignores, so its
-gradient is zero: the number of examples, which is public, tells nothing of the coins. All else is the system's own
-code: server, clients, messages. The attack sees what the client sent and where its training started (which follows from
-what it received and sent before), and knows all of its data but the coins. See :mod:`fedprune_app.privacy.audit`.
+A canary is a noise image with a random label. It takes the place of one of the client's training examples. An
+independent fair coin says whether a canary is in. A canary that is out keeps its place under a label that cross entropy
+ignores, so its gradient is zero. So the number of examples, which is public, tells nothing of the coins. All else is
+the system's own code: server, clients, messages. The attack sees what the client sent, and where its training started,
+which follows from what it received and sent before. The attack knows all of the client's data but the coins. See
+:mod:`fedprune_app.privacy.audit`.
 """
 
 from __future__ import annotations
@@ -40,30 +41,30 @@ from fedprune_app.privacy.audit import Evidence, Finding
 from fedprune_app.privacy.noise import Noise
 from fedprune_app.registry import SYSTEMS
 
-MOST_CANARIES = 1000  # unless more are asked for
-PIXELS, AMPLITUDE = 1 / 16, 4.0  # of a canary: the share that is not 0, and their standard deviation
+MOST_CANARIES = 1000  # unless --canaries asks for more
+PIXELS, AMPLITUDE = 1 / 16, 4.0  # of a canary: the share of pixels that is not 0, and its deviation
 _IGNORED = -100  # the label that cross entropy ignores
-_MOST_OTHERS = 1000  # examples that are no canaries whose part in the upload is sought one by one
-_LARGEST = 100_000_000  # numbers in memory at a time, about
+_MOST_OTHERS = 1000  # examples, not canaries, whose part in the upload is found one by one
+_LARGEST = 100_000_000  # about so many numbers are in memory at a time
 Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Question:
-    """What to ask of a configuration; 0 for ``canaries`` and ``guesses`` is half of what there is to take."""
+    """A question says what to ask of a configuration; 0 for ``canaries`` or ``guesses`` takes half of what there is."""
 
     canaries: int = 0
     guesses: int = 0
     delta: float = 0.0  # 0: dp.delta
     confidence: float = 0.95
-    client: int = 0  # whose data
+    client: int = 0  # the client whose data hold the canaries
     clients: int = 20
     without_noise: bool = False
 
 
 @dataclass(frozen=True)
 class _Training:
-    """One training of the client, from its model before to its model after, both as the attack may know them."""
+    """One training of the client went from its model ``before`` to its model ``after``; the attack may know both."""
 
     task: Task
     before: dict[str, Tensor]
@@ -73,7 +74,7 @@ class _Training:
 
 @dataclass
 class _Watch:
-    """What is kept of the audited client between its messages."""
+    """The watch keeps what is known of the audited client between its messages."""
 
     client: int
     seed: int
@@ -82,11 +83,14 @@ class _Watch:
     trainings: list[_Training] = field(default_factory=list)  # since the last message
     newest: Watched | None = None  # the client as it answered last
     uploads: int = 0
-    failure: Exception | None = None  # the first; the server would take it for a client that failed
+    failure: Exception | None = None  # the first error; the server takes it for a failed client
 
 
 class Watched(ImageClient):
-    """A client of any system, before it in the order of classes: its data hold canaries, its trainings are noted."""
+    """A watched client has canaries among its data, and notes each of its trainings.
+
+    This class comes before the class of the system's client in the order of classes.
+    """
 
     watch: ClassVar[_Watch]
 
@@ -118,32 +122,36 @@ class Watched(ImageClient):
 
 
 class Silent:
-    """Noise that is none; samples are drawn as ever."""
+    """Silent noise is zero; samples are drawn as with noise."""
 
     def __init__(self, noise: Noise) -> None:
         self._noise = noise
 
     def uniform(self, size: int) -> Tensor:
+        """Return ``size`` uniform draws of the real noise, which choose samples."""
         return self._noise.uniform(size)
 
     def gaussian(self, size: int) -> Tensor:
+        """Return ``size`` zeros."""
         return torch.zeros(size)
 
     def laplace(self, scale: float) -> float:
+        """Return 0."""
         return 0.0
 
 
 class WithoutNoise(ClientPrivacy):
-    """Clips, samples and charges as if it added noise."""
+    """A client without noise clips, samples and charges as if it added noise."""
 
     def noise(self, role: str, round: int, public: Tensors, settings: str) -> Noise:
         return Silent(super().noise(role, round, public, settings))
 
 
 def canaries(seed: int, number: int, shape: tuple[int, ...], num_classes: int) -> tuple[Tensor, Tensor]:
-    """Images (n, *shape), a few pixels of noise each, in units of normalised images; labels (n,).
+    """Return images (number, *shape) of a few noise pixels each, and their labels (number,).
 
-    Few pixels make gradients of different canaries nearly orthogonal, and large ones make them reach the clipping norm.
+    The pixels are in units of normalised images. Few pixels make gradients of different canaries nearly orthogonal.
+    Large pixels make gradients reach the clipping norm.
     """
     draw = rng.generator(seed, "canaries")
     lit = torch.rand((number, *shape), generator=draw) < PIXELS
@@ -152,15 +160,19 @@ def canaries(seed: int, number: int, shape: tuple[int, ...], num_classes: int) -
 
 
 def coins(seed: int, number: int) -> Tensor:
-    """(n,) True for in: fair and independent of one another, and of all else that the seed determines."""
+    """Return fair coins (number,), True for "in".
+
+    The coins are independent of one another and of all else that the seed determines.
+    """
     return torch.rand(number, generator=rng.generator(seed, "audit coins")) < 0.5
 
 
 def audit(config: Config, question: Question) -> Finding:
     """Run the federation of ``config`` in this process and attack one client's releases.
 
-    Nothing is written but to a temporary folder: ledgers that the configuration names are not charged. Raises
-    :class:`ConfigError` for what cannot be asked, and :class:`LaunchError` where the run or the audited client fails.
+    Only a temporary folder is written to: ledgers that the configuration names are not charged. Raises
+    :class:`ConfigError` for a question that cannot be asked, and :class:`LaunchError` where the run or the audited
+    client fails.
     """
     kind = SYSTEMS[config.system].client
     if not (config.dp.enabled and issubclass(kind, ImageClient)):
@@ -191,7 +203,10 @@ def audit(config: Config, question: Question) -> Finding:
 
 
 def _numbers(config: Config, question: Question) -> tuple[int, int]:
-    """How many canaries and guesses. Raises :class:`ConfigError` for what cannot be asked."""
+    """Return the numbers of canaries and guesses.
+
+    Raises :class:`ConfigError` for a question that cannot be asked.
+    """
     if not 0 <= question.client < question.clients:
         raise ConfigError(f"--client is {question.client}, allowed: 0 to {question.clients - 1}")
     if not 0 < question.confidence < 1:
@@ -209,7 +224,7 @@ def _numbers(config: Config, question: Question) -> tuple[int, int]:
 
 
 def _app(watch: _Watch, watched: type[ImageClient]) -> ClientApp:
-    """The real ClientApp, in which one client is watched."""
+    """Return the real ClientApp, in which one client is watched."""
 
     def answer(name: str, message: Message, context: Context) -> Message:
         own = getattr(client_app, name)
@@ -237,9 +252,10 @@ def _app(watch: _Watch, watched: type[ImageClient]) -> ClientApp:
 
 
 def consider(evidence: Evidence, client: Watched, trainings: list[_Training], sent: Payload) -> bool:
-    """Add what one upload says: along which examples' gradients it lies from where its training started.
+    """Add one upload to the evidence: the examples along whose gradients it lies from where its training started.
 
-    False where nothing trained was sent. Of several trainings the one counts whose outcome is closest to what was sent.
+    The result is False where nothing trained was sent. Of several trainings the one counts whose outcome is closest to
+    the upload.
     """
     if not trainings:
         return False
@@ -261,10 +277,10 @@ def consider(evidence: Evidence, client: Watched, trainings: list[_Training], se
     chosen = _coordinates(kept, rows)
     directions, others = torch.zeros(rows, len(chosen)), []
     for model in _between(training.before, {**training.before, **sent.tensors}):
-        total = torch.zeros(2, len(chosen))  # of the canaries, of the others
+        total = torch.zeros(2, len(chosen))  # row 0: the canaries, row 1: the others
         for start, found in _clipped(client, model, images, labels, training.masks, parameters):
             part = found[:, chosen]
-            own = max(len(client.coins) - start, 0)  # how many of them are canaries
+            own = max(len(client.coins) - start, 0)  # how many examples of this part are canaries
             total += torch.stack([part[:own].sum(0), part[own:].sum(0)])
             directions[start : start + len(part)] += part[: max(rows - start, 0)]
         others += list(total)
@@ -273,7 +289,7 @@ def consider(evidence: Evidence, client: Watched, trainings: list[_Training], se
 
 
 def _between(before: Tensors, after: Tensors) -> list[dict[str, Tensor]]:
-    """The model before a training, after it, and half way: gradients change on the way."""
+    """Return the model before a training, half way, and after the training: gradients change on the way."""
     return [{n: torch.lerp(t, after[n], share) for n, t in before.items()} for share in (0.0, 0.5, 1.0)]
 
 
@@ -283,7 +299,10 @@ def _distance(model: Tensors, sent: Payload, names: list[str]) -> float:
 
 
 def _coordinates(kept: Tensor, rows: int) -> Tensor:
-    """The kept coordinates (d,), or as many of them at random as fit into memory that often."""
+    """Return the kept coordinates (d,).
+
+    If ``rows`` times as many numbers do not fit into memory, random ones of them are returned, as many as fit.
+    """
     where = kept.nonzero().squeeze(1)
     most = max(_LARGEST // rows, 1)
     return (
@@ -299,7 +318,10 @@ def _clipped(
     masks: Tensors,
     names: list[str],
 ) -> Iterator[tuple[int, Tensor]]:
-    """Where each part begins, and its rows of the gradients (n, d) by ``names``, under the masks, clipped over all."""
+    """Yield each part of the examples: the place where it begins, and its rows of the gradients (n, d).
+
+    The gradients are those of the tensors ``names``, under the masks, clipped by the norm over all tensors.
+    """
     model = client.model
     leaves = {name: tensors[name] for name in vision.parameter_names(model)}
     size = sum(leaf.numel() for leaf in leaves.values())

@@ -1,4 +1,4 @@
-"""The ``fedprune`` command: what Flower's own command line does not do."""
+"""The ``fedprune`` command does what Flower's own command line does not do."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Train, prune and compare personalised federated models.",
 )
-_AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}  # paths and errors are no markup
+_AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}  # paths and errors hold no markup
 console = Console(stderr=True, **_AS_IT_IS)
 _CORES = os.cpu_count() or 1
 _INTERRUPTED = 130
 
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings, see `list --keys`.")]
-Out = Annotated[Path, typer.Option("--out", help="Folder for the results.")]
-Workers = Annotated[int, typer.Option("--workers", help="Clients that train at the same time (ray).")]
-RayAddress = Annotated[str, typer.Option("--ray-address", help="HOST:PORT of a Ray cluster to simulate on.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
+Out = Annotated[Path, typer.Option("--out", help="The folder for the results.")]
+Workers = Annotated[int, typer.Option("--workers", help="How many clients train at the same time (ray).")]
+RayAddress = Annotated[str, typer.Option("--ray-address", help="Simulate on the Ray cluster at HOST:PORT.")]
 AcceptLoss = Annotated[
-    bool, typer.Option("--accept-loss", help="With --resume, go on even if a damaged file makes the result another.")
+    bool, typer.Option("--accept-loss", help="With --resume, go on even if a damaged file changes the result.")
 ]
-Engine = Annotated[str, typer.Option("--engine", help="ray, or inprocess for debugging.")]
+Engine = Annotated[str, typer.Option("--engine", help="Run on ray, or on inprocess for debugging.")]
 Force = Annotated[
     bool, typer.Option("--force", help="Remove or replace what is in the way, even if fedprune did not write it.")
 ]
@@ -78,10 +78,11 @@ def _placed(
     force: bool = False,
     is_here: bool = True,
 ) -> Config:
-    """The configuration of a run in folder ``out``: a new one, or the continuation of the run.json ``before``.
+    """Return the configuration of a run in the folder ``out``.
 
-    A new run is refused where it would replace what fedprune did not write, unless ``force`` allows it, or the folder
-    is not on this machine (not ``is_here``), whose ServerApp then looks.
+    Without ``before`` the run is a new one. With ``before``, which is a run.json, the run continues that one. A new run
+    is refused where it would replace what fedprune did not write, unless ``force`` allows that. Where the folder is not
+    on this machine (not ``is_here``), nothing is looked up here: the ServerApp then looks.
     """
     from fedprune_app.registry import check_names
     from fedprune_app.results.lock import is_held
@@ -114,7 +115,10 @@ def _accepting(loss: bool, resume: bool) -> dict[str, Scalar]:
 
 
 def _recorded(out: Path, superlink: str = "") -> dict[str, Any]:
-    """run.json of the run to resume; empty if it is on the server alone, whose ServerApp then compares the settings."""
+    """Return the run.json of the run to resume.
+
+    The result is empty if run.json is on the server alone. Its ServerApp then compares the settings.
+    """
     from fedprune_app.results.reader import read_info
 
     if not (out / "run.json").exists():
@@ -130,20 +134,28 @@ def _recorded(out: Path, superlink: str = "") -> dict[str, Any]:
 @app.command()
 def run(
     overrides: Overrides = None,
-    config: Annotated[Path | None, typer.Option("-c", "--config", help="A run-config file.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("-c", "--config", help="Read settings from this run-config file.")
+    ] = None,
     out: Out = Path("runs/latest"),
     clients: Annotated[
-        int | None, typer.Option("--clients", help="How many clients to simulate; 20, or as the run began.")
+        int | None,
+        typer.Option("--clients", help="How many clients to simulate: else 20, or as many as the resumed run has."),
     ] = None,
     workers: Workers = _CORES,
     engine: Engine = "ray",
     ray_address: RayAddress = "",
-    superlink: Annotated[str, typer.Option("--superlink", help="A connection of Flower's: real nodes.")] = "",
+    superlink: Annotated[
+        str, typer.Option("--superlink", help="Run on real nodes, by the name of a connection of Flower's.")
+    ] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     force: Force = False,
     accept_loss: AcceptLoss = False,
 ) -> None:
-    """Run one federation and leave a run folder."""
+    """Run one federation and write its results to a run folder.
+
+    Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
+    """
     from fedprune_app.experiment import Placement
 
     if force and superlink:
@@ -162,7 +174,7 @@ def run(
 
 
 def _run_once(placement: Placement, settings: Config, out: Path, force: bool) -> None:
-    """Run one federation, and say how it ended; ``force`` first removes what is in its way."""
+    """Run one federation, and say how the run ended; ``force`` first removes what is in its way."""
     from fedprune_app.demo import prepare_models
     from fedprune_app.experiment import Session
     from fedprune_app.results.ownership import clear_the_way
@@ -186,7 +198,7 @@ def _run_once(placement: Placement, settings: Config, out: Path, force: bool) ->
 
 
 def _say_sizes(info: Mapping[str, Any], out: Path) -> None:
-    """Where a language model was written, and how large its weights are."""
+    """Say where a language model was written, and how large its weights are."""
     for name, key in (("global", "checkpoint_bytes"), ("global-packed", "packed_bytes")):
         if size := (info.get("final_model") or {}).get(key):
             _say(f"{out / 'models' / name}: {size / 1e6:,.2f} MB of weights")
@@ -194,17 +206,26 @@ def _say_sizes(info: Mapping[str, Any], out: Path) -> None:
 
 @app.command()
 def sweep(
-    matrix: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="Systems x datasets x seeds.")],
+    matrix: Annotated[Path, typer.Argument(metavar="FILE.yaml")],
     overrides: Overrides = None,
     out: Out = Path("runs/sweep"),
-    clients: Annotated[int | None, typer.Option("--clients", help="How many clients; the file may say.")] = None,
+    clients: Annotated[
+        int | None,
+        typer.Option("--clients", help="How many clients to simulate: else as FILE.yaml says, or 20."),
+    ] = None,
     workers: Workers = _CORES,
     engine: Engine = "ray",
     ray_address: RayAddress = "",
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where a sweep stopped.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the sweep in --out stopped.")] = False,
     force: Force = False,
 ) -> None:
-    """Run a matrix of experiments; finished runs are skipped. One table: markdown, csv, LaTeX."""
+    """Run a matrix of experiments and write tables of their results.
+
+    FILE.yaml lists systems, datasets and seeds.
+    Each KEY=VALUE is a setting of all runs; `fedprune list --keys` shows all.
+    Runs that have finished before are skipped.
+    The tables are written as markdown, csv and LaTeX.
+    """
     from fedprune_app.demo import prepare_models
     from fedprune_app.experiment import Placement, Session
     from fedprune_app.results.ownership import check_free, check_marked, clear_the_way, mark
@@ -253,11 +274,15 @@ def sweep(
 
 @app.command()
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, or folders of them.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The HTML file.")] = Path("report.html"),
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Write this HTML file.")] = Path("report.html"),
     force: Annotated[bool, typer.Option("--force", help="Replace the file even if it is no report.")] = False,
 ) -> None:
-    """Compare runs in one self-contained HTML file. A damaged run folder is named and left out."""
+    """Compare runs in one self-contained HTML file.
+
+    Each DIR is a run folder, or a folder of run folders.
+    A run folder that is damaged is left out, and the report names it.
+    """
     from fedprune_app.results.report import write_report
 
     found = list(dict.fromkeys(each for folder in folders for each in _run_folders(folder)))
@@ -290,16 +315,24 @@ def _run_folders(folder: Path) -> list[Path]:
 
 @app.command()
 def export(
-    folder: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a completed run.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The file to write.")],
-    client: Annotated[int | None, typer.Option("--client", help="Whose personal model.")] = None,
-    is_global: Annotated[bool, typer.Option("--global", help="The global model.")] = False,
-    format: Annotated[str, typer.Option("--format", help="safetensors, onnx or torch-export.")] = "safetensors",
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the file.")] = False,
-    state_dir: Annotated[str, typer.Option("--state-dir", help="The run's state-dir, if it is elsewhere now.")] = "",
-    data_dir: Annotated[str, typer.Option("--data-dir", help="The run's data-dir, if it is elsewhere now.")] = "",
+    folder: Annotated[Path, typer.Argument(metavar="RUN")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Write this file.")],
+    client: Annotated[int | None, typer.Option("--client", help="Export the personal model of this client.")] = None,
+    is_global: Annotated[bool, typer.Option("--global", help="Export the global model.")] = False,
+    format: Annotated[
+        str, typer.Option("--format", help="The format is safetensors, onnx or torch-export.")
+    ] = "safetensors",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
+    state_dir: Annotated[
+        str, typer.Option("--state-dir", help="Where the run's state-dir is now, if it has moved.")
+    ] = "",
+    data_dir: Annotated[str, typer.Option("--data-dir", help="Where the run's data-dir is now, if it has moved.")] = "",
 ) -> None:
-    """Write the smallest model of a client, or the global one, as one file; and what it saves."""
+    """Write the smallest model of a client, or the global model, as one file.
+
+    RUN is the folder of a completed run.
+    The command prints what the file saves, compared with the dense model.
+    """
     from fedprune_app.export import export_model, machine
 
     if (client is None) != is_global:
@@ -333,26 +366,30 @@ def export(
 
 @app.command()
 def audit(
-    settings: Annotated[
-        list[str], typer.Argument(metavar="[CONFIG] [KEY=VALUE]...", help="A run-config file, and settings.")
-    ],
+    settings: Annotated[list[str], typer.Argument(metavar="[CONFIG] [KEY=VALUE]...")],
     canaries: Annotated[
-        int, typer.Option("--canaries", help="How many; 0: half of the client's examples, at most 1000.", min=0)
+        int,
+        typer.Option("--canaries", help="How many canaries. 0: half of the client's examples, at most 1000.", min=0),
     ] = 0,
-    guesses: Annotated[int, typer.Option("--guesses", help="On how many of them to guess; 0: on half.", min=0)] = 0,
-    delta: Annotated[float, typer.Option("--delta", help="At which δ; 0: at dp.delta.", min=0, max=1)] = 0.0,
-    confidence: Annotated[float, typer.Option("--confidence", help="That of the bound.")] = 0.95,
-    client: Annotated[int, typer.Option("--client", help="Whose data hold the canaries.")] = 0,
+    guesses: Annotated[int, typer.Option("--guesses", help="How many canaries to guess. 0: half of them.", min=0)] = 0,
+    delta: Annotated[
+        float, typer.Option("--delta", help="The δ of the bound and the claim. 0: dp.delta.", min=0, max=1)
+    ] = 0.0,
+    confidence: Annotated[float, typer.Option("--confidence", help="The confidence of the bound.")] = 0.95,
+    client: Annotated[int, typer.Option("--client", help="The client whose data hold the canaries.")] = 0,
     clients: Annotated[int, typer.Option("--clients", help="How many clients to simulate.", min=1)] = 20,
     without_noise: Annotated[
-        bool, typer.Option("--without-noise", help="Clip and charge, but add no noise: the audit should then fail.")
+        bool, typer.Option("--without-noise", help="Clip and charge, but add no noise. The audit should then fail.")
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace that file even if no audit wrote it.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the --json file even if no audit wrote it.")] = False,
 ) -> None:
-    """Attack a private configuration: a lower bound on ε from one run, beside what the ledger claims.
+    """Attack a private configuration to find a lower bound on its ε.
 
-    Exit code 1 if the bound exceeds the claim.
+    CONFIG is a run-config file; each KEY=VALUE is a setting.
+    The bound comes from one run.
+    The command prints the bound beside the ε that the ledger claims.
+    The exit code is 1 if the bound exceeds the claim.
     """
     from fedprune_app.audit import Question
     from fedprune_app.audit import audit as run_audit
@@ -392,10 +429,12 @@ def audit(
 
 @app.command(name="list")
 def list_(
-    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
-    keys: Annotated[bool, typer.Option("--keys", help="All settings with their defaults.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="List all settings with default, meaning, range and choices.")
+    ] = False,
 ) -> None:
-    """What there is to choose: systems, datasets, partitions, models."""
+    """List the systems, datasets, partitions and models that there are to choose."""
     from fedprune_app.data.datasets import DATASETS
     from fedprune_app.data.partitions import PARTITIONS
     from fedprune_app.data.text import TEXTS
@@ -428,7 +467,7 @@ def list_(
 
 
 def _keys_table() -> Table:
-    """Every setting with its default, its meaning, its range and its choices."""
+    """Return a table of every setting with its default, its meaning, its range and its choices."""
     table = Table(box=None, pad_edge=False)
     table.add_column("key = default", no_wrap=True)
     table.add_column("meaning")
@@ -450,15 +489,16 @@ def _meaning(option: Option) -> Group:
 def demo(
     out: Out = Path("runs/demo"),
     workers: Workers = _CORES,
-    llm: Annotated[
-        bool, typer.Option("--llm", help="FedSpaLLM on a small language model, trained here first.")
-    ] = False,
+    llm: Annotated[bool, typer.Option("--llm", help="Run FedSpaLLM on a small language model.")] = False,
     force: Force = False,
 ) -> None:
-    """Standalone, FedAvg, Sub-FedAvg and Dis-PFL on the embedded digits, and the report that compares them.
+    """Run four systems on the embedded digits and write a report on them.
 
-    With --llm, FedSpaLLM at two densities instead, on a language model that is trained on Python's own sources. Runs of
-    an earlier demo in --out are replaced; any other run there takes --force.
+    The systems are Standalone, FedAvg, Sub-FedAvg and Dis-PFL.
+    With --llm the demo runs FedSpaLLM at two densities instead.
+    Its language model is first trained here, on Python's own sources.
+    The runs of an earlier demo in --out are replaced.
+    Any other run there is replaced only with --force.
     """
     from fedprune_app.demo import (
         DEMO_CLIENTS,
@@ -497,25 +537,39 @@ def demo(
     _say(f": open {page}", "done", "green")
 
 
-deploy_app = typer.Typer(no_args_is_help=True, help="Real nodes over gRPC with TLS and keys; see docs/deploy.md.")
+deploy_app = typer.Typer(
+    no_args_is_help=True, help="Deploy on real nodes, over gRPC with TLS and keys; see docs/deploy.md."
+)
 app.add_typer(deploy_app, name="deploy")
 
 
 @deploy_app.command()
 def local(
     overrides: Overrides = None,
-    config: Annotated[Path | None, typer.Option("-c", "--config", help="A run-config file.")] = None,
-    nodes: Annotated[int | None, typer.Option("--nodes", help="How many SuperNodes; 3, or one per folder.")] = None,
+    config: Annotated[
+        Path | None, typer.Option("-c", "--config", help="Read settings from this run-config file.")
+    ] = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", help="How many SuperNodes to start: else 3, or one per folder of --data-dirs."),
+    ] = None,
     data_dirs: Annotated[
-        str, typer.Option("--data-dirs", help="Each node's own data in place of a partition: 'A,B,C'.")
+        str, typer.Option("--data-dirs", help="Folders with each node's own data, in place of a partition: 'A,B,C'.")
     ] = "",
-    capacities: Annotated[str, typer.Option("--capacities", help="The density each node can bear: '0.3 0.6 1'.")] = "",
+    capacities: Annotated[
+        str, typer.Option("--capacities", help="The density that each node can bear: '0.3 0.6 1'.")
+    ] = "",
     out: Out = Path("runs/deployed"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with the same nodes.")] = False,
     force: Force = False,
     accept_loss: AcceptLoss = False,
 ) -> None:
-    """Rehearse a deployment: SuperLink, executor and SuperNodes as processes here, with TLS and registered keys."""
+    """Rehearse a deployment with all its programs on this machine.
+
+    A SuperLink, an executor and SuperNodes run as processes here.
+    They use TLS and registered keys, as on real machines.
+    Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
+    """
     from fedprune_app.experiment import Placement
     from fedprune_app.results.ownership import check_marked
 
@@ -551,11 +605,16 @@ def local(
 
 @deploy_app.command()
 def certificates(
-    hosts: Annotated[list[str], typer.Option("--host", help="A name or address of the SuperLink; may be repeated.")],
-    out: Annotated[Path, typer.Option("--out", help="Folder for the three files.")] = Path("certificates"),
-    days: Annotated[int, typer.Option("--days", help="How long they are valid.", min=1)] = 365,
+    hosts: Annotated[
+        list[str], typer.Option("--host", help="A name or address of the SuperLink. You may repeat the option.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The folder for the three files.")] = Path("certificates"),
+    days: Annotated[int, typer.Option("--days", help="How many days the certificates are valid.", min=1)] = 365,
 ) -> None:
-    """Make a certificate authority and the SuperLink's certificate. Nodes and users get ca.crt, nobody the key."""
+    """Make a certificate authority and the SuperLink's certificate.
+
+    Give ca.crt to nodes and users. Give the private key to nobody.
+    """
     from fedprune_app.deploy import make_certificates, valid_until
 
     made = make_certificates(out.expanduser(), hosts, days)
@@ -566,9 +625,14 @@ def certificates(
 
 @deploy_app.command(name="node-key")
 def node_key(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="The private key; the public one gets .pub.")],
+    path: Annotated[Path, typer.Argument(metavar="FILE")],
 ) -> None:
-    """Make a SuperNode's key pair. Its operator keeps the private key; the SuperLink's registers the public one."""
+    """Make a SuperNode's key pair.
+
+    FILE gets the private key, and FILE.pub gets the public key.
+    The node's operator keeps the private key.
+    The SuperLink's operator registers the public key.
+    """
     from fedprune_app.deploy import make_node_key
 
     public = make_node_key(path.expanduser())
@@ -578,9 +642,14 @@ def node_key(
 
 @deploy_app.command()
 def database(
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="What flower-superlink gets as --database.")],
+    path: Annotated[Path, typer.Argument(metavar="FILE")],
 ) -> None:
-    """Make the SuperLink's database: only its owner can read it, and it shrinks when messages are deleted."""
+    """Make the SuperLink's database.
+
+    FILE is what flower-superlink gets as --database.
+    Only the owner of the file can read it.
+    The file shrinks when messages are deleted.
+    """
     from fedprune_app.deploy import make_database
 
     console.print(f"[green]made[/]: {make_database(path.expanduser())}", highlight=False, soft_wrap=True)
@@ -588,10 +657,15 @@ def database(
 
 @deploy_app.command()
 def check(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where nodes reach the SuperLink.")],
-    ca: Annotated[Path, typer.Option("--root-certificates", help="The ca.crt of whoever runs the SuperLink.")],
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT")],
+    ca: Annotated[Path, typer.Option("--root-certificates", help="The ca.crt from the SuperLink's operator.")],
 ) -> None:
-    """Ask whether a SuperLink that this authority vouches for is there; exit code 1 if not. To call before a node."""
+    """Check that a SuperLink answers and that its certificate is trusted.
+
+    HOST:PORT is the address at which nodes reach the SuperLink.
+    The exit code is 1 if nothing answers there with a trusted certificate.
+    Call this command before you start a node.
+    """
     from fedprune_app.deploy import check_link
 
     until = check_link(address, ca.expanduser())
@@ -600,9 +674,14 @@ def check(
 
 @deploy_app.command()
 def healthy(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Its --health-server-address.")],
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT")],
 ) -> None:
-    """Ask a SuperLink, SuperExec or SuperNode whether it serves; exit code 1 if not. For healthchecks."""
+    """Ask a SuperLink, SuperExec or SuperNode whether it serves.
+
+    HOST:PORT is the program's --health-server-address.
+    The exit code is 1 if the program does not serve.
+    The command is for healthchecks.
+    """
     from fedprune_app.deploy import is_healthy
 
     if not is_healthy(address):
@@ -610,8 +689,11 @@ def healthy(
 
 
 def main() -> None:
-    """Entry point: user errors are one line and exit code 2, failed runs one line and exit code 1."""
-    logging.getLogger("flwr").setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))  # the bar shows what matters
+    """Run the command line, and tell each error of a user in one line.
+
+    The exit code is 2 for a wrong command or setting, and 1 for a failed run.
+    """
+    logging.getLogger("flwr").setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))  # the progress bar shows what matters
     try:
         code = app(standalone_mode=False)  # Typer turns Ctrl-C into 130
     except click.ClickException as error:

@@ -34,11 +34,10 @@ OWN = ("image-folder", "text")
 
 
 def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Config:
-    """This returns the run's configuration as this node has it.
+    """Return the run's configuration as this node has it.
 
-    Where its data and state are is for a node's operator to say, not for the run.
-
-    Raises :class:`ConfigError` for an unknown key of the node-config, or a path that is not absolute.
+    The operator of a node says where its data and state are; the run does not. Raises :class:`ConfigError` for an
+    unknown key of the node-config, and for a path that is not absolute.
     """
     for key in node_config:
         if key not in NODE_KEYS:
@@ -51,7 +50,7 @@ def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any])
 
 
 def make_client(context: Context, message: Message, kind: type[AnyNode] | None = None) -> AnyNode:
-    """This makes the client that answers: of the system's class, or of another ``kind``."""
+    """Make the client that answers a message: of the system's class, or of the class ``kind`` if given."""
     config = node_settings(context.run_config, context.node_config)
     torch.set_num_threads(config.num_threads)
     fields = wire.fields_of(message.content)
@@ -64,10 +63,10 @@ def make_client(context: Context, message: Message, kind: type[AnyNode] | None =
 
 
 def number_of(node_config: Mapping[str, Any], fields: wire.Fields, dataset: str) -> tuple[int, int]:
-    """This returns a client's number, and how many clients share the data, as its operator says.
+    """Return a client's number, and how many clients share the data, as its operator says.
 
     Where the operator gives no number the client has data of its own, which 0 clients share. The server then gives the
-    client its number with each message. Raises :class:`ConfigError` for what cannot be.
+    client its number with each message. Raises :class:`ConfigError` for numbers that cannot be.
     """
     client_id, num_clients = (node_config.get(key) for key in ("partition-id", "num-partitions"))
     if "partition-id" not in node_config and "num-partitions" not in node_config:
@@ -84,7 +83,7 @@ def number_of(node_config: Mapping[str, Any], fields: wire.Fields, dataset: str)
 
 
 def check_capacity(value: object) -> float | None:
-    """This returns the density a node can bear, of ``node-config capacity``, or None.
+    """Return the density that a node can bear, which is ``capacity`` in its node-config, or None.
 
     Raises :class:`ConfigError` for anything else.
     """
@@ -102,14 +101,17 @@ def _task(message: Message, client: AnyNode) -> Task:
 def _reply(
     message: Message, client: AnyNode, kind: Kind, fields: Mapping[str, Any], arrays: ArrayRecord | None = None
 ) -> Message:
-    """This packs a reply. Raises ``ValueError`` for a field that the client's class does not declare."""
+    """Pack a reply.
+
+    Raises ``ValueError`` for a field that the client's class does not declare.
+    """
     client.check_reply(kind, fields)
     return Message(wire.pack(arrays, fields), reply_to=message)
 
 
 @contextmanager
 def _discreet(context: Context) -> Iterator[None]:
-    """On a node with data of its own the log alone names files, since errors go to the server."""
+    """Let only the log name files on a node with data of its own, since errors go to the server."""
     try:
         yield
     except FileError as error:
@@ -121,7 +123,10 @@ def _discreet(context: Context) -> Iterator[None]:
 
 @app.query()
 def query(message: Message, context: Context, kind: type[AnyNode] | None = None) -> Message:
-    """This answers the server's first message: who is there. Before a run is resumed, also what is lost there."""
+    """Answer the server's first message, which asks who is there.
+
+    Before a run is resumed, this also answers which versions of the client's state are lost.
+    """
     with _discreet(context):
         client, fields = make_client(context, message, kind), wire.fields_of(message.content)
         asked = fields.get("states")
@@ -131,7 +136,7 @@ def query(message: Message, context: Context, kind: type[AnyNode] | None = None)
 
 @app.train()
 def train(message: Message, context: Context, kind: type[AnyNode] | None = None) -> Message:
-    """This answers a training message: one local update."""
+    """Answer a training message with one local update."""
     with _discreet(context):
         client = make_client(context, message, kind)
         arrays, num_examples, metrics = client.fit(*_task(message, client).to_numpy())
@@ -142,7 +147,7 @@ def train(message: Message, context: Context, kind: type[AnyNode] | None = None)
 
 @app.evaluate()
 def evaluate(message: Message, context: Context, kind: type[AnyNode] | None = None) -> Message:
-    """This answers an evaluation message: accuracies on the client's own data."""
+    """Answer an evaluation message with accuracies on the client's own data."""
     with _discreet(context):
         client = make_client(context, message, kind)
         _, num_examples, told = client.evaluate(*_task(message, client).to_numpy())

@@ -1,4 +1,4 @@
-"""What ``fedprune demo`` runs: small enough for two cores and three minutes, real in every part."""
+"""The demo is small enough for two cores and three minutes, and real in every part; ``fedprune demo`` runs it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ LLM_DENSITIES = (0.5, 0.3)
 
 
 def demo_settings(system: str) -> dict[str, Scalar]:
-    """Settings of one system's demo run: the embedded digits, two label shards per client."""
+    """Return the settings of one system's demo run: the embedded digits, two label shards per client."""
     return {"system": system, "num-server-rounds": 20, "fraction-train": 0.5, "evaluate-every": 2}
 
 
 def llm_settings(density: float) -> dict[str, Scalar]:
-    """Settings of one run on the embedded language model, whose clients hold packages of the standard library."""
+    """Return the settings of one run on the embedded language model; clients hold packages of the standard library."""
     return {
         "system": "fedspallm",
         "dataset": "stdlib",
@@ -43,9 +43,9 @@ def llm_settings(density: float) -> dict[str, Scalar]:
 
 
 def check_replaceable(folder: Path, force: bool) -> None:
-    """Raise :class:`ConfigError` unless a demo may run in ``folder``, in place of what is there.
+    """Raise :class:`ConfigError` unless a demo may run in ``folder`` and replace what is there.
 
-    It may where an earlier demo's run is, unless somebody has continued that one; ``force`` allows any run that is
+    A demo may replace an earlier demo's run, unless somebody has continued that one. ``force`` allows any run that is
     over.
     """
     if is_held(folder):
@@ -62,8 +62,8 @@ def check_replaceable(folder: Path, force: bool) -> None:
 def prepare_models(configs: Iterable[Config], console: Console) -> None:
     """Train or fetch the language models that runs on this machine need.
 
-    Before Flower starts: its clients have startup-seconds to introduce themselves. ``ValueError`` for one that is not
-    to be had.
+    This happens before Flower starts, since the clients have only startup-seconds to introduce themselves. Raises
+    ``ValueError`` for a model that cannot be had.
     """
     asked = {(config.model, config.download): None for config in configs if config.system == "fedspallm"}
     for model, download in asked:  # in the order of the runs
@@ -77,7 +77,7 @@ def prepare_models(configs: Iterable[Config], console: Console) -> None:
 
 
 def embedded_model(console: Console) -> Path:
-    """The folder of the embedded language model, trained now unless that was done before."""
+    """Return the folder of the embedded language model, which is trained now unless that was done before."""
     from fedprune_app.data.text import stdlib_training_text
     from fedprune_app.models.embedded import embedded_folder, train_embedded
 

@@ -1,8 +1,10 @@
-"""A deployment: certificates, node keys, and a whole topology as processes on this machine to rehearse a real one.
+"""A deployment is a SuperLink, an executor and SuperNodes, here all on this machine to rehearse a real one.
 
-What runs is what runs on many machines: a SuperLink with TLS and a database, which lets only registered keys in; a
-SuperExec beside it that runs ServerApps, so that a run survives a restart of the SuperLink; a SuperNode per client with
-its own key, its own home and its own state folder.
+This module makes certificates and node keys, and runs the same programs as on many machines:
+
+* a SuperLink with TLS and a database, which lets only registered keys in,
+* a SuperExec beside it that runs ServerApps, so that a run survives a restart of the SuperLink,
+* a SuperNode per client, with its own key, its own home and its own state folder.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ _EXECUTOR = "superexec"
 
 @dataclass(frozen=True)
 class Certificates:
-    """PEM files: the authority that clients trust, and the SuperLink's certificate and private key."""
+    """The certificates are PEM files: the authority's, which clients trust, and the SuperLink's with its key."""
 
     ca: Path
     certificate: Path
@@ -62,16 +64,17 @@ class Certificates:
 
 
 def certificates_in(folder: Path) -> Certificates:
-    """Where :func:`make_certificates` puts them."""
+    """Return the paths at which :func:`make_certificates` puts its files in ``folder``."""
     return Certificates(folder / "ca.crt", folder / "superlink.crt", folder / "superlink.key")
 
 
 def make_certificates(folder: Path, hosts: Sequence[str], days: int = _VALID_DAYS) -> Certificates:
-    """A certificate authority and a SuperLink certificate for these host names and IP addresses, in ``folder``.
+    """Make a certificate authority in ``folder``, and a SuperLink certificate for the names and addresses ``hosts``.
 
-    Nodes and users need ``ca.crt`` alone. The authority's private key is never written: for another host make all anew.
-    ``ca.crt`` is written last and says that the three are there: without it, others are what an interrupted making left
-    and are replaced. Raises :class:`ConfigError` for no hosts, or where it exists.
+    Nodes and users need ``ca.crt`` alone. The authority's private key is never written: for another host make all files
+    anew. ``ca.crt`` is written last, and says that all three files are there. Where ``ca.crt`` is missing, the other
+    files were left by a making that was interrupted, and they are replaced. Raises :class:`ConfigError` where ``hosts``
+    is empty or ``ca.crt`` exists.
     """
     files = certificates_in(folder)
     if not hosts or not all(hosts):
@@ -111,7 +114,10 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int = _VALID_DAY
 
 
 def valid_until(certificate: Path) -> datetime.datetime:
-    """When a certificate ends, UTC. Raises :class:`ConfigError` for one that has ended or not begun, or is none."""
+    """Return the time at which a certificate ends, in UTC.
+
+    Raises :class:`ConfigError` for a certificate that has ended or not begun, and for a file that is no certificate.
+    """
     allowed = "allowed: a certificate that is valid now"
     try:
         read = x509.load_pem_x509_certificate(certificate.read_bytes())
@@ -140,7 +146,7 @@ def _certificate(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))  # clocks differ
+        .not_valid_before(now - datetime.timedelta(hours=1))  # the clocks of machines differ
         .not_valid_after(now + datetime.timedelta(days=days))
     )
 
@@ -153,10 +159,11 @@ def _alternative_name(host: str) -> x509.GeneralName:
 
 
 def make_node_key(path: Path) -> Path:
-    """A key pair that identifies a SuperNode (OpenSSH, P-384): the private key in ``path``, the public one beside it.
+    """Make a key pair that identifies a SuperNode (OpenSSH, P-384), and return the path of the public key.
 
-    Returns the path of the public key, which `flwr supernode register` takes. :class:`ConfigError` if one exists. A
-    private key without a public one is what an interrupted making left: it is kept, and its public key written.
+    The private key is written to ``path``, the public one beside it. `flwr supernode register` takes the public key.
+    Raises :class:`ConfigError` if the pair exists. A private key without a public one was left by a making that was
+    interrupted: the private key is kept, and its public key is written.
     """
     public = public_half(path)
     if public.exists():
@@ -172,7 +179,7 @@ def make_node_key(path: Path) -> Path:
 
 
 def public_half(key: Path) -> Path:
-    """Where :func:`make_node_key` puts the public key of a private one."""
+    """Return the path at which :func:`make_node_key` puts the public key of the private ``key``."""
     return key.with_name(key.name + ".pub")
 
 
@@ -189,7 +196,10 @@ def _private_bytes(key: ec.EllipticCurvePrivateKey, format: serialization.Privat
 
 
 def _write_secret(path: Path, content: bytes) -> None:
-    """A file that nobody else can read, at no time. :class:`ConfigError` where others may write beside it."""
+    """Write a file that nobody else can read at any time.
+
+    Raises :class:`ConfigError` where others may write beside the file.
+    """
     try:
         replace_file(path, content, mode=0o600)
     except SharedFolderError as error:
@@ -197,24 +207,26 @@ def _write_secret(path: Path, content: bytes) -> None:
 
 
 def make_database(path: Path) -> Path:
-    """An empty database for a SuperLink, which its owner alone can read and which shrinks when messages are deleted.
+    """Make an empty SuperLink database, which only its owner can read and which shrinks when messages are deleted.
 
-    Flower's own only grows: the room of a deleted message stays in the file. Raises :class:`ConfigError` if one exists.
+    A database that Flower itself made only grows: the room of a deleted message stays in the file. Raises
+    :class:`ConfigError` if ``path`` exists.
     """
     if path.exists():
         raise ConfigError(f"{str(path)!r} exists, allowed: a new file")
     with closing(sqlite3.connect(":memory:")) as database:
-        database.execute("PRAGMA auto_vacuum = FULL")  # it must be said before the first table, and stays in the file
+        database.execute("PRAGMA auto_vacuum = FULL")  # set before the first table; stays in the file
         database.execute("VACUUM")
         _write_secret(path, database.serialize())
     return path
 
 
 def check_link(address: str, ca: Path) -> datetime.datetime:
-    """Until when the certificate is valid that is shown at ``address``, HOST:PORT, checked as a SuperNode checks it.
+    """Return the time until which the certificate that is shown at ``address`` (HOST:PORT) is valid.
 
-    A SuperNode that cannot connect tries again and says little. Raises :class:`LaunchError` with the reason where
-    nobody answers, where there is no TLS, and where the authority of ``ca`` does not vouch for that name.
+    The certificate is checked as a SuperNode checks it. A SuperNode that cannot connect tries again and says little.
+    Raises :class:`LaunchError` with the reason where nobody answers, where there is no TLS, and where the authority of
+    ``ca`` does not vouch for that name.
     """
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -239,7 +251,7 @@ def check_link(address: str, ca: Path) -> datetime.datetime:
 
 
 def is_healthy(address: str, timeout_seconds: float = 3.0) -> bool:
-    """Whether a Flower program with ``--health-server-address`` says there that it serves."""
+    """Return whether a Flower program with ``--health-server-address ADDRESS`` says at ``address`` that it serves."""
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=timeout_seconds)
@@ -253,17 +265,20 @@ def is_healthy(address: str, timeout_seconds: float = 3.0) -> bool:
 
 @dataclass
 class Deployment:
-    """Processes of one deployment below ``folder``, by name: ``superlink``, ``superexec``, ``node-0``, ``node-1``..."""
+    """A deployment holds its processes by name: ``superlink``, ``superexec``, ``node-0``, ``node-1`` and so on.
+
+    All their files are below ``folder``.
+    """
 
     folder: Path
     certificates: Certificates
-    port: int  # of the Runtime and Control API
+    port: int  # of the Runtime API and the Control API
     fleet_port: int
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
     def link(self) -> Link:
-        """How users reach it: a connection ``local`` that checks the SuperLink's certificate."""
+        """The link is how users reach the SuperLink: a connection ``local`` that checks the SuperLink's certificate."""
         home, address = self.folder / "user", f"127.0.0.1:{self.port}"
         content = (
             '[superlink]\ndefault = "local"\n\n[superlink.local]\n'
@@ -274,10 +289,11 @@ class Deployment:
         return Link("local", launch.flower_environment(home), self.log_file(_SUPERLINK))
 
     def log_file(self, name: str) -> Path:
+        """Return the path of the log of the program ``name``."""
         return self.folder / name / "log.txt"
 
     def _secret(self, whose: str) -> Path:
-        """A file with a secret of this deployment, which is made where there is none."""
+        """Return the path of a file with a secret of this deployment, and make the file if it is missing."""
         path = self.folder / f"{whose}.secret"
         if not path.exists():
             _write_secret(path, secrets.token_hex(32).encode())
@@ -293,7 +309,7 @@ class Deployment:
         return self.processes[name]
 
     def start_superlink(self) -> None:
-        """Start it, or start it again: the database keeps its runs, nodes and messages."""
+        """Start the SuperLink, or start it again: the database keeps its runs, nodes and messages."""
         database = self.folder / "superlink.db"
         if not database.exists():
             make_database(database)
@@ -310,14 +326,14 @@ class Deployment:
         launch.wait_until_up(process, url, self.log_file(_SUPERLINK), self.certificates.ca)
 
     def start_executor(self) -> None:
-        """What runs the ServerApps."""
+        """Start the SuperExec, the program that runs the ServerApps."""
         command = [launch.tool("flower-superexec"), "--runtime-api-address", f"127.0.0.1:{self.port}"]
         command += ["--root-certificates", str(self.certificates.ca)]
         command += ["--superexec-auth-secret-file", str(self._secret(_EXECUTOR))]
         self._spawn(_EXECUTOR, command)
 
     def register(self, name: str) -> None:
-        """Let the SuperLink know a node's key, unless it does; the key is made where there is none."""
+        """Register the key of the node ``name`` at the SuperLink, unless that was done; make a key that is missing."""
         key = self.folder / name / "node.key"
         public = public_half(key) if public_half(key).exists() else make_node_key(key)
         try:
@@ -327,10 +343,10 @@ class Deployment:
                 raise
 
     def start_node(self, name: str, node_config: Mapping[str, Scalar]) -> None:
-        """Start a SuperNode, or start it again, as itself: its key makes it who it is.
+        """Start the SuperNode ``name``, or start it again; its key makes it the same node as before.
 
-        A SuperLink refuses a node that it still takes for online, as it does for a minute after one was killed: that
-        minute is waited for.
+        A SuperLink takes a node that was killed for online for about a minute, and refuses the node in this time. So
+        this method waits until that is over.
         """
         self._wait_until_missed(name)
         (port,) = launch.free_ports(1)
@@ -341,7 +357,7 @@ class Deployment:
         self._spawn(name, command)
 
     def _nodes(self) -> list[dict[str, object]]:
-        """The SuperLink's list of nodes."""
+        """Return the SuperLink's list of nodes."""
         listed = launch.flwr(self.link, "supernode", "list", "local").get("nodes")
         return listed if isinstance(listed, list) else []
 
@@ -355,7 +371,10 @@ class Deployment:
             time.sleep(2)
 
     def wait_for_nodes(self, count: int) -> None:
-        """Until that many nodes are online. :class:`LaunchError` when one stops, or some do not come in time."""
+        """Wait until ``count`` nodes are online.
+
+        Raises :class:`LaunchError` when a program of the deployment stops, or when nodes are still missing in the end.
+        """
         deadline = time.monotonic() + _NODE_SECONDS
         while True:
             online = [node for node in self._nodes() if node.get("status") == "online"]
@@ -369,19 +388,20 @@ class Deployment:
             time.sleep(0.5)
 
     def kill(self, name: str) -> None:
-        """End a program and all it started, at once."""
+        """End the program ``name`` and all that it started, at once."""
         launch.end(self.processes.pop(name))
 
     def stop(self) -> None:
-        """End everything, the nodes first."""
+        """End all programs, the nodes first."""
         for name in list(reversed(self.processes)):
             self.kill(name)
 
 
 def node_config_text(values: Mapping[str, Scalar]) -> str:
-    """``--node-config``'s value, as Flower reads it: TOML values, separated by spaces.
+    """Return the value of ``--node-config`` as Flower reads it: TOML values, separated by spaces.
 
-    Flower ends a quoted value at the next quote of its kind, escaped or not: :class:`ConfigError` if both are in it.
+    Flower ends a quoted value at the next quote of its kind, even if that quote is escaped. So :class:`ConfigError` is
+    raised for a value that holds quotes of both kinds.
     """
     return " ".join(f"{key}={_toml(key, value)}" for key, value in values.items())
 
@@ -398,10 +418,11 @@ def _toml(key: str, value: Scalar) -> str:
 
 @contextmanager
 def local_deployment(folder: Path, nodes: Sequence[Mapping[str, Scalar]]) -> Iterator[Deployment]:
-    """The whole topology on this machine, one SuperNode per entry of ``nodes``, its node-config; ended on the way out.
+    """Start a whole deployment on this machine, and end it when the block ends.
 
-    Node k's state is below ``folder/node-k/state`` unless its node-config says otherwise. A folder that held a
-    deployment before goes on as that one: same keys, same nodes, same states.
+    There is one SuperNode for each entry of ``nodes``, which is its node-config. The state of node k is below
+    ``folder/node-k/state`` unless its node-config says otherwise. A ``folder`` that held a deployment before continues
+    that one, with the same keys, nodes and states.
     """
     folder.mkdir(0o700, parents=True, exist_ok=True)  # keys, states and the SuperLink's messages are in there
     mark(folder, "deployment")

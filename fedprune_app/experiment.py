@@ -1,4 +1,4 @@
-"""One run from start to end, on either engine, with its progress shown and its outcome checked."""
+"""An experiment is one run from start to end, on either engine; its progress is shown and its outcome is checked."""
 
 from __future__ import annotations
 
@@ -39,23 +39,24 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a run takes place."""
+    """A placement says where a run takes place."""
 
     engine: str = "ray"
     num_clients: int = 20
     num_workers: int = os.cpu_count() or 1
-    ray_address: str = ""  # of a Ray cluster, "host:port", in place of a Ray of one's own
+    ray_address: str = ""  # "host:port" of a Ray cluster to use, in place of starting a Ray
     superlink: str = ""  # the name of a connection in Flower's own configuration, for real nodes
     nodes: tuple[Mapping[str, Scalar], ...] = ()  # node-configs of a deployment on this machine, instead of engine
     deployment: Path | None = None  # the folder of that deployment
 
     @property
     def is_simulation(self) -> bool:
+        """A placement is a simulation unless it has real nodes: those of a SuperLink, or those of a deployment here."""
         return not (self.superlink or self.nodes)
 
     @property
     def shares_data(self) -> bool:
-        """Whether all its clients have their parts of data that are on this machine, too."""
+        """The clients share data if each of them has its part of data that is on this machine too."""
         own = any("data-dir" in node for node in self.nodes)
         return not (self.superlink or self.ray_address or own)
 
@@ -74,7 +75,10 @@ class Placement:
 
 
 class Session:
-    """Engines that several runs share: the staged app, and one deployment, started when the first run needs it."""
+    """A session holds what several runs share: the staged app, and one deployment.
+
+    The deployment is started when the first run needs it.
+    """
 
     def __init__(self, placement: Placement, console: Console) -> None:
         self.placement = placement
@@ -97,7 +101,7 @@ class Session:
 
     @property
     def app(self) -> Path:
-        """The folder of the Flower app that is run."""
+        """The app is the folder of the Flower app that is run."""
         return self._folder() / "app"
 
     def _connect(self) -> Link:
@@ -121,10 +125,13 @@ class Session:
             check_startable(config, self.placement.num_clients)
 
     def run(self, config: Config, folder: Path) -> dict[str, Any]:
-        """Run to completion and return run.json. Raises :class:`LaunchError` with the run's own error otherwise."""
+        """Run a federation to its end in ``folder`` and return its run.json.
+
+        Raises :class:`LaunchError` with the run's own error if the run does not complete.
+        """
         self.check(config)
         before = _content(folder / "run.json")
-        take_refusal(folder)  # of a launcher that did not live to read it
+        take_refusal(folder)  # remove what was left for a launcher that died before it read it
         with _stoppable(), _Progress(config, folder, self.console) as progress:
             try:
                 if self.placement.engine == "inprocess":
@@ -134,9 +141,10 @@ class Session:
                 else:
                     self._run_on_nodes(config, folder, progress)
             except BaseException as error:
-                self._stack.close()  # nothing may write there any more
+                self._stack.close()  # from here on nothing may write to the folder
                 self._work = self._link = None
-                if not isinstance(error, LeftGoing) and _content(folder / "run.json") != before:  # else it never began
+                # where run.json is unchanged, the run never began
+                if not isinstance(error, LeftGoing) and _content(folder / "run.json") != before:
                     _close_folder(folder, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
                 raise
         info = _read_json(folder / "run.json")
@@ -182,7 +190,11 @@ class Session:
 
 
 def _failure(folder: Path, before: tuple[str, int] | None, ask_flower: Callable[[], str]) -> Exception:
-    """The error of a run that failed: a refused setting, or else the run's own words since ``before``, or Flower's."""
+    """Return the error of a run that failed.
+
+    The error is a refused setting if there is one. Else it is what run.json says, if run.json has changed since
+    ``before``, and else what Flower says.
+    """
     if refusal := take_refusal(folder):
         return ConfigError(refusal)
     told = ask_flower()
@@ -222,10 +234,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _close_folder(folder: Path, status: str, error: BaseException) -> None:
-    """Say in run.json how a run ended whose ServerApp could not say it itself; not that of another, still going."""
+    """Say in run.json how a run ended whose ServerApp could not say so itself.
+
+    The run.json of another run that still goes on is left alone.
+    """
     if not (folder / "run.json").exists():
         return
-    with suppress(ValueError, OSError), exclusive(folder, patience_seconds=0.5):  # a full disk is said on the terminal
+    with suppress(ValueError, OSError), exclusive(folder, patience_seconds=0.5):  # the terminal tells of a full disk
         info = _read_json(folder / "run.json")
         if info.get("status") == "running":
             text = "interrupted" if status == "interrupted" else _one_line(error)
@@ -234,7 +249,7 @@ def _close_folder(folder: Path, status: str, error: BaseException) -> None:
 
 @contextmanager
 def _ours(link: Link, submit: Callable[[], str]) -> Iterator[str]:
-    """A run on a SuperLink of our own: it ends when we stop following it, for whatever reason."""
+    """Submit a run to a SuperLink of our own, and stop the run when we stop following it, for whatever reason."""
     run_id = submit()
     try:
         yield run_id
@@ -246,9 +261,10 @@ def _ours(link: Link, submit: Callable[[], str]) -> Iterator[str]:
 
 @contextmanager
 def _elsewhere(link: Link, submit: Callable[[], str]) -> Iterator[str]:
-    """A run on machines that are not ours: Ctrl-C stops it; whatever else ends this process leaves it going.
+    """Submit a run to machines that are not ours; Ctrl-C stops the run, and whatever else ends this process does not.
 
-    Raises :class:`LeftGoing` then. While it is being submitted signals wait: it could not be stopped without its id.
+    Raises :class:`LeftGoing` where the run is left going. Signals wait while the run is being submitted: without its id
+    the run could not be stopped.
     """
     came: list[int] = []
     with _on_signals(_ENDING, _leave):
@@ -270,7 +286,7 @@ def _elsewhere(link: Link, submit: Callable[[], str]) -> Iterator[str]:
 
 
 class _Left(BaseException):
-    """A signal to end this process, but not the run."""
+    """A signal came that ends this process, but not the run."""
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -282,13 +298,16 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _stoppable() -> AbstractContextManager[None]:
-    """SIGTERM and a closed terminal end a run as Ctrl-C does, so that nothing is left running."""
+    """Let SIGTERM and a closed terminal end a run as Ctrl-C does, so that nothing is left running."""
     return _on_signals(_ENDING, _interrupt)
 
 
 @contextmanager
 def _on_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle signals so for a while; those that whoever started us had us ignore (nohup) stay ignored."""
+    """Handle the signals ``numbers`` with ``handler`` until the block ends.
+
+    A signal that this process was started to ignore (nohup) stays ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -302,7 +321,7 @@ def _on_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None
 
 
 class _Progress:
-    """A live bar over what the run folder says: round, accuracy, bytes, time left."""
+    """A live bar shows what the run folder says: round, accuracy, bytes, time left."""
 
     def __init__(self, config: Config, folder: Path, console: Console) -> None:
         self._folder = folder
@@ -337,7 +356,10 @@ class _Progress:
         self._bar.update(self._task, said=text)
 
     def update(self) -> None:
-        """Show the rounds that have been written since, and how far the one in work is where the system says so."""
+        """Show the rounds that were written since the last call.
+
+        Where the system tells the progress of the current round, that is shown too.
+        """
         now = _read_json(self._folder / "progress.json")
         if now and "done" not in now:
             self.say(str(now.get("text")))
@@ -350,7 +372,7 @@ class _Progress:
             with self._file.open("rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
                 if inode != self._inode:
-                    self._inode, self._offset = inode, 0  # a resumed run writes it anew, without lost rounds
+                    self._inode, self._offset = inode, 0  # a resumed run writes a new file, without lost rounds
                 file.seek(self._offset)
                 new = file.read()
         except OSError:

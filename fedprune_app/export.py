@@ -1,7 +1,8 @@
-"""The smallest real model of a finished run, as one file: what ``fedprune export`` does.
+"""An export is the smallest real model of a finished run, as one file; ``fedprune export`` writes it.
 
-Removed channels are gone from the network. Weights pruned one by one are left out of the safetensors file, which holds
-kept values and entropy-coded masks; in ONNX and torch.export files, which know dense tensors only, they are zeros.
+Removed channels are gone from the network. Weights that were pruned one by one are left out of the safetensors file,
+which holds kept values and entropy-coded masks. In ONNX and torch.export files, which know dense tensors only, these
+weights are zeros.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ Runner = Callable[[Tensor], Any]
 
 @dataclass(frozen=True, eq=False)
 class Exportable:
-    """A model of a run: its tensors, small where channels are gone, the network of them, and the full one."""
+    """An exportable model of a run has its tensors, the network that they make, and the full network.
+
+    The tensors and their network are small where channels are gone.
+    """
 
     info: ExportInfo
     payload: Payload
@@ -55,9 +59,11 @@ class Exportable:
 
 @dataclass(frozen=True)
 class Size:
-    """What a model costs: parameters that are not pruned; FLOPs of one example if only these are multiplied.
+    """A size says what a model costs: bytes of its file, parameters, FLOPs and milliseconds.
 
-    ``milliseconds``: batch size -> those of one forward pass, in the runtime of the format that is exported.
+    ``parameters`` counts those that are not pruned. ``flops`` are those of one example if only these parameters are
+    multiplied. ``milliseconds`` maps a batch size to the time of one forward pass, in the runtime of the exported
+    format.
     """
 
     file_bytes: int
@@ -113,7 +119,7 @@ def export_model(
 
 
 def find_model(run: Path, client: int | None, *, state_dir: str = "", data_dir: str = "") -> Exportable:
-    """The personal model that ``client`` answered for at the end of a run, or the run's global model (None).
+    """Return the personal model that ``client`` answered for at the end of a run, or the run's global model (None).
 
     The dataset is read for its image shape and its normalisation. Raises a one-line ``ValueError``.
     """
@@ -129,7 +135,7 @@ def find_model(run: Path, client: int | None, *, state_dir: str = "", data_dir: 
         state, round = _global_state(run, info, config), int(info["rounds_completed"])
     else:
         round, state = _client_state(run, info, config, client, state_dir)
-    folder, needs_test = data_dir or config.data_dir, "nodes" not in info  # or it is a client's own
+    folder, needs_test = data_dir or config.data_dir, "nodes" not in info  # with "nodes" each client has its own data
     dataset = load_dataset(
         config.dataset,
         folder,
@@ -141,7 +147,7 @@ def find_model(run: Path, client: int | None, *, state_dir: str = "", data_dir: 
 
 
 def _global_state(run: Path, info: Mapping[str, Any], config: Config) -> State:
-    """As weights; those that are exactly 0 count as pruned."""
+    """Return the global model's tensors as weights; weights that are exactly 0 count as pruned."""
     if not SYSTEMS[config.system].strategy.has_global_model:
         raise ValueError(f"system '{config.system}' has no global model, allowed: --client K")
     path = run / "models" / "global.safetensors"
@@ -153,7 +159,10 @@ def _global_state(run: Path, info: Mapping[str, Any], config: Config) -> State:
 
 
 def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: int, state_dir: str) -> tuple[int, State]:
-    """The state that the server last took in, and the round it is of; a reply too late to count does not count here."""
+    """Return the client's state that the server took in last, and the round of that state.
+
+    A reply that came too late to count does not count here.
+    """
     system = SYSTEMS[config.system]
     instead = " or --global" if system.strategy.has_global_model else ""
     if issubclass(system.client, FineTuned):
@@ -175,7 +184,7 @@ def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: in
 
 
 def _from_server(run: Path, config: Config, full: nn.Module, round: int) -> dict[str, Tensor]:
-    """The tensors of a client's personal model that are the server's final ones (LG-FedAvg's upper layers)."""
+    """Return the tensors of a client's personal model that are the server's final ones (LG-FedAvg's upper layers)."""
     kind = SYSTEMS[config.system].client
     if not issubclass(kind, ImageClient):
         return {}
@@ -191,8 +200,10 @@ def _read(path: Path) -> State:
 
 
 def _state_rounds(run: Path, info: Mapping[str, Any]) -> dict[int, int]:
-    """Whose state of which round is the last that counted: as run.json says, or the last checkpoint of a run by an
-    earlier version."""
+    """Return for each client the round of its last state that counted.
+
+    The rounds are those of run.json. A run by an earlier version has them in its last checkpoint.
+    """
     found = info.get("state_rounds")
     if found is None:
         checkpoints = checkpoint_store(run, str(info.get("run_key") or ""))
@@ -201,7 +212,7 @@ def _state_rounds(run: Path, info: Mapping[str, Any]) -> dict[int, int]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """0 to 9, where that is all of them, else the first of them."""
+    """Return ``numbers`` in words: "0 to 9" where they are all of that range, else the first of them."""
     if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
         return f"{numbers[0]} to {numbers[-1]}"
     return ", ".join(map(str, [*numbers[:10], *["..."] * (len(numbers) > 10)])) or "none"
@@ -248,7 +259,10 @@ def _exportable(
 
 
 def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
-    """ONNX, with the metadata as the model's property ``fedprune``; run by onnxruntime on one thread."""
+    """Return an ONNX file, and its runner: onnxruntime on one thread.
+
+    The file has the metadata as the model's property ``fedprune``.
+    """
     onnxruntime = _extras("onnx", "onnxscript", "onnxruntime")[-1]
     with _quiet_exporter():
         program = torch.onnx.export(
@@ -260,7 +274,7 @@ def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
             dynamo=True,
             verbose=False,
         )
-    assert program is not None  # it is for a deprecated way to write files
+    assert program is not None  # None is returned only in a deprecated way to write files
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces: they name folders of this machine, and are larger than small models
     program.model.metadata_props["fedprune"] = info.to_json()
@@ -272,7 +286,7 @@ def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
 
 
 def _torch_export(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
-    """A ``torch.export`` program, with the metadata as the extra file ``fedprune.json``."""
+    """Return a ``torch.export`` program, with the metadata as the extra file ``fedprune.json``, and its runner."""
     file = io.BytesIO()
     with _quiet_exporter():
         example = _examples(info.image_shape, 2)
@@ -292,10 +306,10 @@ FORMATS = ("safetensors", *_RUNTIMES)
 
 
 def convert(found: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
-    """The file; what it computes; and, for comparison, the full network as the same runtime computes it.
+    """Return the content of the file, its runner, and the runner of the full network in the same runtime, to compare.
 
-    A runtime's logits must be PyTorch's: within a ten-thousandth of the largest, for any batch size, else
-    ``ValueError``.
+    The runtime's logits must be PyTorch's for any batch size: the largest error is at most a ten-thousandth of the
+    largest logit. Otherwise ``ValueError`` is raised.
     """
     if format == "safetensors":
         return encode_export(found.info, found.payload), found.network, found.full
@@ -304,7 +318,7 @@ def convert(found: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
         images = _examples(found.info.image_shape, batch)
         expected, got = found.network(images), runner(images)
         error, allowed = float((got - expected).abs().max()), 1e-4 * float(expected.abs().max())
-        if not error <= allowed:  # NaN is not
+        if not error <= allowed:  # an error of NaN fails too
             raise ValueError(f"logits of the {format} model are off by {error:.2g}, allowed: {allowed:.2g}")
     return content, runner, _RUNTIMES[format](found.full, found.info)[1]
 
@@ -318,7 +332,7 @@ def _extras(*names: str) -> list[Any]:
 
 @contextmanager
 def _quiet_exporter() -> Iterator[None]:
-    """Without the warning that torch's exporter gives about its own code."""
+    """Hide the warning that torch's exporter gives about its own code."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message=r".isinstance\(treespec, LeafSpec\). is deprecated", category=FutureWarning
@@ -327,7 +341,7 @@ def _quiet_exporter() -> Iterator[None]:
 
 
 def _examples(image_shape: tuple[int, int, int], batch: int) -> Tensor:
-    """Random images of about the scale of normalised ones; always the same."""
+    """Return random images of about the scale of normalised ones; the images are always the same."""
     return torch.randn(batch, *image_shape, generator=generator(0, "export", batch))
 
 
@@ -341,10 +355,11 @@ def latencies(
     batches: Sequence[int] = (128, 1),
     seconds: float = 1.0,
 ) -> dict[int, list[float]]:
-    """Batch size -> each runner's milliseconds per batch, on one thread: processor time of that thread.
+    """Return for each batch size each runner's median milliseconds per batch, on one thread.
 
-    On an idle machine that is the time on the clock; on a busy one the clock would measure who has to wait, even in
-    the median. They take turns; the median is of 3 to 100 turns, as many as fit into ``seconds``, after one to warm up.
+    The times are processor time of that thread. On an idle machine that is the time on the clock. On a busy machine the
+    clock would measure which runner has to wait, even in the median. The runners take turns, after one turn each to
+    warm up. The median is of 3 to 100 turns, as many as fit into ``seconds``.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -371,11 +386,11 @@ def _milliseconds(runner: Runner, images: Tensor) -> float:
 
 
 def machine() -> str:
-    """What the times were taken on: processor and PyTorch version."""
+    """Return the machine that the times were taken on: its processor, and the PyTorch version."""
     processor = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), processor)
     except OSError:
-        pass  # not Linux
+        pass  # this system is not Linux
     return f"{processor}, PyTorch {torch.__version__}"

@@ -1,8 +1,8 @@
-"""The one place where files are written, so that a crash, a full disk or another user does no harm.
+"""All files are written in this one place, so that a crash, a full disk or another user does no harm.
 
-What is written stands under a temporary name first: a random one, made anew, that follows no link and has the final
-mode from the start. The temporary file is locked while its writer lives. So whoever writes next in the same folder
-knows what a killed writer left there, and removes that.
+Content is first written under a temporary name. The name is random and new, follows no link, and its file has the final
+mode from the start. The temporary file is locked while its writer lives. So the next writer in the same folder can tell
+what a killed writer left there, and removes that.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from typing import BinaryIO
 _TEMPORARY = re.compile(r"\.fedprune-[0-9a-f]{16}\.tmp")
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # of a folder, on file systems that cannot
+_NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # from file systems that cannot sync a folder
 
 
 class SharedFolderError(ValueError):
-    """A secret was to be written where other users could read, replace or redirect it; one line for the user."""
+    """A secret was to be written where other users could read, replace or redirect it; the message is one line."""
 
 
 def replace_file(path: Path, content: bytes, mode: int = 0o666, *, durable: bool = True) -> None:
-    """A reader, or a crash, finds the old file or the new one, never a part; missing folders are made.
+    """Write a file in one step: a reader, or a crash, finds the old file or the new one, never a part.
 
-    ``mode``: who may read and write the new file, less what the umask forbids, from its first byte on. A file for its
-    owner alone is a secret: :class:`SharedFolderError` for a folder that others own or may write to. What is not
-    ``durable`` may be lost when the power goes, which is faster.
+    Missing folders are made. ``mode`` says who may read and write the new file, less what the umask forbids; it holds
+    from the first byte on. A file that only its owner may use is a secret: :class:`SharedFolderError` is raised if its
+    folder belongs to others or others may write to it. A file that is not ``durable`` is written faster, and may be
+    lost when the power goes.
     """
     with replacing(path, mode, durable=durable) as file:
         file.write(content)
@@ -43,7 +44,10 @@ def replace_file(path: Path, content: bytes, mode: int = 0o666, *, durable: bool
 
 @contextmanager
 def replacing(path: Path, mode: int = 0o666, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """As :func:`replace_file`, for a file that is written piece by piece: it is in its place when the block ends."""
+    """Open a file to write piece by piece, which is in its place when the block ends.
+
+    The arguments and errors are those of :func:`replace_file`.
+    """
     is_secret = not mode & _OTHERS
     path.parent.mkdir(0o755 if is_secret else 0o777, parents=True, exist_ok=True)
     with _naming(path), _opened(path.parent) as folder:
@@ -68,7 +72,10 @@ def replacing(path: Path, mode: int = 0o666, *, durable: bool = True) -> Iterato
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """A new folder to fill, which takes the place of ``path`` and of all in it when the block ends; else it is gone."""
+    """Make a new folder to fill, which takes the place of ``path``, and of all in ``path``, when the block ends.
+
+    If the block raises an error, the new folder is removed and ``path`` stays.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _naming(path), _opened(path.parent) as folder, _new_folder(path.parent, folder, 0o777) as new:
         yield new
@@ -86,14 +93,20 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A folder for this process alone, gone when the block ends; a killed process's goes when the next one is made."""
+    """Make a folder for this process alone, which is gone when the block ends.
+
+    The folder of a process that was killed goes when the next one is made.
+    """
     place = Path(tempfile.gettempdir())
     with _opened(place) as folder, _new_folder(place, folder, 0o700) as new:
         yield new
 
 
 def append_lines(path: Path, lines: bytes) -> None:
-    """On disk when it returns; a crash, or a disk that fills up, leaves at most a last line without its end."""
+    """Append lines to a file, which are on disk when this function returns.
+
+    After a crash, or on a full disk, at most the last line lacks its end.
+    """
     with _naming(path), appending(path) as file:
         file.write(lines)
         file.flush()
@@ -101,7 +114,7 @@ def append_lines(path: Path, lines: bytes) -> None:
 
 
 def appending(path: Path) -> BinaryIO:
-    """A file opened to add to its end, made where there is none; a link is not followed."""
+    """Open a file to add to its end, and make the file if it is missing; a link is not followed."""
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 
@@ -113,7 +126,7 @@ def _random_name() -> str:
 
 
 def _new_file(folder: int, mode: int) -> tuple[str, int]:
-    """A new locked file in an open folder: its name and descriptor."""
+    """Make a new locked file in an open folder, and return its name and descriptor."""
     while True:
         name = _random_name()
         descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, mode, dir_fd=folder)
@@ -124,12 +137,15 @@ def _new_file(folder: int, mode: int) -> tuple[str, int]:
 
 @contextmanager
 def _new_folder(place: Path, folder: int, mode: int) -> Iterator[Path]:
-    """A new locked folder in ``place``, which is open; it is removed unless it was renamed meanwhile."""
+    """Make a new locked folder in ``place``, which is open as ``folder``.
+
+    The new folder is removed when the block ends, unless it was renamed before.
+    """
     _sweep(folder)
     while True:
         name = _random_name()
         os.mkdir(name, mode, dir_fd=folder)
-        with suppress(FileNotFoundError):  # a sweeper was faster than the lock
+        with suppress(FileNotFoundError):  # another process swept the folder before it was locked
             descriptor = os.open(name, os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
             if _lock(descriptor):
                 break
@@ -142,18 +158,21 @@ def _new_folder(place: Path, folder: int, mode: int) -> Iterator[Path]:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock what was just made; False if a sweeper took it for a leftover in between, and has removed it."""
-    with suppress(OSError):  # a file system without locks: nothing is swept there either
+    """Lock a file or folder that was just made.
+
+    The result is False if a sweep took it for a leftover before it was locked, and removed it.
+    """
+    with suppress(OSError):  # without locks on this file system nothing is swept either
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     return os.fstat(descriptor).st_nlink > 0
 
 
 def _sweep(folder: int) -> None:
-    """Remove what killed writers of this user left in an open folder: what has such a name and is not locked."""
+    """Remove what killed writers of this user left in an open folder: all with a temporary name and no lock."""
     with os.scandir(folder) as entries:
         names = [entry.name for entry in entries if _TEMPORARY.fullmatch(entry.name)]
     for name in names:
-        with suppress(OSError):  # locked, so its writer lives; or another sweeper was faster
+        with suppress(OSError):  # locked by a living writer, or already removed
             _remove_leftover(folder, name)
 
 
@@ -162,7 +181,8 @@ def _remove_leftover(folder: int, name: str) -> None:
     is_folder = stat.S_ISDIR(found.st_mode)
     if found.st_uid != os.geteuid() or not (is_folder or stat.S_ISREG(found.st_mode)):
         return
-    flags = os.O_DIRECTORY if is_folder else os.O_RDWR  # some network file systems lock what is open for writing alone
+    # some network file systems lock only files that are open for writing
+    flags = os.O_DIRECTORY if is_folder else os.O_RDWR
     descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -179,7 +199,7 @@ def _remove_leftover(folder: int, name: str) -> None:
 
 @contextmanager
 def _opened(path: Path, flags: int = os.O_DIRECTORY) -> Iterator[int]:
-    """An open folder stays the same one, whatever others do to its name."""
+    """Open a folder, which stays the same one whatever others do to its name."""
     descriptor = os.open(path, os.O_RDONLY | flags)
     try:
         yield descriptor
@@ -206,7 +226,10 @@ def _sync(descriptor: int) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """An error says which file could not be written: not a temporary name, and of a write the kernel says none."""
+    """Make an error say which file could not be written.
+
+    The system's own error names a temporary file, and for a failed write it names none.
+    """
     try:
         yield
     except OSError as error:

@@ -1,8 +1,9 @@
-"""Running the app through Flower from one command: stage it, simulate it or submit it, follow it, stop it.
+"""A run goes through Flower from one command: the app is staged, simulated or submitted, followed and stopped.
 
-``flwr run`` exits 0 whatever becomes of the run, and its local SuperLink is a daemon shared by everything on the
-machine, with the environment of whoever started it first and a port that every local user may use. So a simulation of
-ours is a process of its own, without a SuperLink. On a SuperLink of real nodes a run's true status is polled.
+``flwr run`` exits with 0 even if the run fails. Its local SuperLink is a daemon that all programs on the machine share,
+with the environment of the user who started it first, and with a port that every local user may use. So fedprune runs a
+simulation in a process of its own, without a SuperLink. On a SuperLink of real nodes fedprune asks for a run's true
+status again and again.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ _IS_OVER = "[code: 18]"  # of `flwr stop`
 _STATUS_SECONDS = 0.5
 _RAY_SECONDS = 5.0
 _UNASKED_SECONDS = 30.0
-_PATIENCE = 5  # unanswered questions in a row
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded here: not between fork and exec
+_PATIENCE = 5  # so many questions in a row may stay unanswered
+# loaded here, since nothing should be loaded between fork and exec
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _LINGER_SECONDS = 10.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -54,12 +56,12 @@ class LaunchError(RuntimeError):
 
 
 class LeftGoing(LaunchError):
-    """The run goes on without this process, on machines that are not ours; the message says how to see and stop it."""
+    """The run goes on without this process, on machines not ours; the message says how to see and stop the run."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """How to reach a SuperLink: the name of its connection, and the environment to call ``flwr`` in."""
+    """A link says how to reach a SuperLink: the name of its connection, and the environment to call ``flwr`` in."""
 
     name: str
     environment: Mapping[str, str]
@@ -67,7 +69,7 @@ class Link:
 
 
 def stage_app(folder: Path, components: tuple[str, str] = _COMPONENTS) -> Path:
-    """Lay out the Flower app in ``folder`` from the installed packages; works from a wheel as from a checkout."""
+    """Lay out the Flower app in ``folder`` from the installed packages, whether these are a wheel or a checkout."""
     for package in _PACKAGES:
         source = Path(package.__file__ or "").parent
         ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
@@ -92,7 +94,7 @@ def stage_app(folder: Path, components: tuple[str, str] = _COMPONENTS) -> Path:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A simulation in a process of its own, and the log whose last line is its reason where it fails."""
+    """A simulation is a process of its own with a log; where the simulation fails, the last line is the reason."""
 
     process: subprocess.Popen[bytes]
     log_file: Path
@@ -102,9 +104,10 @@ class Simulation:
 def simulation(
     app: Path, config: Mapping[str, Scalar], num_clients: int, num_workers: int, gpus: float, ray_address: str = ""
 ) -> Iterator[Simulation]:
-    """Start a run of the app in the folder ``app`` with simulated clients; everything has ended on the way out.
+    """Start a run of the app in the folder ``app`` with simulated clients, and end all of it when the block ends.
 
-    As many clients train at a time as ``num_workers``, or as the Ray cluster at ``ray_address``, "host:port", has CPUs.
+    ``num_workers`` clients train at the same time. With ``ray_address`` ("host:port") as many train at the same time as
+    the Ray cluster there has CPUs.
     """
     client: dict[str, float] = {"num_cpus": 1, "num_gpus": gpus / num_workers if gpus else 0.0}
     own_ray = {} if ray_address else {"num_cpus": num_workers, "num_gpus": int(gpus)}
@@ -114,7 +117,7 @@ def simulation(
         "num-clients": num_clients,
         "backend": {"client_resources": client, "init_args": {"log_to_driver": False, **own_ray}},
     }
-    # Ray's sockets are below the folder, and their paths have at most 107 characters: so where Ray would make its own
+    # Ray's sockets are below this folder and their paths may have only 107 characters. So it is where Ray puts its own.
     place = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="fedprune-", dir=place, ignore_cleanup_errors=True) as name:
@@ -138,33 +141,34 @@ def simulation(
 
 
 def _ray_of_our_own(folder: Path) -> dict[str, str]:
-    """The environment of a Ray that nobody else can use: with a secret, on loopback, its files in a private folder.
+    """Return the environment of a Ray that nobody else can use: a secret, loopback, and a private folder for its files.
 
-    Whoever may connect to Ray runs code as its owner, and whoever may write to its files too: Ray lets everybody.
+    By default Ray lets everybody connect and write to its files. Whoever connects to Ray runs code as its owner. So
+    does whoever may write to its files.
     """
     return {
         "RAY_ADDRESS": "local",  # without one, Ray would join whatever cluster it finds here
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # as on those systems: loopback, not all interfaces
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on those systems Ray listens on loopback, not on all interfaces
         "RAY_TMPDIR": str(folder),
     }
 
 
 def _ray_of_others(address: str) -> dict[str, str]:
-    """The environment that leads to a cluster that is there already, with the user's token for it if there is one."""
+    """Return the environment that leads to the user's own cluster, with the user's token for it if there is one."""
     has_token = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
     mode = {"RAY_AUTH_MODE": "token"} if has_token and "RAY_AUTH_MODE" not in os.environ else {}
     return {"RAY_ADDRESS": address, **mode}
 
 
 def wait_for(simulation: Simulation, run_file: Path, on_tick: Callable[[], None]) -> bool:
-    """Wait until a simulation is over; whether its run was completed.
+    """Wait until a simulation is over, and return whether its run was completed.
 
-    Flower waits for clients that never answer; a run whose ``run_file`` says that it is over is over all the same, a
-    few seconds later.
+    Flower waits for clients that never answer. So a run also counts as over a few seconds after its ``run_file`` says
+    that it is over.
     """
-    before = outcome_of(run_file)  # of an earlier part of a resumed run
+    before = outcome_of(run_file)  # the outcome of an earlier part, if the run is resumed
     over_since = None
     while simulation.process.poll() is None:
         on_tick()
@@ -177,7 +181,7 @@ def wait_for(simulation: Simulation, run_file: Path, on_tick: Callable[[], None]
 
 
 def flower_environment(home: Path) -> dict[str, str]:
-    """The environment of Flower's programs beside this Python's, with a ``FLWR_HOME`` of their own."""
+    """Return the environment for Flower's programs beside this Python's, with ``home`` as their ``FLWR_HOME``."""
     bin_folder = str(Path(sys.executable).parent)
     return {
         **direct_on_loopback(os.environ),
@@ -192,9 +196,10 @@ def flower_environment(home: Path) -> dict[str, str]:
 
 
 def direct_on_loopback(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which no proxy is asked for this machine itself; its other exceptions stay."""
+    """Return an environment in which programs reach this machine itself without a proxy; its other exceptions stay."""
     upper, lower = environment.get("NO_PROXY"), environment.get("no_proxy")
-    both = {"NO_PROXY": upper or lower or "", "no_proxy": lower or upper or ""}  # programs read the one or the other
+    # some programs read one of the two, and some read the other
+    both = {"NO_PROXY": upper or lower or "", "no_proxy": lower or upper or ""}
     for name, value in both.items():
         if value != "*":
             known = [host.strip() for host in value.split(",") if host.strip()]
@@ -203,7 +208,10 @@ def direct_on_loopback(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def spawn(command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> subprocess.Popen[bytes]:
-    """Start a program that ends with this process, in the folder of its log file, to which it appends."""
+    """Start a program that ends with this process.
+
+    The program runs in the folder of ``log_file`` and appends its output to that file.
+    """
     with appending(log_file) as log:
         return subprocess.Popen(
             command,
@@ -218,12 +226,19 @@ def spawn(command: Sequence[str], environment: Mapping[str, str], log_file: Path
 
 
 def _die_with_parent() -> None:
-    """In the child, on Linux: be killed when this process is, so that a run killed with -9 does not go on alone."""
+    """Arrange in the child, on Linux, that it is killed when this process is.
+
+    So a run does not go on alone after this process was killed with -9.
+    """
     if _LIBC is not None:
         _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; for what it started see engine/watchdog.py
 
 
 def tool(name: str) -> str:
+    """Return the path of the program ``name`` beside this Python, or else on the PATH.
+
+    Raises :class:`LaunchError` if the program is not installed.
+    """
     beside = Path(sys.executable).parent / name
     found = str(beside) if beside.exists() else shutil.which(name)
     if found is None:
@@ -232,6 +247,7 @@ def tool(name: str) -> str:
 
 
 def free_ports(count: int) -> list[int]:
+    """Return ``count`` different ports of 127.0.0.1 that no program uses now."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:
@@ -243,7 +259,10 @@ def free_ports(count: int) -> list[int]:
 
 
 def wait_until_up(process: subprocess.Popen[bytes], url: str, log_file: Path, ca: Path | None = None) -> None:
-    """Until ``url`` answers; ``ca`` is the certificate to check it with. :class:`LaunchError` if it never does."""
+    """Wait until ``url`` answers; ``ca`` is the certificate that the answer is checked with.
+
+    Raises :class:`LaunchError` if ``url`` does not answer in time, or if the process ends before.
+    """
     verify = ssl.create_default_context(cafile=ca) if ca else True
     deadline = time.monotonic() + _START_SECONDS
     while time.monotonic() < deadline:
@@ -259,14 +278,16 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, log_file: Path, ca
 
 
 def last_line(path: Path) -> str:
+    """Return the last line of a log that is not blank, or "no output" where there is none."""
     lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1].strip() if lines else "no output"
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a SuperLink, or another program, and all it started: executors, simulation, Ray have sessions of their own.
+    """End a program, such as a SuperLink, and all processes that it started, even those with sessions of their own.
 
-    At once and for good: everything worth keeping is written in one step, and a simulation asked politely may go on.
+    Executors, the simulation and Ray have such sessions. All are killed at once: everything worth keeping is written in
+    one step, and a simulation that is asked to end may go on.
     """
     with suppress(psutil.NoSuchProcess):
         root = psutil.Process(process.pid)
@@ -279,7 +300,10 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def flwr(link: Link, *arguments: str) -> dict[str, object]:
-    """Call the Flower command line and read its JSON answer; raises :class:`LaunchError` with what it says."""
+    """Call the Flower command line and return its JSON answer.
+
+    Raises :class:`LaunchError` with Flower's own words if the command fails.
+    """
     command = [tool("flwr"), *arguments, "--format", "json"]
     try:
         done = subprocess.run(
@@ -289,7 +313,7 @@ def flwr(link: Link, *arguments: str) -> dict[str, object]:
             text=True,
             timeout=_ANSWER_SECONDS,
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # the terminal's Ctrl-C and its end are for this process, which knows what to do
+            start_new_session=True,  # Ctrl-C and the terminal's end are handled by this process alone
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(f"flwr {arguments[0]}: no answer within {_ANSWER_SECONDS} s") from None
@@ -324,11 +348,12 @@ def _run_row(link: Link, run_id: str) -> dict[str, object]:
 def follow(link: Link, run_id: str, folder: Path, on_tick: Callable[[], None]) -> str:
     """Wait until the run has finished and return Flower's final status, such as ``finished:completed``.
 
-    Asking Flower costs a second of CPU, so it is asked when run.json says that the run is over, and else seldom. Flower
-    waits for clients that never answer; a run that is over is over all the same, a few seconds later.
+    To ask Flower costs a second of CPU. So Flower is asked when run.json says that the run is over, and else seldom.
+    Flower waits for clients that never answer. So a run counts as over a few seconds after run.json says so, whatever
+    Flower says.
     """
     run_file = folder / "run.json"
-    before = outcome_of(run_file)  # of an earlier part of a resumed run
+    before = outcome_of(run_file)  # the outcome of an earlier part, if the run is resumed
     asked, over_since, unanswered = time.monotonic(), None, 0
     while True:
         on_tick()
@@ -352,7 +377,7 @@ def follow(link: Link, run_id: str, folder: Path, on_tick: Callable[[], None]) -
 
 
 def outcome_of(run_file: Path) -> tuple[str, int] | None:
-    """How the run in a folder ended, and when the file says so; None while it goes on."""
+    """Return how the run in a folder ended, and the time at which the file said so, or None while the run goes on."""
     try:
         status = str(json.loads(run_file.read_text())["status"])
         return None if status == "running" else (status, run_file.stat().st_mtime_ns)
@@ -361,7 +386,10 @@ def outcome_of(run_file: Path) -> tuple[str, int] | None:
 
 
 def failure(link: Link, run_id: str) -> str:
-    """One line on why a run failed that left no word itself: Flower's details, or its log's last line."""
+    """Return one line on why a run failed that left no reason itself.
+
+    The line is from Flower's details, or the last line of Flower's log.
+    """
     details = str(_run_row(link, run_id).get("status-details") or "").strip().splitlines()
     if details:
         return details[-1]
@@ -369,7 +397,10 @@ def failure(link: Link, run_id: str) -> str:
 
 
 def stop_run(link: Link, run_id: str) -> None:
-    """Stop a run, unless it has ended by itself. :class:`LaunchError` if the SuperLink cannot be told."""
+    """Stop a run, unless the run has ended by itself.
+
+    Raises :class:`LaunchError` if the SuperLink cannot be told.
+    """
     try:
         flwr(link, "stop", run_id, link.name)
     except LaunchError as error:
@@ -378,7 +409,7 @@ def stop_run(link: Link, run_id: str) -> None:
 
 
 def check_ray_address(address: str) -> None:
-    """Raise :class:`ConfigError` unless something listens at ``address``; Ray itself would wait for long."""
+    """Raise :class:`ConfigError` unless something listens at ``address``; Ray itself would wait for a long time."""
     host, _, port = address.rpartition(":")
     allowed = "HOST:PORT of a running cluster, as `ray start --head` prints it"
     if not (host and port.isdecimal() and 0 < int(port) < 2**16):

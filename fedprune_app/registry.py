@@ -1,4 +1,4 @@
-"""What can be chosen: the systems, and by reference the datasets, partitions and models."""
+"""The registry names all that can be chosen: the systems, and by reference the datasets, partitions and models."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from strategies.subfedavg_hy import SubFedAvgHy
 
 @dataclass(frozen=True)
 class System:
-    """A system's two halves and its one line for ``fedprune list``."""
+    """A system has a server half, a client half, and one line for ``fedprune list``."""
 
     strategy: type[FederatedStrategy]
     client: type[Node[Any]]
@@ -105,7 +105,10 @@ SYSTEMS: dict[str, System] = {
 
 
 def check_names(config: Config) -> Config:
-    """``config``, if everything it names is registered; else :class:`ConfigError`."""
+    """Return ``config`` if everything that it names is registered.
+
+    Otherwise :class:`ConfigError` is raised.
+    """
     allowed: dict[str, Mapping[str, object]] = {
         "system": SYSTEMS,
         "dataset": DATASETS,
@@ -135,7 +138,7 @@ def check_names(config: Config) -> Config:
 
 
 def _check_private(config: Config) -> None:
-    """What does not depend on the system."""
+    """Raise :class:`ConfigError` for settings that no system can be private with."""
     if config.augmentation != "none":
         raise ConfigError(
             f"augmentation is {config.augmentation!r}, allowed with dp.enabled: 'none'; a batch draws its crops in "

@@ -1,9 +1,9 @@
-"""Where a run that stopped goes on: the latest point from which it ends as if nothing had happened.
+"""A run that stopped goes on from the latest point from which it ends as if it had never stopped.
 
-Everything here reads; nothing is written before the run goes on. What is needed is asked for and checked first: the
-checkpoint, the records up to it, what the system keeps on the server's disk, and each client's state, which the client
-itself checks. What is damaged is named, and an earlier point is taken; only where none is whole is the run refused, or
-goes on with a loss that the user accepts.
+Everything here only reads: nothing is written before the run goes on. All that is needed is asked for and checked
+first: the checkpoint, the records up to it, what the system keeps on the server's disk, and each client's state, which
+the client itself checks. What is damaged is named, and an earlier point is taken. Where no point is whole, the run is
+refused, or it goes on with a loss that the user accepts.
 """
 
 from __future__ import annotations
@@ -28,22 +28,25 @@ from fedprune_app.results.reader import check_records, file_sha256, load_run, ma
 log = logging.getLogger("flwr.fedprune")
 _NOTES = 20
 LostStates = Mapping[int, Mapping[int, str]]
-"""By partition and round, why a client's state is lost."""
+"""The reason why a client's state is lost, by client and round."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """What the server's disk has of a run: ``points`` to go on from, the latest first, and what is ``damaged``."""
+    """The server's disk has ``points`` of a run to go on from, the latest first, and files that are ``damaged``."""
 
     before: Mapping[str, Any]  # run.json
     points: list[ResumePoint]
     damaged: list[str] = field(default_factory=list)
-    is_complete: bool = False  # nothing is left to do, and nothing to make good
+    is_complete: bool = False  # nothing is left to do or to repair
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The point a run goes on from, None for its start; for run.json, what is to note, and what is lost for good."""
+    """A choice is the point that a run goes on from, or None for the run's start.
+
+    ``notes`` and ``losses`` are for run.json: what happened, and what is lost for good.
+    """
 
     point: ResumePoint | None
     notes: list[str]
@@ -51,12 +54,16 @@ class Choice:
 
     @property
     def rounds_completed(self) -> int:
+        """The number of rounds that count is that of the chosen point, or 0 at the run's start."""
         return self.point.round if self.point else 0
 
 
 def find(folder: Path, before: Mapping[str, Any], config: Config) -> Found:
-    """Look through a run folder, whose run.json is ``before``. Raises :class:`ConfigError` where ``config`` is another
-    run's, or no checkpoint can be read after more rounds than one."""
+    """Look through a run folder, whose run.json is ``before``, for points to go on from.
+
+    Raises :class:`ConfigError` where ``config`` is another run's, and where no checkpoint can be read after more than
+    one round.
+    """
     check_resumable(before["config"], config)
     run_key = str(before["run_key"])
     strategy, checkpoints = SYSTEMS[config.system].strategy, checkpoint_store(folder, run_key)
@@ -87,7 +94,7 @@ def find(folder: Path, before: Mapping[str, Any], config: Config) -> Found:
 
 
 def _spoilt_results(folder: Path, before: Mapping[str, Any]) -> list[str]:
-    """What of a completed run's results is damaged or missing, a line each."""
+    """Return one line for each result of a completed run that is damaged or missing."""
     found = []
     try:
         load_run(folder)
@@ -105,7 +112,7 @@ def _spoilt_results(folder: Path, before: Mapping[str, Any]) -> list[str]:
 def ask_for_states(
     grid: Grid, roster: Roster, run_key: str, points: list[ResumePoint], deadline_seconds: float
 ) -> LostStates:
-    """Have every client check the versions of its state that any of the points needs; which it has lost, and why."""
+    """Have every client check the versions of its state that any of the points needs; return those that are lost."""
     wanted = {k: sorted({point.state_rounds.get(k, 0) for point in points} - {0}) for k in roster}
 
     def questions() -> Iterator[tuple[int, Message]]:
@@ -134,9 +141,10 @@ def _lost(answer: Answer, wanted: list[int]) -> dict[int, str]:
 
 
 def choose(found: Found, lost_states: LostStates, *, accept_loss: bool) -> Choice:
-    """The latest point to which nothing is missing; with ``accept_loss``, else the latest that can be used at all.
+    """Return the latest point to which nothing is missing.
 
-    Raises :class:`ConfigError` with the first loss where there is none.
+    Where there is none, and with ``accept_loss``, the latest point that can be used at all is returned. Raises
+    :class:`ConfigError` with the first loss where there is no such point either.
     """
     reasons = list(found.damaged)
     losses = {id(point): _losses(point, lost_states) for point in found.points}

@@ -1,4 +1,4 @@
-"""The ServerApp: read the configuration, meet the clients, run the system's strategy, close the run folder."""
+"""The ServerApp reads the configuration, meets the clients, runs the system's strategy and closes the run folder."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
         recorder.reopen()
     else:
         recorder.start(config.to_dict(), config.seed, {"headline": system.strategy.headline, "run_key": new_run_key()})
-    # Flower's own end, on a signal or a SuperLink that has given the run up, may leave no time for the clauses below.
+    # Flower ends on a signal, or when a SuperLink gives up the run. That may leave no time for the clauses below.
     add_exit_handler(lambda: _close(recorder, "interrupted", "interrupted"), run_before_force_exit=True)
     try:
         run_key, before = str(recorder.info["run_key"]), found.before if found else {}
@@ -99,9 +99,12 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
 
 
 def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str, Any]) -> Roster:
-    """The clients of the run; of one that is resumed, the same with the same data, else :class:`ConfigError`."""
+    """Return the clients of the run.
+
+    A run that is resumed must have the same clients with the same data, or :class:`ConfigError` is raised.
+    """
     system = SYSTEMS[config.system]
-    numbers = {int(node): int(partition) for node, partition in before.get("nodes", {}).items()}
+    numbers = {int(node): int(client) for node, client in before.get("nodes", {}).items()}
     try:
         roster, left_out = register_clients(
             grid,
@@ -121,14 +124,15 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str,
             f"the clients' data is not what it was when the run began ({clients} clients, now {now}), "
             "allowed when resuming: the same clients and data"
         )
-    if any(info.own_data for info in roster.values()):  # who is who is not in the data, as with partition-ids
+    # without partition-ids nothing else says which client has which data
+    if any(info.own_data for info in roster.values()):
         recorder.annotate(nodes={str(info.node_id): k for k, info in roster.items()})
     recorder.annotate(paper_bytes_formula=system.strategy.paper_formula, partition=partition, clients_left_out=left_out)
     return roster
 
 
 def _go_on(recorder: Recorder, config: Config, before: Mapping[str, Any], choice: Choice, state: State | None) -> None:
-    """Open the run folder again: from here on the run is another one than it was."""
+    """Open the run folder again: from this call on the run differs from the run that stopped."""
     changed: dict[str, Any] = {"config": {**config.to_dict(), "resume-from": "", "accept-loss": False}}
     if choice.notes:
         changed["notes"] = [*before.get("notes", []), *choice.notes]
@@ -143,7 +147,10 @@ def _go_on(recorder: Recorder, config: Config, before: Mapping[str, Any], choice
 
 
 def _close(recorder: Recorder, status: Status, error: str) -> None:
-    """Say in run.json how the run ended, once; on a full disk it cannot be said there, and must not hide the error."""
+    """Say in run.json how the run ended, once.
+
+    On a full disk run.json cannot be written, which must not hide the run's own error.
+    """
     if not recorder.is_open:
         return
     try:

@@ -1,4 +1,4 @@
-"""Whether a run could start: what its server and its first client refuse is found before Flower starts.
+"""A run is checked before Flower starts: whatever its server or its first client would refuse is refused here.
 
 Both are made as the run makes them, in a temporary folder, and asked nothing but who they are.
 """
@@ -26,7 +26,7 @@ from fedprune_app.tasks import BUILDS
 def check_startable(config: Config, num_clients: int) -> None:
     """Raise :class:`ConfigError` with the reason if a run of ``num_clients`` on this machine could not start.
 
-    Of a language model, which may be large, only the folder of its texts is looked at.
+    A language model may be large, so only the folder of its texts is looked at.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', allowed on this machine, which has none: auto, cpu")
@@ -36,7 +36,7 @@ def check_startable(config: Config, num_clients: int) -> None:
         return
     with scratch_folder() as folder:
         try:
-            _make_both(written_below(folder, config), num_clients, folder)  # nobody's ledger is touched
+            _make_both(written_below(folder, config), num_clients, folder)  # no client's ledger is touched
         except ConfigError:
             raise
         except (ValueError, ImportError) as error:
@@ -44,7 +44,7 @@ def check_startable(config: Config, num_clients: int) -> None:
 
 
 def _make_both(config: Config, num_clients: int, folder: Path) -> None:
-    """Client 0, and a server that takes all others to be like it."""
+    """Make client 0, and a server that takes all others to be like this client."""
     system = SYSTEMS[config.system]
     client = system.client(config, Place(0, num_clients, folder / "clients"))
     assert isinstance(client, ImageClient)

@@ -1,4 +1,4 @@
-"""Experiment matrices: systems x datasets x seeds from one YAML file, each cell one run."""
+"""An experiment matrix combines systems, datasets and seeds from one YAML file; each cell is one run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SECTIONS = ("clients", "common", "systems", "datasets", "seeds")
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a matrix; ``name`` is its folder below the sweep's."""
+    """A cell is one run of a matrix; ``name`` is its folder below the sweep's folder."""
 
     name: str
     config: Config
@@ -30,14 +30,20 @@ class Cell:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix as read: its cells' settings, and how many clients it asks for (None: the command line's)."""
+    """A matrix holds the settings of its cells, by name, and the number of clients that its file asks for.
+
+    ``num_clients`` is None if the command line decides.
+    """
 
     settings: tuple[tuple[str, Mapping[str, Scalar]], ...]
     num_clients: int | None
     common: frozenset[str] = frozenset()  # keys that are the same in all cells
 
     def cells(self, out: Path, overrides: Mapping[str, Scalar], resume: bool) -> list[Cell]:
-        """The runs, with folders below ``out``; those to continue when ``resume``."""
+        """Return the runs of the matrix, with folders below ``out``.
+
+        With ``resume`` a run that has begun before continues.
+        """
         cells = []
         varied = {key for _, values in self.settings for key in values} - self.common
         for key in overrides:
@@ -53,7 +59,7 @@ class Matrix:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe, and reads ``1e-4`` as the number it is in YAML 1.2, where YAML 1.1 sees a text."""
+    """This loader is safe, and reads ``1e-4`` as a number, as YAML 1.2 does; for YAML 1.1 that is a text."""
 
 
 _Loader.add_implicit_resolver(
@@ -64,9 +70,14 @@ _Loader.add_implicit_resolver(
 def read_matrix(path: Path) -> Matrix:
     """Read a matrix file.
 
-    ``common`` holds settings of every run; ``systems`` and ``datasets`` are lists of settings, each list with at least
-    the key ``system`` or ``dataset``; ``seeds`` is a list of whole numbers; ``clients`` a number. Raises
-    :class:`ConfigError` naming the file and the entry.
+    The file's entries are:
+
+    * ``common``: settings of every run.
+    * ``systems`` and ``datasets``: lists of settings. Each entry has at least the key ``system`` or ``dataset``.
+    * ``seeds``: a list of whole numbers.
+    * ``clients``: a number.
+
+    Raises :class:`ConfigError` naming the file and the entry.
     """
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
@@ -114,7 +125,7 @@ def _settings(path: Path, section: str, table: Any) -> dict[str, Any]:
         raise ConfigError(f"matrix {str(path)!r}: an entry of {section} is {_short(table)}, allowed: key: value pairs")
     try:
         settings = flatten(table)
-    except RecursionError:  # an alias of itself
+    except RecursionError:  # an alias that refers to itself
         raise ConfigError(f"matrix {str(path)!r}: an entry of {section} is nested too deeply") from None
     for key, value in settings.items():
         if not isinstance(value, bool | int | float | str):
@@ -133,7 +144,7 @@ def _variants(path: Path, section: str, key: str, entries: Any) -> Sequence[dict
 
 
 def _name(variant: Mapping[str, Any], key: str) -> str:
-    """A folder name that says what is particular: ``subfedavg-target-rate50``."""
+    """Return a folder name with the settings that distinguish a variant, such as ``subfedavg-target-rate50``."""
     parts = [str(variant[key])]
     places = {k for k, option in OPTIONS.items() if option.kind.is_folder}
     parts += [f"{k.rpartition('.')[2]}{v}" for k, v in variant.items() if k != key and k not in places]
@@ -141,7 +152,7 @@ def _name(variant: Mapping[str, Any], key: str) -> str:
 
 
 def is_complete(folder: Path, config: Config) -> bool:
-    """Whether a run in ``folder`` ended well after all the rounds of ``config``.
+    """Return whether a run in ``folder`` ended well after all the rounds of ``config``.
 
     Raises :class:`ConfigError` when the run there was another one: the matrix has changed since.
     """

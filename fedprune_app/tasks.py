@@ -1,4 +1,4 @@
-"""What a run is about, images or a language model: the server's parts that depend on it."""
+"""A run is about images or a language model: this module has the server's parts that depend on which of the two."""
 
 from __future__ import annotations
 

@@ -81,7 +81,10 @@ def winning_ticket(config: Config, shape: tuple[int, int, int], num_classes: int
 
 
 def _train(config: Config, model: nn.Module, images: Tensor, labels: Tensor, ticket: int) -> None:
-    """Line 4: k steps. With the learning rate 1.2e-3 of the text Adam is what Frankle and Carbin train with."""
+    """Train for k steps, which is line 4 of the algorithm.
+
+    The text's learning rate is 1.2e-3. With Adam this is what Frankle and Carbin train with.
+    """
     options = config.fedltp
     is_adam = options.ticket_optimizer == "adam"
     sgd = SGD(
@@ -101,8 +104,11 @@ def _train(config: Config, model: nn.Module, images: Tensor, labels: Tensor, tic
 
 
 def public_images(config: Config, shape: tuple[int, int, int], num_classes: int) -> tuple[Tensor, Tensor, int]:
-    """The public data and how many classes it has: a dataset of its own in the private one's shape, or the share of the
-    private one that no client has."""
+    """Return the public images, their labels, and the number of their classes.
+
+    The public data are a dataset of their own, in the shape of the private one, or the share of the private dataset
+    that no client has.
+    """
     options = config.fedltp
     if options.public_dataset:
         folder, samples = options.public_data_dir, options.public_samples

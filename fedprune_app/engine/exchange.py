@@ -1,7 +1,7 @@
-"""One exchange with many clients: push, pull in small batches, hand on each reply as it arrives, drop the late ones.
+"""An exchange with many clients sends messages, yields each reply as it arrives, and drops the clients that are late.
 
-Flower's ``Grid.send_and_receive`` polls every three seconds and returns all replies together, so that the server holds
-every client's model at once. Here a reply is yielded when it arrives and dropped when its consumer is done with it.
+Flower's ``Grid.send_and_receive`` polls every three seconds and returns all replies together, so the server holds every
+client's model at once. Here a reply is yielded when it arrives, and dropped when the caller is done with it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ POLL_SECONDS = (0.01, 0.25)  # the shortest pause between polls, and the longest
 _PUSH_BATCH = 16
 _PUSH_BYTES = 64 * 2**20
 _TTL_MARGIN_SECONDS = 10.0
-_POLL_SHARE = 0.05  # a reply is seen late by at most this share of the time it was waited for
+_POLL_SHARE = 0.05  # a reply is seen late by at most this share of the time it took
 
 
 class TooFewReplies(RuntimeError):
@@ -29,7 +29,7 @@ class TooFewReplies(RuntimeError):
 
 @dataclass(frozen=True)
 class Answer:
-    """One client's part in an exchange: its reply's content, or why there is none."""
+    """An answer is one client's part in an exchange: the content of its reply, or the reason why there is none."""
 
     client: int
     bytes_down: int
@@ -55,10 +55,11 @@ def exchange(
 ) -> Iterator[Answer]:
     """Send ``messages`` (client, message) and yield an :class:`Answer` for each, in order of arrival.
 
-    A client that has not replied ``deadline_seconds`` after its message was sent is yielded as late; its reply, should
-    it still come, is never fetched. Each reply is handed on before the next is looked at. Messages are made when they
-    are sent: while those on their way weigh more than ``in_flight_bytes``, the next one waits for a reply. Replies hold
-    tensors of up to ``reply_bytes``; those of more than that and ``replies.FRAMING_BYTES`` are refused, unread.
+    A client that has not replied ``deadline_seconds`` after its message was sent is yielded as late. Its reply, should
+    it still come, is never fetched. Each reply is yielded before the next one is looked at. A message is made when it
+    is sent. While the messages on their way weigh more than ``in_flight_bytes``, the next one waits for a reply.
+    Replies hold tensors of up to ``reply_bytes``. A reply of more than that and ``replies.FRAMING_BYTES`` is refused
+    unread.
     """
     queue = iter(messages)
     waiting: dict[str, _Sent] = {}  # by message id
@@ -78,11 +79,11 @@ def exchange(
                     largest = max(largest, num_bytes)
                 else:
                     yield Answer(client, 0, error="its node did not accept the message")
-                del message  # it has left
+                del message  # it was sent and need not stay in memory
             batch.clear()
 
         arrived = False
-        asked_at = time.monotonic()  # what comes while the replies before it are taken in is not late
+        asked_at = time.monotonic()  # a reply that comes while earlier ones are taken in is not late
         deadlines = {message_id: sent.deadline for message_id, sent in waiting.items()}
         for reply in replies.arrived(grid, deadlines, largest, reply_bytes + replies.FRAMING_BYTES):
             sent = waiting.pop(reply.message_id, None)
@@ -91,7 +92,7 @@ def exchange(
             arrived = True
             in_flight -= sent.num_bytes
             yield Answer(sent.client, sent.num_bytes, reply.num_bytes, reply.content, reply.error)
-            del reply  # it is done with before the next is fetched
+            del reply  # its memory is free before the next reply is fetched
         now = time.monotonic()
         for message_id in [message_id for message_id, sent in waiting.items() if sent.deadline <= asked_at]:
             sent = waiting.pop(message_id)
@@ -107,7 +108,7 @@ def exchange(
 
 
 def _next_batch(queue: Iterator[tuple[int, Message]], room: int) -> list[tuple[int, Message, int]]:
-    """(client, message, bytes) of the next messages to push: at least one if any is left, not too many at once."""
+    """Return (client, message, bytes) of the next messages to push: at least one if any is left, and not too many."""
     batch = []
     total = 0
     for client, message in queue:
@@ -120,9 +121,10 @@ def _next_batch(queue: Iterator[tuple[int, Message]], room: int) -> list[tuple[i
 
 
 def message_to(node_id: int, content: RecordDict, kind: str, round: int, deadline_seconds: float) -> Message:
-    """The one place where a message to a client is made; its time to live keeps work nobody waits for from starting.
+    """Make a message to a client; this is the only place where one is made.
 
-    It outlives the deadline a little: who is late is ours to say, not the SuperLink's.
+    The message's time to live keeps a client from starting work that nobody waits for. The message outlives the
+    deadline a little: the server decides which client is late, not the SuperLink.
     """
     ttl = deadline_seconds + _TTL_MARGIN_SECONDS
     return Message(content, dst_node_id=node_id, message_type=kind, group_id=str(round), ttl=ttl)

@@ -1,7 +1,7 @@
-"""A Flower Grid that runs the ClientApp in this process: for breakpoints, for tests, and for machines without Ray.
+"""This Flower Grid runs the ClientApp in this process: for breakpoints, for tests, and for machines without Ray.
 
-The same ServerApp and ClientApp objects run, and messages are encoded as on any other engine; only their transport is a
-dictionary. Clients are run one after the other, when their reply is asked for.
+The same ServerApp and ClientApp objects run, and messages are encoded as on any other engine. Only the transport
+differs: it is a dictionary. Clients run one after the other, each when its reply is asked for.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _RUN_ID = 1
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Meanwhile Flower logs errors alone, or from the level in FEDPRUNE_LOG on; a progress bar shows what matters."""
+    """Let Flower log errors alone until the block ends, since a progress bar shows what matters.
+
+    The environment variable FEDPRUNE_LOG names another level to log from.
+    """
     logger = logging.getLogger("flwr")
     level = logger.level
     logger.setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))
@@ -38,22 +41,22 @@ def quiet() -> Iterator[None]:
 
 
 class InProcessGrid(Grid):
-    """``num_clients`` nodes with partition ids 0, 1, ...; their node ids are arbitrary, as Flower's are."""
+    """The grid has ``num_clients`` nodes with partition ids 0, 1, ...; node ids are arbitrary, as Flower's are."""
 
     def __init__(self, client_app: ClientApp, num_clients: int, run_config: Mapping[str, Any]) -> None:
         if num_clients < 1:
             raise ValueError(f"num-supernodes is {num_clients}, allowed: at least 1")
         self._client_app = client_app
         self._contexts = {}
-        for partition in range(num_clients):
-            node_id = derive_seed(partition, "node-id")
-            node_config: dict[str, Any] = {"partition-id": partition, "num-partitions": num_clients}
+        for client in range(num_clients):
+            node_id = derive_seed(client, "node-id")
+            node_config: dict[str, Any] = {"partition-id": client, "num-partitions": num_clients}
             self._contexts[node_id] = Context(_RUN_ID, node_id, node_config, RecordDict(), dict(run_config))
         self._pending: dict[str, Message] = {}
         self._ids = itertools.count(1)
 
     def set_run(self, run: Run) -> None:
-        """There is one run."""
+        """Do nothing, since there is only one run."""
 
     @property
     def run(self) -> Run:
@@ -87,7 +90,7 @@ class InProcessGrid(Grid):
             message = self._pending.pop(message_id, None)
             if message is not None:
                 reply = self._answer(message)
-                reply.metadata.__dict__["_reply_to_message_id"] = message_id  # whatever it says itself
+                reply.metadata.__dict__["_reply_to_message_id"] = message_id  # whichever message the reply itself names
                 yield reply
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
@@ -105,7 +108,7 @@ class InProcessGrid(Grid):
 def run_in_process(
     server_app: ServerApp, client_app: ClientApp, num_clients: int, run_config: Mapping[str, Any]
 ) -> None:
-    """Run a federation to its end in this process; raises what the ServerApp raises."""
+    """Run a federation to its end in this process; whatever the ServerApp raises is raised."""
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = _RUN_ID, SUPERLINK_NODE_ID, _RUN_ID
     grid = InProcessGrid(client_app, num_clients, run_config)
     context = Context(_RUN_ID, SUPERLINK_NODE_ID, {}, RecordDict(), dict(run_config))

@@ -1,4 +1,4 @@
-"""Layers of a model on disk, each packed by the codec in a file of its own, by the version that wrote it."""
+"""The layers of a model are kept on disk, each in a file of its own that is packed by the codec and has a version."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NAME = re.compile(r"layer-(\d{5,})-version-(\d{5,})\.fp")
 
 
 class LayerFiles:
-    """Written in one step each, with a digest; a later version does not touch an earlier one.
+    """Each layer file is written in one step, with a digest; a later version does not touch an earlier one.
 
-    With ``owner``, which says whose layers they are, those of others count as damaged.
+    ``owner`` says whose layers these are. With an owner, the layers of others count as damaged.
     """
 
     def __init__(self, folder: Path, owner: str | None = None) -> None:
@@ -31,7 +31,10 @@ class LayerFiles:
         replace_file(self._path(layer, version), seal(body, self._about(layer, version)))
 
     def load(self, layer: int, version: int, max_bytes: int) -> Payload:
-        """Read a layer of at most so many decoded bytes. ``ValueError`` if it is not there or damaged."""
+        """Read a layer of at most ``max_bytes`` decoded bytes.
+
+        Raises ``ValueError`` if the layer is missing or damaged.
+        """
         body = self._body(layer, version)
         try:
             return codec.unpack(body, max_bytes)
@@ -39,7 +42,7 @@ class LayerFiles:
             raise ValueError(f"layer file {str(self._path(layer, version))!r} is damaged: {error}") from None
 
     def check(self, layer: int, version: int) -> None:
-        """Raise ``ValueError`` naming the file where a layer is missing or damaged; it is not decoded."""
+        """Raise ``ValueError`` naming the file where a layer is missing or damaged; the layer is not decoded."""
         self._body(layer, version)
 
     def _body(self, layer: int, version: int) -> bytes | memoryview:
@@ -60,7 +63,7 @@ class LayerFiles:
         return about if self.owner is None else {**about, "owner": self.owner}
 
     def drop_before(self, layer: int, version: int) -> None:
-        """Remove a layer's versions that are older than this one."""
+        """Remove the versions of a layer that are older than ``version``."""
         for path in list(self.folder.iterdir()) if self.folder.is_dir() else []:
             match = _NAME.fullmatch(path.name)
             if match and int(match.group(1)) == layer and int(match.group(2)) < version:

@@ -1,7 +1,7 @@
-"""Flower's simulation on Ray, adapted: dead clients are replaced, and as many train at a time as there are actors.
+"""Flower's simulation on Ray is adapted: dead clients are replaced, and as many train at a time as there are actors.
 
-Flower puts the Ray actor of a client that died back into its pool, where it fails every message it is given at once,
-and so eats the round. Here a new actor takes its place. The client whose work ended the process is reported as failed;
+When a client dies, Flower puts its Ray actor back into the pool. The actor then fails every message at once, and so
+spoils the round. Here a new actor takes its place. The client whose work ended the process is reported as failed, and
 its message is not tried again.
 
 A thread of Flower's waits for each client that is at work. Flower takes Python's default number of threads for that,
@@ -18,14 +18,14 @@ from flwr.app import Context, Message
 
 
 class _UnlimitedExecutor(ThreadPoolExecutor):
-    """A thread for each task that comes while all others are busy, however many."""
+    """The executor starts a thread for each task that comes while all others are busy, however many there are."""
 
     def __init__(self) -> None:
         super().__init__(max_workers=sys.maxsize)
 
 
 def adapt_simulation() -> None:
-    """In Flower's simulation process, before its pool exists, change what the pool does. Elsewhere, nothing."""
+    """Change what the actor pool does, in Flower's simulation process before the pool exists; elsewhere do nothing."""
     if "flwr.simulation.run_simulation" not in sys.modules:
         return
     from flwr.server.superlink.fleet.vce import vce_api

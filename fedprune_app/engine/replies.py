@@ -1,10 +1,16 @@
-"""Where replies come in: whatever a node sent, a reply's content within its bounds, or one line on why there is none.
+"""Replies come in here: each is content within its bounds, or one line on why there is none, whatever a node sent.
 
-The Grid of a deployment (Flower 1.39's ``HttpGrid``) makes messages of all the replies it asks for before it returns
-the first, however large they are; one that cannot be read is an exception, which ends the run and takes the others with
-it; and whose reply it is, is what the reply says. Here they are fetched one by one through the same client: what can be
-in memory is bounded before it is there, what cannot be read is an error of that reply alone, and a reply belongs to the
-message for which the SuperLink took it.
+The Grid of a deployment is Flower 1.39's ``HttpGrid``, which trusts replies too much:
+
+* It makes messages of all the replies that it asks for before it returns the first, however large they are.
+* A reply that cannot be read is an exception, which ends the run and takes the other replies with it.
+* A reply itself says which message it answers.
+
+Here replies are fetched one by one through the same client:
+
+* The memory that a reply takes is bounded before the reply is in memory.
+* A reply that cannot be read is an error of that reply alone.
+* A reply belongs to the message for which the SuperLink took it.
 """
 
 from __future__ import annotations
@@ -48,60 +54,61 @@ FRAMING_BYTES = 8 * 2**20
 """What a reply may weigh beside the tensors it was asked for: its fields, names, and what Flower puts around them."""
 _BATCH = 32
 _BATCH_BYTES = 64 * 2**20
-_HEAD_BYTES = 2**20  # of a reply without its objects; of the list of these; of an object that only names others
+_HEAD_BYTES = 2**20  # of a reply without its objects, a list of replies, an object that only names others
 _LARGEST = {ArrayChunk.__qualname__: sys.maxsize, ConfigRecord.__qualname__: FRAMING_BYTES}  # bytes of other objects
-_CHUNK = f"{ArrayChunk.__qualname__} ".encode()  # how a piece of an array begins
+_CHUNK = f"{ArrayChunk.__qualname__} ".encode()  # a piece of an array begins with this
 _MOST_RECORDS = 16
-_MOST_OBJECTS = 64  # beside one per MiB
-_BACKOFF_SECONDS = (0.05, 1.0)  # between looks for an object whose upload is not over
-_EXCEPTION = re.compile(r"^<class '[^']*'>:<'")  # how a SuperNode begins the message of one
+_MOST_OBJECTS = 64  # and one more per MiB
+_BACKOFF_SECONDS = (0.05, 1.0)  # between tries to fetch an object that is still being uploaded
+_EXCEPTION = re.compile(r"^<class '[^']*'>:<'")  # a SuperNode begins the message of an exception with this
 
 Stream = Iterable[bytes]
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What came for one message: its content and size as Flower serialises it, or one line on why there is none."""
+    """A reply to one message is its content and its size as Flower serialises it, or one line on why there is none."""
 
-    message_id: str  # of the message it answers
+    message_id: str  # the message that the reply answers
     content: RecordDict | None = None
     num_bytes: int = 0
     error: str = ""
 
 
 def arrived(grid: Grid, deadlines: Mapping[str, float], largest: int, max_bytes: int) -> Iterator[Reply]:
-    """The replies to these messages that have come, each read when the one before it is done with.
+    """Yield the replies to these messages that have come, each read when the caller is done with the one before.
 
-    One of more than ``max_bytes`` is refused. For one whose upload has begun is waited until its deadline, by
-    ``time.monotonic()``. Where a Grid hands over whole batches these are of replies of up to ``largest`` bytes.
+    A reply of more than ``max_bytes`` is refused. A reply whose upload has begun is waited for until its deadline, by
+    ``time.monotonic()``. Some Grids return whole batches: these are of replies of up to ``largest`` bytes.
     """
-    module = sys.modules.get("flwr.superlink.grid")  # a ServerApp has it; a client would wait for what it imports
+    # a ServerApp has imported the module; an import here would slow clients down
+    module = sys.modules.get("flwr.superlink.grid")
     ids = list(deadlines)
     if module is not None and isinstance(grid, module.HttpGrid):
         for start in range(0, len(ids), _BATCH):
             yield from _fetched(grid, {key: deadlines[key] for key in ids[start : start + _BATCH]}, max_bytes)
         return
-    size = max(1, min(_BATCH, _BATCH_BYTES // max(1, largest)))  # few of large models, more of small ones
+    size = max(1, min(_BATCH, _BATCH_BYTES // max(1, largest)))  # batches of large models are small
     for start in range(0, len(ids), size):
         for message in grid.pull_messages(ids[start : start + size]):
-            # an error made by the SuperLink itself names another source: what tells is the message replied to
+            # an error that the SuperLink made names another source, so the message replied to tells whose it is
             yield _reply(message.metadata.reply_to_message_id, message, max_bytes)
 
 
 def _reply(message_id: str, message: Message, max_bytes: int) -> Reply:
-    """What there is in a message. Whatever goes wrong with a stranger's message is that stranger's error."""
+    """Return the reply in a message; whatever goes wrong with a client's message is an error of that client."""
     try:
         if message.has_error():
             return Reply(message_id, error=error_line(message.error))
         content = message.content
         num_bytes = sum(_array_bytes(record) for record in content.values())
         if len(content) <= _MOST_RECORDS and num_bytes <= max_bytes:
-            num_bytes = wire.num_bytes(content)  # which copies it
+            num_bytes = wire.num_bytes(content)  # this copies the content
         if len(content) > _MOST_RECORDS or num_bytes > max_bytes:
             raise ValueError(
                 f"it has {len(content)} records and {num_bytes} bytes, allowed: {_MOST_RECORDS} and {max_bytes}"
             )
-    except Exception as error:  # Flower raises any kind
+    except Exception as error:  # Flower may raise any kind of error
         return _refused(message_id, error)
     return Reply(message_id, content, num_bytes)
 
@@ -112,12 +119,12 @@ def _refused(message_id: str, error: Exception) -> Reply:
 
 
 def _array_bytes(record: object) -> int:
-    """Of a record of arrays, without a copy: one array may stand there under many names."""
+    """Return the bytes of a record of arrays without copying them: one array may stand there under many names."""
     return sum(len(name) + len(array.data) for name, array in record.items()) if isinstance(record, ArrayRecord) else 0
 
 
 def error_line(error: Error) -> str:
-    """The last telling line of an error that a client's side reported."""
+    """Return the last line that tells something of an error that a client's side reported."""
     reason = error.reason or ""
     lines = [line.strip() for line in reason.strip().splitlines() if line.strip()] or ["no reason given"]
     text = _EXCEPTION.sub("", lines[-1].removesuffix("'>")).split("Message: ")[-1]
@@ -130,7 +137,7 @@ def error_line(error: Error) -> str:
 
 
 def _fetched(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -> Iterator[Reply]:
-    """As ``HttpGrid.pull_messages``, but of each reply no more than is allowed, and one after the other."""
+    """Yield what ``HttpGrid.pull_messages`` returns, but one after the other, and of each no more than is allowed."""
     client = grid._runtime_client
     _watch(client._client)
     with _filtered(lambda stream: sieve(stream, len(deadlines), _HEAD_BYTES)):
@@ -142,7 +149,7 @@ def _fetched(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -> 
 
 
 def _fetch(grid: HttpGrid, head: MessageProto, tree: ObjectTree, deadline: float, max_bytes: int) -> Reply:
-    """One reply; the SuperLink then forgets it."""
+    """Return one reply; the SuperLink then forgets that reply."""
     message_id, root = head.metadata.reply_to_message_id, head.metadata.message_id
     client, run_id = grid._runtime_client, grid.run.run_id
     budget = Budget(max_bytes)
@@ -172,25 +179,25 @@ def _fetch(grid: HttpGrid, head: MessageProto, tree: ObjectTree, deadline: float
     try:
         received = ConfirmMessageReceivedRequest(node=grid.node, run_id=run_id, message_object_id=root)
         client.ConfirmMessageReceived(received)
-    except httpx.HTTPStatusError as error:  # it keeps what it has until the run is over
+    except httpx.HTTPStatusError as error:  # the SuperLink keeps the reply until the run is over
         log.warning("a reply that came is kept by the SuperLink: %s", wire.one_line(str(error)))
     return reply
 
 
 def read(message_id: str, root: str, contents: dict[str, bytes], max_bytes: int) -> Reply:
-    """A reply from its objects, by id, of whatever bytes; ``root`` should be a message."""
+    """Return a reply from ``contents``, its objects by id, whatever their bytes are; ``root`` should be a message."""
     try:
         _check_sizes(contents, max_bytes)
         message = inflate_object_from_contents(root, contents)
         if not isinstance(message, Message):
             raise ValueError(f"it is of type {type(message).__name__}, allowed: Message")
-    except Exception as error:  # Flower's parsers raise any kind
+    except Exception as error:  # Flower's parsers may raise any kind of error
         return _refused(message_id, error)
     return _reply(message_id, message, max_bytes)
 
 
 def _check_sizes(contents: Mapping[str, bytes], max_bytes: int) -> None:
-    """Refuse what would grow when it is inflated: an array may name one piece of it many times."""
+    """Refuse objects that would grow when they are put together: an array may name one piece of it many times."""
     total = 0
     for content in contents.values():
         kind, children, _ = get_object_head_values_from_object_content(content)
@@ -199,7 +206,7 @@ def _check_sizes(contents: Mapping[str, bytes], max_bytes: int) -> None:
         if kind == Array.__qualname__:
             chunks = json.loads(get_object_body(content, Array))["arraychunk_ids"]
             if not all(contents[child].startswith(_CHUNK) for child in children):
-                raise ValueError("an array has pieces that are none")  # an array of arrays would grow with each
+                raise ValueError("an array has pieces that are none")  # an array of arrays would grow with each level
             total += sum(len(contents[children[index]]) for index in chunks)
             if total > max_bytes:
                 raise ValueError(f"its arrays have over {max_bytes} bytes")
@@ -207,12 +214,12 @@ def _check_sizes(contents: Mapping[str, bytes], max_bytes: int) -> None:
 
 # --- what comes over HTTP, bounded as it comes ------------------------------------------------------------------------
 
-_current = threading.local()  # .filter: what a response in this thread passes through
+_current = threading.local()  # its attribute filter: what responses in this thread pass
 
 
 @contextmanager
 def _filtered(through: Callable[[Stream], Stream]) -> Iterator[None]:
-    """Responses to requests made meanwhile by this thread pass ``through``, before they are in memory."""
+    """Pass responses to this thread's requests to ``through`` before they are in memory, until the block ends."""
     _current.filter = through
     try:
         yield
@@ -221,7 +228,7 @@ def _filtered(through: Callable[[Stream], Stream]) -> Iterator[None]:
 
 
 def _watch(client: httpx.Client) -> None:
-    """Let responses to this client through the filter; once is enough."""
+    """Let responses to this client pass the filter; to call this once is enough."""
     hooks = client.event_hooks
     if _attach not in hooks["response"]:
         client.event_hooks = {**hooks, "response": [*hooks["response"], _attach]}
@@ -247,9 +254,9 @@ class _Filtered(httpx.SyncByteStream):
 
 
 class Budget:
-    """Lets streams, of several threads, pass until ``most`` bytes are through; then ``ValueError``.
+    """A budget lets streams of several threads pass until ``most`` bytes are through; then it raises ``ValueError``.
 
-    A stream that breaks off was no part of it: it comes again.
+    The bytes of a stream that breaks off do not count: the stream comes again.
     """
 
     def __init__(self, most: int) -> None:
@@ -275,7 +282,9 @@ class Budget:
 
 
 def sieve(stream: Stream, most: int, largest: int) -> Iterator[bytes]:
-    """A protobuf message of messages: the first ``most`` of each field, those over ``largest`` bytes emptied.
+    """Yield a protobuf message of messages with only the first ``most`` of each field.
+
+    Of these, messages of more than ``largest`` bytes are emptied.
 
     Raises ``ValueError`` for a message that has other fields.
     """

@@ -1,4 +1,4 @@
-"""Flower's simulation as a program of its own: no SuperLink, so nothing of Flower's listens anywhere.
+"""Flower's simulation is a program of its own here: there is no SuperLink, so nothing of Flower's listens anywhere.
 
 ``python -m fedprune_app.engine.simulation FILE`` runs an app on Ray, as the JSON object in FILE says. This is what
 Flower's ``flwr-simulation`` does with a run that a SuperLink gives to it. A SuperLink's ports have no credential in
@@ -23,13 +23,14 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supercore.telemetry import EventType
 
-_NO_REASON = ("An error was encountered. Ending simulation.", "Simulation Runtime crashed.")  # Flower's, around others
+# Flower's words around the real error:
+_NO_REASON = ("An error was encountered. Ending simulation.", "Simulation Runtime crashed.")
 
 
 def run(app: Path, config: dict[str, Any], num_clients: int, backend: dict[str, Any]) -> None:
     """Run the Flower app in the folder ``app`` with a run's ``config`` to its end.
 
-    ``backend`` is Flower's: ``init_args`` for Ray and ``client_resources``. Raises what ended the run.
+    ``backend`` is Flower's: ``init_args`` for Ray and ``client_resources``. Whatever ends the run is raised.
     """
     components = get_project_config(app)["tool"]["flwr"]["app"]["components"]
     run = Run.create_empty(generate_rand_int_from_bytes(RUN_ID_NUM_BYTES))
@@ -52,7 +53,10 @@ def run(app: Path, config: dict[str, Any], num_clients: int, backend: dict[str, 
 
 
 def main() -> None:
-    """Run what the file says; the last line of output is the reason where the exit code is not 0."""
+    """Run what the file says.
+
+    Where the exit code is not 0, the last line of the output is the reason.
+    """
     settings = json.loads(Path(sys.argv[1]).read_text())
     try:
         run(Path(settings["app"]), settings["config"], settings["num-clients"], settings["backend"])

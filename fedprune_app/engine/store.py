@@ -1,12 +1,12 @@
-"""Versioned state on disk: one safetensors file per round, written atomically. Clients and server use the same class.
+"""State is kept on disk in versions, on clients and server: one safetensors file per round, written in one step.
 
 A file ``round-00012.safetensors`` holds the state *after* round 12: tensors, and a JSON object in the file's metadata.
-Beside that stand the round, whose state it is, and a digest of everything; a file that does not bear them out, or that
-lies under another round's or owner's name, is damaged.
+The metadata also name the round and the owner of the state, and have a digest of everything. A file whose content
+contradicts its metadata is damaged. So is a file that lies under the name of another round or owner.
 
 The server remembers whose reply of which round it took in, and tells each client from which version to go on. So a
-reply that came too late, or a kill between a client's save and the server's checkpoint, changes nothing; older versions
-stay until the server's own older checkpoints are gone too.
+reply that came too late changes nothing, nor does a kill between a client's save and the server's checkpoint. Older
+versions stay until the server's own older checkpoints are gone too.
 """
 
 from __future__ import annotations
@@ -33,30 +33,33 @@ from fedprune_app.results.lock import LOCK
 
 log = logging.getLogger("flwr.fedprune")  # below Flower's logger, so that `flwr log` shows it
 _NAME = re.compile(r"round-(\d{5,})\.safetensors")
-_KEY, _UNSEALED_KEY = "fedprune-state", "fedprune"  # of the file's metadata; the second is earlier versions'
+_KEY, _UNSEALED_KEY = "fedprune-state", "fedprune"  # in the file's metadata; earlier versions wrote the second
 
 
 @dataclass(frozen=True)
 class State:
-    """Tensors by name, and plain JSON values beside them."""
+    """A state has tensors by name, and plain JSON values beside them."""
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
     is_sealed: bool = True  # whether the file had a digest; those of earlier versions have none
 
     def group(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors named ``prefix/name``, by ``name``."""
+        """Return the tensors named ``prefix/name``, by ``name``."""
         start = f"{prefix}/"
         return {name[len(start) :]: t for name, t in self.tensors.items() if name.startswith(start)}
 
 
 def grouped(**groups: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of :meth:`State.group`: ``grouped(weights=w, masks=m)``."""
+    """Return the inverse of :meth:`State.group`: ``grouped(weights=w, masks=m)``."""
     return {f"{prefix}/{name}": t for prefix, tensors in groups.items() for name, t in tensors.items()}
 
 
 def owner(what: str, run_key: str) -> str | None:
-    """Whose state a file is: ``what`` of one run and no other; None, and anybody's, where the run is not known."""
+    """Return the owner of a file: ``what`` of one run.
+
+    Where the run is not known, the result is None and the file may be anybody's.
+    """
     return f"{what} of run {run_key}" if run_key else None
 
 
@@ -75,10 +78,10 @@ def write_tensors(
 
 
 def read_tensors(path: Path, *, round: int | None = None, owner: str | None = None) -> State:
-    """Read what :func:`write_tensors` wrote, of this round and owner where they are given.
+    """Read a file that :func:`write_tensors` wrote, of this ``round`` and ``owner`` where they are given.
 
-    Raises ``ValueError`` naming the file when it is damaged, or is another's. A file of an earlier version, which has
-    no digest, is read with a warning.
+    Raises ``ValueError`` naming the file when it is damaged or another's. A file of an earlier version, which has no
+    digest, is read with a warning.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -109,9 +112,10 @@ def _checked(tensors: Mapping[str, Tensor], about: dict[str, Any], round: int | 
 
 @contextmanager
 def exclusive(folder: Path, patience_seconds: float = 30.0) -> Iterator[None]:
-    """Hold a folder for this process alone; the operating system lets go when the process ends, however it ends.
+    """Hold a folder for this process alone until the block ends.
 
-    Waits for a predecessor that is on its way out; raises ``ValueError`` if it stays.
+    The operating system lets the folder go when the process ends, however it ends. Another process that holds the
+    folder is waited for. Raises ``ValueError`` if it still holds the folder after ``patience_seconds``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with appending(folder / LOCK) as lock:
@@ -128,7 +132,10 @@ def exclusive(folder: Path, patience_seconds: float = 30.0) -> Iterator[None]:
 
 
 class VersionedStore:
-    """The versions of one state, in a folder of its own; with ``owner``, those of others count as damaged."""
+    """A store keeps the versions of one state, in a folder of its own.
+
+    ``owner`` says whose state this is. With an owner, the versions of others count as damaged.
+    """
 
     def __init__(self, folder: Path, keep: int = 3, owner: str | None = None) -> None:
         self.folder = folder
@@ -136,21 +143,25 @@ class VersionedStore:
         self.owner = owner
 
     def path(self, round: int) -> Path:
-        """Where the version after ``round`` is, or would be."""
+        """Return the path of the version after ``round``, whether or not that version is there."""
         return self.folder / f"round-{round:05d}.safetensors"
 
     def rounds(self) -> list[int]:
-        """Rounds of which a version is on disk, ascending."""
+        """Return the rounds of which a version is on disk, ascending."""
         if not self.folder.is_dir():
             return []
         matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
         return sorted(int(match.group(1)) for match in matches if match)
 
     def save(self, round: int, state: State, accepted: int | None = None) -> None:
-        """Write the state after ``round``, and drop versions that cannot be asked for any more.
+        """Write the state after ``round``, and remove the versions that nobody can ask for any more.
 
-        Up to ``accepted``, the round that is known to count (default: ``round``), those are all but the newest
-        ``keep``; between the two, all: they came too late. Later ones stay: this save may be the late one, overtaken.
+        ``accepted`` is the newest round that is known to count (default: ``round``). Which versions are removed depends
+        on their round:
+
+        * Up to ``accepted``, the newest ``keep`` versions stay and older ones are removed.
+        * Between ``accepted`` and ``round`` all are removed, since their replies came too late.
+        * After ``round`` all stay, since this save may itself be a late one that newer saves have overtaken.
         """
         write_tensors(self.path(round), state.tensors, state.meta, round=round, owner=self.owner)
         accepted = round if accepted is None else accepted
@@ -160,19 +171,23 @@ class VersionedStore:
             self.path(old).unlink(missing_ok=True)
 
     def drop_after(self, round: int) -> None:
-        """Remove the versions of later rounds: a future that was abandoned."""
+        """Remove the versions of rounds after ``round``, which the run has abandoned."""
         for later in self.rounds():
             if later > round:
                 self.path(later).unlink(missing_ok=True)
 
     def read(self, round: int) -> State:
-        """The version after ``round``, no other. ``ValueError`` naming the file if it is not there or damaged."""
+        """Return the version after ``round``, and no other.
+
+        Raises ``ValueError`` naming the file if the version is missing or damaged.
+        """
         return read_tensors(self.path(round), round=round, owner=self.owner)
 
     def load(self, before: int | None = None) -> tuple[int, State] | None:
-        """The newest readable version, of a round smaller than ``before`` if given, with its round; or None.
+        """Return the newest readable version with its round, or None if there is none.
 
-        A damaged version is skipped with a warning: the previous one is used.
+        With ``before`` only versions of smaller rounds count. A damaged version is skipped with a warning, and the
+        version before it is used.
         """
         for round in reversed(self.rounds()):
             if before is not None and round >= before:
@@ -186,10 +201,11 @@ class VersionedStore:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Somewhere a run can go on from: after ``round``, or after a ``step`` of the round that follows it.
+    """A run can go on from a resume point: after ``round``, or after a ``step`` of the round that follows it.
 
-    ``state_rounds``: which version of its state each client then needs. ``lost``: what else is damaged or missing on
-    the server's disk that it needs, a line each; ``is_usable``: whether the run can go on without that.
+    ``state_rounds`` says which version of its state each client then needs. ``lost`` has a line for each other thing
+    that the run needs of the server's disk and that is damaged or missing. ``is_usable`` says whether the run can go on
+    without these.
     """
 
     round: int
@@ -199,11 +215,11 @@ class ResumePoint:
     step: int = 0
 
 
-def client_store(states: Path, partition: int, run_key: str, keep: int = 3) -> VersionedStore:
-    """The states of one client of a run, in the folder of all its clients' states."""
-    return VersionedStore(states / f"{partition:05d}", keep, owner(f"state of client {partition}", run_key))
+def client_store(states: Path, client: int, run_key: str, keep: int = 3) -> VersionedStore:
+    """Return the store of one client's states in a run, in ``states``, the folder of all clients' states."""
+    return VersionedStore(states / f"{client:05d}", keep, owner(f"state of client {client}", run_key))
 
 
 def checkpoint_store(folder: Path, run_key: str) -> VersionedStore:
-    """The server's own states, below the run folder."""
+    """Return the store of the server's own states, below the run folder."""
     return VersionedStore(folder / "checkpoints", owner=owner("checkpoint", run_key))

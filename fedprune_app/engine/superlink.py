@@ -1,8 +1,9 @@
-"""Flower's SuperLink, whose Control API takes orders only from who has the deployment's secret.
+"""This is Flower's SuperLink, but its Control API takes orders only from users who have the deployment's secret.
 
 ``python -m fedprune_app.engine.superlink ...`` takes the arguments of ``flower-superlink``. Flower itself has accounts,
-but no open way to check them: without it whoever reaches the port may start runs, which is to run code on every node.
-The ``flwr`` command sends the secret as it sends an account's token, from the file that :func:`credentials` makes.
+but no open way to check them. Without a check whoever reaches the port may start runs, which is to run code on every
+node. The ``flwr`` command sends the secret as it sends an account's token, from the file that :func:`credentials`
+makes.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ CREDENTIALS = "credentials.yaml"  # in FLWR_HOME
 
 
 def credentials(address: str, secret: str) -> bytes:
-    """The content of ``credentials.yaml`` with which ``flwr`` shows the secret to the SuperLink at ``address``."""
+    """Return the ``credentials.yaml`` with which ``flwr`` shows the secret to the SuperLink at ``address``."""
     values = {
-        AUTHN_TYPE_STORE_KEY: AuthnType.OIDC,  # the kind that sends a token
+        AUTHN_TYPE_STORE_KEY: AuthnType.OIDC,  # this kind of account sends a token
         ACCESS_TOKEN_STORE_KEY: secret,
         REFRESH_TOKEN_STORE_KEY: secret,
     }
@@ -36,7 +37,7 @@ def credentials(address: str, secret: str) -> bytes:
 
 
 class SecretAuthn(ControlAuthnPlugin):
-    """One account, whose token is the secret in the file that the environment names."""
+    """There is one account, whose token is the secret in the file that the environment names."""
 
     def __init__(self) -> None:
         self._secret = Path(os.environ[SECRET_VARIABLE]).read_bytes()
@@ -50,7 +51,7 @@ class SecretAuthn(ControlAuthnPlugin):
         return True, AccountInfo(NOOP_FLWR_AID, NOOP_ACCOUNT_NAME)
 
     def get_login_details(self) -> AccountAuthLoginDetails | None:
-        """Nobody can log in: the secret is there, or it is not."""
+        """Return None, since nobody can log in: a user has the secret or does not have it."""
         return None
 
     def get_auth_tokens(self, device_code: str) -> AccountAuthCredentials | None:
@@ -64,7 +65,7 @@ class SecretAuthn(ControlAuthnPlugin):
 
 def main() -> None:
     """Run the SuperLink until it is ended."""
-    program = import_module("flwr.superlink.cli.flower_superlink")  # the package has a function of that name, too
+    program = import_module("flwr.superlink.cli.flower_superlink")  # `import` would find the function of that name
     program.load_control_authn_plugin = SecretAuthn  # type: ignore[attr-defined]
     program.flower_superlink()
 

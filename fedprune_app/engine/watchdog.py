@@ -1,7 +1,8 @@
-"""A run started by ``fedprune run`` ends when that process does, even if it was killed with -9.
+"""A run that ``fedprune run`` started ends when that process does, even if the process was killed with -9.
 
-Flower's simulation process outlives the SuperLink that started it and would go on writing into the run folder, against
-the run that resumes it. So the launcher's identity travels in the environment, and the ServerApp watches it.
+Flower's simulation process could outlive the process that started it. It would then go on writing into the run folder,
+against the run that resumes it. So the launcher's identity is put into the environment, and the ServerApp watches the
+launcher.
 """
 
 from __future__ import annotations
@@ -22,12 +23,18 @@ _REFUSAL = ".refusal"
 
 
 def launcher_identity() -> str:
-    """This process, as a value of :data:`LAUNCHER_VARIABLE`; the time tells it from a later process of its number."""
+    """Return this process as a value of :data:`LAUNCHER_VARIABLE`.
+
+    The value has the process's start time, which tells it from a later process with the same number.
+    """
     return f"{os.getpid()}:{psutil.Process().create_time()}"
 
 
 def watch_launcher() -> None:
-    """If a launcher is named in the environment, end this process at once when it is gone; Ray ends with it."""
+    """End this process as soon as the launcher that the environment names is gone; Ray ends with this process.
+
+    Without a launcher in the environment nothing is watched.
+    """
     identity = os.environ.get(LAUNCHER_VARIABLE)
     if identity is None:
         return
@@ -51,9 +58,10 @@ def watch_launcher() -> None:
 
 
 def tell_launcher(folder: Path, refusal: str) -> None:
-    """If a launcher waits, leave word for it why the settings or the run folder are refused.
+    """Tell a launcher that waits why the settings or the run folder are refused.
 
-    run.json is not the place: a run that is not resumed stays as it was. Flower keeps 300 characters of an error.
+    run.json is not the place for that: a run that is not resumed stays as it was. Flower keeps only 300 characters of
+    an error.
     """
     if LAUNCHER_VARIABLE in os.environ:
         with suppress(OSError):
@@ -61,7 +69,7 @@ def tell_launcher(folder: Path, refusal: str) -> None:
 
 
 def take_refusal(folder: Path) -> str:
-    """What :func:`tell_launcher` left in a run folder, which then is as it was before; empty if nothing."""
+    """Return what :func:`tell_launcher` left in a run folder and remove it there, or return an empty text."""
     with suppress(OSError):
         text = (folder / _REFUSAL).read_text()
         (folder / _REFUSAL).unlink()

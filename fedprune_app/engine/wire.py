@@ -1,4 +1,4 @@
-"""Where payloads become Flower records: encoding, measured bytes, and the checks every message passes once."""
+"""Payloads become Flower records here: they are encoded, their bytes measured, and every message checked once."""
 
 from __future__ import annotations
 
@@ -21,22 +21,25 @@ Fields = Mapping[str, Any]
 PAYLOAD = "payload"
 LARGEST = 2.0**23
 """The largest magnitude of a value in a reply or a peer's update: what exact sums of one addend could bear."""
-_LETTER = "letter/"
+_PEER_UPDATE = "letter/"  # the name on the wire, which does not change
 _STYPE = "fedprune.codec"
 _LINE = 500
 
 
 class EncodedArrays(ArrayRecord):
-    """A payload as it travels. It may go to many clients, so its size is measured once."""
+    """A record of arrays holds an encoded payload as it is sent.
 
-    __qualname__ = ArrayRecord.__qualname__  # Flower writes it into what it sends, and takes no other
+    The same record may go to many clients, so its size is measured once.
+    """
+
+    __qualname__ = ArrayRecord.__qualname__  # Flower writes the name into its messages, and accepts no other
 
     def know(self, name: str, num_bytes: int) -> None:
-        """It was measured before, as the record ``name`` of a message."""
+        """Take ``num_bytes`` as the size of this record under ``name``, because the record was measured before."""
         self.__dict__.setdefault("_item_bytes", {})[name] = num_bytes
 
     def item_bytes(self, name: str) -> int:
-        """Its size as the record ``name`` of a message."""
+        """Return the size of this record under ``name`` in a message."""
         known: dict[str, int] = self.__dict__.setdefault("_item_bytes", {})
         if name not in known:
             known[name] = item_bytes(name, self)
@@ -49,17 +52,23 @@ def to_arrays(payload: Payload) -> EncodedArrays:
 
 
 def from_bytes(encoded: Mapping[str, bytes]) -> EncodedArrays:
-    """A record of arrays that the codec encoded before."""
+    """Return a record of arrays that the codec encoded before."""
     return EncodedArrays({name: Array("uint8", (len(data),), _STYPE, data) for name, data in encoded.items()})
 
 
 def to_bytes(arrays: ArrayRecord) -> dict[str, bytes]:
-    """The inverse of :func:`from_bytes`, which does not look into what the bytes mean. Raises ``ValueError``."""
+    """Return the inverse of :func:`from_bytes`, without a look at what the bytes mean.
+
+    Raises ``ValueError`` for arrays that are not the codec's.
+    """
     return {name: _codec_bytes(name, array) for name, array in arrays.items()}
 
 
 def from_arrays(arrays: ArrayRecord, max_bytes: int) -> Payload:
-    """Decode what :func:`to_arrays` made. Raises ``ValueError`` for anything else, or above ``max_bytes``."""
+    """Decode a record that :func:`to_arrays` made.
+
+    Raises ``ValueError`` for anything else, and for a payload of more than ``max_bytes``.
+    """
     encoded = {name: np.frombuffer(_codec_bytes(name, array), dtype=np.uint8) for name, array in arrays.items()}
     return codec.decode(encoded, max_bytes=max_bytes)
 
@@ -73,7 +82,7 @@ def _codec_bytes(name: str, array: Array) -> bytes:
 def pack(
     arrays: ArrayRecord | None, fields: Fields, peer_updates: Mapping[int, ArrayRecord] | None = None
 ) -> RecordDict:
-    """A message's content: an encoded payload, if any, named values, and other clients' payloads by client."""
+    """Return a message's content: named values, an encoded payload if any, and other clients' payloads by client."""
     record = RecordDict({"fields": ConfigRecord(dict(fields))})
     if arrays is not None:
         record[PAYLOAD] = arrays
@@ -83,11 +92,11 @@ def pack(
 
 
 def num_bytes(content: RecordDict) -> int:
-    """The size of a message's content as Flower serialises it, measured.
+    """Return the measured size of a message's content as Flower serialises it.
 
-    Serialising costs a copy, so the size of a payload that several messages share is measured once.
+    To serialise costs a copy, so the size of a payload that several messages share is measured once.
     """
-    # the serialised parts of a RecordDict lie side by side
+    # the size of a RecordDict is the sum of its parts
     return sum(
         record.item_bytes(name) if isinstance(record, EncodedArrays) else item_bytes(name, record)
         for name, record in content.items()
@@ -95,12 +104,15 @@ def num_bytes(content: RecordDict) -> int:
 
 
 def item_bytes(name: str, record: Any) -> int:
-    """The size of one record of a message, under this name, as Flower serialises it."""
+    """Return the size of one record of a message, under this name, as Flower serialises it."""
     return int(recorddict_to_proto(RecordDict({name: record})).ByteSize())
 
 
 def fields_of(content: RecordDict) -> dict[str, Any]:
-    """The named values of a message. Raises ``ValueError`` when there are none."""
+    """Return the named values of a message.
+
+    Raises ``ValueError`` when there are none.
+    """
     record = content.get("fields")
     if not isinstance(record, ConfigRecord):
         raise ValueError("the message has no record 'fields'")
@@ -108,7 +120,10 @@ def fields_of(content: RecordDict) -> dict[str, Any]:
 
 
 def arrays_of(content: RecordDict, name: str = PAYLOAD) -> ArrayRecord | None:
-    """A payload of a message, still encoded, or None. Raises ``ValueError`` for a record of another kind."""
+    """Return a payload of a message, still encoded, or None.
+
+    Raises ``ValueError`` for a record of another kind.
+    """
     record = content.get(name)
     if record is not None and not isinstance(record, ArrayRecord):
         raise ValueError(f"record '{name}' holds no arrays")
@@ -116,28 +131,32 @@ def arrays_of(content: RecordDict, name: str = PAYLOAD) -> ArrayRecord | None:
 
 
 def payload_of(content: RecordDict, max_bytes: int, name: str = PAYLOAD) -> Payload:
-    """A payload of a message, or an empty one. Raises ``ValueError`` when it cannot be decoded."""
+    """Return a payload of a message, or an empty one.
+
+    Raises ``ValueError`` when the payload cannot be decoded.
+    """
     record = arrays_of(content, name)
     return Payload({}) if record is None else from_arrays(record, max_bytes)
 
 
 def peer_update_name(client: int) -> str:
-    """The record under which one client's payload is forwarded to another."""
-    return f"{_LETTER}{client}"
+    """Return the name of the record under which one client's payload is forwarded to another client."""
+    return f"{_PEER_UPDATE}{client}"
 
 
 def peer_updates_of(content: RecordDict, schema: Schema) -> tuple[dict[int, Payload], list[str]]:
-    """The other clients' payloads in a message, by client, and why some were left out.
+    """Return the other clients' payloads in a message, by client, and a line for each that is left out.
 
-    A relay need not have read the payload that it forwards, so it is checked here: the sender is another client.
+    The server that forwards a payload need not have read it. So the payload, which another client sent, is checked
+    here.
     """
     updates: dict[int, Payload] = {}
     refused: list[str] = []
     for name in content:
-        if not name.startswith(_LETTER):
+        if not name.startswith(_PEER_UPDATE):
             continue
         try:
-            number = name.removeprefix(_LETTER)
+            number = name.removeprefix(_PEER_UPDATE)
             if not (number.isdecimal() and peer_update_name(int(number)) == name):
                 raise ValueError("its name is no client's")
             update = payload_of(content, schema.max_bytes, name)
@@ -149,21 +168,25 @@ def peer_updates_of(content: RecordDict, schema: Schema) -> tuple[dict[int, Payl
 
 
 def number(fields: Fields, name: str, least: float = -LARGEST_SAID, most: float = LARGEST_SAID) -> float:
-    """A number from a message's fields, within bounds, else ``ValueError``."""
+    """Return a number from a message's fields.
+
+    Raises ``ValueError`` for a value that is no number from ``least`` to ``most``.
+    """
     return bounded(fields.get(name), f"field '{name}'", least, most)
 
 
 def one_line(text: str) -> str:
-    """What a client said, as it may stand in a log or a record: one line, printable, of no more than 500 characters."""
+    """Return a client's text as it may stand in a log or a record: one printable line of at most 500 characters."""
     start = " ".join(text[: 4 * _LINE].split())
     return "".join(character for character in start if character.isprintable())[:_LINE]
 
 
 @dataclass(frozen=True)
 class Schema:
-    """What a reply must hold: exactly these tensors, and masks for exactly those of them.
+    """A schema says what a reply must hold: exactly these tensors, and masks for exactly the ``masked`` ones.
 
-    Values are finite and at most :data:`LARGEST`; those of ``unscaled`` tensors, which are no weights, only finite.
+    Values are finite, with a magnitude of at most :data:`LARGEST`. The ``unscaled`` tensors, which are no weights, only
+    have to be finite.
     """
 
     shapes: Mapping[str, torch.Size]
@@ -173,6 +196,7 @@ class Schema:
 
     @classmethod
     def like(cls, tensors: Mapping[str, Tensor], masked: frozenset[str] = frozenset()) -> Schema:
+        """Return the schema of payloads with the names, shapes and dtypes of these tensors."""
         return cls(
             {name: t.shape for name, t in tensors.items()},
             {name: t.dtype for name, t in tensors.items()},
@@ -181,7 +205,7 @@ class Schema:
 
     @property
     def max_bytes(self) -> int:
-        """Decoded size of a payload of this schema: values, and one byte per mask element."""
+        """The decoded size of a payload of this schema is that of its values, and one byte per mask element."""
         sizes = ((shape.numel(), self.dtypes[name].itemsize) for name, shape in self.shapes.items())
         return sum(count * (size + 1) for count, size in sizes)
 

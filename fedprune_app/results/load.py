@@ -1,10 +1,13 @@
-"""An exported model's file: what ``fedprune export --format safetensors`` writes, and the loader.
+"""An exported model's file is what ``fedprune export --format safetensors`` writes; this module also loads it.
 
-One safetensors file, so loading runs no code of its author's. It has one tensor, a payload in the bytes of the wire
-codec (kept values and entropy-coded masks), and in its metadata, under ``fedprune``, a JSON object: see
-:class:`ExportInfo`. The object has two digests more: ``body_sha256`` of the tensor, and ``content_sha256`` of itself; a
-file that does not bear them out is refused, and one without, of an earlier version, is read. Where channels were
-removed, the payload is the small network's.
+The file is one safetensors file, so loading runs no code of its author's. It has one tensor, a payload in the bytes of
+the wire codec (kept values and entropy-coded masks). Where channels were removed, the payload is the small network's.
+In the file's metadata, under ``fedprune``, is a JSON object with the fields of :class:`ExportInfo` and two digests:
+
+* ``body_sha256`` is the digest of the tensor.
+* ``content_sha256`` is the digest of the object itself.
+
+A file that contradicts its digests is refused. A file of an earlier version, without digests, is read.
 
 >>> model = load_model("client-3.safetensors")  # doctest: +SKIP
 >>> logits = model(images)  # (N, C, H, W) in [0, 1], then (x - mean) / std with read_export_info's
@@ -46,10 +49,10 @@ _MAX_CLASSES = 1 << 20
 class ExportInfo:
     """An exported model is a personal model of ``client`` after ``round``, or the global one (None).
 
-    ``image_shape`` is (channels, height, width). The network expects images scaled to [0, 1], less ``mean``, by
+    ``image_shape`` is (channels, height, width). The network expects images scaled to [0, 1], less ``mean``, divided by
     ``std``, per channel. ``density`` is the share of the full network's parameters that is left. ``channels`` has, for
-    each group of channels that could be removed, which of the full network's are left, ascending; it is empty for a
-    system that removes none.
+    each group of channels that could be removed, the indices of the full network's channels that are left, ascending;
+    it is empty for a system that removes none.
     """
 
     system: str
@@ -64,11 +67,15 @@ class ExportInfo:
     channels: Mapping[str, tuple[int, ...]]
 
     def to_json(self) -> str:
+        """Return the metadata of an export file, which :meth:`from_json` reads."""
         return json.dumps({"format": FORMAT, **asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> ExportInfo:
-        """The text is checked: what :meth:`to_json` would not write is a ``ValueError``, except unknown keys."""
+        """Return the info in a text, which is checked.
+
+        Raises ``ValueError`` for whatever :meth:`to_json` would not write, except unknown keys.
+        """
         try:
             found = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -90,7 +97,7 @@ class ExportInfo:
 
 
 def encode_export(info: ExportInfo, payload: Payload) -> bytes:
-    """The file of an export is made of ``info`` and ``payload``.
+    """Return the content of an export file made of ``info`` and ``payload``.
 
     The payload has all parameters and running statistics of the network, and is small where channels are gone.
     """
@@ -104,7 +111,7 @@ def _sha256(body: Tensor) -> str:
 
 
 def read_export_info(path: str | PathLike[str]) -> ExportInfo:
-    """The file says what it holds, and its tensors are not looked at.
+    """Return what an export file says that it holds, without a look at its tensors.
 
     Raises a one-line ``ValueError`` naming the file.
     """
@@ -114,23 +121,23 @@ def read_export_info(path: str | PathLike[str]) -> ExportInfo:
 
 
 def load_model(path: str | PathLike[str]) -> nn.Module:
-    """The exported network is loaded on the CPU, in evaluation mode, with the logits of the model that was exported.
+    """Load the exported network on the CPU, in evaluation mode, with the logits of the model that was exported.
 
-    Pruned weights are zeros, removed channels are not there. The file may come from a stranger: everything is checked
-    before memory is taken for it, which is never more than the full network would need. Raises a one-line
-    ``ValueError`` naming the file.
+    Pruned weights are zeros, and removed channels are not there. The file may come from a stranger: everything is
+    checked before memory is taken for it, and the memory is never more than the full network would need. Raises a
+    one-line ``ValueError`` naming the file.
     """
     found = _read(Path(path), with_tensors=True)
     try:
         network = network_of(found.info, found.payload)
     except ValueError as error:
         raise ValueError(f"exported model {str(path)!r}: {error}") from None
-    _check_digests(Path(path), found)  # last, because it cannot say what is wrong
+    _check_digests(Path(path), found)  # last, because a digest cannot say what is wrong
     return network
 
 
 def network_of(info: ExportInfo, payload: Payload) -> nn.Module:
-    """The payload's network is that of the model's name, as small as the payload's tensors, in evaluation mode.
+    """Return the network of the model's name, as small as the payload's tensors, in evaluation mode.
 
     Raises ``ValueError`` where tensors are missing or too many, do not fit each other, or are not what ``info`` says.
     """
@@ -147,7 +154,7 @@ def network_of(info: ExportInfo, payload: Payload) -> nn.Module:
 
     shrink(model, *_cuts(full, payload.tensors))
     model.eval().requires_grad_(False)
-    try:  # on shapes alone, which takes no memory
+    try:  # with shapes alone, which take no memory
         logits = model(torch.empty(1, *info.image_shape, device="meta"))
     except RuntimeError as error:
         raise ValueError(f"its tensors do not fit each other: {str(error).splitlines()[0]}") from None
@@ -155,24 +162,24 @@ def network_of(info: ExportInfo, payload: Payload) -> nn.Module:
         raise ValueError(f"its network gives outputs of shape {tuple(logits.shape)}, allowed: (1, {info.classes})")
     model.to_empty(device="cpu")
     for buffer in model.buffers():
-        buffer.zero_()  # the counters, which no file has
+        buffer.zero_()  # the counters, which are in no file
     load_state_tensors(model, payload.tensors)
     return model
 
 
 def full_density(model: nn.Module, payload: Payload) -> float:
-    """The full density is the number of parameters that a payload keeps, as a share of those of the full ``model``."""
+    """Return the number of parameters that a payload keeps, as a share of those of the full ``model``."""
     return num_parameters(payload, parameter_names(model)) / sum(each.numel() for each in model.parameters())
 
 
 def num_parameters(payload: Payload, names: list[str]) -> int:
-    """The number counts the values that a payload keeps of the tensors ``names``."""
+    """Return how many values a payload keeps of the tensors ``names``."""
     return Payload(_of(payload.tensors, names), _of(payload.masks, names)).num_kept()
 
 
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """What a file holds: ``body`` and its ``payload`` only where tensors were asked for."""
+    """A file holds an ``info``, and where tensors were asked for a ``body`` and its ``payload``."""
 
     info: ExportInfo
     metadata: str
@@ -211,7 +218,7 @@ def _read(path: Path, with_tensors: bool) -> _Found:
         if body.dtype != torch.uint8:
             raise ValueError(f"tensor {codec.KEY!r} has dtype {body.dtype}, allowed: torch.uint8")
         model = architecture(info.model, info.image_shape, info.classes)
-        # values, and a byte per element of a mask
+        # the values, and one byte per element of a mask
         needed = sum(tensor.numel() * (tensor.element_size() + 1) for tensor in named_tensors(model).values())
         payload = codec.decode({codec.KEY: body.numpy()}, max_bytes=min(needed, MAX_FILE_BYTES))
         return _Found(info, text, body, payload)
@@ -226,7 +233,10 @@ def _of(tensors: Mapping[str, Tensor], names: list[str]) -> dict[str, Tensor]:
 
 
 def _cuts(full: Mapping[str, torch.Size], small: Mapping[str, Tensor]) -> tuple[list[ChannelGroup], dict[str, Tensor]]:
-    """What :func:`shrink` is to remove, which is a number per tensor and dimension: values come from elsewhere."""
+    """Return the channels that :func:`shrink` is to remove.
+
+    They are given as a number per tensor and dimension, because the values come from elsewhere.
+    """
     groups, kept = [], {}
     for name, shape in full.items():
         for dim, (size, left) in enumerate(zip(shape, small[name].shape, strict=True)):

@@ -1,4 +1,4 @@
-"""Whether a process is at work in a run folder, for whoever reads it."""
+"""A lock says whether a process is at work in a run folder, to whoever reads that folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOCK = ".lock"
 
 
 def is_held(folder: Path) -> bool:
-    """A run is held if a process has its folder's lock, or if that cannot be found out.
+    """Return whether a process has the folder's lock; a folder of which that cannot be found out counts as held.
 
     Nothing is made or written, so a folder that may only be read will do. A copy of a folder is held by nobody. On a
     file system without locks, or where the lock may not be opened, nobody can tell: the run then counts as held.
@@ -23,7 +23,7 @@ def is_held(folder: Path) -> bool:
     except OSError:
         return True
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # for a moment, for which `exclusive` waits
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # only for a moment; `exclusive` waits so long
     except OSError:
         return True
     finally:

@@ -1,7 +1,7 @@
-"""What fedprune wrote, and what is a user's own: nothing of a user's is removed or replaced unless they ask for it.
+"""fedprune tells what it wrote from what is a user's own, and removes nothing of a user's unless asked to.
 
-* A run folder is fedprune's if it holds a run.json that fedprune can read. A new run starts in any other folder too,
-  as long as nothing there has the name of something that a run writes.
+* A run folder is fedprune's if it holds a run.json that fedprune can read. A new run starts in any other folder too, as
+  long as nothing there has the name of something that a run writes.
 * A folder that a command fills, or fills anew (a demo's run, a sweep, a deployment), holds the file :data:`MARK`, which
   names that command.
 * A report names fedprune as its generator.
@@ -35,7 +35,7 @@ _HEAD_BYTES = 4096
 
 
 def in_the_way(folder: Path) -> list[str]:
-    """These names in ``folder`` are in the way: a new run would write under them, and no run of fedprune's did."""
+    """Return the names in ``folder`` under which a new run would write, and that no run of fedprune's wrote."""
     found = [name for name in _OF_A_RUN if os.path.lexists(folder / name)]
     if "run.json" in found:
         try:
@@ -47,25 +47,25 @@ def in_the_way(folder: Path) -> list[str]:
 
 
 def check_free(folder: Path) -> None:
-    """A new run in ``folder`` is refused with ``ValueError`` if it would replace what fedprune did not write."""
+    """Raise ``ValueError`` if a new run in ``folder`` would replace what fedprune did not write."""
     if found := in_the_way(folder):
         raise ValueError(f"{_held(folder, found)}, allowed: another folder, or --force, which removes that")
 
 
 def clear_the_way(folder: Path) -> None:
-    """Everything in ``folder`` that :func:`check_free` would refuse is removed."""
+    """Remove everything in ``folder`` that :func:`check_free` would refuse."""
     for name in in_the_way(folder):
         remove(folder / name)
 
 
 def remove_run(folder: Path) -> None:
-    """Everything in ``folder`` that has the name of something that a run writes is removed; other files stay."""
+    """Remove everything in ``folder`` that has the name of something that a run writes; other files stay."""
     for name in _OF_A_RUN:
         remove(folder / name)
 
 
 def remove(path: Path) -> None:
-    """A file, a folder with all that is in it, or a link is removed, if there is one."""
+    """Remove a file, a link, or a folder with all that is in it, if there is one."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -73,7 +73,7 @@ def remove(path: Path) -> None:
 
 
 def is_marked(folder: Path, command: str) -> bool:
-    """A folder is marked if this command of fedprune's made it."""
+    """Return whether this command of fedprune's made the folder."""
     try:
         with (folder / MARK).open("rb") as file:
             return file.read(_HEAD_BYTES).decode(errors="replace").strip() == command
@@ -82,7 +82,7 @@ def is_marked(folder: Path, command: str) -> bool:
 
 
 def mark(folder: Path, command: str) -> None:
-    """The folder, which is made if it is missing, is marked as one that this command of fedprune's fills."""
+    """Mark the folder as one that this command of fedprune's fills, and make the folder if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)
     if not is_marked(folder, command):
         remove(folder / MARK)
@@ -90,10 +90,7 @@ def mark(folder: Path, command: str) -> None:
 
 
 def check_marked(folder: Path, command: str, names: Iterable[str] | None = None) -> None:
-    """A folder that holds one of ``names`` (None: anything) is refused, unless this command made the folder.
-
-    The refusal is a ``ValueError``.
-    """
+    """Raise ``ValueError`` if ``folder`` holds one of ``names`` (None: anything) and this command did not make it."""
     if is_marked(folder, command):
         return
     there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
@@ -112,7 +109,7 @@ def _held(folder: Path, names: list[str]) -> str:
 
 
 def check_report_file(path: Path) -> None:
-    """A ``path`` is refused with ``ValueError`` unless it is free, or a report that fedprune wrote."""
+    """Raise ``ValueError`` unless ``path`` is free, or a report that fedprune wrote."""
     _check_file(path)
     if os.path.lexists(path):
         with path.open("rb") as file:
@@ -122,7 +119,7 @@ def check_report_file(path: Path) -> None:
 
 
 def check_json_file(path: Path, keys: Collection[str]) -> None:
-    """A ``path`` is refused with ``ValueError`` unless it is free, or a JSON object of exactly these keys."""
+    """Raise ``ValueError`` unless ``path`` is free, or a JSON object of exactly these keys."""
     _check_file(path)
     if os.path.lexists(path):
         try:

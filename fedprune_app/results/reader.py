@@ -1,7 +1,8 @@
-"""Run folders read back, with nothing taken on trust: sizes, types, digests, and a line cut short by a crash.
+"""Run folders are read back with nothing taken on trust: sizes, types, digests, and a line cut short by a crash.
 
-run.json has a digest of its own and, in ``records``, how many rows and bytes of each other file it vouches for, and
-their digest. So a row that is missing is noticed; what a killed run wrote after its last run.json is left out.
+run.json has a digest of its own. Its ``records`` say how many rows and bytes of each other file it vouches for, and
+have their digest. So a row that is missing is noticed. Rows that a killed run wrote after its last run.json are left
+out.
 """
 
 from __future__ import annotations
@@ -49,22 +50,25 @@ _INFO_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 class Masks:
     """The distances say how far the clients' masks are apart after ``round``.
 
-    ``distance[i, j]`` is between ``partitions[i]`` and ``partitions[j]``: the share of coordinates in which the two
-    masks differ, their Hamming distance in [0, 1]. ``distance`` (K, K) is symmetric, with a zero diagonal.
+    ``distance[i, j]`` is between ``clients[i]`` and ``clients[j]``: the share of coordinates in which the two masks
+    differ, their Hamming distance in [0, 1]. ``distance`` (K, K) is symmetric, with a zero diagonal.
     """
 
     round: int
-    partitions: tuple[int, ...]
+    clients: tuple[int, ...]
     distance: NDArray[np.float64]
 
     @classmethod
-    def of(cls, round: int, partitions: Sequence[int], distance: Matrix) -> Masks:
-        """The numbers are checked: a one-line ``ValueError`` says why they are no distances between these clients."""
-        count = len(partitions)
+    def of(cls, round: int, clients: Sequence[int], distance: Matrix) -> Masks:
+        """Return checked distances.
+
+        Raises a one-line ``ValueError`` that says why the numbers are no distances between these clients.
+        """
+        count = len(clients)
         if not 1 <= count <= MAX_MASKS:
             raise ValueError(f"masks of {count} clients, allowed: 1 to {MAX_MASKS}")
-        if len(set(partitions)) < count:
-            raise ValueError(f"'partitions' is {_short(list(partitions))}, allowed: each client once")
+        if len(set(clients)) < count:
+            raise ValueError(f"'partitions' is {_short(list(clients))}, allowed: each client once")
         matrix = np.asarray(distance, dtype=np.float64)
         if matrix.shape != (count, count):
             raise ValueError(f"'distance' has shape {matrix.shape}, allowed: {(count, count)}, a row per partition")
@@ -72,7 +76,7 @@ class Masks:
             raise ValueError(f"'distance' has {outside[0]}, allowed: numbers in [0, 1]")
         if matrix.diagonal().any() or not np.allclose(matrix, matrix.T, rtol=0, atol=1e-6):
             raise ValueError("'distance' is not symmetric with a zero diagonal, as distances are")
-        return cls(round, tuple(partitions), matrix)
+        return cls(round, tuple(clients), matrix)
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,10 @@ class Mark:
 
     @classmethod
     def of(cls, value: object, where: str) -> Mark:
-        """The value is checked: a one-line ``ValueError`` names where a wrong one stands."""
+        """Return a checked mark.
+
+        Raises a one-line ``ValueError`` that names ``where`` a wrong value stands.
+        """
         if isinstance(value, Mapping) and _is_count(value.get("rows")) and _is_count(value.get("size")):
             return cls(value["rows"], value["size"], str(value.get("sha256")))
         raise ValueError(f"{where}: {_short(value)}, allowed: rows, size and sha256 of a file")
@@ -107,18 +114,22 @@ class Run:
 
     @property
     def system(self) -> str:
+        """The system is the key of the system that ran."""
         return str(self.info["system"])
 
     @property
     def status(self) -> str:
+        """The status is one of :data:`STATUSES`."""
         return str(self.info["status"])
 
     @property
     def seed(self) -> int:
+        """The seed is the one that the run was started with."""
         return int(self.info["seed"])
 
     @property
     def config(self) -> Mapping[str, Any]:
+        """The config has the resolved settings of the run by key."""
         config: Mapping[str, Any] = self.info["config"]
         return config
 
@@ -128,31 +139,31 @@ class Run:
         return str(self.info.get("headline") or measures.MEASURES.headlines[0])
 
     def series(self, field: str) -> list[tuple[int, float]]:
-        """The series has (round, value) of every round in which ``field`` was measured."""
+        """Return (round, value) of every round in which ``field`` was measured."""
         return [(row["round"], row[field]) for row in self.rounds if row.get(field) is not None]
 
     def last(self, field: str) -> float | None:
-        """The last value is that of the last round in which ``field`` was measured, and None if it never was."""
+        """Return the value of the last round in which ``field`` was measured, or None if it never was."""
         series = self.series(field)
         return series[-1][1] if series else None
 
     def total(self, field: str) -> float | None:
-        """The total is the sum over all rounds, and None unless every round has it: a partial sum would mislead."""
+        """Return the sum over all rounds, or None unless every round has the number: a partial sum would mislead."""
         values = [row.get(field) for row in self.rounds]
         known = [value for value in values if value is not None]
         return sum(known) if known and len(known) == len(values) else None
 
     def mean(self, field: str) -> float | None:
-        """The mean is over all rounds, and None unless every round has the number."""
+        """Return the mean over all rounds, or None unless every round has the number."""
         total = self.total(field)
         return None if total is None else total / len(self.rounds)
 
 
 def load_run(folder: Path) -> Run:
-    """The run recorded in ``folder`` is read; a last jsonl line cut short by a crash is left out.
+    """Read the run recorded in ``folder``; a last jsonl line that a crash cut short is left out.
 
-    Raises a one-line ``ValueError`` for a folder without run.json and for a file that is malformed, too large, not what
-    was written, or has a field of the wrong type, naming the file (and line).
+    Raises a one-line ``ValueError`` for a folder without run.json, and for a file that is malformed, too large or not
+    what was written, or has a field of the wrong type. The error names the file (and line).
     """
     folder = Path(folder)
     info = read_info(folder)
@@ -164,7 +175,7 @@ RECORDS = ("rounds.jsonl", "clients.jsonl")
 
 
 def marks_of(found: object, where: str) -> dict[str, Mark]:
-    """Each record has a mark that vouches for it; earlier versions wrote none, and then nothing is returned."""
+    """Return the mark of each record that vouches for it; earlier versions wrote none, and then nothing is returned."""
     if found is None:
         return {}
     if not isinstance(found, Mapping):
@@ -180,12 +191,12 @@ def _recorded_rows(folder: Path, name: str, info: Mapping[str, Any]) -> Iterator
 
 
 def check_records(folder: Path, marks: Mapping[str, Mark]) -> list[str]:
-    """Each file of which a part that is vouched for is damaged has a line that says so."""
+    """Return one line for each file of which a part that its mark vouches for is damaged."""
     return [f"{folder / name} is damaged or cut" for name, mark in marks.items() if not _bears_out(folder / name, mark)]
 
 
 def file_sha256(path: Path) -> str:
-    """The SHA-256 of a file's content is computed in pieces."""
+    """Return the SHA-256 of a file's content, which is read in pieces."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -203,7 +214,7 @@ def _bears_out(path: Path, mark: Mark) -> bool:
 
 
 def is_sealed(folder: Path) -> bool:
-    """A run.json is sealed if it has a digest, or cannot be read, which its reader will say."""
+    """Return whether a run.json has a digest, or cannot be read, which its reader will say."""
     try:
         return seals.KEY in read_info(folder)
     except ValueError:
@@ -211,7 +222,7 @@ def is_sealed(folder: Path) -> bool:
 
 
 def read_info(folder: Path) -> dict[str, Any]:
-    """The run.json of a run folder is read, and the types of the fields that others rely on are checked.
+    """Read the run.json of a run folder, and check the types of the fields that others rely on.
 
     A run that is recorded as running, and that no process works on any more, is "interrupted": its process was killed.
     """
@@ -246,9 +257,9 @@ def _check_seal(info: Mapping[str, Any], path: Path) -> None:
 
 
 def read_masks(folder: Path, info: Mapping[str, Any] | None = None) -> Masks | None:
-    """The masks.json of a run folder is read and checked; where there is none, the masks are None.
+    """Read and check the masks.json of a run folder; the result is None where there is none.
 
-    Of a completed run, whose run.json is ``info``, it must be the one that the run wrote.
+    For a completed run, whose run.json is ``info``, the file must be the one that the run wrote.
     """
     path = folder / "masks.json"
     records = (info or {}).get("records") or {}
@@ -266,22 +277,22 @@ def read_masks(folder: Path, info: Mapping[str, Any] | None = None) -> Masks | N
         raise ValueError(f"{path}: 'round' is {_short(found.get('round'))}, allowed: an integer")
     if not _is_list_of(found.get("partitions"), _is_count):
         raise ValueError(f"{path}: 'partitions' is {_short(found.get('partitions'))}, allowed: a list of integers")
-    partitions, rows = found["partitions"], found.get("distance")
-    if not _is_list_of(rows, lambda row: _is_list_of(row, _is_share) and len(row) == len(partitions)):
-        allowed = f"rows of {len(partitions)} numbers in [0, 1]"
+    clients, rows = found["partitions"], found.get("distance")
+    if not _is_list_of(rows, lambda row: _is_list_of(row, _is_share) and len(row) == len(clients)):
+        allowed = f"rows of {len(clients)} numbers in [0, 1]"
         raise ValueError(f"{path}: 'distance' is {_short(rows)}, allowed: {allowed}")
     try:
-        return Masks.of(found["round"], partitions, rows)
+        return Masks.of(found["round"], clients, rows)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
 def read_rows(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Every complete line of a jsonl file is read as (line, row); a file that is not there has none.
+    """Yield every complete line of a jsonl file as (line, row); a file that is missing has none.
 
     A line counts once its newline is on disk: what follows the last newline was cut short and is skipped. With a
-    ``mark``, for every line that it vouches for; raises ``ValueError`` naming the file where these are not what was
-    written, at the latest after the last of them.
+    ``mark``, the lines are those that it vouches for. Raises ``ValueError`` naming the file where these are not what
+    was written, at the latest after the last of them.
     """
     if not path.is_file():
         if mark is not None and mark.rows:
@@ -305,7 +316,7 @@ def read_rows(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, dic
 
 
 def readable_lines(path: Path, last_round: int, mark: Mark | None = None) -> Iterator[bytes]:
-    """The lines of rounds up to ``last_round`` that can be read are kept; with a ``mark``, those of its part."""
+    """Yield the readable lines of rounds up to ``last_round``; with a ``mark``, those of its part of the file."""
     content = path.read_bytes() if path.is_file() else b""
     for line in content[: mark.size if mark else None].splitlines(keepends=True):
         with suppress(ValueError):
@@ -337,7 +348,7 @@ def _finite(text: str) -> float | None:
 
 def _int64(text: str) -> int | None:
     value = int(text)
-    return value if abs(value) < 1 << 63 else None  # beyond, what is computed with it overflows
+    return value if abs(value) < 1 << 63 else None  # beyond this, computations with it overflow
 
 
 def _check_row(row: dict[str, Any], where: str) -> None:
@@ -365,7 +376,7 @@ def _check_row(row: dict[str, Any], where: str) -> None:
 
 
 def _check_partition(row: object, path: Path) -> None:
-    """One client of run.json's ``partition``: its number and, for each split, its examples per class."""
+    """Check one client of run.json's ``partition``: its number and, for each split, its examples per class."""
     if isinstance(row, dict) and _is_count(row.get("partition")):
         splits = [row.get(split) or [] for split in ("train", "validation", "test")]
         if all(_is_list_of(counts, _is_count) for counts in splits):

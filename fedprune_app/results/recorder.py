@@ -1,10 +1,10 @@
-"""The run folder: what ran (run.json), what each round (rounds.jsonl) and each client (clients.jsonl) did.
+"""The run folder tells what ran (run.json), and what each round (rounds.jsonl) and each client (clients.jsonl) did.
 
 A system that compares its clients' masks adds masks.json.
 
-Whatever happens to the process, the folder stays readable: run.json is replaced in one step, jsonl rows are
-on disk before the next round begins, and :meth:`Recorder.resume` removes what a crash cut short. run.json has digests
-of itself and of the rows so far.
+Whatever happens to the process, the folder stays readable: run.json is replaced in one step, jsonl rows are on disk
+before the next round begins, and :meth:`Recorder.resume` removes what a crash cut short. run.json has digests of itself
+and of the rows so far.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Status = Literal["completed", "failed", "interrupted"]
 
 
 class _Writer(Protocol):
-    """The part of TensorBoard's SummaryWriter that is used here."""
+    """The writer is the part of TensorBoard's SummaryWriter that is used here."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
     def flush(self) -> None: ...
@@ -41,7 +41,7 @@ class _Writer(Protocol):
 
 
 class _Tally:
-    """What a record has so far, for its :class:`Mark`."""
+    """A tally counts what a record has so far, for its :class:`Mark`."""
 
     def __init__(self) -> None:
         self._total = hashlib.sha256()
@@ -57,15 +57,15 @@ class _Tally:
 
 
 class Recorder:
-    """A recorder writes one run folder: :meth:`start` or :meth:`resume`, rounds and clients, :meth:`finish`.
+    """A recorder writes one run folder: :meth:`start` or :meth:`resume`, then rounds and clients, then :meth:`finish`.
 
     Between :meth:`reopen` and :meth:`resume` it writes nothing: a run that is not resumed in the end stays as it was.
 
-    Accuracies and densities are shares in [0, 1], bytes are bytes, times are seconds. A declared field that a
-    row lacks is written as null, a field not declared is kept, NaN and infinities become null.
+    Accuracies and densities are shares in [0, 1], bytes are bytes, times are seconds. A declared field that a row lacks
+    is written as null, a field that is not declared is kept, and NaN and infinities become null.
 
-    With ``tensorboard`` the numbers of each round also go to ``folder/tensorboard``; raises ``ValueError`` at
-    once if that package is missing.
+    With ``tensorboard`` the numbers of each round also go to ``folder/tensorboard``. Raises ``ValueError`` at once if
+    that package is missing.
     """
 
     def __init__(self, folder: Path, *, tensorboard: bool = False) -> None:
@@ -75,7 +75,7 @@ class Recorder:
         self._info: dict[str, Any] = {}
         self._tallies = {name: _Tally() for name in RECORDS}
         self._masks_sha256: str | None = None
-        self._writes = False  # or what is known of the run is kept in memory
+        self._writes = False  # False: what is known of the run is kept in memory only
         self._waits = False
         self._seconds_before = 0.0  # spent by earlier processes of a resumed run
         self._started_at = 0.0
@@ -83,12 +83,11 @@ class Recorder:
             _summary_writer_class()
 
     def start(self, config: Mapping[str, Any], seed: int, extra: Mapping[str, Any] | None = None) -> None:
-        """A new run begins; ``extra`` is added to run.json (``headline``, ``partition``, ``model``, ...).
+        """Begin a new run; ``extra`` is added to run.json (``headline``, ``partition``, ``model``, ...).
 
-        ``headline`` names the system's main number, ``partition`` lists per client
-        ``{partition, train, validation, test}`` with counts per class, ``model`` is
-        ``{name, parameters, classes}``. Raises ``ValueError`` if the folder already holds a run, or files that
-        a run would replace and that none wrote: nothing is ever overwritten.
+        ``headline`` names the system's main number. ``partition`` lists per client ``{partition, train, validation,
+        test}`` with counts per class. ``model`` is ``{name, parameters, classes}``. Raises ``ValueError`` if the folder
+        already holds a run, or files that a run would replace and that no run wrote: nothing is ever overwritten.
         """
         check_free(self.folder)
         if holds_run(self.folder):
@@ -112,23 +111,25 @@ class Recorder:
         if clash := sorted(info.keys() & extra.keys()):
             raise ValueError(f"extra must not set '{clash[0]}': the recorder does")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._begin(info | extra)  # first: from now on the folder is known to be a run's
+        self._begin(info | extra)  # first, so that the folder is known to be a run's
         for name in RECORDS:
             replace_file(self.folder / name, b"")
         self._masks_path.unlink(missing_ok=True)
 
     def reopen(self) -> None:
-        """This folder's run is taken up, in memory alone until :meth:`resume`; without one it is a ``ValueError``."""
+        """Take up the run of this folder, in memory alone until :meth:`resume`.
+
+        Raises ``ValueError`` if the folder holds no run.
+        """
         self._info = read_info(self.folder)
 
     def resume(self, rounds_completed: int, marks: Mapping[str, Mark] | None = None) -> None:
-        """This folder's run goes on after ``rounds_completed`` rounds; what later rounds recorded is dropped.
+        """Go on with this folder's run after ``rounds_completed`` rounds; what later rounds recorded is dropped.
 
-        ``marks``, by file, say how much of the records the run had written by then; what follows is dropped, too.
-
-        The data of :meth:`start` stays, with what was annotated since :meth:`reopen`; ``seconds`` goes on from what was
-        spent, lost rounds included. Rows that cannot be read are dropped, too. Raises ``ValueError`` if the folder
-        holds no run.
+        ``marks``, by file, say how much of the records the run had written by then. Rows after that are dropped, too,
+        and so are rows that cannot be read. The data of :meth:`start` stays, with what was annotated since
+        :meth:`reopen`. ``seconds`` goes on from what was spent, lost rounds included. Raises ``ValueError`` if the
+        folder holds no run.
         """
         if not self._info:
             self.reopen()
@@ -146,7 +147,7 @@ class Recorder:
         self._begin(info)
 
     def annotate(self, **extra: Any) -> None:
-        """What is known only once the clients are up, such as ``partition`` and ``model``, is added to run.json."""
+        """Add what is known only once the clients are up, such as ``partition`` and ``model``, to run.json."""
         self._running().update(_plain(extra))
         self._write_info()
 
@@ -161,7 +162,10 @@ class Recorder:
         return self._running()
 
     def round(self, row: Mapping[str, Any]) -> None:
-        """One round is appended; ``ValueError`` if its ``round`` does not come after the last one's."""
+        """Append the row of one round.
+
+        Raises ``ValueError`` if the row's ``round`` does not come after the last one's.
+        """
         info = self._running()
         if not row["round"] > info["rounds_completed"]:
             raise ValueError(f"round {row['round']} recorded after round {info['rounds_completed']}")
@@ -175,7 +179,7 @@ class Recorder:
             self._writer.flush()
 
     def clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """The clients of one round are appended: those that trained, and in evaluation rounds all of them."""
+        """Append the clients of one round: those that trained, and in evaluation rounds all of them."""
         self._running()
         declared = measures.MEASURES
         recorded = (
@@ -183,30 +187,32 @@ class Recorder:
         )
         self._append("clients.jsonl", [_complete(row, declared.client_fields) for row in recorded])
 
-    def masks(self, partitions: Sequence[int], distance: Matrix) -> None:
-        """The distances of the clients' masks after the last recorded round replace those of an earlier one.
+    def masks(self, clients: Sequence[int], distance: Matrix) -> None:
+        """Record how far the clients' masks are apart after the last recorded round.
 
-        ``distance`` (K, K) holds the Hamming distance in [0, 1] of each two of the K ``partitions``, symmetric with
-        a zero diagonal; it is kept to six decimals. Raises ``ValueError`` for anything else.
+        These distances replace those of an earlier round.
+
+        ``distance`` (K, K) holds the Hamming distance in [0, 1] of each two of the K ``clients``, symmetric with a zero
+        diagonal; it is kept to six decimals. Raises ``ValueError`` for anything else.
         """
-        masks = Masks.of(self._running()["rounds_completed"], partitions, distance)
-        content = {"round": masks.round, "partitions": masks.partitions, "distance": masks.distance.round(6)}
+        masks = Masks.of(self._running()["rounds_completed"], clients, distance)
+        content = {"round": masks.round, "partitions": masks.clients, "distance": masks.distance.round(6)}
         data = json.dumps(_plain(content), allow_nan=False).encode()
         replace_file(self._masks_path, data)
         self._masks_sha256 = hashlib.sha256(data).hexdigest()
         self._write_info()
 
     def progress(self, done: int, total: int, text: str) -> None:
-        """The progress of the round in work is told to whoever watches; it is kept nowhere else."""
+        """Tell the progress of the current round to whoever watches; the progress is kept nowhere else."""
         self._tell({"done": done, "total": total, "text": text})
 
     def waiting(self, text: str) -> None:
-        """The run waits before its first round, and ``text`` tells whoever watches what it waits for."""
+        """Tell whoever watches, with ``text``, what the run waits for before its first round."""
         self._waits = True
         self._tell({"text": text})
 
     def done_waiting(self) -> None:
-        """The run waits no longer."""
+        """Tell whoever watches that the run waits no longer."""
         if self._waits or self._writes:
             (self.folder / "progress.json").unlink(missing_ok=True)
 
@@ -215,7 +221,7 @@ class Recorder:
             replace_file(self.folder / "progress.json", json.dumps(what).encode(), durable=False)
 
     def finish(self, status: Status, final_sha256: str | None = None, error: str | None = None) -> None:
-        """The run is closed; ``final_sha256`` is over all final models in partition order."""
+        """Close the run; ``final_sha256`` is over all final models in the order of the clients."""
         self._running().update(status=status, final_sha256=final_sha256, error=error)
         self._write_info()
         self.done_waiting()
@@ -237,7 +243,7 @@ class Recorder:
         try:
             masks = read_masks(self.folder)
             keep = masks is not None and masks.round <= rounds_completed
-        except ValueError:  # it can be made again, unlike what it would stop
+        except ValueError:  # masks can be made again, so a damaged file must not stop the run
             keep = False
         self._masks_sha256 = hashlib.sha256(self._masks_path.read_bytes()).hexdigest() if keep else None
         if not keep:
@@ -271,14 +277,15 @@ class Recorder:
 
 
 def write_info(folder: Path, info: Mapping[str, Any]) -> None:
-    """The file run.json is replaced in one step, with a new digest."""
+    """Replace run.json in one step, with a new digest."""
     replace_file(folder / "run.json", _info_text(seals.sealed_json(info)).encode())
 
 
 def holds_run(folder: Path) -> bool:
-    """A folder holds a run if that has something to lose; one that ended before its first round has not.
+    """Return whether a folder holds a run that has something to lose; one that ended before its first round has not.
 
-    So says a run.json that says "running", too: who holds the folder's lock knows that nobody else works on it.
+    This also holds for a run.json that says "running": the caller has the folder's lock and knows that nobody else
+    works on the run.
     """
     if not (folder / "run.json").exists():
         return False
@@ -290,7 +297,7 @@ def holds_run(folder: Path) -> bool:
 
 
 def versions() -> dict[str, str | None]:
-    """Numbers depend on the versions of these packages; a package that runs without being installed has none."""
+    """Return the versions of packages that numbers depend on; a package that runs uninstalled has no version."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in (
         "fedprune",
@@ -311,9 +318,9 @@ def versions() -> dict[str, str | None]:
 
 
 def git_hash() -> str | None:
-    """The commit is that of the checkout that tracks this file, with ``-dirty`` if that has changes, else None.
+    """Return the commit of the checkout that tracks this file, with ``-dirty`` if it has changes, or None without one.
 
-    A bundle that Flower unpacked is in no checkout: whoever staged it says where it came from in the environment.
+    A bundle that Flower unpacked is in no checkout: the environment says which commit it came from.
     """
     if GIT_VARIABLE in os.environ:
         return os.environ[GIT_VARIABLE] or None
@@ -357,7 +364,7 @@ def _complete(row: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON types: arrays, tensors, numpy scalars by ``tolist``; non-finite numbers as None."""
+    """Return ``value`` as JSON types: arrays, tensors and numpy scalars by ``tolist``, non-finite numbers as None."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     if isinstance(value, float):
@@ -370,7 +377,7 @@ def _plain(value: Any) -> Any:
 
 
 def _info_text(info: Mapping[str, Any]) -> str:
-    """JSON for people too: a line per key of each object, the long lists of counts on one line."""
+    """Return JSON for people too: a line per key of each object, and long lists of counts on one line."""
     parts = []
     for key, value in info.items():
         indent = 2 if isinstance(value, dict) else None

@@ -1,4 +1,4 @@
-"""One self-contained HTML page that compares runs: no server, no network, everything inside the file."""
+"""A report is one self-contained HTML page that compares runs: it needs no server and no network."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _CARDS_UP_TO = 12
 
 @dataclass(frozen=True)
 class Series:
-    """A group has the same colour (index into the palette) and the same dash in every figure."""
+    """A series gives a group the same colour (index into the palette) and the same dash in every figure."""
 
     label: str
     seeds: int
@@ -54,11 +54,11 @@ class Series:
 def write_report(
     folders: Sequence[Path], out: Path, *, force: bool = False, on_left_out: Callable[[str], object] | None = None
 ) -> Path:
-    """The page that compares the runs in ``folders`` is written to ``out`` in one step; ``out`` is returned.
+    """Write the page that compares the runs in ``folders`` to ``out`` in one step, and return ``out``.
 
-    A folder without a readable run is left out: the page says so in one line that names the file, and so does
-    ``on_left_out``. Raises ``ValueError`` for no folders, where none is readable, and for an ``out`` that exists and is
-    no report, unless ``force`` says to replace it.
+    A folder without a readable run is left out. The page says so in one line that names the file, and ``on_left_out``
+    is called with the same line. Raises ``ValueError`` for no folders, where no folder is readable, and for an ``out``
+    that exists and is no report, unless ``force`` says to replace it.
     """
     if not folders:
         raise ValueError("a report needs at least one run folder")
@@ -82,7 +82,7 @@ def write_report(
 
 
 def render(runs: Sequence[Run], left_out: Sequence[str] = ()) -> str:
-    """The page is HTML, and the same runs give the same text."""
+    """Return the page as HTML; the same runs give the same text."""
     groups = group_runs(runs)
     series = appearance(groups)
     drawn = figures(groups)
@@ -116,7 +116,10 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = ()) -> str:
 
 
 def appearance(groups: Sequence[Group]) -> list[Series]:
-    """Colours tell systems apart and dashes settings; with a single system, colours tell the settings apart."""
+    """Return a series for each group: colours tell systems apart, and dashes tell settings apart.
+
+    With a single system, colours tell the settings apart.
+    """
     systems = list(dict.fromkeys(group.system for group in groups))
     places = [(group.system if len(systems) > 1 else group.label) for group in groups]
     slots = list(dict.fromkeys(places))
@@ -130,7 +133,7 @@ def appearance(groups: Sequence[Group]) -> list[Series]:
 
 
 def _table(groups: Sequence[Group], shown: Sequence[Column], *, is_first: bool = False) -> dict[str, Any]:
-    """A part of the final table without what the line under the title, or the first part, already tells."""
+    """Return a part of the final table, without what the line under the title or the first part already tells."""
     header, rows = final_rows(groups, shown)
     told = {"Dataset", "Partition", "Seeds"}
     if is_first:
@@ -140,7 +143,7 @@ def _table(groups: Sequence[Group], shown: Sequence[Column], *, is_first: bool =
         "header": [header[i] for i in kept],
         "rows": [[row[i] for i in kept] for row in rows],
         "texts": len({"System", "Dataset", "Partition"} - told),
-        "measured": len(header) > 4,  # something beside what the rows are about
+        "measured": len(header) > 4,  # there are columns beside those that name the row
     }
 
 
@@ -155,9 +158,10 @@ def _title(runs: Sequence[Run]) -> str:
 
 
 def _facts(runs: Sequence[Run]) -> list[str]:
-    """What all runs have in common, for the line under the title."""
+    """Return what all runs have in common, for the line under the title."""
     facts = ["1 run" if len(runs) == 1 else f"{len(runs)} runs"]
-    by_label = any(run.headline.startswith("accuracy") for run in runs)  # texts are not dealt by labels
+    # texts have no labels, so no partition by labels
+    by_label = any(run.headline.startswith("accuracy") for run in runs)
     for key in ("dataset", "partition") if by_label else ("dataset",):
         values = {str(run.config[key]) for run in runs if run.config.get(key) is not None}
         if len(values) == 1:
@@ -176,7 +180,7 @@ def _card(group: Group) -> dict[str, Any]:
     judged_by = "perplexity" if group.runs[0].headline.startswith("perplexity") else "accuracy"
     shown: dict[str, Any] = {"number": formatted(numbers[judged_by], column[judged_by]), "judged_by": judged_by}
 
-    def short(key: str) -> str:  # a card is for a glance: the table tells their spread
+    def short(key: str) -> str:  # a card is short; the table tells the spread
         statistic = numbers[key]
         return formatted(statistic and replace(statistic, std=None), column[key])
 
@@ -191,7 +195,7 @@ def _card(group: Group) -> dict[str, Any]:
             "Personal, worst decile": worst if worst == NOT_MEASURED else f"{worst} %",
             "Density": short("density"),
         }
-    peers = numbers["peer_megabytes"]  # up and down would count what the server only relays twice
+    peers = numbers["peer_megabytes"]  # up and down together would count relayed bytes twice
     traffic = [peers] if peers else [numbers[key] for key in ("megabytes_up", "megabytes_down")]
     total = sum(each.mean for each in traffic if each) / MEGABYTE if all(traffic) else None
     main = "global model" if group.runs[0].headline.endswith("_global") else "mean over clients"
@@ -201,12 +205,12 @@ def _card(group: Group) -> dict[str, Any]:
 
 
 def _formulas(runs: Sequence[Run]) -> dict[str, str]:
-    """The papers' traffic formulas by system, where runs state them."""
+    """Return the papers' traffic formulas by system, where runs state them."""
     return {run.system: str(run.info["paper_bytes_formula"]) for run in runs if run.info.get("paper_bytes_formula")}
 
 
 def _losses(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Runs in which replies failed or came too late, or clients dropped out."""
+    """Return the runs in which replies failed or came too late, or clients dropped out."""
 
     def count(run: Run, name: str) -> float:
         return sum(value for _, value in run.series(name))
@@ -218,7 +222,7 @@ def _losses(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _lost() -> list[tuple[str, str]]:
-    """Title and column of each way in which replies are lost, in their order."""
+    """Return title and column of each way in which replies are lost, in their order."""
     declared = ((column.lost, name) for name, column in measures.MEASURES.columns.items() if column.lost)
     return [(title.text, name) for title, name in sorted(declared, key=lambda each: each[0].place)]
 

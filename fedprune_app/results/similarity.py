@@ -1,4 +1,4 @@
-"""Are clients with alike labels left with alike masks? The two matrices of Dis-PFL's Figure 5 and their correlation."""
+"""Do clients with alike labels get alike masks? Dis-PFL's Figure 5 answers with two matrices and their correlation."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Array = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Clients are compared pairwise after ``round``, in the order of :func:`chain`.
+    """A comparison has the clients' similarities, pair by pair, after ``round``, in the order of :func:`chain`.
 
-    ``label_cosine`` (K, K) is the cosine of their training label counts, ``mask_distance`` (K, K) the Hamming
-    distance of their masks, both in [0, 1]. ``pearson`` and ``spearman`` correlate the two over the
-    K (K - 1) / 2 pairs of different clients; None where that is undefined.
+    ``label_cosine`` (K, K) is the cosine of their training label counts. ``mask_distance`` (K, K) is the Hamming
+    distance of their masks. Both are in [0, 1]. ``pearson`` and ``spearman`` correlate the two over the K (K - 1) / 2
+    pairs of different clients, and are None where that is undefined.
     """
 
     round: int
-    partitions: tuple[int, ...]
+    clients: tuple[int, ...]
     label_cosine: Array
     mask_distance: Array
     pearson: float | None
@@ -30,21 +30,24 @@ class Comparison:
 
 
 def compare(run: Run) -> Comparison | None:
-    """The clients of masks.json that have training examples are compared, unless fewer than two are left."""
+    """Compare the clients of masks.json that have training examples.
+
+    The result is None where there are no masks, or fewer than two such clients.
+    """
     counts = {row["partition"]: row["train"] for row in run.info.get("partition") or () if any(row.get("train") or ())}
     if run.masks is None:
         return None
-    kept = [i for i, partition in enumerate(run.masks.partitions) if partition in counts]
+    kept = [i for i, client in enumerate(run.masks.clients) if client in counts]
     if len(kept) < 2:
         return None
-    cosine = label_cosine([counts[run.masks.partitions[i]] for i in kept])
+    cosine = label_cosine([counts[run.masks.clients[i]] for i in kept])
     distance = run.masks.distance[np.ix_(kept, kept)]
     pairs = np.triu_indices(len(kept), k=1)
     labels, masks = cosine[pairs], distance[pairs]
     order = chain(cosine)
     return Comparison(
         run.masks.round,
-        tuple(run.masks.partitions[kept[i]] for i in order),
+        tuple(run.masks.clients[kept[i]] for i in order),
         cosine[np.ix_(order, order)],
         distance[np.ix_(order, order)],
         correlation(labels, masks),
@@ -53,7 +56,7 @@ def compare(run: Run) -> Comparison | None:
 
 
 def label_cosine(counts: list[list[int]]) -> Array:
-    """K clients have a cosine similarity (K, K) of their label counts; a shorter list has none of the later classes."""
+    """Return the cosine similarity (K, K) of K clients' label counts; a shorter list has none of the later classes."""
     matrix = np.zeros((len(counts), max(map(len, counts))))
     for row, own in zip(matrix, counts, strict=True):
         row[: len(own)] = own
@@ -63,9 +66,10 @@ def label_cosine(counts: list[list[int]]) -> Array:
 
 
 def chain(similarity: Array) -> list[int]:
-    """The chain is an order of clients that puts alike ones side by side, so that groups show as blocks.
+    """Return an order of the clients that puts alike ones side by side, so that groups show as blocks.
 
-    From the first client on, each is followed by the one most like it among those left, the earliest of equals.
+    The order begins with the first client. Each client is followed by the one most like it among those left, and among
+    equals by the earliest.
     """
     order = [0]
     left = np.ones(len(similarity), dtype=bool)
@@ -77,14 +81,14 @@ def chain(similarity: Array) -> list[int]:
 
 
 def correlation(x: Array, y: Array) -> float | None:
-    """Pearson's coefficient is None for fewer than three values and where one of the two never varies."""
+    """Return Pearson's coefficient, or None for fewer than three values and where one of the two never varies."""
     if len(x) < 3 or np.ptp(x) < 1e-9 or np.ptp(y) < 1e-9:
         return None
     return float(np.corrcoef(x, y)[0, 1])
 
 
 def ranks(values: Array) -> Array:
-    """Ranks count from 1, and equal values share the mean of theirs, as Spearman's coefficient wants."""
+    """Return ranks that count from 1; equal values share the mean of theirs, as Spearman's coefficient wants."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     shared: Array = np.cumsum(counts) - (counts - 1) / 2
     return shared[inverse]

@@ -1,4 +1,4 @@
-"""Final numbers of many runs: one row per system and setting, mean ± standard deviation over seeds."""
+"""The final table compares many runs: one row per system and setting, mean ± standard deviation over seeds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Statistic:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Statistic | None:
-        """The statistic is taken over all seeds, and is None if one lacks the number: a mean of fewer would mislead."""
+        """Return the statistic over all seeds, or None if a seed lacks the number: a mean of fewer would mislead."""
         listed = list(values)
         known = [value for value in listed if value is not None]
         if not known or len(known) < len(listed):
@@ -51,7 +51,7 @@ class Statistic:
 
 @dataclass(frozen=True)
 class Group:
-    """A group is of runs that differ in their seed only; ``settings`` tell it from others of the same system."""
+    """A group has runs that differ in their seed only; ``settings`` tell it from other groups of the same system."""
 
     label: str
     system: str
@@ -76,7 +76,7 @@ class Column:
 
 
 def outcome() -> tuple[Column, ...]:
-    """The table of final numbers has these columns: those that are declared, and those made of several numbers."""
+    """Return the columns of the table of final numbers: those that are declared, and those made of several numbers."""
     standalone, own = own_models(1), own_models(2)
     made = (
         Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10),
@@ -90,7 +90,7 @@ def outcome() -> tuple[Column, ...]:
 
 
 def cost() -> tuple[Column, ...]:
-    """The table of what a run cost has these columns."""
+    """Return the columns of the table of what a run cost."""
     made = (
         Column("paper_megabytes", "MB, paper's formula", paper_bytes, 1 / MEGABYTE, 2, 30),
         Column("gigaflops", "GFLOPs per client and round", flops_per_client, 1e-9, 2, 80),
@@ -99,7 +99,7 @@ def cost() -> tuple[Column, ...]:
 
 
 def columns() -> tuple[Column, ...]:
-    """Both tables together have these columns."""
+    """Return the columns of both tables."""
     return (*outcome(), *cost())
 
 
@@ -118,21 +118,21 @@ def _in_order(*columns: Column) -> tuple[Column, ...]:
 
 
 def accuracy(run: Run) -> float | None:
-    """The accuracy of a run is its last headline, or None for a system that is judged by something else."""
+    """Return the last headline of a run, or None for a system that is judged by something else than accuracy."""
     return run.last(run.headline) if run.headline.startswith("accuracy") else None
 
 
 def own_perplexity(run: Run, name: str) -> float | None:
-    """The clients' own perplexity is their mean, if their models had this ``name`` when last measured."""
+    """Return the mean perplexity of the clients' own models, if these had this ``name`` when last measured."""
     measured = run.series("perplexity_personal_mean")
     return measured[-1][1] if measured and own_models(measured[-1][0]) == name else None
 
 
 def best_on_validation(run: Run) -> float | None:
-    """The best round is the one with the best validation accuracy, and its headline (test) accuracy counts.
+    """Return the headline (test) accuracy of the round that has the best validation accuracy.
 
-    The round is chosen without looking at test accuracy, and of equals it is the earliest. None if validation was not
-    measured.
+    The round is chosen without a look at test accuracy; of equal rounds it is the earliest. The result is None if
+    validation was not measured.
     """
     both = [
         (row["accuracy_validation_mean"], -row["round"], row[run.headline])
@@ -143,17 +143,17 @@ def best_on_validation(run: Run) -> float | None:
 
 
 def paper_bytes(run: Run) -> float | None:
-    """The paper's bytes are what its own formula charges for the whole run, in the directions that it counts."""
+    """Return the bytes that the paper's own formula charges for the whole run, in the directions that it counts."""
     directions = [run.total("paper_bytes_up"), run.total("paper_bytes_down")]
     counted = [value for value in directions if value is not None]
     return sum(counted) if counted else None
 
 
 def flops_per_client(run: Run) -> float | None:
-    """The FLOPs of a client that trains in a round are a mean over rounds in which any client trained.
+    """Return the FLOPs of a client that trains in a round, as a mean over the rounds in which any client trained.
 
-    Each of these rounds counts with the mean over its clients. None if a round's FLOPs or the number of its clients
-    were not measured.
+    Each of these rounds counts with the mean over its clients. The result is None if a round's FLOPs or the number of
+    its clients were not measured.
     """
     counted = [(row.get("flops"), row.get("replies")) for row in run.rounds]
     if any(flops is None or replies is None for flops, replies in counted):
@@ -163,11 +163,12 @@ def flops_per_client(run: Run) -> float | None:
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Runs that differ in the seed only are grouped, in the order of their first run.
+    """Group runs that differ in the seed only, in the order of their first run.
 
-    A run that did not complete is never averaged with others, nor are two runs of the same seed: each stands
-    alone. Labels are unique: the system, the settings in which groups of that system differ (``target-rate
-    0.3``), the status if not completed and, where nothing else tells two apart, the seed or the folder.
+    A run that did not complete is never averaged with others, nor are two runs of the same seed: each stands alone.
+    Labels are unique. A label has the system and the settings in which groups of that system differ (``target-rate
+    0.3``). It also has the status if that is not completed and, where nothing else tells two groups apart, the seed or
+    the folder.
     """
     seeds = Counter((_identity(run), run.seed) for run in runs)
     members: dict[object, list[Run]] = defaultdict(list)
@@ -191,12 +192,12 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def statistics_of(group: Group) -> dict[str, Statistic | None]:
-    """A group has its final numbers by the key of a column; a number that a run did not measure is None."""
+    """Return a group's final numbers by the key of a column; a number that a run did not measure is None."""
     return {column.key: Statistic.of(column.value(run) for run in group.runs) for column in columns()}
 
 
 def formatted(statistic: Statistic | None, column: Column) -> str:
-    """A statistic is written as ``81.20 ± 0.35``, or ``81.20`` for one seed, or – (never 0) if it was not measured."""
+    """Return a statistic as ``81.20 ± 0.35``, or ``81.20`` for one seed, or – (never 0) if it was not measured."""
     if statistic is None:
         return NOT_MEASURED
     mean = f"{statistic.mean * column.scale:.{column.decimals}f}"
@@ -206,7 +207,7 @@ def formatted(statistic: Statistic | None, column: Column) -> str:
 
 
 def final_rows(groups: Sequence[Group], shown: Sequence[Column] = ()) -> tuple[list[str], list[list[str]]]:
-    """The final table has a header and rows, of all columns or of those ``shown``, but of no empty column."""
+    """Return header and rows of the final table, of all columns or of those ``shown``, without empty columns."""
     numbers = [statistics_of(group) for group in groups]
     measured = [column for column in shown or columns() if any(row[column.key] for row in numbers)]
     header = ["System", "Dataset", "Partition", "Seeds", *(column.title for column in measured)]
@@ -222,7 +223,7 @@ MODELS = ("dense", "personal_mean", "global")
 
 
 def model_name(key: str, group: Group) -> str:
-    """Each of the :data:`MODELS` has a name in words."""
+    """Return the name in words of one of the :data:`MODELS`."""
     if key != "personal_mean":
         return {"dense": "dense model", "global": "global model"}[key]
     measured = [row["round"] for run in group.runs for row in run.rounds if row.get("perplexity_by_text")]
@@ -230,7 +231,7 @@ def model_name(key: str, group: Group) -> str:
 
 
 def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mapping[str, float]]]]:
-    """The last perplexities of all runs are listed by text, with its windows, and then by a group's label."""
+    """Return the last perplexities of all runs, by text with its windows, and then by a group's label."""
     found: dict[str, dict[str, list[Mapping[str, float]]]] = {}
     for group in groups:
         each: list[dict[str, Any]] = [
@@ -244,7 +245,7 @@ def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mappi
 
 
 def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]]:
-    """The table of perplexities has a header and rows; it has no rows where no perplexity was measured."""
+    """Return header and rows of the table of perplexities; there are no rows where no perplexity was measured."""
     columns: list[tuple[str, dict[str, str]]] = []
     named = {group.label: group for group in groups}
     for title, by_group in perplexity_tables(groups).items():
@@ -262,7 +263,7 @@ def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]
 
 
 def markdown(groups: Sequence[Group]) -> str:
-    """The final table is written in Markdown, for a README."""
+    """Return the final table in Markdown, for a README."""
     return _markdown(*final_rows(groups), num_texts=3)
 
 
@@ -273,7 +274,7 @@ def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], num_texts: i
 
 
 def latex(groups: Sequence[Group]) -> str:
-    """The final table is written in LaTeX with booktabs rules, everything escaped."""
+    """Return the final table in LaTeX with booktabs rules, everything escaped."""
     header, rows = final_rows(groups)
     lines = [f"\\begin{{tabular}}{{lll{'r' * (len(header) - 3)}}}", "\\toprule"]
     lines += [" & ".join(map(_latex_cell, header)) + " \\\\", "\\midrule"]
@@ -282,7 +283,7 @@ def latex(groups: Sequence[Group]) -> str:
 
 
 def comma_separated(groups: Sequence[Group]) -> str:
-    """The final numbers are written for a program: accuracies as shares, bytes / 1e6, empty if not measured."""
+    """Return the final numbers for a program: accuracies as shares, bytes / 1e6, empty if not measured."""
     shown = columns()
     keys = [f"{column.key}_{part}" for column in shown for part in ("mean", "std")]
     text = io.StringIO()
@@ -304,9 +305,9 @@ TABLES = ("table.md", "table.csv", "table.tex", "perplexity.md")
 
 
 def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:
-    """The final numbers are written to ``table.md``, ``table.csv`` and ``table.tex``, whose paths are returned.
+    """Write the final numbers to ``table.md``, ``table.csv`` and ``table.tex``, and return the paths of all files.
 
-    Where perplexities were measured, these of every text are in ``perplexity.md``.
+    Where perplexities were measured, ``perplexity.md`` has those of every text.
     """
     groups = group_runs(runs)
     out_dir = Path(out_dir)
@@ -320,7 +321,7 @@ def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:
 
 
 def _compared(run: Run) -> dict[str, Any]:
-    """The configuration without the seed and what does not change the result, and the number of clients."""
+    """Return the number of clients, and the configuration without the seed and what does not change the result."""
     compared = {key: value for key, value in run.config.items() if key not in {"seed", *_BOOKKEEPING}}
     return compared | {"clients": len(run.info.get("partition") or ()) or None}
 
@@ -330,9 +331,10 @@ def _identity(run: Run) -> str:
 
 
 def _settings(run: Run, others: Sequence[Run]) -> dict[str, Any]:
-    """This run's values of just the keys that it takes to tell runs of the same system apart.
+    """Return this run's values of the few keys that are needed to tell runs of the same system apart.
 
-    Keys that only vary along with an earlier one add nothing; the data come first, then the system's own keys.
+    A key that only varies together with an earlier one adds nothing. The keys of the data come first, then the system's
+    own keys.
     """
     peers = [_compared(other) for other in others if other.system == run.system]
     keys = {key for peer in peers for key in peer}
@@ -366,7 +368,7 @@ def _data(group: Group) -> tuple[str, str]:
 
 
 def measured_on(run: Run) -> str:
-    """A run's perplexities were measured on this text; its name is empty where there are none."""
+    """Return the text that a run's perplexities were measured on, or an empty name where there are none."""
     return next((text for row in reversed(run.rounds) if (text := tested_on(row))), "")
 
 
@@ -388,5 +390,5 @@ def _latex_cell(text: str) -> str:
 
 
 def _csv_text(text: str) -> str:
-    """Text that a spreadsheet would run as a formula gets an apostrophe in front."""
+    """Put an apostrophe before a text that a spreadsheet would run as a formula."""
     return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text

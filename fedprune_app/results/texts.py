@@ -1,4 +1,4 @@
-"""Test texts in words: what a perplexity was measured on, and whose models the clients' own are."""
+"""Test texts and models have names in words: what a perplexity was measured on, and whose models were measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ OWN_TEXT = "own"
 
 
 def windows_of_text(text: str, found: Mapping[str, Any]) -> str:
-    """A test text is named with the windows of it that were measured, such as ``ptb: 64 × 128 tokens``.
+    """Return the name of a test text with the windows of it that were measured, such as ``ptb: 64 × 128 tokens``.
 
     ``found`` is the text's entry of ``perplexity_by_text``. Where only some of the windows were measured, the words are
     ``ptb: first 64 of 900 × 128 tokens``. The windows of the clients' own texts are those of all clients together.
@@ -21,7 +21,7 @@ def windows_of_text(text: str, found: Mapping[str, Any]) -> str:
 
 
 def own_models(round: int) -> str:
-    """The clients' own language models have a name that depends on the ``round`` that they come after.
+    """Return the name of the clients' own language models after ``round``.
 
     The papers' standalone baseline knows nothing of other clients. From the second round on a client prunes what the
     server made of all clients' layers.
@@ -30,7 +30,7 @@ def own_models(round: int) -> str:
 
 
 def tested_on(row: Mapping[str, Any]) -> str:
-    """The text that a round's ``perplexity_global`` was measured on is named with its windows.
+    """Return the text that a round's ``perplexity_global`` was measured on, with its windows.
 
     That is the first text of ``row``, a row of rounds.jsonl. The name is empty where no perplexity was measured.
     """

@@ -122,7 +122,7 @@ def test_masks_read_back_as_they_were_written(folder):
     assert load_run(folder).masks is None
     (folder / "masks.json").write_text(json.dumps(MASKS))
     masks = load_run(folder).masks
-    assert (masks.round, masks.partitions, masks.distance.tolist()) == (3, (2, 5), [[0, 0.25], [0.25, 0]])
+    assert (masks.round, masks.clients, masks.distance.tolist()) == (3, (2, 5), [[0, 0.25], [0.25, 0]])
 
 
 @pytest.mark.parametrize(

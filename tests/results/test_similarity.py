@@ -58,7 +58,7 @@ def test_clients_are_compared_by_their_number_and_each_pair_counts_once():
     counts = {9: [1, 0], 4: [0, 1], 2: [1, 1], 5: [1, 0]}
     distance = [[0, 0.4, 0.1, 0.3], [0.4, 0, 0.4, 0.2], [0.1, 0.4, 0, 0.3], [0.3, 0.2, 0.3, 0]]
     found = compare(run(counts, distance, [9, 4, 5, 2]))
-    assert found.partitions == (9, 5, 2, 4)
+    assert found.clients == (9, 5, 2, 4)
     assert found.round == 7
     np.testing.assert_allclose(found.mask_distance[0], [0, 0.1, 0.3, 0.4])
     np.testing.assert_allclose(found.label_cosine[0], [1, 1, 0.5**0.5, 0])
@@ -72,7 +72,7 @@ def test_clients_are_compared_by_their_number_and_each_pair_counts_once():
 def test_clients_without_labels_are_left_out():
     distance = (1 - np.eye(4)).tolist()
     found = compare(run({0: [0, 0], 1: [1, 2], 2: [3, 0]}, distance, [0, 1, 2, 3]))
-    assert found.partitions == (1, 2)
+    assert found.clients == (1, 2)
     assert found.pearson is found.spearman is None
 
 

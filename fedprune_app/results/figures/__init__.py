@@ -1,7 +1,7 @@
-"""Figures as plain plotly.js traces: what is drawn. How it looks (colours, theme, size) is the page's business.
+"""Figures are plain plotly.js traces that say what is drawn; the page decides on colours, theme and size.
 
 Each module answers one question of the reader, and has a figure's title beside what is drawn. Every trace says which
-``series`` (index into the groups) it belongs to; the page gives it that series' colour and dash and hides it with the
+``series`` (index into the groups) it belongs to. The page gives it that series' colour and dash, and hides it with the
 legend. All text is escaped, since plotly reads a little HTML.
 """
 
@@ -25,7 +25,7 @@ from fedprune_app.results.tables import Group
 
 
 def figures(groups: Sequence[Group]) -> list[Figure]:
-    """All figures for which some run has data are drawn, in reading order."""
+    """Draw all figures for which some run has data, in reading order."""
     drawn = [
         curves.accuracy(groups),
         curves.efficiency(groups),

@@ -1,4 +1,4 @@
-"""How each client fares."""
+"""These figures show how each client fares."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def _client_variants(groups: Sequence[Group]) -> list[Variant]:
 
 
 def _last_of_clients(run: Run, name: str) -> list[float]:
-    """The values of the last round in which any client measured ``name``."""
+    """Return the values of the last round in which any client measured ``name``."""
     measured = [row for row in run.clients if isinstance(row.get(name), int | float)]
     last = max((row["round"] for row in measured), default=None)
     return [float(row[name]) for row in measured if row["round"] == last]
 
 
 def _density_group_variants(groups: Sequence[Group]) -> list[Variant]:
-    """Runs whose clients differ in density, as Dis-PFL's Figure 4; density is rounded to two decimals."""
+    """Return views of runs whose clients differ in density, as Dis-PFL's Figure 4; density has two decimals."""
     traces: list[Trace] = []
     for index, group in enumerate(groups):
         seeds = [_density_and_accuracy(run) for run in group.runs]
@@ -121,7 +121,7 @@ def _density_group_variants(groups: Sequence[Group]) -> list[Variant]:
 
 
 def _density_and_accuracy(run: Run) -> list[tuple[float, float]]:
-    """(density to two decimals, accuracy) of the clients in the last evaluation."""
+    """Return (density to two decimals, accuracy) of the clients in the last evaluation."""
     measured = [row for row in run.clients if row.get("accuracy_personal") is not None]
     last = max((row["round"] for row in measured), default=None)
     return [

@@ -1,4 +1,4 @@
-"""What the figures share: what a figure is, and the parts that several of them draw alike."""
+"""All figures share what is here: what a figure is, and the parts that several of them draw alike."""
 
 from __future__ import annotations
 
@@ -42,22 +42,22 @@ class Figure:
 
 
 def text_of(text: str) -> str:
-    """All text in a figure is escaped, since plotly reads a little HTML."""
+    """Return a text escaped for a figure, since plotly reads a little HTML."""
     return html.escape(text, quote=False)
 
 
 def number_of(count: int, thing: str) -> str:
-    """A number of things is written in words, such as ``1 client`` or ``1,200 clients``."""
+    """Return a number of things in words, such as ``1 client`` or ``1,200 clients``."""
     return f"{count:,} {thing}{'' if count == 1 else 's'}"
 
 
 def run_name(group: Group, run: Run) -> str:
-    """A run is named by its group, and by its seed where the group has several."""
+    """Return the name of a run: its group, and its seed where the group has several."""
     return group.label if len(group.runs) == 1 else f"{group.label} · seed {run.seed}"
 
 
 def row_axis(groups: Sequence[Group]) -> dict[str, Any]:
-    """The vertical axis has one labelled row per group, the first on top."""
+    """Return a vertical axis with one labelled row per group, the first on top."""
     return {
         "tickvals": list(range(len(groups))),
         "ticktext": [_row_label(group.label) for group in groups],
@@ -71,11 +71,11 @@ def _row_label(label: str) -> str:
 
 
 def last_table(run: Run, name: str) -> Mapping[str, Any]:
-    """The last object of rounds.jsonl under ``name`` counts; it is empty if none was recorded."""
+    """Return the last object that rounds.jsonl has under ``name``, or an empty one if none was recorded."""
     return next((row[name] for row in reversed(run.rounds) if row.get(name)), {})
 
 
 def megabytes_text(megabytes: float) -> str:
-    """Megabytes are written with as many decimals as their size needs."""
+    """Return megabytes with as many decimals as their size needs."""
     decimals = 0 if megabytes >= 100 else 1 if megabytes >= 10 else 2 if megabytes >= 0.1 else 4
     return f"{megabytes:,.{decimals}f}"

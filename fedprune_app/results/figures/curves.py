@@ -1,4 +1,4 @@
-"""How runs went: accuracy by round, by traffic and by privacy, and each number that has a curve of its own."""
+"""These curves show how runs went: accuracy by round, by traffic and by privacy, and each number with its own curve."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def privacy(groups: Sequence[Group]) -> Figure:
 
 
 def declared(groups: Sequence[Group]) -> Iterator[Figure]:
-    """Each number that is declared with a curve has a figure of its own, by round."""
+    """Yield a figure by round for each number that is declared with a curve of its own."""
     share = {"tickformat": ".0%", "hoverformat": ".1%"}
     own = ((column.name, column.curve) for column in measures.MEASURES.columns.values() if column.curve)
     for name, curve in sorted(own, key=lambda each: each[1].place):
@@ -60,18 +60,18 @@ def declared(groups: Sequence[Group]) -> Iterator[Figure]:
 
 
 def unless_a_point(figure: Figure) -> Figure:
-    """A figure by round has no views where no curve has a second point: a run of one round has nothing to show."""
+    """Return a figure by round without its views where no curve has a second point: one round has nothing to show."""
     is_a_point = all(len(trace["x"]) == 1 for variant in figure.variants for trace in variant.traces)
     return replace(figure, variants=[]) if is_a_point else figure
 
 
 def by_round(run: Run, name: str) -> Curve:
-    """The curve of a column of rounds.jsonl has the round as x."""
+    """Return the curve of a column of rounds.jsonl, with the round as x."""
     return {round: (round, value) for round, value in run.series(name)}
 
 
 def _by_megabytes(run: Run, name: str) -> Curve:
-    """Against traffic so far; the curve ends where a round's bytes were not measured."""
+    """Return the curve against the traffic so far; it ends where a round's bytes were not measured."""
     points, spent = {}, 0.0
     for row in run.rounds:
         moved = [
@@ -86,7 +86,7 @@ def _by_megabytes(run: Run, name: str) -> Curve:
 
 
 def _by_epsilon(run: Run, name: str) -> Curve:
-    """Against ε so far, of rounds in which both are known."""
+    """Return the curve against ε so far, of rounds in which both are known."""
     return {
         row["round"]: (row["epsilon_max"], row[name])
         for row in run.rounds
@@ -119,18 +119,18 @@ def lines(
     title: str,
     axes: Mapping[str, Any],
 ) -> list[Variant]:
-    """The view shows a column of rounds.jsonl as a curve per group; there is none where no group has the number."""
+    """Return a view of a column of rounds.jsonl with a curve per group; there is none where no group has the number."""
     traces = [trace for index, group in enumerate(groups) for trace in _traces(index, group, curve, name)]
     return [Variant(title, traces, line_layout(axes))] if traces else []
 
 
 def line_layout(axes: Mapping[str, Any]) -> dict[str, Any]:
-    """The layout titles the x axis and takes the y axis as it is."""
+    """Return a layout with a title for the x axis and the y axis as given."""
     return {"xaxis": {"title": {"text": axes["x"]}}, "yaxis": dict(axes["y"])}
 
 
 def _traces(series: int, group: Group, curve: Callable[[Run, str], Curve], name: str) -> list[Trace]:
-    """The mean over seeds in the rounds that all of them have and, for several seeds, their range around it."""
+    """Return the mean over seeds in the rounds that all of them have and, for several seeds, their range around it."""
     curves = [curve(run, name) for run in group.runs]
     rounds = sorted(set.intersection(*(set(each) for each in curves)))
     if not rounds:

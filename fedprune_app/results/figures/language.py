@@ -1,4 +1,4 @@
-"""What language models lose by pruning."""
+"""This figure shows what language models lose by pruning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def perplexity(groups: Sequence[Group]) -> Figure:
 
 
 def _perplexity_variants(groups: Sequence[Group]) -> list[Variant]:
-    """A view for each test text; runs that measured other windows of it have a view of their own."""
+    """Return a view for each test text; runs that measured other windows of it have a view of their own."""
     layout = {
         "xaxis": {"title": {"text": "Sparsity of the global model's matrices"}, "tickformat": ".0%"},
         "yaxis": {"type": "log", "title": {"text": "Perplexity"}},
@@ -33,7 +33,10 @@ def _perplexity_variants(groups: Sequence[Group]) -> list[Variant]:
 
 
 def _perplexity_traces(groups: Sequence[Group], found: Mapping[str, list[Mapping[str, float]]]) -> list[Trace]:
-    """A point for each group and model; lines join those that differ in density alone, and begin at the dense model."""
+    """Return a point for each group and model, and lines that join points which differ in density alone.
+
+    A line begins at the dense model.
+    """
     traces: list[Trace] = []
     curves: dict[str, list[tuple[float, float, int]]] = {}  # (sparsity, perplexity, series)
     for index, group in enumerate(groups):

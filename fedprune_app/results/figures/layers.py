@@ -1,4 +1,4 @@
-"""What is left of each layer."""
+"""These figures show what is left of each layer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _layer_variants(groups: Sequence[Group]) -> list[Variant]:
 
 
 def _common_start(names: Sequence[str]) -> str:
-    """The modules that all of many names are in, with their dot: ``model.layers.`` of a language model."""
+    """Return the start that all of many names share, with its dot, such as ``model.layers.`` in a language model."""
     parts = [name.split(".")[:-2] for name in names]
     shared = itertools.takewhile(lambda at: len(set(at)) == 1, zip(*parts, strict=False))
     return "".join(f"{at[0]}." for at in shared) if len(names) > 1 else ""

@@ -1,4 +1,4 @@
-"""How alike the clients' masks are."""
+"""These figures show how alike the clients' masks are."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def agreement(groups: Sequence[Group]) -> Figure:
 
 
 def _mask_variants(groups: Sequence[Group]) -> list[Variant]:
-    """Dis-PFL's Figure 5: a view for each run that compared its clients' masks."""
+    """Return Dis-PFL's Figure 5: a view for each run that compared its clients' masks."""
     compared = [(group, run, found) for group in groups for run in group.runs if (found := compare(run))]
     return [_mask_variant(run_name(group, run), found) for group, run, found in compared]
 
 
 def _mask_variant(name: str, found: Comparison) -> Variant:
-    clients = len(found.partitions)
+    clients = len(found.clients)
     step = -(-clients // HEATMAP_UP_TO)
-    names = [str(partition) for partition in found.partitions[::step]]
+    names = [str(client) for client in found.clients[::step]]
     panels = {
         "Cosine of label counts": (found.label_cosine, "cosine of label counts"),
         "1 − Hamming distance of masks": (1 - found.mask_distance, "1 − Hamming distance"),
@@ -75,7 +75,7 @@ def _mask_variant(name: str, found: Comparison) -> Variant:
 
 
 def _agreement_variants(groups: Sequence[Group]) -> list[Variant]:
-    """A view for each run on a language model that compared its clients' masks."""
+    """Return a view for each run on a language model that compared its clients' masks."""
     variants = []
     for group in groups:
         for run in group.runs:
@@ -84,9 +84,9 @@ def _agreement_variants(groups: Sequence[Group]) -> list[Variant]:
             if run.masks is None or not documents:
                 continue
             names = []
-            for partition in run.masks.partitions:
-                own = documents.get(partition) or []
-                names.append(text_of(f"{partition} {own[0]}" if len(own) == 1 else str(partition)))
+            for client in run.masks.clients:
+                own = documents.get(client) or []
+                names.append(text_of(f"{client} {own[0]}" if len(own) == 1 else str(client)))
             shown = (1 - run.masks.distance).round(4).astype(object)
             np.fill_diagonal(shown, None)
             step = -(-len(names) // HEATMAP_UP_TO)

@@ -1,4 +1,4 @@
-"""Who has which classes."""
+"""This figure shows which client has which classes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def partition(groups: Sequence[Group]) -> Figure:
 
 
 def _partition_variants(groups: Sequence[Group]) -> list[Variant]:
-    """One view for each distinct way the data were dealt out: systems that are compared usually share it."""
+    """Return one view for each distinct way in which the data were dealt out: compared systems usually share it."""
     views: dict[str, Variant] = {}
     titles: Counter[str] = Counter()
     for owner, run in ((group.label, run) for group in groups for run in group.runs):

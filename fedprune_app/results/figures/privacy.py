@@ -1,4 +1,4 @@
-"""What runs spent of their clients' privacy."""
+"""This figure shows what runs spent of their clients' privacy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def epsilon(groups: Sequence[Group]) -> Figure:
 
 
 def _epsilon_variants(groups: Sequence[Group]) -> list[Variant]:
-    """The largest of all clients, and each client's own, under the budget if the run had one."""
+    """Return the largest ε of all clients, and each client's own, under the budget if the run had one."""
     axes = {"x": "Round", "y": {"rangemode": "tozero", "title": {"text": "ε"}}}
     budgets = [trace for index, group in enumerate(groups) if (trace := _budget_line(index, group))]
     views = lines(groups, by_round, "epsilon_max", "Largest of all clients", axes)
@@ -41,8 +41,8 @@ def _epsilon_variants(groups: Sequence[Group]) -> list[Variant]:
                     curves.setdefault(row["partition"], []).append((row["round"], row["epsilon"]))
             step = -(-len(curves) // _CURVES_UP_TO)
             left_out = max(left_out, step)
-            for partition in sorted(curves)[:: step or 1]:
-                rounds, values = zip(*sorted(curves[partition]), strict=True)
+            for client in sorted(curves)[:: step or 1]:
+                rounds, values = zip(*sorted(curves[client]), strict=True)
                 x += [*rounds, None]  # a gap: one trace holds all clients
                 y += [*values, None]
         if x:
@@ -55,7 +55,7 @@ def _epsilon_variants(groups: Sequence[Group]) -> list[Variant]:
 
 
 def _budget_line(series: int, group: Group) -> Trace | None:
-    """The smaller of the two limits that a configuration can set, over all rounds that ran."""
+    """Return the smaller of the two limits that a configuration can set, over all rounds that ran."""
     config = group.runs[0].config
     limits = [config.get(key) for key in ("dp.epsilon-budget", "dp.target-epsilon")]
     known = [limit for limit in limits if isinstance(limit, int | float) and limit > 0]

@@ -1,4 +1,4 @@
-"""What accuracy costs: the main number against what was spent for it."""
+"""This figure shows what accuracy costs: the main number against what was spent for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tradeoff(groups: Sequence[Group]) -> Figure:
 
 
 def _tradeoff_variants(groups: Sequence[Group]) -> list[Variant]:
-    """A view for each cost that some setting paid, with two settings or more: a single point shows no trade."""
+    """Return a view for each cost that some setting paid, with two settings or more: a single point shows no trade."""
     costs: dict[str, tuple[str, Callable[[Run], float | None]]] = {
         "Privacy": ("Largest ε of any client", lambda run: run.last("epsilon_max")),
         "Traffic": ("Measured traffic (MB)", _total_megabytes),
@@ -63,7 +63,7 @@ def _tradeoff_variants(groups: Sequence[Group]) -> list[Variant]:
 
 
 def _total_megabytes(run: Run) -> float | None:
-    """Of training, to and from the server, or over all links where models go from peer to peer."""
+    """Return the megabytes of training, to and from the server, or over all links where models go from peer to peer."""
     peers, up, down = (run.total(name) for name in ("peer_bytes", "bytes_up", "bytes_down"))
     if peers is not None:
         return peers / MEGABYTE

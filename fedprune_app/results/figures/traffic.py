@@ -1,4 +1,4 @@
-"""What was sent, measured and by the papers' formulas."""
+"""These figures show what was sent, measured and by the papers' formulas."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _bytes_variants(groups: Sequence[Group]) -> list[Variant]:
 
 
 def _layer_set_variants(groups: Sequence[Group]) -> list[Variant]:
-    """FedP3's Figure 6, of runs whose clients send some layers alone; the mean over seeds that have the set."""
+    """Return FedP3's Figure 6 of runs whose clients send some layers alone, as a mean over seeds that have the set."""
     measured = [[run.info.get("bytes_by_layer_set") or {} for run in group.runs] for group in groups]
     sets = list(dict.fromkeys(name for seeds in measured for found in seeds for name in sorted(found)))
     places = {name: place for place, name in enumerate(sorted(sets, key=lambda name: (len(name.split()), name)))}
