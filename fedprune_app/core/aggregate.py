@@ -169,20 +169,6 @@ def attention_mean(tensors: Sequence[Sequence[Tensor]], temperature: float) -> l
     ]
 
 
-def gossip_mix(payloads: Sequence[Payload]) -> dict[str, Tensor]:
-    """Return the gossip average of all ``payloads`` at once, as :meth:`MaskedMean.mixed` computes it.
-
-    The receiver's own payload is one of ``payloads``. The order of the payloads does not change a bit. ``ValueError``
-    for no payload.
-    """
-    if not payloads:
-        raise ValueError("0 payloads to mix, allowed: at least 1, the client's own")
-    mean = MaskedMean(len(payloads))
-    for payload in payloads:
-        mean.add(payload)
-    return mean.mixed()
-
-
 SCOPES = ("matrix", "payload")
 
 
@@ -288,43 +274,3 @@ def _most_pruned_of_m(counts: Tensor, tie_break: Tensor, n_of_m: NOfM, row_lengt
     by_count = counts.view(-1, m).gather(1, by_tie).sort(dim=1, descending=True, stable=True).indices
     order = by_tie.gather(1, by_count)  # most often pruned first, then the smallest tie_break, then the lowest index
     return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, : m - n], True).view(-1)
-
-
-def l0_mean(payloads: Iterable[Payload]) -> Payload:
-    """Return the l0 mean of all ``payloads`` at once, as :meth:`L0Mean.mean` computes it.
-
-    ``ValueError`` for no payload.
-    """
-    return _l0(payloads).mean()
-
-
-def expand_masks(
-    payloads: Iterable[Payload],
-    mean: Payload,
-    density: float,
-    *,
-    n_of_m: NOfM | None = None,
-    ties: str = "magnitude",
-    scope: str = "matrix",
-) -> Payload:
-    """Return ``mean`` pruned further to ``density``, as in :meth:`L0Mean.expanded`; ``mean`` is ``l0_mean(payloads)``.
-
-    ``ValueError`` for no payload, or a ``mean`` of other tensors or masks than theirs.
-    """
-    accumulator = _l0(payloads)
-    own = accumulator.mean()
-    same = own.masks.keys() == mean.masks.keys() and all(torch.equal(own.masks[n], mean.masks[n]) for n in own.masks)
-    if own.tensors.keys() != mean.tensors.keys() or not same:
-        raise ValueError("mean is not the l0 mean of these payloads: it has other tensors or masks")
-    masks = accumulator.expanded(density, n_of_m=n_of_m, ties=ties, scope=scope).masks
-    return Payload.pruned(mean.tensors, masks)
-
-
-def _l0(payloads: Iterable[Payload]) -> L0Mean:
-    payloads = list(payloads)
-    if not payloads:
-        raise ValueError("0 payloads to average, allowed: at least 1")
-    accumulator = L0Mean(max_addends=len(payloads))
-    for payload in payloads:
-        accumulator.add(payload)
-    return accumulator

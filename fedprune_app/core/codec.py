@@ -1,9 +1,9 @@
 """The wire codec writes a payload as one flat array of bytes, near the entropy bound, and reads anybody's bytes safely.
 
-A message is ``{"fp1": uint8[...]}``; the key names format and version. The bytes are five sections,
+A message is ``{"fp1": uint8[...]}``; the key names format and version. The bytes are four sections,
 little-endian, with nothing between or after them::
 
-    header | digests | bitmaps | ANS words | values
+    header | bitmaps | ANS words | values
 
 *Header.* The header has one entry per tensor, in order. An entry begins with a lead byte in one of two forms, most
 significant bit first:
@@ -17,7 +17,6 @@ bytes.
 
 *Masks.* The numbers ``n`` and ``k`` settle how a mask travels, so no other field is needed:
 
-- A mask that the receiver holds travels as a digest, where the digest is smaller.
 - A mask that keeps nothing or everything needs no bits.
 - A mask whose density is within 1/16 of one half travels as a bitmap. Entropy coding would save 1.2 % of the bitmap at
   most and take many times as long.
@@ -31,13 +30,11 @@ zero bytes that end the last word are dropped.
 
 *Values.* The kept values of each tensor follow in row-major order, bit for bit, without the borrowed bytes.
 
-Every message has one spelling: for a message that :func:`decode` accepts without known masks, :func:`encode` writes
-the same bytes again.
+Every message has one spelling: for a message that :func:`decode` accepts, :func:`encode` writes the same bytes again.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -67,10 +64,9 @@ _DTYPES = (
 )  # the index is the code on the wire
 # The integers that carry a dtype's bits, by item size.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_DENSE, _MASKED, _HELD = range(3)  # kinds of tensor: no mask; mask sent; mask known to the receiver
+_DENSE, _MASKED = range(2)  # kinds of tensor: no mask; mask sent
 
 _LAST, _LONG = 0x80, 0x40
-_DIGEST_BYTES = 16
 _LENT_BYTES = 4
 _PRECISION = 24
 _CHUNK = 1 << 16  # symbols per coder call: its int32 symbols stay in cache
@@ -123,24 +119,12 @@ class _Entry(NamedTuple):
         return 8 * abs(2 * self.kept - self.numel) <= self.numel  # |k/n - 1/2| <= 1/16
 
 
-def mask_digest(mask: Tensor) -> bytes:
-    """Return 16 bytes that stand for a boolean mask and its shape: a truncated SHA-256.
-
-    Raises ``ValueError`` for another dtype than ``torch.bool``.
-    """
-    if mask.dtype != torch.bool:
-        raise ValueError(f"a mask to digest has dtype {mask.dtype}, allowed: torch.bool")
-    bits = np.packbits(mask.cpu().numpy().reshape(-1), bitorder="little")
-    return hashlib.sha256(repr(tuple(mask.shape)).encode() + bits.tobytes()).digest()[:_DIGEST_BYTES]
-
-
-def encode(payload: Payload, known_masks: Mapping[str, Tensor] | None = None) -> dict[str, Bytes]:
+def encode(payload: Payload) -> dict[str, Bytes]:
     """Return ``payload`` as bytes: of a masked tensor the kept values, and the mask in the cheapest way.
 
-    ``known_masks`` are masks that the receiver is sure to hold, by tensor name. A known mask that equals the payload's
-    is sent as a digest where the digest is smaller. Values off the mask are zero by the payload's contract; they are
-    neither sent nor checked. Masks come back in the order of the tensors. The bytes depend on the arguments alone, not
-    on the machine. The function takes one copy of the kept values beside the result.
+    Values off the mask are zero by the payload's contract; they are neither sent nor checked. Masks come back in the
+    order of the tensors. The bytes depend on the payload alone, not on the machine. The function takes one copy of the
+    kept values beside the result.
 
     Raises ``ValueError`` for a dtype, a name, a number of dimensions or a number of tensors for which the format has no
     room.
@@ -153,22 +137,16 @@ def encode(payload: Payload, known_masks: Mapping[str, Tensor] | None = None) ->
     >>> decode(message).tensors["w"].tolist()
     [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 7.0]
     """
-    known_masks = known_masks or {}
     if len(payload.tensors) > MAX_TENSORS:
         raise ValueError(f"a payload of {len(payload.tensors)} tensors, allowed: at most {MAX_TENSORS}")
     entries: list[_Entry] = []
-    digests: list[bytes] = []
     masks: list[Bools] = []  # flat; of a dense tensor: empty
     values: list[Bytes] = []
     for name, tensor in payload.tensors.items():
         mask = payload.masks.get(name)
         flat_mask = np.empty(0, np.bool_) if mask is None else mask.cpu().numpy().reshape(-1)
         kept = tensor.numel() if mask is None else int(np.count_nonzero(flat_mask))
-        kind = _DENSE if mask is None else _MASKED
-        if mask is not None and _digest_pays(tensor.numel(), kept) and _holds(known_masks.get(name), mask):
-            kind = _HELD
-            digests.append(mask_digest(mask))
-        entry = _Entry(name, tuple(tensor.shape), tensor.dtype, kind, kept)
+        entry = _Entry(name, tuple(tensor.shape), tensor.dtype, _DENSE if mask is None else _MASKED, kept)
         _check_writable(entry)
         entries.append(entry)
         masks.append(flat_mask)
@@ -181,17 +159,11 @@ def encode(payload: Payload, known_masks: Mapping[str, Tensor] | None = None) ->
         lender = next(index for index, piece in enumerate(values) if piece.size)
         words = _ans_encode(coded, values[lender][:_LENT_BYTES])
         values[lender] = values[lender][_LENT_BYTES:]
-    front = np.frombuffer(_write_header(entries) + b"".join(digests), np.uint8)
-    return {KEY: np.concatenate([front, *bitmaps, words, *values])}
+    return {KEY: np.concatenate([np.frombuffer(_write_header(entries), np.uint8), *bitmaps, words, *values])}
 
 
-def decode(
-    arrays: Mapping[str, np.ndarray],
-    known_masks: Mapping[str, Tensor] | None = None,
-    *,
-    max_bytes: int = 2**31,
-) -> Payload:
-    """Return the payload that :func:`encode` wrote; ``known_masks`` are the masks that this side holds, by tensor name.
+def decode(arrays: Mapping[str, np.ndarray], *, max_bytes: int = 2**31) -> Payload:
+    """Return the payload that :func:`encode` wrote.
 
     ``max_bytes`` bounds the memory of the result (values, and 1 byte per element of a mask), so that a few bytes cannot
     claim a large tensor. The caller passes the size of the expected model where that is known.
@@ -206,16 +178,14 @@ def decode(
     coded = [entry for entry in entries if entry.is_coded]
     lender = next(entry for entry in entries if entry.kept) if coded else None
     num_lent = min(_LENT_BYTES, lender.value_bytes) if lender else 0
-    declared = sum(_DIGEST_BYTES * (e.kind == _HELD) + e.bitmap_bytes + e.value_bytes for e in entries)
+    declared = sum(e.bitmap_bytes + e.value_bytes for e in entries)
     num_ans = len(body) - reader.position - (declared - num_lent)  # the one section of undeclared length
     if num_ans < 0 or (num_ans > 0 and not coded):
         raise ValueError(f"a message of {len(body)} bytes, its header declares {reader.position + declared}")
 
     masks: dict[str, Bools] = {}
     for entry in entries:
-        if entry.kind == _HELD:
-            masks[entry.name] = _held_mask(entry, bytes(reader.take(_DIGEST_BYTES)), known_masks or {})
-        elif entry.kind == _MASKED and entry.kept in (0, entry.numel):
+        if entry.kind == _MASKED and entry.kept in (0, entry.numel):
             masks[entry.name] = np.full(entry.numel, entry.kept > 0)
     for entry in entries:
         if entry.is_bitmap:
@@ -300,7 +270,7 @@ def _read_entry(reader: _Reader, label: str) -> tuple[bool, _Entry]:
         kind, dtype = lead >> 3 & 7, _DTYPES[lead & 7]
         num_dims, num_name_bytes = reader.varint(), reader.varint()
     for what, value, allowed in (
-        ("kind", kind, _HELD),
+        ("kind", kind, _MASKED),
         ("number of dimensions", num_dims, MAX_DIMENSIONS),
         ("name length", num_name_bytes, MAX_NAME_BYTES),
     ):
@@ -389,26 +359,6 @@ def _brief(value: object) -> str:
 
 
 # Masks
-
-
-def _digest_pays(numel: int, kept: int) -> bool:
-    """Return whether 16 bytes undercut the mask: about m log2(2 n/m) bits, m being the count of the rarer symbol."""
-    rarer = min(kept, numel - kept)
-    # The bit length is an integer logarithm: every machine decides alike.
-    return rarer > 0 and rarer * (numel // rarer).bit_length() > 8 * _DIGEST_BYTES
-
-
-def _holds(known: Tensor | None, mask: Tensor) -> bool:
-    return known is not None and known.dtype == torch.bool and torch.equal(known.cpu(), mask.cpu())
-
-
-def _held_mask(entry: _Entry, digest: bytes, known_masks: Mapping[str, Tensor]) -> Bools:
-    known = known_masks.get(entry.name)
-    if known is None or tuple(known.shape) != entry.shape or mask_digest(known) != digest:
-        raise ValueError(f"tensor {entry.name!r} comes under a mask that is not held here, digest {digest.hex()}")
-    mask = known.cpu().numpy().reshape(-1).copy()
-    _check_count(entry, mask)
-    return mask
 
 
 def _unpack(entry: _Entry, bitmap: Bytes) -> Bools:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fedprune_app.core import codec
-from fedprune_app.core.codec import decode, encode, mask_digest
+from fedprune_app.core.codec import decode, encode
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator, numpy_generator
 
@@ -149,9 +149,9 @@ def test_values_off_the_mask_are_not_sent():
 def test_the_decoded_payload_owns_its_memory():
     known = {"w": exact_mask((400,), 100, numpy_generator(1, "codec test"))}
     payload = Payload({"w": known["w"] * 1.0, "b": torch.ones(3)}, known)
-    arrays = encode(payload, known)
+    arrays = encode(payload)
     before = body_of(arrays)
-    decoded = decode(arrays, known)
+    decoded = decode(arrays)
     for tensor in decoded.tensors.values():
         tensor.fill_(5)
     decoded.masks["w"].fill_(True)
@@ -270,71 +270,6 @@ def test_the_coder_uses_exactly_the_probability_that_the_integers_say(numel, dat
     coder = constriction.stream.stack.AnsCoder(np.array([9], np.uint32), seal=True)
     coder.encode_reverse(np.array(symbols, np.int32), codec._bernoulli(entry))
     assert coder.get_compressed().tolist() == slow_ans([(symbols, kept, numel)], b"\x09")
-
-
-# Masks the receiver holds
-
-
-def test_a_mask_the_receiver_holds_is_sent_as_its_digest():
-    rng = numpy_generator(3, "codec test")
-    mask = exact_mask((100, 100), 2000, rng)
-    payload = Payload({"w": random_bits((100, 100), torch.float32, rng)}, {"w": mask})
-    arrays = encode(payload, {"w": mask.clone()})
-    assert len(body_of(arrays)) <= 4 * 2000 + 16 + 10
-    assert_same_bits(decode(arrays, {"w": mask}), payload)
-
-
-def test_a_mask_that_differs_from_the_known_one_is_sent_in_full():
-    rng = numpy_generator(3, "codec test")
-    mask = exact_mask((100, 100), 2000, rng)
-    payload = Payload({"w": random_bits((100, 100), torch.float32, rng)}, {"w": mask})
-    for known in (mask.reshape(50, 200), ~mask, mask.float()):
-        assert body_of(encode(payload, {"w": known})) == body_of(encode(payload))
-
-
-def test_a_mask_cheaper_than_a_digest_is_sent_in_full():
-    for numel, kept in ((100, 50), (10**6, 1), (10**6, 10**6), (10**6, 0)):
-        mask = torch.arange(numel) < kept
-        payload = Payload({"w": mask * 1.0}, {"w": mask})
-        assert body_of(encode(payload, {"w": mask})) == body_of(encode(payload))
-
-
-def test_a_digest_of_a_mask_the_receiver_does_not_hold_is_refused():
-    rng = numpy_generator(3, "codec test")
-    mask = exact_mask((100, 100), 2000, rng)
-    arrays = encode(Payload({"w": mask * 1.0}, {"w": mask}), {"w": mask})
-    for held in (
-        None,
-        {},
-        {"v": mask},
-        {"w": exact_mask((100, 100), 2000, rng)},
-        {"w": mask.reshape(50, 200)},
-    ):
-        with pytest.raises(ValueError, match="tensor 'w' comes under a mask that is not held here"):
-            decode(arrays, held)
-
-
-def test_a_digest_under_another_declared_shape_or_count_is_refused():
-    mask = exact_mask((100, 100), 2000, numpy_generator(3, "codec test"))
-    body = body_of(encode(Payload({"w": mask * 1.0}, {"w": mask}), {"w": mask}))
-    sizes, kept = bytes([100, 100]), varint(2000)
-    for other_sizes in (bytes([50]) + varint(200), bytes([100, 99]), bytes([101, 101])):
-        with pytest.raises(ValueError, match="tensor 'w' comes under a mask that is not held here"):
-            decode(message(body.replace(b"w" + sizes, b"w" + other_sizes)), {"w": mask})
-    fewer = body.replace(sizes + kept, sizes + varint(1999))[:-4]
-    with pytest.raises(ValueError, match="declares 1999 kept elements, its mask keeps 2000"):
-        decode(message(fewer), {"w": mask})
-
-
-def test_a_digest_tells_shapes_and_bits_apart():
-    mask = torch.zeros(2, 4, dtype=torch.bool)
-    other = mask.clone()
-    other[1, 3] = True
-    others = (mask.T, mask.reshape(8), torch.zeros(9, dtype=torch.bool), other)
-    assert len({mask_digest(m) for m in (mask, *others)}) == 5
-    assert mask_digest(mask) == mask_digest(mask.clone())
-    with pytest.raises(ValueError, match=r"dtype torch.float32, allowed: torch.bool"):
-        mask_digest(mask.float())
 
 
 # What cannot be written

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedprune_app.core import aggregate
-from fedprune_app.core.aggregate import MaskedMean, gossip_mix
+from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.masks import full_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator, numpy_generator
@@ -96,16 +96,6 @@ def test_with_full_masks_and_all_others_as_neighbours_everybody_gets_the_plain_a
 def test_a_tensor_without_mask_counts_everywhere():
     payloads = [Payload({"w": torch.tensor([1.0, 2.0])}), Payload({"w": torch.zeros(2)}, full_masks({"w": (2,)}))]
     assert mix_of(payloads)["w"].tolist() == [0.5, 1.0]
-
-
-def test_one_by_one_is_all_at_once():
-    payloads = [random_payload(seed) for seed in range(4)]
-    assert all(torch.equal(tensor, mix_of(payloads)[name]) for name, tensor in gossip_mix(payloads).items())
-
-
-def test_mixing_nothing_is_refused():
-    with pytest.raises(ValueError, match="0 payloads to mix"):
-        gossip_mix([])
 
 
 def test_held_marks_what_at_least_one_addend_kept():

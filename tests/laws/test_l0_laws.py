@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedprune_app.core.aggregate import L0Mean, expand_masks, l0_mean
+from fedprune_app.core.aggregate import L0Mean
 from fedprune_app.core.expansion import INPUT_NORMS, Cut
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
+from tests.laws.at_once import expand_masks, l0_mean
 
 
 def client(seed: int, density: float = 0.5, shape=(6, 8), dtype=torch.float32) -> Payload:

@@ -9,16 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedprune_app.core.sketches import (
-    iterate,
-    perm_k,
-    perm_k_mean,
-    perm_k_owners,
-    rand_k,
-    shared_out,
-    theorem1_bound,
-    theorem1_step_size,
-)
+from fedprune_app.core.sketches import perm_k_owners, shared_out
+from tests.laws.theorem1 import iterate, perm_k, perm_k_mean, rand_k, theorem1_bound, theorem1_step_size
 
 
 def generator(seed=0):
