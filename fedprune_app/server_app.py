@@ -82,7 +82,7 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
             if choice.point is not None and state is not None:
                 strategy.restore(state)
                 strategy.go_on_from(choice.point)
-        strategy.start(grid, rounds_completed=completed)
+        strategy.run(grid, rounds_completed=completed)
         models = folder / "models"
         strategy.write_model(models)
         files = [path for path in sorted(models.rglob("*")) if path.is_file()]

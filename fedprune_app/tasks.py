@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from fedprune_app.models.initial import chosen_name, initial_model, shared_names
 from fedprune_app.models.saving import PrunedLayers, write_checkpoint, write_packed
 from fedprune_app.models.vision import prunable_names, state_tensors
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.tickets import winning_ticket
 from strategies.base import FederatedStrategy
-from strategies.fedltp import FedLTP
 from strategies.fedspallm import FedSpaLLM
 
 Build = Callable[[RunContext], FederatedStrategy]
@@ -41,11 +38,7 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
         }
     )
     prunable = frozenset(prunable_names(model))
-    strategy = SYSTEMS[config.system].strategy
-    if issubclass(strategy, FedLTP):
-        find_ticket = partial(winning_ticket, config, first.image_shape, first.num_classes, model)
-        return strategy(context, shared, prunable, find_ticket)
-    return strategy(context, shared, prunable)
+    return SYSTEMS[config.system].strategy(context, shared, prunable)
 
 
 def text_strategy(context: RunContext) -> FederatedStrategy:

@@ -1,7 +1,7 @@
 """The server half that all systems share: hooks that say what a system does in a round, and Flower's door to them.
 
 A system's file holds only what is particular to that system. ``fedprune_app/federation`` runs the rounds and calls the
-hooks; :meth:`FederatedStrategy.start` is where Flower comes in.
+hooks; :meth:`FederatedStrategy.run` is the door for Flower's grid.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import hashlib
 import logging
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+from flwr.app import RecordDict
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result
 from torch import Tensor
 
 from fedprune_app.config import Config
@@ -101,11 +100,11 @@ class FederatedStrategy(StreamedStrategy):
         """Make the new model, after the last reply."""
 
     def train(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
-        """Exchange messages with the participants, by default once; return the columns of the round's record."""
+        """Exchange messages with the participants, by default once; return columns of the round's record."""
         exchanges.train(f"round {round.number}", round, self.send(round), self.reply_bytes(round))
         good = round.log.replies + len(round.log.declined)
         require(good, self.config.min_replies, f"round {round.number}", round.log.failures)
-        return {**self.exchanged(round), **reports.of_training(round, self.budgets)}
+        return reports.of_training(round, self.budgets)
 
     def after(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
         """Exchange what else the system exchanges once the round is closed; return columns of the round's record."""
@@ -114,7 +113,7 @@ class FederatedStrategy(StreamedStrategy):
     def finish(self) -> None:
         """Write what else the run leaves in its folder, after the last round."""
 
-    # --- what clients report ----------------------------------------------------------------------------------------
+    # --- what clients report, and what a round costs -----------------------------------------------------------------
 
     def training_row(self, round: Round, client: int, fields: wire.Fields) -> dict[str, Any]:
         """Check what a client says of its training; return the columns of its row."""
@@ -122,7 +121,7 @@ class FederatedStrategy(StreamedStrategy):
 
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
         """Yield what each client evaluates as the received model: by default the server's."""
-        return self.broadcast(self.clients, Payload(self.model))
+        return Outgoing.to_each(self.clients, Payload(self.model))
 
     def evaluation_row(self, client: int, fields: wire.Fields) -> dict[str, Any]:
         """Check what a client says of its evaluation; return the columns of its row."""
@@ -134,8 +133,6 @@ class FederatedStrategy(StreamedStrategy):
             row |= measures.from_training(row, round.log.clients.get(client, {}))
         return measures.over_clients(rows.values(), Reply.EVALUATION)
 
-    # --- what it costs ----------------------------------------------------------------------------------------------
-
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         """Return the (down, up) bytes of a round by the paper's own formula, to compare with the measured ones."""
         dense = len(round.participants) * reports.dense_bytes(self.model)
@@ -144,10 +141,6 @@ class FederatedStrategy(StreamedStrategy):
     def traffic(self, round: Round) -> dict[str, Any]:
         """Return who carried how much. In a star the busiest node is the server, in one direction."""
         return reports.star_traffic(round.log, self.paper_bytes(round))
-
-    def exchanged(self, round: Round) -> dict[str, Any]:
-        """Return the columns that every round has, whatever was exchanged in it."""
-        return {**reports.of_exchange(round), **self.traffic(round)}
 
     # --- state and results ------------------------------------------------------------------------------------------
 
@@ -188,31 +181,12 @@ class FederatedStrategy(StreamedStrategy):
             round, whose = int(self.recorder.info["rounds_completed"]), owner("global model", self.context.run_key)
             write_tensors(folder / "global.safetensors", self.model, round=round, owner=whose)
 
-    # --- for systems ------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def broadcast(clients: Iterable[int], payload: Payload, **fields: Any) -> Iterator[Outgoing]:
-        """Yield one payload, and the same named values, for all of these clients."""
-        return (Outgoing(client, payload, fields=fields) for client in clients)
-
     # --- Flower's door ----------------------------------------------------------------------------------------------
 
-    def start(  # the rest of Flower's arguments are the run's own settings, which the context has
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord | None = None,
-        num_rounds: int | None = None,
-        timeout: float | None = None,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Any = None,
-        *,
-        rounds_completed: int = 0,
-    ) -> Result:
-        """Run the rounds after ``rounds_completed``; see :func:`fedprune_app.federation.loop.run`."""
+    def run(self, grid: Grid, rounds_completed: int = 0, num_rounds: int | None = None) -> None:
+        """Run the rounds after ``rounds_completed``; ``start``, Flower's name for it, comes here too."""
         self.summary()
         loop.run(self, grid, num_rounds or self.config.num_server_rounds, rounds_completed)
-        return Result()
 
     def summary(self) -> None:
         """Log what will run."""

@@ -33,4 +33,4 @@ class DPSGD(Gossip):
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
         self.release_updates()
         self.model = {**self.model, **self.average(sorted(self.update_rounds), round.log).tensors}
-        return self.broadcast(self.clients, Payload(self.model))
+        return Outgoing.to_each(self.clients, Payload(self.model))

@@ -23,7 +23,7 @@ class FedAvg(AveragingStrategy):
         self.mean = self.averaging(len(round.participants), max_weight=largest)
 
     def send(self, round: Round) -> Iterator[Outgoing]:
-        return self.broadcast(round.participants, Payload(self.model))
+        return Outgoing.to_each(round.participants, Payload(self.model))
 
     def expect(self, round: Round, client: int) -> Schema:
         return Schema.like(self.model)

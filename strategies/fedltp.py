@@ -2,7 +2,7 @@
 
 Shi, Wei, Shen, Li, Wang, Yuan, Guo, "Efficient Federated Learning with Enhanced Privacy via Lottery Ticket Pruning in
 Edge Computing", Algorithms 1 and 2. The client half is ``clients/fedltp.py``; tickets are made in
-``fedprune_app/tickets.py``. No code was released; where the text is silent or contradicts itself:
+``strategies/tickets.py``. No code was released; where the text is silent or contradicts itself:
 
 * P1 is the pruned share of a tensor's weights (equation 15), so ``density`` is 1 - P1. Biases stay.
 * Sub-models are made once, from the magnitudes of the ticket's weights as public data trained them: neither they nor
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -38,9 +38,11 @@ from fedprune_app.core.tickets import Ticket, at_level, nested_levels
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
+from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.exchanges import Exchanges
 from fedprune_app.federation.round import Outgoing, Round, RunContext
 from strategies.dpfed import DPFed
+from strategies.tickets import winning_ticket
 
 log = logging.getLogger("flwr.fedprune")
 _SCALES = 40  # how far noise may take a score: beyond with probability e^-40, or by a client that makes it up
@@ -51,15 +53,8 @@ class FedLTP(DPFed):
 
     paper_formula = "32 bits per parameter times the mean retention rate p, both ways"
 
-    def __init__(
-        self,
-        context: RunContext,
-        model: Mapping[str, Tensor],
-        prunable: frozenset[str],
-        find_ticket: Callable[[], Ticket],
-    ) -> None:
+    def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
         super().__init__(context, model, prunable)
-        self.find_ticket = find_ticket
         self.levels: dict[str, Tensor] = {}  # how many sub-models have each weight
         self.drawn: dict[int, int] = {}  # by client, its sub-model, from 1
         self.best: tuple[int, float] = (0, -1.0)  # round and score
@@ -73,6 +68,12 @@ class FedLTP(DPFed):
         return self.config.fedltp
 
     # --- line 2: the ticket and its sub-models ----------------------------------------------------------------------
+
+    def find_ticket(self) -> Ticket:
+        """Return the winning ticket of Algorithm 1 for the clients' images."""
+        first = next(iter(self.clients.values()))
+        assert isinstance(first, ImageClientInfo)
+        return winning_ticket(self.config, first.image_shape, first.num_classes)
 
     def prepare(self) -> None:
         ticket = self.find_ticket()
@@ -109,7 +110,7 @@ class FedLTP(DPFed):
         """Yield clients of equal sub-models in a row, so that each is made and encoded once."""
         of_client = self.drawn.__getitem__
         for model, clients in groupby(sorted(round.participants, key=of_client), key=of_client):
-            yield from self.broadcast(clients, Payload.pruned(self.model, self.masks(model)))
+            yield from Outgoing.to_each(clients, Payload.pruned(self.model, self.masks(model)))
 
     # --- line 9 -----------------------------------------------------------------------------------------------------
 
@@ -152,12 +153,12 @@ class FedLTP(DPFed):
                 self.best, self.best_model = (round.number, score_now), self.model
         up, down = round.log.bytes_up - bytes_before[0], round.log.bytes_down - bytes_before[1]
         columns |= {"validation_bytes_up": up, "validation_bytes_down": down, "best_round": self.best[0]}
-        return {**self.exchanged(round), **columns}
+        return columns
 
     def _questions(self, round: Round) -> Iterator[Outgoing]:
         everybody = [k for k in self.participation.eligible(round.number) if k not in round.dropped]
         asked = round.participants if self.options.validators == "selected" else everybody
-        return self.broadcast(asked, Payload(self.model, self.masks(1)), asks="score")
+        return Outgoing.to_each(asked, Payload(self.model, self.masks(1)), asks="score")
 
     def _score(self, client: int, fields: wire.Fields) -> tuple[int, int]:
         """Read a client's (noised) number of correct predictions, and of how many. ``ValueError`` refuses them."""
@@ -169,7 +170,7 @@ class FedLTP(DPFed):
         return score, num_examples
 
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
-        return self.broadcast(self.clients, Payload(self.best_model, self.masks(1)))
+        return Outgoing.to_each(self.clients, Payload(self.best_model, self.masks(1)))
 
     def finish(self) -> None:
         """The final model is the best round's."""

@@ -125,7 +125,7 @@ class FedP3(AveragingStrategy):
         for (assigned, _), clients in groupby(sorted(round.participants, key=alike), key=alike):
             first, *others = clients
             payload = self.pruned_for(first, assigned)
-            yield from self.broadcast((first, *others), payload, **self.fields(assigned))
+            yield from Outgoing.to_each((first, *others), payload, **self.fields(assigned))
 
     def fields(self, assigned: Assigned) -> dict[str, Any]:
         """Return the named values that tell a client what was assigned to it."""

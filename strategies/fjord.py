@@ -64,7 +64,7 @@ class FjORD(AveragingStrategy):
         for width, clients in groupby(sorted(round.participants, key=self.width), key=self.width):
             first, *others = clients
             payload = Payload(self.sub_network(first))
-            yield from self.broadcast((first, *others), payload, width=width)
+            yield from Outgoing.to_each((first, *others), payload, width=width)
 
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
         payload = Payload(self.model)

@@ -76,7 +76,7 @@ class Relay(FederatedStrategy):
         """Take in nothing: :meth:`accept` keeps updates as they came."""
 
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
-        return self.broadcast(self.clients, _NOTHING)
+        return Outgoing.to_each(self.clients, _NOTHING)
 
     @staticmethod
     def _store(folder: Path, run_key: str) -> UpdateStore:

@@ -23,7 +23,7 @@ class Standalone(FederatedStrategy):
     paper_formula = "nothing is sent"
 
     def send(self, round: Round) -> Iterator[Outgoing]:
-        return self.broadcast(round.participants, _NOTHING)
+        return Outgoing.to_each(round.participants, _NOTHING)
 
     def expect(self, round: Round, client: int) -> Schema:
         return Schema.like({})
@@ -32,7 +32,7 @@ class Standalone(FederatedStrategy):
         """Take in nothing: there is nothing in the reply."""
 
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
-        return self.broadcast(self.clients, _NOTHING)
+        return Outgoing.to_each(self.clients, _NOTHING)
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         return 0.0, 0.0

@@ -24,7 +24,7 @@ class SubFedAvg(AveragingStrategy):
     paper_formula = "down 32 bits per parameter; up 32 bits per kept and 1 bit per pruned one, at the target rate"
 
     def send(self, round: Round) -> Iterator[Outgoing]:
-        return self.broadcast(round.participants, Payload(self.model))
+        return Outgoing.to_each(round.participants, Payload(self.model))
 
     def expect(self, round: Round, client: int) -> Schema:
         return Schema.like(self.model, masked=self.prunable)

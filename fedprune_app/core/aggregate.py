@@ -1,8 +1,8 @@
-"""Streaming accumulators: payloads are added one at a time, in any order, in O(model) memory, to the same bits.
+"""An accumulator adds payloads one at a time, in any order, and ends with the same bits for every order.
 
-Float sums depend on their order (float64 too: a few of millions of coordinates flip per round), and replies
-arrive in any order. So each addend is rounded once to a grid of 2^-40 and then added as an integer, which is
-exact and therefore commutative and associative.
+An accumulator takes O(model) memory. Float sums depend on their order, in float64 too: a few of millions of
+coordinates flip per round. Replies arrive in any order. So each addend is rounded once to a grid of 2^-40 and then
+added as an integer. Integer addition is exact, and therefore commutative and associative.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from fedprune_app.core.scores import NOfM, check_n_of_m, smallest
 FRACTION_BITS = 40
 _GRID = 2.0**FRACTION_BITS
 _HEADROOM = 2.0 ** (63 - FRACTION_BITS)
-_BLOCK = 2**16  # coordinates at a time: a block's float64 and int64 temporaries stay in the processor's cache
+_BLOCK = 2**16  # coordinates at a time, so that a block's float64 and int64 temporaries stay in the processor's cache
 
 
 class MaskedMean:
-    """Weighted mean over the clients that kept each coordinate.
+    """A masked mean averages each coordinate over the clients that kept this coordinate.
 
     ``mean[i] = Σ_k a_k m_k[i] w_k[i] / Σ_k a_k m_k[i]`` over the payloads added, with integer weights ``a_k``
-    (1, or sample counts). A payload that lacks a name does not take part in that tensor; a tensor without mask
-    counts everywhere. With full masks this is FedAvg. Source: Sub-FedAvg, Algorithm 1 line 9.
+    (1, or sample counts). A payload that lacks a name does not take part in that tensor. A tensor without mask
+    counts everywhere. With full masks the masked mean is FedAvg. Source: Sub-FedAvg, Algorithm 1 line 9.
 
-    ``max_addends`` and ``max_weight`` bound what will be added; a value too large to be summed exactly within
-    them (``|w| > 2^23 / max_addends``) is refused with ``ValueError`` rather than allowed to wrap around.
+    ``max_addends`` bounds the number of payloads and ``max_weight`` the weight of each payload. A value that is too
+    large for an exact sum within these bounds (``|w| > 2^23 / max_addends``) is refused with ``ValueError``. No sum can
+    wrap around.
     """
 
     def __init__(self, max_addends: int, max_weight: int = 1) -> None:
@@ -42,12 +43,12 @@ class MaskedMean:
         self.max_magnitude = _HEADROOM / (max_addends + 1)
         self.num_added = 0
         self._sums: dict[str, Tensor] = {}  # int64, in units of 2^-40 / max_weight
-        self._dtypes: dict[str, torch.dtype] = {}  # of the first addend
+        self._dtypes: dict[str, torch.dtype] = {}  # the dtype of the first addend
         self._weights: dict[str, Tensor] = {}  # Σ a_k m_k; 0-dim while every addend was dense
         self._weight_dtype = torch.int32 if max_addends * max_weight < 2**31 else torch.int64
 
     def add(self, payload: Payload, weight: int = 1) -> None:
-        """Add one client's payload; nothing is added when this raises."""
+        """Add one client's payload; an error leaves the mean as if this payload had not come."""
         if self.num_added >= self.max_addends:
             raise ValueError(f"more than {self.max_addends} payloads added")
         if not 1 <= weight <= self.max_weight:
@@ -75,7 +76,7 @@ class MaskedMean:
                 self._weights[name] = self._weights[name].expand(mask.shape).clone()
             kept, weights = (None, ()) if mask is None else (_blocks(mask), _blocks(self._weights[name]))
             for i, (values, sums) in enumerate(zip(_blocks(tensor), _blocks(self._sums[name]), strict=True)):
-                addend = values.double().mul(scale).round_().to(torch.int64)  # not mul_: a double is its own double()
+                addend = values.double().mul(scale).round_().to(torch.int64)  # not mul_: double() may be no copy
                 if kept is not None:
                     addend.mul_(kept[i])
                     weights[i].add_(kept[i], alpha=weight)
@@ -83,7 +84,10 @@ class MaskedMean:
         self.num_added += 1
 
     def mean(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The mean, in the names, order and dtypes of ``fallback``, which also stands where nobody kept."""
+        """Return the mean in the names, order and dtypes of ``fallback``.
+
+        A coordinate that nobody kept has its value in ``fallback``.
+        """
         result = {}
         for name, old in fallback.items():
             if name not in self._sums:
@@ -98,16 +102,17 @@ class MaskedMean:
         return result
 
     def mixed(self) -> dict[str, Tensor]:
-        """The gossip average ``Σ_j w_j / Σ_j m_j`` of all tensors added: as :meth:`mean`, with 0 where nobody kept.
+        """Return the gossip average ``Σ_j w_j / Σ_j m_j`` of all tensors added: :meth:`mean`, with 0 where nobody kept.
 
-        Each mask must be the one that the weights were trained with, not that of the search that follows: Algorithm 1
-        line 7 read literally divides by masks that do not match the weights, the released code does as here.
-        Unweighted. Source: Dis-PFL, Algorithm 1 line 7, before its multiplication with the local mask.
+        Each mask must be the one with which the weights were trained, and not the mask that the search afterwards
+        finds. Algorithm 1 line 7, read literally, divides by masks that do not match the weights. The released code
+        divides as this method does. The average is unweighted. Source: Dis-PFL, Algorithm 1 line 7, before its
+        multiplication with the local mask.
         """
         return self.mean({name: torch.zeros_like(sums, dtype=self._dtypes[name]) for name, sums in self._sums.items()})
 
     def held(self) -> dict[str, Tensor]:
-        """Of every tensor added, as bool, the coordinates that at least one addend kept."""
+        """Return a bool tensor for every tensor added: True at the coordinates that at least one addend kept."""
         return {
             name: (weights > 0).expand(self._sums[name].shape).contiguous() for name, weights in self._weights.items()
         }
@@ -124,7 +129,16 @@ def _blocks(tensor: Tensor) -> Sequence[Tensor]:
 def masked_mean(
     payloads: Iterable[Payload], fallback: Mapping[str, Tensor], weights: Sequence[int] | None = None
 ) -> dict[str, Tensor]:
-    """All at once what :class:`MaskedMean` does one by one; see there. ``weights`` are positive integers."""
+    """Return the mean of all ``payloads`` at once, as :class:`MaskedMean` computes it one by one.
+
+    A coordinate that no payload keeps is that of ``fallback``. ``weights`` are positive integers, one per payload.
+    ``ValueError`` for another number of weights than payloads.
+
+    >>> kept_by_one = Payload({"w": torch.tensor([1.0, 0.0, 0.0])}, {"w": torch.tensor([True, False, False])})
+    >>> kept_by_two = Payload({"w": torch.tensor([3.0, 5.0, 0.0])}, {"w": torch.tensor([True, True, False])})
+    >>> masked_mean([kept_by_one, kept_by_two], fallback={"w": torch.tensor([7.0, 8.0, 9.0])})["w"].tolist()
+    [2.0, 5.0, 9.0]
+    """
     payloads = list(payloads)
     weights = [1] * len(payloads) if weights is None else list(weights)
     if len(weights) != len(payloads):
@@ -136,11 +150,12 @@ def masked_mean(
 
 
 def attention_mean(tensors: Sequence[Sequence[Tensor]], temperature: float) -> list[Tensor]:
-    """Mean of one layer over its clients, weighted ``softmax(-d_i / (temperature · mean d))``.
+    """Return the mean of one layer over its clients, weighted ``softmax(-d_i / (temperature · mean d))``.
 
-    ``d_i`` is the squared L2 distance of client i's layer (all its tensors together) from the plain mean; where all are
-    equal, so are the weights. Ours: FedP3's Algorithm 3 names "an attention mapping layer" and no signal to learn it
-    from. float64 inside; the order of the clients matters to the last bit, so the caller sorts them.
+    ``d_i`` is the squared L2 distance of client i's layer (all its tensors together) from the plain mean. Where all
+    distances are equal, all weights are equal. The rule is ours: FedP3's Algorithm 3 names "an attention mapping
+    layer", and no signal from which this layer could learn. The arithmetic is in float64. The order of the clients
+    matters to the last bit, so the caller sorts the clients.
     """
     wide = [[tensor.double() for tensor in layer] for layer in tensors]
     mean = [torch.stack(parts).mean(0) for parts in zip(*wide, strict=True)]
@@ -155,9 +170,10 @@ def attention_mean(tensors: Sequence[Sequence[Tensor]], temperature: float) -> l
 
 
 def gossip_mix(payloads: Sequence[Payload]) -> dict[str, Tensor]:
-    """All at once what :meth:`MaskedMean.mixed` averages; see there. The receiver's own payload is one of them.
+    """Return the gossip average of all ``payloads`` at once, as :meth:`MaskedMean.mixed` computes it.
 
-    The order of the payloads does not change a bit. ``ValueError`` for none.
+    The receiver's own payload is one of ``payloads``. The order of the payloads does not change a bit. ``ValueError``
+    for no payload.
     """
     if not payloads:
         raise ValueError("0 payloads to mix, allowed: at least 1, the client's own")
@@ -171,11 +187,12 @@ SCOPES = ("matrix", "payload")
 
 
 class L0Mean:
-    """FedSpaLLM's server: the mean over those who kept an entry, and how many pruned it, without keeping payloads.
+    """An l0 mean is FedSpaLLM's server: it holds each entry's mean over those who kept it, and how many pruned it.
 
-    Equation (5) divides by ``‖Σ M‖_0``, literally one scalar; what is meant, and done, is each entry's own count. With
-    layer sampling only the payloads that have a matrix count for it; dense copies of those that did not prune it, as
-    equation (9) would add, dilute the mean and the counts. Bits do not depend on the order of arrival.
+    The payloads themselves are not held. Equation (5) divides by ``‖Σ M‖_0``, literally one scalar. The equation means
+    each entry's own count, and so does this class. With layer sampling only the payloads that have a matrix count for
+    that matrix. Equation (9) would add dense copies for clients that did not prune the matrix; such copies would dilute
+    the mean and the counts. The bits do not depend on the order of arrival.
     """
 
     def __init__(self, max_addends: int, max_weight: int = 1) -> None:
@@ -196,20 +213,30 @@ class L0Mean:
                 self._pruned[name].add_(pruned)
 
     def mean(self) -> Payload:
-        """Equation (5): of an entry, the mean over those who kept it; where nobody did 0, and False in the mask."""
+        """Return equation (5): each entry's mean over those who kept it.
+
+        An entry that nobody kept is 0, and False in the mask.
+        """
         held = self._mean.held()
         return Payload(self._mean.mixed(), {name: held[name] for name in self._pruned})
 
     def expanded(
         self, density: float, *, n_of_m: NOfM | None = None, ties: str = "magnitude", scope: str = "matrix"
     ) -> Payload:
-        """Equations (6) and (7): :meth:`mean`, pruned further to exactly ``keep_count(d, density)`` kept entries.
+        """Return equations (6) and (7): :meth:`mean`, pruned further to exactly ``keep_count(d, density)`` entries.
 
-        Those go first that most clients pruned, ``C`` largest; ``ties`` among them by smallest mean magnitude, or that
-        times the norm of its input, then lowest flat index, or by index alone (see ``core.expansion.tie_break``). Where
-        all clients together pruned more than that, nothing comes back (``k`` would be negative). ``d`` is a matrix, or
-        with ``scope="payload"`` all masked tensors together, in the payload's order. With ``n_of_m`` every m neighbours
-        of a row keep at most n, and ``density`` plays no part. What is removed here is not compensated by others.
+        The entries that most clients pruned (``C`` largest) go first. Among entries with equal ``C`` the order is that
+        of ``core.expansion.tie_break``, and then the lowest flat index. ``ties`` says which order this is:
+
+        * ``magnitude``: the smallest mean magnitude first;
+        * ``wanda``: the smallest product of mean magnitude and norm of its input first;
+        * ``index``: the lowest flat index alone.
+
+        If all clients agree on more pruned entries than the density asks for, no entry comes back (``k`` would be
+        negative). With ``scope="matrix"`` ``d`` counts the entries of one matrix. With ``scope="payload"`` ``d`` counts
+        the entries of all masked tensors together, in the payload's order. With ``n_of_m`` every m neighbours of a row
+        keep at most n entries, and ``density`` plays no part. No other entry compensates for an entry that is removed
+        here.
         """
         if scope not in SCOPES:
             raise ValueError(f"scope is {scope!r}, allowed: {', '.join(SCOPES)}")
@@ -231,12 +258,12 @@ class L0Mean:
         return Payload.pruned(mean.tensors, {name: masks[name] for name in self._pruned})
 
     def votes(self) -> Votes:
-        """What an expansion over several layers together needs of this one; see ``core.expansion.Cut``."""
+        """Return this layer's part in an expansion over several layers together; see ``core.expansion.Cut``."""
         return Votes(self.mean(), {name: counts.clone() for name, counts in self._pruned.items()})
 
 
 def _most_pruned(counts: Tensor, num_clients: Tensor, tie_break: Tensor, target: int) -> Tensor:
-    """Mask of what is pruned: everything all clients pruned, then the most often pruned up to ``target`` in all."""
+    """Return the pruned entries' mask: those that every client pruned, then the most often pruned, up to ``target``."""
     pruned = counts == num_clients
     missing = target - int(pruned.count_nonzero())
     for level in torch.unique(counts[~pruned]).flip(0).tolist():  # at most one level per client
@@ -250,18 +277,24 @@ def _most_pruned(counts: Tensor, num_clients: Tensor, tie_break: Tensor, target:
 
 
 def _most_pruned_of_m(counts: Tensor, tie_break: Tensor, n_of_m: NOfM, row_lengths: Sequence[int]) -> Tensor:
-    """As :func:`_most_pruned`, but m - n of every m neighbours, which no group of all clients' prunings exceeds."""
+    """Return the mask of :func:`_most_pruned` with m - n pruned entries among every m neighbours.
+
+    No group of m neighbours has more than m - n entries that every client pruned.
+    """
     for length in row_lengths:
         check_n_of_m(n_of_m, length)
     n, m = n_of_m
     by_tie = tie_break.view(-1, m).sort(dim=1, stable=True).indices
     by_count = counts.view(-1, m).gather(1, by_tie).sort(dim=1, descending=True, stable=True).indices
-    order = by_tie.gather(1, by_count)  # most often pruned first, then the smallest, then the first
+    order = by_tie.gather(1, by_count)  # most often pruned first, then the smallest tie_break, then the lowest index
     return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, : m - n], True).view(-1)
 
 
 def l0_mean(payloads: Iterable[Payload]) -> Payload:
-    """All at once what :meth:`L0Mean.mean` does one by one. ``ValueError`` for no payload."""
+    """Return the l0 mean of all ``payloads`` at once, as :meth:`L0Mean.mean` computes it.
+
+    ``ValueError`` for no payload.
+    """
     return _l0(payloads).mean()
 
 
@@ -274,7 +307,7 @@ def expand_masks(
     ties: str = "magnitude",
     scope: str = "matrix",
 ) -> Payload:
-    """``mean``, which is their :func:`l0_mean`, pruned further to ``density`` as in :meth:`L0Mean.expanded`.
+    """Return ``mean`` pruned further to ``density``, as in :meth:`L0Mean.expanded`; ``mean`` is ``l0_mean(payloads)``.
 
     ``ValueError`` for no payload, or a ``mean`` of other tensors or masks than theirs.
     """

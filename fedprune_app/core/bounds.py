@@ -1,17 +1,17 @@
-"""Numbers that somebody else says are checked against their bounds, here and nowhere else."""
+"""Numbers that somebody else reports are checked against their bounds, here and nowhere else."""
 
 from __future__ import annotations
 
 import reprlib
 
 LARGEST_SAID = 1e100
-"""The largest number that a client may say of itself: sums over clients, and their squares, stay finite."""
+"""A client may report no number of itself above this one: sums over clients, and their squares, then stay finite."""
 
 
 def bounded(value: object, what: str, least: float = -LARGEST_SAID, most: float = LARGEST_SAID) -> float:
-    """The function returns ``value`` if that is a number from ``least`` to ``most``, and refuses anything else.
+    """Return ``value`` if it is a number from ``least`` to ``most``; raise ``ValueError`` for anything else.
 
-    The ``ValueError`` begins with ``what``, which names the place of the value. NaN and truth values are refused, too.
+    The error begins with ``what``, which names the place of the value. NaN and truth values are refused, too.
 
     >>> bounded(0.25, "field 'density'", 0, 1)
     0.25

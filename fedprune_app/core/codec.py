@@ -1,33 +1,38 @@
-"""The wire codec: one flat array of bytes, near the entropy bound, and safe when a stranger wrote it.
+"""The wire codec writes a payload as one flat array of bytes, near the entropy bound, and reads anybody's bytes safely.
 
 A message is ``{"fp1": uint8[...]}``; the key names format and version. The bytes are five sections,
 little-endian, with nothing between or after them::
 
     header | digests | bitmaps | ANS words | values
 
-*Header*, one entry per tensor, in order. A lead byte in one of two forms, most significant bit first:
+*Header.* The header has one entry per tensor, in order. An entry begins with a lead byte in one of two forms, most
+significant bit first:
 
 - short ``[last][0][ndim - 1: 2][name length: 4]``: a float32 tensor with a mask, of 1 to 4 dimensions;
-- long ``[last][1][kind: 3][dtype: 3]``: any tensor; the varints ``ndim`` and ``name length`` follow;
+- long ``[last][1][kind: 3][dtype: 3]``: any tensor; the varints ``ndim`` and ``name length`` follow.
 
-then the UTF-8 name, ``ndim`` varint sizes and, unless the tensor is dense, the varint kept count ``k``
-(LEB128 in the fewest bytes). ``last`` is set on the final entry; a payload without tensors is zero bytes.
+The UTF-8 name and ``ndim`` varint sizes come next. Unless the tensor is dense, the varint kept count ``k`` ends the
+entry. A varint is LEB128 in the fewest bytes. ``last`` is set on the final entry. A payload without tensors is zero
+bytes.
 
-*Masks.* The numbers ``n`` and ``k`` settle how a mask travels, so nothing else needs saying: nothing kept and
-all kept need no bits; a density within 1/16 of one half goes as a bitmap (entropy coding would save 1.2 % of
-it at most and take many times as long); any other is entropy-coded. A mask the receiver holds goes as a
-digest.
+*Masks.* The numbers ``n`` and ``k`` settle how a mask travels, so no other field is needed:
+
+- A mask that the receiver holds travels as a digest, where the digest is smaller.
+- A mask that keeps nothing or everything needs no bits.
+- A mask whose density is within 1/16 of one half travels as a bitmap. Entropy coding would save 1.2 % of the bitmap at
+  most and take many times as long.
+- Any other mask is entropy-coded.
 
 *ANS words.* All entropy-coded masks share one stack of asymmetric numeral systems (Duda, arXiv:1311.2540;
 constriction's ``AnsCoder``: 32-bit words, 24-bit probabilities). A mask is i.i.d. Bernoulli with probability
 ``round(2^24 k / n) / 2^24``, which both sides compute in integers. The stack starts on up to four bytes
-borrowed from the values, below a 1 word ("bits back"), so that its start-up costs 1 bit instead of 33. The
+borrowed from the values, below a 1 word ("bits back"). The start of the stack then costs 1 bit instead of 33. The
 zero bytes that end the last word are dropped.
 
-*Values.* The kept values of each tensor in row-major order, bit for bit, less the borrowed bytes.
+*Values.* The kept values of each tensor follow in row-major order, bit for bit, without the borrowed bytes.
 
-Every message has one spelling: what :func:`decode` accepts without known masks, :func:`encode` writes again
-byte for byte.
+Every message has one spelling: for a message that :func:`decode` accepts without known masks, :func:`encode` writes
+the same bytes again.
 """
 
 from __future__ import annotations
@@ -75,7 +80,7 @@ Bools = NDArray[np.bool_]
 
 
 class _Entry(NamedTuple):
-    """What the header says of one tensor."""
+    """An entry is the header's description of one tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -119,7 +124,7 @@ class _Entry(NamedTuple):
 
 
 def mask_digest(mask: Tensor) -> bytes:
-    """16 bytes that stand for a boolean mask and its shape: SHA-256, truncated.
+    """Return 16 bytes that stand for a boolean mask and its shape: a truncated SHA-256.
 
     Raises ``ValueError`` for another dtype than ``torch.bool``.
     """
@@ -130,15 +135,23 @@ def mask_digest(mask: Tensor) -> bytes:
 
 
 def encode(payload: Payload, known_masks: Mapping[str, Tensor] | None = None) -> dict[str, Bytes]:
-    """The payload as bytes: of a masked tensor the kept values and, in the cheapest way, the mask.
+    """Return ``payload`` as bytes: of a masked tensor the kept values, and the mask in the cheapest way.
 
-    ``known_masks``: masks the receiver is sure to hold, by tensor name; one that equals the payload's is sent
-    as a digest where that is smaller. Values off the mask are zero by the payload's contract; they are
-    neither sent nor checked. Masks come back in the order of the tensors. The bytes depend on the arguments
-    alone, not on the machine. Takes one copy of the kept values beside the result.
+    ``known_masks`` are masks that the receiver is sure to hold, by tensor name. A known mask that equals the payload's
+    is sent as a digest where the digest is smaller. Values off the mask are zero by the payload's contract; they are
+    neither sent nor checked. Masks come back in the order of the tensors. The bytes depend on the arguments alone, not
+    on the machine. The function takes one copy of the kept values beside the result.
 
-    Raises ``ValueError`` for a dtype, name, number of dimensions or of tensors that the format has no room
-    for.
+    Raises ``ValueError`` for a dtype, a name, a number of dimensions or a number of tensors for which the format has no
+    room.
+
+    >>> kept = torch.tensor([False, True, False, False, False, False, False, True])
+    >>> payload = Payload.pruned({"w": torch.arange(8.0)}, {"w": kept})
+    >>> message = encode(payload)
+    >>> len(message[KEY])  # two float32 values in 8 bytes, and 5 bytes for name, shape, count and mask
+    13
+    >>> decode(message).tensors["w"].tolist()
+    [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 7.0]
     """
     known_masks = known_masks or {}
     if len(payload.tensors) > MAX_TENSORS:
@@ -164,7 +177,7 @@ def encode(payload: Payload, known_masks: Mapping[str, Tensor] | None = None) ->
     bitmaps = [np.packbits(m, bitorder="little") for e, m in zip(entries, masks, strict=True) if e.is_bitmap]
     coded = [(entry, mask) for entry, mask in zip(entries, masks, strict=True) if entry.is_coded]
     words = np.empty(0, np.uint8)
-    if coded:  # then something is kept
+    if coded:  # a coded mask keeps something, so there are values to lend
         lender = next(index for index, piece in enumerate(values) if piece.size)
         words = _ans_encode(coded, values[lender][:_LENT_BYTES])
         values[lender] = values[lender][_LENT_BYTES:]
@@ -178,13 +191,13 @@ def decode(
     *,
     max_bytes: int = 2**31,
 ) -> Payload:
-    """The payload that :func:`encode` wrote; ``known_masks`` are the masks this side holds, by tensor name.
+    """Return the payload that :func:`encode` wrote; ``known_masks`` are the masks that this side holds, by tensor name.
 
-    ``max_bytes`` bounds what is allocated for the result (values, and 1 byte per element of a mask), so that
-    a few bytes cannot claim a large tensor; pass the size of the expected model where it is known.
+    ``max_bytes`` bounds the memory of the result (values, and 1 byte per element of a mask), so that a few bytes cannot
+    claim a large tensor. The caller passes the size of the expected model where that is known.
 
-    Anything but a well-formed message raises ``ValueError`` with one line: every declared size is checked
-    against the bytes present before memory is taken, and every mask against its declared count after
+    Anything but a well-formed message raises ``ValueError`` with one line. Every declared size is checked
+    against the bytes present before memory is taken. Every mask is checked against its declared count after
     decoding.
     """
     body = _body_of(arrays)
@@ -225,12 +238,12 @@ def decode(
 
 
 def pack(payload: Payload) -> bytes:
-    """What :func:`encode` writes, as the content of a file."""
+    """Return the bytes that :func:`encode` writes, as the content of a file."""
     return encode(payload)[KEY].tobytes()
 
 
 def unpack(data: bytes | memoryview, max_bytes: int) -> Payload:
-    """The inverse of :func:`pack`, as careful as :func:`decode`."""
+    """Return the payload that :func:`pack` wrote; ``data`` and ``max_bytes`` are checked as in :func:`decode`."""
     return decode({KEY: np.frombuffer(data, dtype=np.uint8)}, max_bytes=max_bytes)
 
 
@@ -317,7 +330,11 @@ def _check_writable(entry: _Entry) -> None:
 
 
 def varint(value: int) -> bytes:
-    """A number that is not negative as LEB128: seven bits a byte, the lowest first, as in protobuf, too."""
+    """Return a number that is not negative as LEB128, as in protobuf: seven bits a byte, the lowest bits first.
+
+    >>> varint(300).hex()
+    'ac02'
+    """
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -327,7 +344,7 @@ def varint(value: int) -> bytes:
 
 
 class _Reader:
-    """Hands out the bytes of a message from the front, never one past its end."""
+    """A reader hands out the bytes of a message from the front, never one past its end."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -375,7 +392,7 @@ def _brief(value: object) -> str:
 
 
 def _digest_pays(numel: int, kept: int) -> bool:
-    """Whether 16 bytes undercut the mask: about m log2(2 n/m) bits, m being the count of the rarer symbol."""
+    """Return whether 16 bytes undercut the mask: about m log2(2 n/m) bits, m being the count of the rarer symbol."""
     rarer = min(kept, numel - kept)
     # The bit length is an integer logarithm: every machine decides alike.
     return rarer > 0 and rarer * (numel // rarer).bit_length() > 8 * _DIGEST_BYTES
@@ -410,7 +427,7 @@ def _check_count(entry: _Entry, mask: Bools) -> None:
 
 
 def _bernoulli(entry: _Entry) -> Any:
-    """The density in 24 bits, strictly between 0 and 1."""
+    """Return the Bernoulli model of an entry's density, in 24 bits and strictly between 0 and 1."""
     scale = 1 << _PRECISION
     numerator = (entry.kept * scale + entry.numel // 2) // entry.numel
     # perfect=True represents such a dyadic probability exactly; perfect=False shifts it by some 2^-24.
@@ -418,7 +435,7 @@ def _bernoulli(entry: _Entry) -> Any:
 
 
 def _ans_encode(coded: Sequence[tuple[_Entry, Bools]], lent: Bytes) -> Bytes:
-    """The masks on one stack, bottom to top last to first, over the bytes lent to it."""
+    """Return one stack of all masks, the last mask at the bottom, over the bytes lent to the stack."""
     base = np.array([int.from_bytes(lent.tobytes(), "little")], np.uint32)
     coder = constriction.stream.stack.AnsCoder(base, seal=True)  # seals with a 1 word
     for entry, mask in reversed(coded):
@@ -431,7 +448,7 @@ def _ans_encode(coded: Sequence[tuple[_Entry, Bools]], lent: Bytes) -> Bytes:
 
 
 def _ans_decode(coded: Sequence[_Entry], words: memoryview, num_lent: int) -> tuple[dict[str, Bools], Bytes]:
-    """The masks, and the bytes lent: what must remain of the stack is these and the 1 word, exactly."""
+    """Return the masks and the bytes lent; these bytes and the 1 word must be all that remains of the stack."""
     if not words or words[-1] == 0:
         raise ValueError("a message whose entropy-coded masks are missing or end in a zero byte")
     padded = bytes(words) + bytes(-len(words) % 4)

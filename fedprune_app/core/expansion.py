@@ -1,8 +1,11 @@
-"""FedSpaLLM's mask expansion over many layers together, of which one is in memory at a time.
+"""FedSpaLLM's mask expansion runs over many layers together, of which one is in memory at a time.
 
 Bai et al., "FedSpaLLM: Federated Pruning of Large Language Models", 2024, equations (6) and (7), with ``d`` the entries
-of the whole model. The order in which entries go is a total one, so where it is cut is found by counting: first clients
-that pruned an entry, then the upper and the lower half of the bits of what ties go by.
+of the whole model. The order in which entries go is total, so counting finds the place where this order is cut:
+
+1. count the entries by the number of clients that pruned them;
+2. count the upper half of the bits of the tie-breaking value;
+3. count the lower half of these bits.
 """
 
 from __future__ import annotations
@@ -18,14 +21,22 @@ from fedprune_app.core.payload import Payload
 
 TIES = ("magnitude", "wanda", "index")
 INPUT_NORMS = "input-norms/"
-"""Before a matrix' name: the root mean square of each of its inputs (in,), which ``wanda`` ties need."""
+"""This prefix before a matrix' name gives the root mean square of each of its inputs (in,), which ``wanda`` ties need.
+"""
 
 
 def tie_break(mean: Payload, name: str, ties: str) -> Tensor:
-    """What equally often pruned entries of a matrix go by, smallest first: float32 (entries,), not negative.
+    """Return the rank among equally often pruned entries of a matrix: the smallest goes first.
 
-    ``magnitude`` is ``|w|`` of the mean, ``wanda`` ``|w| · ‖x_j‖``, ``index`` 0. ``ValueError`` for a payload that
-    lacks the norms, and for another name.
+    Ranks are float32 (entries,), not negative.
+
+    ``ties`` is one of these:
+
+    * ``magnitude``: ``|w|`` of the mean;
+    * ``wanda``: ``|w| · ‖x_j‖`` of the mean;
+    * ``index``: 0.
+
+    ``ValueError`` for another ``ties``, and for a payload that lacks the norms.
     """
     if ties not in TIES:
         raise ValueError(f"ties is {ties!r}, allowed: {', '.join(TIES)}")
@@ -41,17 +52,20 @@ def tie_break(mean: Payload, name: str, ties: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Votes:
-    """A layer before its expansion: the l0 mean, and by masked tensor how many clients pruned each entry (``C``)."""
+    """Votes are a layer before its expansion.
+
+    ``mean`` is the l0 mean. ``pruned`` says, by masked tensor, how many clients pruned each entry (``C``).
+    """
 
     mean: Payload
     pruned: dict[str, Tensor]
 
 
 class Cut:
-    """Where the order of all entries is cut so that ``keep_count(d, density)`` of them stay.
+    """A cut says where the order of all entries ends, so that ``keep_count(d, density)`` of the entries stay.
 
-    ``layers`` gives all layers, each time it is called; it is called three times. What all clients of a layer pruned
-    stays pruned. Layers that nobody pruned should not be among them.
+    ``layers`` gives all layers, each time it is called; it is called three times. Entries that all clients of a layer
+    pruned stay pruned. Layers that nobody pruned should not be among ``layers``.
     """
 
     def __init__(self, layers: Callable[[], Iterable[Votes]], density: float, ties: str = "magnitude") -> None:
@@ -65,8 +79,10 @@ class Cut:
                 for level, count in enumerate(found.tolist()):
                     levels[level] = levels.get(level, 0) + count
         missing = sum(levels.values()) - keep_count(total, density)
-        # Of what somebody kept, all with a count above the level go, at the level those of smaller bits than the
-        # threshold, and as many more of equal bits.
+        # Of the entries that somebody kept, these go:
+        # - all with a count C above `level`;
+        # - at `level`, all with bits below `threshold`;
+        # - at `level`, the first `equal` entries with bits equal to `threshold`.
         self.level, self.threshold, self.equal = max(levels, default=0) + 1, 0, 0
         if missing <= 0:
             return
@@ -80,7 +96,10 @@ class Cut:
         self.threshold = high << 16 | low
 
     def applied(self, votes: Votes) -> Payload:
-        """A layer's expanded masks. Layers come in the order of ``layers``: of equals, the first ones go."""
+        """Return a layer's expanded masks.
+
+        Layers come in the order of ``layers``. Of equal entries the first ones go.
+        """
         masks = {}
         for name, pruned in votes.pruned.items():
             kept = votes.mean.masks[name]
@@ -94,7 +113,7 @@ class Cut:
         return Payload.pruned(votes.mean.tensors, masks)
 
     def _bits(self, votes: Votes, name: str) -> Tensor:
-        """Floats that are not negative are in the order of their bits."""
+        """Return the bits of the tie-breaking values: floats that are not negative are in the order of their bits."""
         return tie_break(votes.mean, name, self.ties).view(torch.int32)
 
     def _histogram(self, layers: Callable[[], Iterable[Votes]], part: Callable[[Tensor], Tensor]) -> Tensor:
@@ -107,7 +126,7 @@ class Cut:
 
 
 def _position(histogram: Tensor, rank: int) -> tuple[int, int]:
-    """(bin of the ``rank``-th smallest, from 1; its rank within the bin)."""
+    """Return the bin of the ``rank``-th smallest value, counted from 1, and the rank of that value within the bin."""
     up_to = histogram.cumsum(0)
     place = int(torch.searchsorted(up_to, rank))
     return place, rank - int(up_to[place] - histogram[place])

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model, by layer, dense and at the density its masks leave."""
+"""Functions here count a model's floating-point operations by layer, dense and at the density that the masks leave."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 BACKWARD_PER_FORWARD = 2
-"""Backward costs two forwards: one product for the gradient by inputs, one for that by weights."""
+"""A backward pass costs two forward passes: one product for the gradient by inputs, one for the gradient by weights."""
 
 
 def forward_flops(model: nn.Module, input_shape: Sequence[int]) -> dict[str, int]:
-    """FLOPs of one example's forward pass by layer name: 2 per multiply-add of its matrix products.
+    """Return the FLOPs of one example's forward pass by layer name: 2 per multiply-add of the layer's matrix products.
 
     ``input_shape`` is that of one example, without the batch. Convolutions and linear layers count, as in the
-    papers; their biases, norms, activations and pooling do not. A module that multiplies matrices outside its
-    submodules (attention) has an entry of its own. Nothing is computed: the pass runs on shapes alone, so the
+    papers. Their biases, norms, activations and pooling do not count. A module that multiplies matrices outside its
+    submodules (attention) has an entry of its own. Nothing is computed: the pass runs on shapes alone. So the
     model, its mode and its buffers stay as they are.
     """
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -43,10 +43,10 @@ def forward_flops(model: nn.Module, input_shape: Sequence[int]) -> dict[str, int
 
 
 def sparse_flops(layer_flops: Mapping[str, int], masks: Mapping[str, Tensor]) -> float:
-    """FLOPs when only kept weights are multiplied: each layer's count times the kept share of its weight.
+    """Return the FLOPs when only kept weights are multiplied: each layer's count times the kept share of its weight.
 
-    ``masks`` are by parameter name (``conv1.weight``), True = kept; a layer without one is dense, and masks
-    of other parameters do not matter.
+    ``masks`` are by parameter name (``conv1.weight``), True = kept. A layer without a mask is dense. Masks of other
+    parameters do not matter.
     """
     return sum(count * _density(masks.get(f"{name}.weight")) for name, count in layer_flops.items())
 
@@ -58,9 +58,9 @@ def _density(mask: Tensor | None) -> float:
 def training_flops(
     layer_flops: Mapping[str, int], num_examples: int, masks: Mapping[str, Tensor] | None = None
 ) -> float:
-    """FLOPs of training on ``num_examples`` (those of all epochs together): forward and backward passes.
+    """Return the FLOPs of training on ``num_examples`` (those of all epochs together): forward and backward passes.
 
     ``layer_flops`` are :func:`forward_flops` of the model. Dis-PFL's table adds the dense gradient of one batch for its
-    mask search: a second call, without masks.
+    mask search; a second call without masks gives that number.
     """
     return (1 + BACKWARD_PER_FORWARD) * sparse_flops(layer_flops, masks or {}) * num_examples

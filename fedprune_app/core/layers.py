@@ -1,4 +1,4 @@
-"""Layers of a network, by the names of their tensors, and which of them a client trains."""
+"""The layers of a network are found by the names of their tensors; functions here choose layers for a client."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 
 
 def last_layers(names: Sequence[str], weights: Collection[str], count: int) -> list[str]:
-    """Of ``names``, in the model's order, those of the last ``count`` layers that have one of ``weights``.
+    """Return those of ``names`` that belong to the last ``count`` layers with one of ``weights``, in the model's order.
 
-    Norms that stand between or behind these layers come with them; parameters and buffers of one layer stay together.
-    ``ValueError`` for fewer layers than asked for.
+    Norms that stand between or behind these layers come with them. Parameters and buffers of one layer stay together.
+    ``ValueError`` if the model has fewer layers than ``count``.
     """
     layers = list(dict.fromkeys(_layer(name) for name in names))
     weighted = [layer for layer in layers if any(_layer(weight) == layer for weight in weights)]
@@ -23,7 +23,7 @@ def last_layers(names: Sequence[str], weights: Collection[str], count: int) -> l
 
 
 def layers_of(names: Sequence[str], weights: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """The layers of a network in its order: name of each convolution or linear layer → names of its tensors.
+    """Return the layers of a network in its order: name of each convolution or linear layer → names of its tensors.
 
     ``names`` are tensors in the model's order, ``weights`` those of convolutions and linear layers. Biases, and norms
     with their running statistics, belong to the layer before them. So does a projection beside a residual block
@@ -49,13 +49,19 @@ def layers_of(names: Sequence[str], weights: Collection[str]) -> dict[str, tuple
 
 
 def consecutive(layers: Sequence[str], first: int, count: int) -> tuple[str, ...]:
-    """``count`` layers from position ``first`` on, the first one following the last; in the model's order."""
+    """Return ``count`` layers from position ``first`` on, in the model's order.
+
+    Behind the last layer comes the first one.
+
+    >>> consecutive(["conv1", "conv2", "fc1"], first=2, count=2)
+    ('conv1', 'fc1')
+    """
     chosen = {layers[(first + i) % len(layers)] for i in range(_checked(count, layers))}
     return tuple(layer for layer in layers if layer in chosen)
 
 
 def drawn(layers: Sequence[str], counts: Sequence[int], rng: np.random.Generator) -> tuple[str, ...]:
-    """As many layers as one of ``counts``, drawn uniformly, says, drawn uniformly without replacement."""
+    """Draw a number of layers uniformly from ``counts``, then draw that many layers uniformly without replacement."""
     count = _checked(counts[int(rng.integers(len(counts)))], layers)
     chosen = {layers[i] for i in rng.permutation(len(layers))[:count]}
     return tuple(layer for layer in layers if layer in chosen)
@@ -68,9 +74,16 @@ def _checked(count: int, layers: Sequence[str]) -> int:
 
 
 def matching(layers: Sequence[str], pattern: str) -> tuple[str, ...]:
-    """The layers that a text names: ``conv1 layer2`` those, and all below ``layer2``; ``-layer2.0`` all but those.
+    """Return the layers that the text ``pattern`` names; parts of the text are separated by blanks or commas.
 
-    A text with a minus first takes away from all layers. ``ValueError`` for a part that names no layer, or nothing.
+    * A name stands for this layer and all layers below it: ``layer2`` includes ``layer2.0``.
+    * A minus before a name takes these layers away. A text that begins with a minus takes away from all layers.
+
+    ``ValueError`` for a part that names no layer, and for a text that leaves no layer.
+
+    >>> layers = ["conv1", "layer2.0", "layer2.1"]
+    >>> matching(layers, "layer2"), matching(layers, "-layer2.0")
+    (('layer2.0', 'layer2.1'), ('conv1', 'layer2.1'))
     """
     parts = pattern.replace(",", " ").split()
     chosen = set(layers) if parts and parts[0].startswith("-") else set()
@@ -88,12 +101,14 @@ def matching(layers: Sequence[str], pattern: str) -> tuple[str, ...]:
 def within_capacity(
     sizes: Mapping[str, int], prunable: Mapping[str, int], head: str, first: int, density: float, capacity: float
 ) -> tuple[tuple[str, ...], float]:
-    """Which hidden layers a client trains that can hold ``capacity`` of all parameters, and the density of the others.
+    """Return the hidden layers that a client of ``capacity`` trains, and the density of the others.
 
-    Layers are taken from position ``first`` on, in turn, while what is deployed (them and the head in full, ``density``
-    of the others' weights) stays within the capacity. Where not even one fits, it is the smallest, and the others get
-    as dense as there is room. ``sizes`` are parameters per layer, ``prunable`` those of them that may be pruned.
-    ``ValueError`` if not even that fits.
+    The client has room for the share ``capacity`` of all parameters.
+
+    Layers are taken in turn from position ``first`` on, while the deployed model stays within the capacity. Deployed
+    are these layers and the head in full, and ``density`` of the others' weights. If not even one layer fits, the
+    client trains the smallest layer, and the others get as dense as there is room. ``sizes`` are parameters per layer;
+    ``prunable`` are those of them that may be pruned. ``ValueError`` if not even the head and the smallest layer fit.
     """
     room = capacity * sum(sizes.values()) + 1e-6
     hidden = [layer for layer in sizes if layer != head]
@@ -113,7 +128,10 @@ def within_capacity(
 
 
 def deployed(sizes: Mapping[str, int], prunable: Mapping[str, int], dense: Collection[str], density: float) -> float:
-    """Parameters a client holds: the ``dense`` layers in full, and a share of what may be pruned of each other."""
+    """Return how many parameters a client holds.
+
+    The ``dense`` layers count in full. Of each other layer's ``prunable`` parameters the share ``density`` counts.
+    """
     return sum(
         size if layer in dense else size - prunable[layer] + density * prunable[layer] for layer, size in sizes.items()
     )
@@ -122,11 +140,11 @@ def deployed(sizes: Mapping[str, int], prunable: Mapping[str, int], dense: Colle
 def assign_layers(
     num_layers: int, shares: Mapping[int, float], rng: np.random.Generator, first: Collection[int] = ()
 ) -> dict[int, list[int]]:
-    """Layers for each client, distinct ones, by a shuffled round-robin over shuffled clients.
+    """Return distinct layers for each client, dealt by a shuffled round-robin over shuffled clients.
 
-    How many is what :func:`layer_counts` makes of the shares. Every layer goes to somebody if the shares add up to 1,
-    and to nobody more often than needed: two layers' numbers of clients differ by at most one, and where not all have
-    as many, those named ``first`` have more. ``ValueError`` for a share outside (0, 1].
+    :func:`layer_counts` says how many layers each client gets for its share. If the shares add up to 1, every layer
+    goes to somebody. No layer goes to more clients than needed: two layers' numbers of clients differ by at most one.
+    Where the numbers differ, the layers in ``first`` have more clients. ``ValueError`` for a share outside (0, 1].
     """
     order = sorted(rng.permutation(num_layers).tolist(), key=lambda layer: layer not in first)
     clients = rng.permutation(sorted(shares)).tolist()
@@ -138,10 +156,13 @@ def assign_layers(
 
 
 def layer_counts(num_layers: int, shares: Mapping[int, float]) -> dict[int, int]:
-    """How many layers each client gets of ``num_layers``: its share, rounded up or down, and at least one.
+    """Return how many of ``num_layers`` each client gets: its share, rounded up or down, and at least one.
 
-    Together they get the sum of the shares, rounded, or a layer each: those with the largest remainders are rounded up,
-    among equals those named first. ``ValueError`` for a share outside (0, 1].
+    Together the clients get the rounded sum of the shares, or a layer each if that is more. The shares with the largest
+    remainders are rounded up; of equal remainders those named first. ``ValueError`` for a share outside (0, 1].
+
+    >>> layer_counts(5, {0: 0.5, 1: 0.3, 2: 0.2})
+    {0: 3, 1: 1, 2: 1}
     """
     if wrong := [share for share in shares.values() if not 0 < share <= 1]:
         raise ValueError(f"a client's share of the layers is {wrong[0]:g}, allowed: above 0 and at most 1")

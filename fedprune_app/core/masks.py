@@ -1,4 +1,4 @@
-"""Masks: how many coordinates to keep, which ones, and how far two masks are apart. True = kept, everywhere."""
+"""Masks say which coordinates to keep; functions here count, choose and compare them. True = kept, everywhere."""
 
 from __future__ import annotations
 
@@ -15,24 +15,34 @@ Masks = dict[str, Tensor]
 
 
 def keep_count(n: int, density: float) -> int:
-    """How many of ``n`` coordinates a density keeps: ``floor(density * n)``, guarded against float noise.
+    """Return how many of ``n`` coordinates a density keeps: ``floor(density * n)``, guarded against float noise.
 
-    The one place where a density is rounded. ``density`` in [0, 1], else ``ValueError``.
+    A density is rounded here and nowhere else. ``density`` is in [0, 1], else ``ValueError``.
+
+    >>> keep_count(100, 0.29)  # although 0.29 * 100 is 28.999999999999996
+    29
+    >>> keep_count(3, 0.5)
+    1
     """
     if not 0.0 <= density <= 1.0:
         raise ValueError(f"density is {density}, allowed: 0 to 1")
-    return min(n, math.floor(density * n + 1e-6))  # 0.7 * 10 is 7, not 6.999...
+    return min(n, math.floor(density * n + 1e-6))  # 0.29 * 100 is 29, not 28.999...
 
 
 def erk_densities(shapes: Mapping[str, torch.Size | tuple[int, ...]], density: float) -> dict[str, float]:
-    """Erdős-Rényi-kernel densities: small tensors stay denser, together they keep ``density`` of all coordinates.
+    """Return Erdős-Rényi-kernel densities: small tensors stay denser, all together keep ``density`` of the coordinates.
 
-    A tensor's density is proportional to ``sum(shape) / prod(shape)``; one that would pass 1 becomes dense and the
-    others share what is left, until none does. All given tensors take part. A 1-D tensor (bias, norm scale) has
-    the largest ratio, 1, and so is dense unless ``density`` is tiny (all shapes' sums together then exceed the
-    coordinates to keep); a scalar or empty tensor counts as 1-D. ``density`` in [0, 1], else ``ValueError``.
+    A tensor's density is proportional to ``sum(shape) / prod(shape)``. A tensor whose density would pass 1 becomes
+    dense, and the others share the rest, until no density passes 1. All given tensors take part. A 1-D tensor (bias,
+    norm scale) has the largest ratio, 1. So it is dense unless ``density`` is tiny (all shapes' sums together then
+    exceed the coordinates to keep). A scalar or empty tensor counts as 1-D. ``density`` is in [0, 1], else
+    ``ValueError``.
 
     Source: Evci et al. 2020 (RigL), used by Dis-PFL, section 3.2, for the initial masks.
+
+    >>> shapes = {"conv": (6, 3, 5, 5), "fc": (120, 400)}
+    >>> {name: round(share, 3) for name, share in erk_densities(shapes, 0.2).items()}
+    {'conv': 0.759, 'fc': 0.195}
     """
     if not 0.0 <= density <= 1.0:
         raise ValueError(f"density is {density}, allowed: 0 to 1")
@@ -54,10 +64,10 @@ def erk_densities(shapes: Mapping[str, torch.Size | tuple[int, ...]], density: f
 
 
 def uniform_densities(shapes: Mapping[str, torch.Size | tuple[int, ...]], density: float) -> dict[str, float]:
-    """``density`` for every weight (2 or more dimensions); 1-D tensors stay dense.
+    """Return ``density`` for every weight (2 or more dimensions) and 1 for every 1-D tensor.
 
-    They cost next to nothing, and a normalisation scale masked to 0 silences its whole channel. ``density`` in
-    [0, 1], else ``ValueError``.
+    1-D tensors stay dense because they cost next to nothing, and because a normalisation scale masked to 0 silences its
+    whole channel. ``density`` is in [0, 1], else ``ValueError``.
     """
     if not 0.0 <= density <= 1.0:
         raise ValueError(f"density is {density}, allowed: 0 to 1")
@@ -65,7 +75,7 @@ def uniform_densities(shapes: Mapping[str, torch.Size | tuple[int, ...]], densit
 
 
 def full_masks(shapes: Mapping[str, torch.Size | tuple[int, ...]]) -> Masks:
-    """Masks that keep everything."""
+    """Return masks that keep everything."""
     return {name: torch.ones(tuple(shape), dtype=torch.bool) for name, shape in shapes.items()}
 
 
@@ -74,7 +84,7 @@ def random_masks(
     densities: Mapping[str, float],
     rng: torch.Generator,
 ) -> Masks:
-    """Masks with exactly ``keep_count(n, densities[name])`` kept coordinates, uniformly placed, per tensor."""
+    """Draw masks with exactly ``keep_count(n, densities[name])`` kept coordinates per tensor, uniformly placed."""
     masks = {}
     for name, shape in shapes.items():
         mask = torch.zeros(tuple(shape), dtype=torch.bool)
@@ -85,10 +95,10 @@ def random_masks(
 
 
 def random_coordinates(shapes: Mapping[str, torch.Size | tuple[int, ...]], density: float, seed: int) -> Masks:
-    """Masks that together keep exactly ``keep_count(d, density)`` of all d coordinates, uniformly placed.
+    """Draw masks that together keep exactly ``keep_count(d, density)`` of all d coordinates, uniformly placed.
 
-    Unlike :func:`random_masks` all tensors are drawn from at once, biases too; ``seed`` alone decides, so that it can
-    travel in place of the masks. Source: Fed-SPA's random sparsifier.
+    Unlike :func:`random_masks` the function draws from all tensors at once, biases too. ``seed`` alone decides, so the
+    seed can travel in place of the masks. Source: Fed-SPA's random sparsifier.
     """
     sizes = [math.prod(shape) for shape in shapes.values()]
     kept = torch.zeros(sum(sizes), dtype=torch.bool)
@@ -99,14 +109,14 @@ def random_coordinates(shapes: Mapping[str, torch.Size | tuple[int, ...]], densi
 
 
 def packed(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each masked tensor as the vector of its kept values: what is sent to somebody who knows the masks."""
+    """Return each masked tensor as the vector of its kept values, to be sent to somebody who knows the masks."""
     return {name: tensor[masks[name]] if name in masks else tensor for name, tensor in tensors.items()}
 
 
 def unpacked(
     values: Mapping[str, Tensor], masks: Mapping[str, Tensor], fallback: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The inverse of :func:`packed`; coordinates that were not sent are those of ``fallback``."""
+    """Return the tensors that :func:`packed` packed; coordinates that were not sent are those of ``fallback``."""
     tensors = dict(values)
     for name in values.keys() & masks.keys():
         tensors[name] = fallback[name].clone()
@@ -115,9 +125,10 @@ def unpacked(
 
 
 def magnitude_masks(weights: Mapping[str, Tensor], density: float) -> Masks:
-    """Per tensor, keep the ``keep_count(n, density)`` weights of largest magnitude; ties go to the lowest flat index.
+    """Return masks of the ``keep_count(n, density)`` weights of largest magnitude, per tensor.
 
-    Source: FedP3, section 4.3.1, as its released code has it (``int(p n)`` per weight tensor).
+    Ties go to the lowest flat index. Source: FedP3, section 4.3.1, as its released code has it (``int(p n)`` per weight
+    tensor).
     """
     masks = {}
     for name, weight in weights.items():
@@ -133,10 +144,15 @@ def magnitude_masks(weights: Mapping[str, Tensor], density: float) -> Masks:
 def sketch_masks(
     weights: Mapping[str, Tensor], density: float, kind: str, seed: int, partition: int, round: int
 ) -> Masks:
-    """FedP3's P_i: per tensor, ``keep_count(n, density)`` weights.
+    """Return FedP3's P_i: masks that keep ``keep_count(n, density)`` weights per tensor.
 
-    ``kind`` is "magnitude", or "random" for a client's own draw, once, and "random-per-round" for one every round.
-    Server and client make the same.
+    ``kind`` is one of these:
+
+    * ``magnitude``: the weights of largest magnitude;
+    * ``random``: a client's own draw, the same in every round;
+    * ``random-per-round``: a client's own draw, a new one in every round.
+
+    Server and client make the same masks.
     """
     if kind == "magnitude":
         return magnitude_masks(weights, density)
@@ -146,13 +162,13 @@ def sketch_masks(
 
 
 def prune_percent(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], percent: float) -> Masks:
-    """Remove about ``percent`` % of the remaining weights of each tensor: those of smallest magnitude.
+    """Return masks without about ``percent`` % of the remaining weights of each tensor: those of smallest magnitude.
 
-    Per tensor the threshold is the linearly interpolated percentile of ``|w|`` over the alive coordinates (kept
-    and non-zero); coordinates strictly below it leave the mask. New masks are subsets of the old ones. A tensor
-    without alive coordinates keeps its mask. ``percent`` in [0, 100], else ``ValueError``.
+    Per tensor the threshold is the linearly interpolated percentile of ``|w|`` over the alive coordinates (kept and
+    non-zero). Coordinates strictly below the threshold leave the mask. New masks are subsets of the old ones. A tensor
+    without alive coordinates keeps its mask. ``percent`` is in [0, 100], else ``ValueError``.
 
-    Source: Sub-FedAvg, sections 3.5 and 4. The paper prunes "w.r.t. the full dense network"; the released code,
+    Source: Sub-FedAvg, sections 3.5 and 4. The paper prunes "w.r.t. the full dense network". The released code,
     followed here, prunes the *remaining* weights, so that repeated steps approach any target.
     """
     if not 0.0 <= percent <= 100.0:
@@ -170,10 +186,11 @@ def prune_percent(weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], pe
 
 
 def relative_threshold_masks(weights: Mapping[str, Tensor], ratio: float) -> Masks:
-    """Keep what is larger than ``ratio`` times the largest magnitude of its tensor: ``|w| > ratio · max |w|``.
+    """Return masks that keep ``|w| > ratio · max |w|``, where the maximum is over the weight's own tensor.
 
-    How many that are depends on the weights' distribution; the largest always stays. With ratio 0 exact zeros go, and
-    a tensor of zeros loses everything. ``ratio`` in [0, 1), else ``ValueError``, as for a weight that is NaN.
+    The number of kept weights depends on the weights' distribution. The largest weight always stays. With ratio 0 exact
+    zeros go, and a tensor of zeros loses everything. ``ratio`` is in [0, 1), else ``ValueError``. A weight that is NaN
+    raises ``ValueError``, too.
 
     Source: Fed-LTP, equation 9, whose "largest value" is read as the largest magnitude.
     """
@@ -193,17 +210,24 @@ def prune_and_grow(
 ) -> Masks:
     """Move a fraction of each mask: drop the kept weights of smallest magnitude, grow where the gradient is largest.
 
-    Per tensor ``n = ceil(fraction * kept)``, at least 1 if anything is kept and ``fraction`` > 0. The n kept
-    coordinates of smallest ``|w|`` are dropped; then, among all that are now off, the ones just dropped included,
-    the n of largest ``|gradient|`` are kept. Ties go to the lowest flat index. Every tensor keeps exactly as many
-    coordinates as before; one that is dense or empty does not change. Weights are not touched: a grown coordinate
-    has the value that the caller gives it.
+    Per tensor ``n = ceil(fraction * kept)``, at least 1 if anything is kept and ``fraction`` > 0.
+
+    1. The n kept coordinates of smallest ``|w|`` are dropped.
+    2. Of all coordinates that are now off, those just dropped included, the n of largest ``|gradient|`` are kept.
+
+    Ties go to the lowest flat index. Every tensor keeps exactly as many coordinates as before. A tensor that is dense
+    or empty does not change. The weights do not change: the caller gives a grown coordinate its value.
 
     ``gradients`` are those of the dense model, off the mask too (RigL); random numbers in their place make growth
     uniform (SET). All tensors of a name have one shape and device. ``ValueError`` when ``fraction`` is outside
     [0, 1] or a weight or gradient is NaN.
 
     Source: Dis-PFL, Algorithm 2; Evci et al. 2020 (RigL), Mocanu et al. 2018 (SET).
+
+    >>> weights, gradients = torch.tensor([5.0, 0.1, 0.0, 0.0]), torch.tensor([0.0, 0.0, 1.0, 9.0])
+    >>> masks = {"w": torch.tensor([True, True, False, False])}
+    >>> prune_and_grow({"w": weights}, {"w": gradients}, masks, fraction=0.5)["w"].tolist()
+    [True, False, False, True]
     """
     if not 0.0 <= fraction <= 1.0:
         raise ValueError(f"fraction is {fraction}, allowed: 0 to 1")
@@ -211,7 +235,7 @@ def prune_and_grow(
     for name, mask in masks.items():
         magnitude, growth = weights[name].detach().abs(), gradients[name].detach().abs()
         for kind, scores in (("weight", magnitude), ("gradient", growth)):
-            if scores.sum().isnan():  # of magnitudes, so only if one of them is
+            if scores.sum().isnan():  # a sum of magnitudes is NaN only if one of them is
                 raise ValueError(f"{kind} '{name}' holds NaN, allowed: numbers")
         kept = int(mask.count_nonzero())
         if fraction == 0 or kept in (0, mask.numel()):
@@ -224,13 +248,14 @@ def prune_and_grow(
 
 
 def _largest(scores: Tensor, eligible: Tensor, count: int) -> Tensor:
-    """Mask of the ``count`` eligible coordinates of largest score, at least 1; ties go to the lowest flat index.
+    """Return the mask of the ``count`` eligible coordinates of largest score; ``count`` is at least 1.
 
-    Selects the last score to enter and then compares, which is many times faster than a stable sort.
+    Ties go to the lowest flat index. The function selects the smallest score that enters and then compares all scores
+    with it, which is many times faster than a stable sort.
     """
     shape, scores, eligible = eligible.shape, scores.reshape(-1), eligible.reshape(-1)
     if scores.device.type == "cpu":
-        candidates = scores.numpy()[np.flatnonzero(eligible.numpy())]  # both of these outrun torch's on a CPU
+        candidates = scores.numpy()[np.flatnonzero(eligible.numpy())]  # both outrun torch's on a CPU
         last = float(np.partition(candidates, -count)[-count])
     else:
         last = float(scores[eligible].topk(count, sorted=False).values.min())
@@ -241,10 +266,13 @@ def _largest(scores: Tensor, eligible: Tensor, count: int) -> Tensor:
 
 
 def mask_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
-    """Mean over tensors, each counting alike, of the share of coordinates in which two masks differ.
+    """Return the mean over tensors, each counting alike, of the share of coordinates in which two masks differ.
 
-    In [0, 1]; 0 for masks without tensors. Source: Sub-FedAvg, Algorithm 1 line 13. ``ValueError`` when the two
-    do not name the same tensors.
+    The distance is in [0, 1], and 0 for masks without tensors. Source: Sub-FedAvg, Algorithm 1 line 13. ``ValueError``
+    when ``a`` and ``b`` do not name the same tensors.
+
+    >>> mask_distance({"w": torch.tensor([True, True])}, {"w": torch.tensor([True, False])})
+    0.5
     """
     if a.keys() != b.keys():
         raise ValueError(f"masks name different tensors: {sorted(a.keys() ^ b.keys())}")

@@ -1,4 +1,4 @@
-"""What a run reports about its clients: the mean, the spread, and how the worst-served tenth fares."""
+"""A run reports about its clients the mean, the spread, and the worst-served tenth."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class Summary(NamedTuple):
-    """Mean, population standard deviation and worst decile of one number per client."""
+    """A summary holds mean, population standard deviation and worst decile of one number per client."""
 
     mean: float
     std: float
@@ -18,9 +18,13 @@ class Summary(NamedTuple):
 
 
 def worst_decile(values: Sequence[float] | NDArray[np.floating]) -> float:
-    """Mean of the lowest ceil(n / 10) of n values: the worst client itself where n <= 10.
+    """Return the mean of the lowest ceil(n / 10) of n values; for n <= 10 this is the worst client itself.
 
-    NaN for no values, and where a value is NaN: what was not measured is never the best or the worst.
+    The result is NaN for no values, and where a value is NaN: a value that was not measured is never the best or the
+    worst.
+
+    >>> worst_decile([0.9, 0.2, 0.7])
+    0.2
     """
     ordered = np.sort(np.asarray(values, dtype=np.float64))  # NaN sorts last
     if ordered.size == 0 or np.isnan(ordered[-1]):
@@ -29,7 +33,7 @@ def worst_decile(values: Sequence[float] | NDArray[np.floating]) -> float:
 
 
 def summary(values: Sequence[float] | NDArray[np.floating]) -> Summary:
-    """Mean over clients (each counts once, not per sample), population std and worst decile.
+    """Return mean over clients (each counts once, not per sample), population standard deviation and worst decile.
 
     The clients are the population, not a sample of one, hence ``ddof = 0``. All three are NaN for no values
     (a record shows NaN as null).

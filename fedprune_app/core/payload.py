@@ -1,4 +1,4 @@
-"""The one currency of the system: named tensors with explicit masks."""
+"""A payload is the one currency of the system: named tensors with explicit masks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_BFLOAT16 = np.dtype([("bfloat16", "<u2")])  # numpy has none of its own: two bytes that say what they are
+_BFLOAT16 = np.dtype([("bfloat16", "<u2")])  # numpy has no bfloat16: two bytes under a field of that name
 
 
 @dataclass(frozen=True, eq=False)
 class Payload:
-    """Named tensors and, for the pruned ones, a boolean mask of the same shape (True = kept).
+    """A payload holds named tensors and, for the pruned ones, a boolean mask of the same shape (True = kept).
 
-    A name without a mask is dense; a name that is absent was not sent. Tensors are zero where their mask is
-    False (:meth:`pruned` makes it so), but a zero is not thereby pruned: a weight just grown is 0 and kept.
+    A name without a mask is dense. A name that is absent was not sent. Tensors are zero where their mask is
+    False (:meth:`pruned` sets these zeros). A zero alone does not say that a weight is pruned: a weight just grown is 0
+    and kept.
 
     Raises ``ValueError`` for a mask without tensor, of another shape, or not boolean.
+
+    >>> payload = Payload.pruned({"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([True, False])})
+    >>> payload.tensors["w"].tolist(), payload.density()
+    ([3.0, 0.0], 0.5)
     """
 
     tensors: Mapping[str, Tensor]
@@ -41,7 +46,7 @@ class Payload:
 
     @classmethod
     def pruned(cls, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Payload:
-        """A payload of new tensors, zero wherever their mask is False."""
+        """Return a payload of new tensors, zero wherever their mask is False."""
         kept = {
             name: torch.where(masks[name], tensor, 0) if name in masks else tensor.clone()
             for name, tensor in tensors.items()
@@ -49,25 +54,26 @@ class Payload:
         return cls(kept, {name: mask.clone() for name, mask in masks.items()})
 
     def num_elements(self) -> int:
-        """Coordinates of all tensors, kept or not."""
+        """Return the number of coordinates of all tensors, kept or not."""
         return sum(tensor.numel() for tensor in self.tensors.values())
 
     def num_kept(self) -> int:
-        """Coordinates that are kept: all of a dense tensor, the True ones of a masked tensor."""
+        """Return the number of kept coordinates: all of a dense tensor, the True ones of a masked tensor."""
         return sum(
             int(self.masks[name].sum()) if name in self.masks else tensor.numel()
             for name, tensor in self.tensors.items()
         )
 
     def density(self) -> float:
-        """Kept share of all coordinates, in [0, 1]; an empty payload has density 1."""
+        """Return the kept share of all coordinates, in [0, 1]; an empty payload has density 1."""
         total = self.num_elements()
         return self.num_kept() / total if total else 1.0
 
     def digest(self) -> str:
-        """SHA-256, in hexadecimal, over names, dtypes, shapes, values and masks; their order in the payload is ignored.
+        """Return the SHA-256, in hexadecimal, of names, dtypes, shapes, values and masks.
 
-        Equal models have equal digests, whether their tensors come from memory, from a file or from a message.
+        The order of the names in the payload is ignored. Equal models have equal digests, whether their tensors come
+        from memory, from a file or from a message.
         """
         total = hashlib.sha256()
         for part, tensors in (("tensor", self.tensors), ("mask", self.masks)):
@@ -77,14 +83,20 @@ class Payload:
         return total.hexdigest()
 
     def to_ndarrays(self) -> list[np.ndarray]:
-        """Values in the payload's order, then masks in theirs: the list a Flower ``NumPyClient`` passes."""
+        """Return the values in the payload's order, then the masks in theirs.
+
+        A Flower ``NumPyClient`` passes this list.
+        """
         return [_to_ndarray(tensor) for tensor in (*self.tensors.values(), *self.masks.values())]
 
     @classmethod
     def from_ndarrays(
         cls, arrays: Sequence[np.ndarray], names: Iterable[str], mask_names: Iterable[str] = ()
     ) -> Payload:
-        """Inverse of :meth:`to_ndarrays`, given the names in order. Raises ``ValueError`` on a wrong count."""
+        """Return the payload that :meth:`to_ndarrays` listed, given the names in order.
+
+        ``ValueError`` for a wrong number of arrays.
+        """
         names, mask_names = list(names), list(mask_names)
         if len(arrays) != len(names) + len(mask_names):
             expected = f"{len(names)} tensors and {len(mask_names)} masks"

@@ -1,4 +1,4 @@
-"""Averages that a minority of hostile clients cannot carry off, on the coordinates that each client kept."""
+"""Robust averages bound what a minority of hostile clients can do, on the coordinates that each client kept."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOCK = 2**16  # coordinates at a time, of all clients
 
 
 def move_norm(update: Payload, base: Mapping[str, Tensor]) -> float:
-    """L2 norm of ``update - base`` over the coordinates that the update keeps, summed in float64."""
+    """Return the L2 norm of ``update - base`` over the coordinates that ``update`` keeps, summed in float64."""
     squares = 0.0
     for name, tensor in update.tensors.items():
         away = tensor.double() - base[name].double()
@@ -26,10 +26,10 @@ def move_norm(update: Payload, base: Mapping[str, Tensor]) -> float:
 
 
 def clipped(update: Payload, base: Mapping[str, Tensor], bound: float) -> Payload:
-    """``base + (update - base) · min(1, bound / ‖update - base‖)`` on kept coordinates; 0 stays where it keeps none.
+    """Return ``base + (update - base) · min(1, bound / ‖update - base‖)`` on kept coordinates, and 0 on the others.
 
-    What one client can move an average of equal weights by is then ``bound`` over the number of its contributors,
-    whatever it sends; the weights must not be the clients' to choose.
+    One client can then move an average of equal weights by at most ``bound`` over the number of contributors, whatever
+    the client sends. This holds only if the clients do not choose the weights.
     """
     norm = move_norm(update, base)
     if norm <= bound:
@@ -43,7 +43,7 @@ def clipped(update: Payload, base: Mapping[str, Tensor], bound: float) -> Payloa
 
 
 class BoundedMean:
-    """A :class:`MaskedMean` of payloads that :func:`clipped` brought within ``bound`` of ``base``."""
+    """A bounded mean is a :class:`MaskedMean` of payloads that :func:`clipped` brought within ``bound`` of ``base``."""
 
     def __init__(self, mean: MaskedMean, base: Mapping[str, Tensor], bound: float) -> None:
         if not bound > 0:
@@ -51,26 +51,26 @@ class BoundedMean:
         self.bound, self.base, self._mean = bound, base, mean
 
     def add(self, payload: Payload, weight: int = 1) -> None:
-        """Add one client's payload; nothing is added when this raises."""
+        """Add one client's payload; an error leaves the mean as if this payload had not come."""
         self._mean.add(clipped(payload, self.base, self.bound), weight)
 
     def mean(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As :meth:`MaskedMean.mean`."""
+        """Return the mean as :meth:`MaskedMean.mean` does."""
         return self._mean.mean(fallback)
 
 
 class TrimmedMean:
-    """Coordinate-wise trimmed mean over the clients that kept each coordinate.
+    """A trimmed mean leaves out each coordinate's extreme values, over the clients that kept this coordinate.
 
-    Of the ``n`` values of a coordinate the ``⌊trim · n⌋`` smallest and as many largest are left out; the others count
-    alike. Where ``n`` is too small for any to be left out, hostile clients could be the only ones: the coordinate
-    stays where it was (unless ``trim`` is 0). A larger ``trim`` trusts fewer keepers: at 0.4 three are enough, of whom
-    two may be hostile; at 0.2 it takes five. With ``trim`` above the share of hostile clients among a coordinate's
-    keepers, the result lies between values of honest ones. Order of arrival changes no bit: values are summed in order
-    of size. Source: Yin et al., ICML 2018, Definition 2, here per coordinate's own keepers.
+    Of the ``n`` values of a coordinate the ``⌊trim · n⌋`` smallest and as many largest are left out. The others count
+    alike. Where ``n`` is too small for any to be left out, all ``n`` clients could be hostile. Such a coordinate stays
+    where it was (unless ``trim`` is 0). A larger ``trim`` trusts fewer keepers: at 0.4 three are enough, although two
+    of these may be hostile; at 0.2 it takes five. If ``trim`` is above the share of hostile clients among a
+    coordinate's keepers, the result lies between values of honest ones. The order of arrival changes no bit: values are
+    summed in order of size. Source: Yin et al., ICML 2018, Definition 2, here per coordinate's own keepers.
 
-    A median cannot be streamed: this holds all payloads that were added, O(clients x model). Weights are not used,
-    because clients choose them.
+    A median cannot be streamed: the trimmed mean holds all payloads that were added, O(clients x model). Weights are
+    not used, because clients choose them.
     """
 
     def __init__(self, trim: float) -> None:
@@ -81,10 +81,11 @@ class TrimmedMean:
 
     @property
     def num_added(self) -> int:
+        """Return how many payloads were added."""
         return len(self._added)
 
     def add(self, payload: Payload, weight: int = 1) -> None:
-        """Add one client's payload. ``ValueError`` for values that are not finite, or another shape than before."""
+        """Add one client's payload. ``ValueError`` for values that are not finite, or for another shape than before."""
         for name, tensor in payload.tensors.items():
             if not bool(torch.isfinite(tensor).all()):
                 raise ValueError(f"tensor '{name}' has values that are not finite")
@@ -94,7 +95,10 @@ class TrimmedMean:
         self._added.append(payload)
 
     def mean(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The mean, in the names, order and dtypes of ``fallback``, which also stands where nobody kept."""
+        """Return the mean in the names, order and dtypes of ``fallback``.
+
+        A coordinate that nobody kept has its value in ``fallback``.
+        """
         return {name: self._mean_of(name, old) for name, old in fallback.items()}
 
     def _mean_of(self, name: str, old: Tensor) -> Tensor:

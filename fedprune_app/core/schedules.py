@@ -1,4 +1,4 @@
-"""Schedules: how a quantity falls over the rounds of a run."""
+"""A schedule says how a quantity falls over the rounds of a run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import math
 
 
 def cosine_fraction(initial: float, round: int, num_rounds: int) -> float:
-    """Cosine annealing, ``initial / 2 * (1 + cos(π round / num_rounds))``.
+    """Return the cosine annealing ``initial / 2 * (1 + cos(π round / num_rounds))``.
 
-    Rounds count from 0: round 0 has ``initial``, the last one, ``num_rounds - 1``, is small but still above 0.
+    Rounds count from 0. Round 0 has ``initial``. The last round, ``num_rounds - 1``, is small but still above 0.
     ``ValueError`` unless ``initial`` is in [0, 1], ``num_rounds`` at least 1 and ``round`` in [0, num_rounds).
 
     Source: Dis-PFL, Algorithm 2 (prune rate α_t), after Liu et al. 2021.
+
+    >>> [round(cosine_fraction(0.5, number, num_rounds=4), 3) for number in range(4)]
+    [0.5, 0.427, 0.25, 0.073]
     """
     if not 0.0 <= initial <= 1.0:
         raise ValueError(f"initial fraction is {initial}, allowed: 0 to 1")

@@ -1,4 +1,4 @@
-"""What to prune by, where one matrix and its inputs decide: magnitude, Wanda, and N:M patterns. True = kept."""
+"""Scores say which entries of one matrix to prune, by the matrix and its inputs: magnitude, Wanda, N:M. True = kept."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from torch import Tensor
 from fedprune_app.core.masks import keep_count
 
 NOfM = tuple[int, int]
-"""(n, m): of every m neighbours in a row, n are kept."""
+"""An N:M pattern is the pair (n, m): of every m neighbours in a row, n are kept."""
 
 
 def smallest(scores: Tensor, count: int) -> Tensor:
-    """Mask, True at the ``count`` smallest scores; ties go to the lowest flat index. ``ValueError`` for NaN."""
+    """Return a mask that is True at the ``count`` smallest scores.
+
+    Ties go to the lowest flat index. ``ValueError`` for NaN.
+
+    >>> smallest(torch.tensor([3.0, 1.0, 1.0, 2.0]), count=2).tolist()
+    [False, True, True, False]
+    """
     flat = scores.reshape(-1)
     if bool(flat.isnan().any()):
         raise ValueError("scores hold NaN, allowed: numbers")
@@ -22,9 +28,12 @@ def smallest(scores: Tensor, count: int) -> Tensor:
 
 
 def n_of_m_mask(scores: Tensor, n_of_m: NOfM) -> Tensor:
-    """Keep the n largest of every m neighbouring scores of a row (rows, columns); of equals, the later ones.
+    """Return the mask of the n largest of every m neighbouring scores of a row (rows, columns).
 
-    ``ValueError`` unless 0 < n <= m and m divides the number of columns.
+    Of equal scores the later ones are kept. ``ValueError`` unless 0 < n <= m and m divides the number of columns.
+
+    >>> n_of_m_mask(torch.tensor([[1.0, 4.0, 3.0, 2.0]]), (2, 4)).tolist()
+    [[False, True, True, False]]
     """
     check_n_of_m(n_of_m, scores.shape[1])
     n, m = n_of_m
@@ -35,7 +44,7 @@ def n_of_m_mask(scores: Tensor, n_of_m: NOfM) -> Tensor:
 
 
 def check_n_of_m(n_of_m: NOfM, num_columns: int) -> None:
-    """``ValueError`` unless such a pattern fits rows of this length."""
+    """Raise ``ValueError`` unless 0 < n <= m and m divides ``num_columns``, the length of a row."""
     n, m = n_of_m
     if not 0 < n <= m:
         raise ValueError(f"n_of_m is {n}:{m}, allowed: n at least 1 and at most m")
@@ -44,9 +53,10 @@ def check_n_of_m(n_of_m: NOfM, num_columns: int) -> None:
 
 
 def magnitude_mask(weight: Tensor, density: float | None = None, n_of_m: NOfM | None = None) -> Tensor:
-    """Keep exactly ``keep_count(n, density)`` weights of one tensor, those of largest magnitude; or n of every m.
+    """Return the mask of the ``keep_count(n, density)`` weights of largest magnitude, or of n of every m neighbours.
 
-    Ties go at the lowest flat index. ``ValueError`` unless exactly one of the two is given.
+    ``weight`` is one tensor. Of equal weights the one at the lowest flat index goes. ``ValueError`` unless exactly one
+    of ``density`` and ``n_of_m`` is given.
     """
     scores = weight.detach().abs().float()
     if n_of_m is not None and density is None:
@@ -55,10 +65,11 @@ def magnitude_mask(weight: Tensor, density: float | None = None, n_of_m: NOfM | 
 
 
 def wanda_mask(weight: Tensor, input_norms: Tensor, density: float | None = None, n_of_m: NOfM | None = None) -> Tensor:
-    """Wanda's mask: in every row remove the smallest ``|w| · ‖x_j‖``; weights are not updated.
+    """Return Wanda's mask, which removes the smallest ``|w| · ‖x_j‖`` of every row; weights are not updated.
 
-    ``weight`` (out, in), ``input_norms`` (in,) up to a common factor. Each row keeps ``in - ⌊in · sparsity⌋``; ties go
-    at the lowest column. ``ValueError`` unless exactly one of ``density`` and ``n_of_m`` is given.
+    ``weight`` is (out, in), ``input_norms`` (in,) up to a common factor. Each row keeps ``in - ⌊in · sparsity⌋``
+    weights. Of equal weights the one at the lowest column goes. ``ValueError`` unless exactly one of ``density`` and
+    ``n_of_m`` is given.
 
     Source: Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", ICLR 2024, section 3.
     """
@@ -74,7 +85,7 @@ def wanda_mask(weight: Tensor, input_norms: Tensor, density: float | None = None
 
 
 def one_target(density: float | None, n_of_m: NOfM | None) -> float:
-    """``density``, if it alone is given, else ``ValueError``."""
+    """Return ``density`` if it is given and ``n_of_m`` is not; raise ``ValueError`` otherwise."""
     if density is None or n_of_m is not None:
         raise ValueError(f"density is {density} and n_of_m is {n_of_m}, allowed: exactly one of them")
     return density

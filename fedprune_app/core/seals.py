@@ -1,4 +1,4 @@
-"""Digests inside what is written: whoever reads it sees whether it is what was written, and about what.
+"""A seal is a digest inside a file: a reader sees whether the content is as it was written, and about which thing.
 
 SHA-256 finds damage, not malice: whoever may write a file may write its digest too.
 """
@@ -11,28 +11,31 @@ from collections.abc import Mapping
 from typing import Any
 
 KEY = "content_sha256"
-"""The field that a sealed JSON object has besides its own."""
+"""A sealed JSON object has this field besides its own fields."""
 _START = b"fedprune seal "
 _MAX_LINE = 4096
 
 
 class Unsealed(ValueError):
-    """A file without a digest, as earlier versions wrote them."""
+    """A file has no digest: earlier versions wrote such files."""
 
 
 def json_digest(content: Mapping[str, Any]) -> str:
-    """The SHA-256 of a JSON object, whatever the order of its keys and the space between them."""
+    """Return the SHA-256 of a JSON object; the order of its keys and the space between them do not matter."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def sealed_json(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The object, and its digest as a last field."""
+    """Return the object with its digest as a last field."""
     plain = {key: value for key, value in content.items() if key != KEY}
     return {**plain, KEY: json_digest(plain)}
 
 
 def check_json(content: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` where an object is not what :func:`sealed_json` made, :class:`Unsealed` without a digest."""
+    """Raise ``ValueError`` for an object that is not as :func:`sealed_json` made it.
+
+    An object without a digest raises :class:`Unsealed`.
+    """
     if KEY not in content:
         raise Unsealed("it has no digest")
     if json_digest({key: value for key, value in content.items() if key != KEY}) != content[KEY]:
@@ -40,16 +43,24 @@ def check_json(content: Mapping[str, Any]) -> None:
 
 
 def seal(body: bytes | memoryview, about: Mapping[str, Any]) -> bytes:
-    """A file's content: one line with a digest and what the file is, then the body."""
+    """Return a file's content: one line with a digest and with ``about``, which says what the file is, then ``body``.
+
+    >>> content = seal(b"weights", {"client": 3})
+    >>> bytes(unseal(content, {"client": 3}))
+    b'weights'
+    >>> unseal(content, {"client": 4})
+    Traceback (most recent call last):
+    ValueError: it is {'client': 3}, allowed here: {'client': 4}
+    """
     line = {"about": dict(about), "sha256": _digest(body, about)}
     return b"".join([_START, json.dumps(line).encode(), b"\n", body])
 
 
 def unseal(content: bytes, about: Mapping[str, Any]) -> memoryview:
-    """The body of what :func:`seal` wrote about a thing of which ``about`` is true.
+    """Return the body that :func:`seal` wrote; every entry of ``about`` must be in the seal.
 
-    Raises :class:`Unsealed` for content without a first line of that kind, and ``ValueError`` for what is damaged or is
-    about something else.
+    Raises :class:`Unsealed` for content without a first line of that kind, and ``ValueError`` for content that is
+    damaged or about something else.
     """
     if not content.startswith(_START):
         raise Unsealed("it has no digest")

@@ -1,4 +1,4 @@
-"""FedP3's theory: aggregation by permutation, pruning by random coordinates, one iteration with both, and its rate.
+"""FedP3's theory aggregates by permutation and prunes by random coordinates; one iteration does both, at a known rate.
 
 Yi, Gazagnadou, Richtárik, Lyu, "FedP3", ICLR 2024, Definitions 1 and 2, Algorithm 4, Theorem 1. Models are vectors
 (d,), those of n clients together (n, d).
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 def perm_k_owners(dimension: int, num_clients: int, rng: torch.Generator) -> Tensor:
-    """Which client sends each coordinate, int64 (d,): a random permutation, cut into as many blocks as clients.
+    """Draw which client sends each coordinate, int64 (d,): a random permutation, cut into as many blocks as clients.
 
-    Blocks are equal, or differ by one where n does not divide d; each coordinate is each client's with probability 1/n.
-    Source: Definition 2; Szlendak et al., "Permutation compressors", 2021.
+    Blocks are equal, or differ by one where n does not divide d. Each coordinate belongs to each client with
+    probability 1/n. Source: Definition 2; Szlendak et al., "Permutation compressors", 2021.
     """
     if dimension < 1 or num_clients < 1:
         raise ValueError(f"{dimension} coordinates of {num_clients} clients, allowed: at least 1 of each")
@@ -26,11 +26,11 @@ def perm_k_owners(dimension: int, num_clients: int, rng: torch.Generator) -> Ten
 
 
 def shared_out(layer_sizes: Sequence[int], num_clients: int, whole_layers: bool, rng: torch.Generator) -> Tensor:
-    """Which client sends each coordinate of a model of these layers, int64 (d,), by :func:`perm_k_owners`.
+    """Draw which client sends each coordinate of a model of these layers, int64 (d,), by :func:`perm_k_owners`.
 
-    With ``whole_layers`` a layer's coordinates go together: blocks then differ by a layer, which may be large, but a
-    coordinate is still each client's with probability 1/n. ``ValueError`` for more clients than there is to share out.
-    Source: Definition 2, and its "layer selection over individual elements".
+    With ``whole_layers`` a layer's coordinates go together. Blocks then differ by a layer, which may be large. A
+    coordinate still belongs to each client with probability 1/n. ``ValueError`` for more clients than there are layers
+    or coordinates. Source: Definition 2, and its "layer selection over individual elements".
     """
     count = len(layer_sizes) if whole_layers else sum(layer_sizes)
     if num_clients > count:
@@ -41,20 +41,20 @@ def shared_out(layer_sizes: Sequence[int], num_clients: int, whole_layers: bool,
 
 
 def perm_k(vector: Tensor, owners: Tensor, client: int, num_clients: int) -> Tensor:
-    """``S_i x``: n times the coordinates that are the client's, 0 elsewhere. Unbiased, ``E |S_i x|² = n |x|²``."""
+    """Return ``S_i x``: n times the client's own coordinates, and 0 elsewhere; unbiased, ``E |S_i x|² = n |x|²``."""
     return torch.where(owners == client, num_clients * vector, 0)
 
 
 def perm_k_mean(vectors: Tensor, owners: Tensor) -> Tensor:
-    """``(1/n) Σ_i S_i y_i`` for vectors (n, d): every coordinate from exactly one client, its owner."""
+    """Return ``(1/n) Σ_i S_i y_i`` for vectors (n, d): every coordinate comes from exactly one client, its owner."""
     return vectors.gather(0, owners.unsqueeze(0)).squeeze(0)
 
 
 def rand_k(vector: Tensor, count: int, rng: torch.Generator) -> Tensor:
-    """``P x``: ``count`` coordinates, drawn uniformly, as they are, the others 0.
+    """Return ``P x``: ``count`` coordinates, drawn uniformly, keep their values, and the others are 0.
 
-    Biased, ``E P x = (count/d) x``: what is kept is not scaled up, so that a pruned model is part of the model.
-    Source: Definition 1, with the uniform sampling of appendix C.4.
+    The sketch is biased, ``E P x = (count/d) x``. Kept values are not scaled up, so that a pruned model is part of the
+    model. Source: Definition 1, with the uniform sampling of appendix C.4.
     """
     if not 0 <= count <= vector.numel():
         raise ValueError(f"count is {count}, allowed: 0 to {vector.numel()}")
@@ -72,7 +72,11 @@ def iterate(
     num_clients: int,
     count: int | None = None,
 ) -> Tensor:
-    """One iteration of Algorithm 4: prune to ``count`` coordinates (None: do not), step, send own coordinates, mean.
+    """Return the model after one iteration of Algorithm 4.
+
+    1. Prune each client's model to ``count`` coordinates (None: do not prune).
+    2. Take a step of ``step_size``.
+    3. Take each coordinate from its owner (the mean of the scaled own coordinates).
 
     ``gradients`` takes the clients' models (n, d) to their gradients (n, d).
     """
@@ -86,16 +90,16 @@ def iterate(
 
 
 def theorem1_step_size(smoothness: Tensor, num_iterations: int) -> float:
-    """The largest step size that Theorem 1 allows for clients of smoothness L_i (n,): min{1/L_max, 1/√(L̄ L_max K)}."""
+    """Return the largest step size of Theorem 1 for clients of smoothness L_i (n,): min{1/L_max, 1/√(L̄ L_max K)}."""
     largest, mean = float(smoothness.max()), float(smoothness.mean())
     return min(1 / largest, 1 / math.sqrt(mean * largest * num_iterations))
 
 
 def theorem1_bound(gap: float, smoothness: Tensor, step_size: float, num_iterations: int) -> float:
-    """What ``min_k E |∇f(w^k)|²`` is at most after K iterations without pruning, equation (3).
+    """Return the bound on ``min_k E |∇f(w^k)|²`` after K iterations without pruning, equation (3).
 
-    ``gap`` is ``f(w^0) - (1/n) Σ_i inf f_i``. The text has ``inf f`` there, but Lemma 1, which bounds each client's
-    gradient, needs each client's own infimum; the two agree where one point minimises all.
+    ``gap`` is ``f(w^0) - (1/n) Σ_i inf f_i``. The text has ``inf f`` there. But Lemma 1 bounds each client's gradient,
+    and so needs each client's own infimum. The two agree where one point minimises all.
     """
     growth = 1 + float(smoothness.mean()) * float(smoothness.max()) * step_size**2
     return 2 * growth**num_iterations / (step_size * num_iterations) * gap

@@ -1,4 +1,4 @@
-"""SparseGPT: prune one matrix column by column and let the columns to the right make up for it.
+"""SparseGPT prunes one matrix column by column and lets the columns to the right make up for the removed weights.
 
 Frantar and Alistarh, "SparseGPT: Massive Language Models Can Be Accurately Pruned in One-Shot", ICML 2023, Algorithm 1.
 """
@@ -17,9 +17,10 @@ COUNTS = ("exact", "code")
 
 
 class Hessian:
-    """``H = 2/n Σ x xᵀ`` over a layer's inputs, in float32; ``n`` counts sequences, as the released code does.
+    """A Hessian is ``H = 2/n Σ x xᵀ`` over a layer's inputs, in float32.
 
-    That only scales ``H``: the damping is relative to it, and masks and weights do not depend on the scale.
+    ``n`` counts sequences, as the released code does. The choice of ``n`` only scales ``H``. The damping is relative to
+    ``H``, and masks and weights do not depend on the scale.
     """
 
     def __init__(self, num_inputs: int, device: torch.device | str = "cpu") -> None:
@@ -35,12 +36,15 @@ class Hessian:
         self.num_sequences = total
 
     def input_norms(self) -> Tensor:
-        """``‖x_j‖₂``: root of the mean over sequences of the squared norm of input ``j``; what Wanda weighs by."""
+        """Return ``‖x_j‖₂``, by which Wanda weighs, for every input ``j`` (in,).
+
+        The norm is the root of the mean over sequences of the squared norm of input ``j``.
+        """
         return (self.matrix.diagonal() / 2).sqrt()
 
 
 class InputNorms:
-    """The diagonal of :class:`Hessian` alone, where nothing else is needed."""
+    """Input norms are the diagonal of :class:`Hessian` alone, for methods that need nothing else."""
 
     def __init__(self, num_inputs: int, device: torch.device | str = "cpu") -> None:
         self.num_sequences = 0
@@ -54,7 +58,7 @@ class InputNorms:
         self.num_sequences = total
 
     def input_norms(self) -> Tensor:
-        """As :meth:`Hessian.input_norms`."""
+        """Return the norms that :meth:`Hessian.input_norms` returns."""
         return self._squares.sqrt()
 
 
@@ -67,21 +71,25 @@ def sparsegpt(
     damping: float = 0.01,
     count: str = "exact",
 ) -> tuple[Tensor, Tensor]:
-    """The pruned and updated matrix, in the dtype of ``weight`` (out, in), and its mask; ``hessian`` is (in, in).
+    """Return the pruned and updated matrix and its mask, both (out, in).
+
+    ``weight`` is (out, in), and the result has its dtype. ``hessian`` is (in, in).
 
     Blocks of ``block_size`` columns are pruned left to right. When a block is reached, the entries of all its rows
-    compete by ``w² / U_jj²``, ``U`` being the upper Cholesky factor of ``H⁻¹``; with ``n_of_m`` every ``m`` columns of
-    a row compete when they are reached. Then, column by column, what a removed weight contributed is put on the columns
-    right of it.
+    compete by ``w² / U_jj²``, ``U`` being the upper Cholesky factor of ``H⁻¹``. With ``n_of_m`` every ``m`` columns of
+    a row compete when they are reached. Then, column by column, the columns to the right take over the contribution of
+    the removed weights.
 
-    ``density``: the matrix keeps exactly ``keep_count(n, density)`` entries, each block its share to within one
-    entry; ties go at the lowest flat index of the block. ``count="code"`` removes, as the released code does, all
-    entries up to and including the one at position ``⌊n · sparsity⌋`` of the sorted block: one more per block.
+    With ``density`` the matrix keeps exactly ``keep_count(n, density)`` entries, and each block its share to within one
+    entry. Of equal entries the one at the lowest flat index of the block goes. ``count="code"`` removes, as the
+    released code does, all entries up to and including the one at position ``⌊n · sparsity⌋`` of the sorted block: one
+    more per block.
 
-    ``damping`` times the mean of the diagonal is added to it. Inputs that were never seen (0 on the diagonal) have
-    their column removed, or as much of it as the count allows: it counts as 0. Raises ``ValueError`` unless exactly
-    one of ``density`` and ``n_of_m`` is given, for shapes and values out of range, and when the damped ``hessian`` is
-    not positive definite. Never falls back to another method.
+    The diagonal grows by ``damping`` times its mean. Inputs that were never seen (0 on the diagonal) have
+    their column removed, or as much of the column as the count allows, since such a column counts as 0.
+
+    Raises ``ValueError`` unless exactly one of ``density`` and ``n_of_m`` is given, for shapes and values out of range,
+    and when the damped ``hessian`` is not positive definite. The function never falls back to another method.
     """
     num_rows, num_columns = weight.shape
     _check(weight, hessian, density, n_of_m, block_size, damping, count)
@@ -107,7 +115,7 @@ def sparsegpt(
                 kept[:, group] = n_of_m_mask(scores, n_of_m)
             column = block[:, i]
             errors[:, i] = torch.where(kept[:, i], 0, column) / block_factor[i, i]
-            # Of the column itself the update leaves 0 where it is removed, in exact arithmetic: hence the mask below.
+            # In exact arithmetic the update leaves 0 at the column's removed weights; floats need the mask below.
             block[:, i:].addr_(errors[:, i], block_factor[i, i:], alpha=-1)
         weights[:, stop:].addmm_(errors, factor[start:stop, stop:], alpha=-1)
     pruned = torch.where(mask, weights, 0).to(weight.dtype)
@@ -117,7 +125,7 @@ def sparsegpt(
 
 
 def _inverse_factor(hessian: Tensor, unseen: Tensor, damping: float) -> Tensor:
-    """Upper Cholesky factor ``U`` of the inverse of the damped Hessian: ``H⁻¹ = UᵀU``."""
+    """Return the upper Cholesky factor ``U`` of the inverse of the damped Hessian: ``H⁻¹ = UᵀU``."""
     damped = hessian.detach().float().clone()
     diagonal = damped.diagonal()
     diagonal[unseen] = 1

@@ -1,8 +1,8 @@
-"""Channels: which live or die together, which to remove, and the way between a full network and the small one.
+"""Channels live or die in groups; functions here choose channels and lead from a full network to a small one and back.
 
 A full network's coordinates are the server's: every client that removed other channels shares them. A small network has
-the removed channels physically gone. :func:`gather` takes a full network's tensors to a small one's, :func:`scatter`
-takes them back, and :func:`coordinate_masks` says which full coordinates a small network has.
+the removed channels physically gone. :func:`gather` takes a full network's tensors to a small one's. :func:`scatter`
+takes them back. :func:`coordinate_masks` says which full coordinates a small network has.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 Kept = dict[str, Tensor]
-"""Channel masks: for each group, by its name, bool (size,), True = kept."""
+"""Channel masks are, for each group by its name, bool (size,), True = kept."""
 
 
 Extents = Mapping[str, Mapping[int, int]]
-"""How far leading units reach into tensors: name → dimension → how many of its indices."""
+"""Extents say how far leading units reach into tensors: name → dimension → how many of its indices."""
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Where a group's channels lie in one tensor: along ``dim``, each as ``repeat`` neighbouring indices.
+    """A slice says where a group's channels lie in one tensor: along ``dim``, each as ``repeat`` neighbouring indices.
 
     A linear layer behind flattened h x w feature maps has ``repeat = h * w``.
     """
@@ -37,9 +37,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class ChannelGroup:
-    """Channels that can only be removed together: ``size`` of them, in all of ``slices``.
+    """A channel group is ``size`` channels that can only be removed together, in all of ``slices``.
 
-    ``scales`` are the BatchNorm scales that rank them; channels joined by a residual connection have several.
+    ``scales`` are the BatchNorm scales that rank the channels. Channels joined by a residual connection have several
+    scales.
     """
 
     name: str
@@ -49,19 +50,19 @@ class ChannelGroup:
 
 
 def full_channels(groups: Sequence[ChannelGroup]) -> Kept:
-    """Channel masks that keep everything."""
+    """Return channel masks that keep everything."""
     return {group.name: torch.ones(group.size, dtype=torch.bool) for group in groups}
 
 
 def choose_channels(
     groups: Sequence[ChannelGroup], tensors: Mapping[str, Tensor], kept: Kept, fraction: float, floor: float
 ) -> Kept:
-    """Remove the channels of smallest BatchNorm scale, of each group by itself, once.
+    """Return channel masks without the channels of smallest BatchNorm scale, of each group by itself, once.
 
     Among the n channels that a group still has, the threshold is the scale at position ``int(n * fraction)`` of the
-    sorted |γ|, and channels at or below it go, so 6 become 3 and 16 become 8 at ``fraction`` 0.45. A group at or below
-    its floor, ``int(size * floor)`` and at least 1, stays as it is, and so does one that would fall below it.
-    ``fraction`` and ``floor`` in [0, 1), else ``ValueError``.
+    sorted |γ|. Channels at or below the threshold go, so 6 become 3 and 16 become 8 at ``fraction`` 0.45. A group's
+    floor is ``int(size * floor)`` and at least 1. A group at or below its floor stays as it is, and so does a group
+    that would fall below its floor. ``fraction`` and ``floor`` are in [0, 1), else ``ValueError``.
 
     Source: Sub-FedAvg, section 3.5, and its released code, which ranks within each layer where the text reads as if it
     ranked all scales together.
@@ -82,13 +83,13 @@ def choose_channels(
 
 
 def channel_distance(a: Kept, b: Kept) -> float:
-    """Share of all channels, of all groups together, in which two choices differ; 0 without channels."""
+    """Return the share of all channels, of all groups together, in which two choices differ; 0 without channels."""
     total = sum(mask.numel() for mask in a.values())
     return sum(int((a[name] != b[name]).sum()) for name in a) / total if total else 0.0
 
 
 def _indices(groups: Sequence[ChannelGroup], kept: Kept) -> dict[str, dict[int, Tensor]]:
-    """Tensor → dimension → the indices that are kept, ascending; of the tensors and dimensions that groups cut."""
+    """Return tensor → dimension → the kept indices, ascending, of the tensors and dimensions that groups cut."""
     indices: dict[str, dict[int, Tensor]] = {}
     for group in groups:
         for piece in group.slices:
@@ -100,7 +101,7 @@ def _indices(groups: Sequence[ChannelGroup], kept: Kept) -> dict[str, dict[int, 
 def coordinate_masks(
     groups: Sequence[ChannelGroup], kept: Kept, shapes: Mapping[str, torch.Size | tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Masks of the full tensors that groups cut: a coordinate is kept if its channels are, in every dimension.
+    """Return masks of the full tensors that groups cut: a coordinate is kept if its channels are, in every dimension.
 
     A convolution's weight (o, i) is kept if both output channel o and input channel i are.
     """
@@ -118,7 +119,10 @@ def coordinate_masks(
 
 
 def gather(tensors: Mapping[str, Tensor], groups: Sequence[ChannelGroup], kept: Kept) -> dict[str, Tensor]:
-    """A full network's tensors (or masks) as the small network has them; those that no group cuts stay as they are."""
+    """Return a full network's tensors (or masks) as the small network has them.
+
+    Tensors that no group cuts stay as they are.
+    """
     small = dict(tensors)
     for name, by_dim in _indices(groups, kept).items():
         if name in small:
@@ -133,7 +137,7 @@ def scatter(
     kept: Kept,
     shapes: Mapping[str, torch.Size | tuple[int, ...]],
 ) -> dict[str, Tensor]:
-    """The inverse of :func:`gather`: full tensors of ``shapes``, 0 (or False) where channels are gone."""
+    """Undo :func:`gather`: return full tensors of ``shapes``, 0 (or False) where channels are gone."""
     full = dict(small)
     for name, by_dim in _indices(groups, kept).items():
         if name not in full:
@@ -146,10 +150,11 @@ def scatter(
 
 
 def shrink(model: nn.Module, groups: Sequence[ChannelGroup], kept: Kept) -> nn.Module:
-    """Remove channels from ``model``, in place: its parameters and buffers are new, smaller ones, and its layers know.
+    """Remove channels from ``model`` in place and return ``model``.
 
-    Convolutions (not grouped ones), batch normalisations and linear layers. The result computes what the masked full
-    network does, faster. Raises ``ValueError`` if a group would lose all its channels, or a layer is of another kind.
+    Its parameters and buffers are new, smaller ones, and its layers hold the new sizes. Layers may be convolutions (not
+    grouped ones), batch normalisations and linear layers. The result computes the same as the masked full
+    network, faster. Raises ``ValueError`` if a group would lose all its channels, or a layer is of another kind.
     """
     for group in groups:
         if not bool(kept[group.name].any()):
@@ -187,9 +192,9 @@ def _resize(path: str, layer: nn.Module, shape: torch.Size) -> None:
 def hidden_groups(
     layers: Mapping[str, Sequence[str]], shapes: Mapping[str, torch.Size | tuple[int, ...]]
 ) -> tuple[ChannelGroup, ...]:
-    """The units between consecutive layers of a chain, each group by the name of the layer that puts them out.
+    """Return the units between consecutive layers of a chain, each group by the name of the layer that puts them out.
 
-    ``layers``: names of a layer's tensors, by layer, in order (:func:`fedprune_app.core.layers.layers_of`); its
+    ``layers`` maps each layer, in order, to the names of its tensors (:func:`fedprune_app.core.layers.layers_of`); its
     ``weight`` is (out, in, ...). ``ValueError`` for a network that is no such chain.
     """
     groups = []
@@ -205,13 +210,20 @@ def hidden_groups(
 
 
 def leading_count(size: int, share: float, multiple: int = 1) -> int:
-    """``ceil(share · size)``, at least 1, rounded up to a multiple (of a GroupNorm's channels per group)."""
+    """Return ``ceil(share · size)``, at least 1, rounded up to a multiple (of a GroupNorm's channels per group).
+
+    >>> leading_count(10, 0.25), leading_count(10, 0.25, multiple=2)
+    (3, 4)
+    """
     count = max(1, math.ceil(share * size - 1e-9))  # 0.28 * 25 is 7, not 8
     return min(size, -(-count // multiple) * multiple)
 
 
 def extents(groups: Sequence[ChannelGroup], counts: Mapping[str, int]) -> dict[str, dict[int, int]]:
-    """Where the first ``counts[group]`` units of each group lie; groups and dimensions that are whole are left out."""
+    """Return where the first ``counts[group]`` units of each group lie.
+
+    Groups and dimensions that are whole are left out.
+    """
     found: dict[str, dict[int, int]] = {}
     for group in groups:
         if counts[group.name] < group.size:
@@ -221,14 +233,14 @@ def extents(groups: Sequence[ChannelGroup], counts: Mapping[str, int]) -> dict[s
 
 
 def leading_block(tensor: Tensor, dims: Mapping[int, int] | None) -> Tensor:
-    """This returns the leading block of ``tensor``, a view: along each of ``dims`` as many indices as it says."""
+    """Return the leading block of ``tensor``, a view: along each dimension of ``dims`` the given number of indices."""
     for dim, count in (dims or {}).items():
         tensor = tensor.narrow(dim, 0, count)
     return tensor
 
 
 def zero_padded(small: Mapping[str, Tensor], shapes: Mapping[str, torch.Size | tuple[int, ...]]) -> dict[str, Tensor]:
-    """This undoes :func:`leading_block`: it returns tensors of the full ``shapes``, 0 beyond the leading blocks."""
+    """Undo :func:`leading_block`: return tensors of the full ``shapes``, 0 beyond the leading blocks."""
     full = {}
     for name, tensor in small.items():
         full[name] = tensor
@@ -239,7 +251,7 @@ def zero_padded(small: Mapping[str, Tensor], shapes: Mapping[str, torch.Size | t
 
 
 def leading_masks(cut: Extents, shapes: Mapping[str, torch.Size | tuple[int, ...]]) -> dict[str, Tensor]:
-    """This returns masks of the full tensors that ``cut`` names: True in their leading blocks."""
+    """Return masks of the full tensors that ``cut`` names: True in their leading blocks."""
     return {
         name: zero_padded({name: leading_block(torch.ones(tuple(shapes[name]), dtype=torch.bool), dims)}, shapes)[name]
         for name, dims in cut.items()
@@ -248,13 +260,16 @@ def leading_masks(cut: Extents, shapes: Mapping[str, torch.Size | tuple[int, ...
 
 
 class LeadingCounts:
-    """How many coordinates of a mask (of a weight (out, in, ...)) lie in any of its leading blocks, made once."""
+    """Leading counts say how many coordinates of a mask lie in any of its leading blocks, from one pass over the mask.
+
+    The mask is of a weight (out, in, ...).
+    """
 
     def __init__(self, mask: Tensor) -> None:
         counts = mask.flatten(2).sum(2) if mask.dim() > 2 else mask.long()
         self.table = counts.cumsum(0).cumsum(1)  # (out, in)
 
     def within(self, dims: Mapping[int, int] | None) -> int:
-        """Kept coordinates of the block that :func:`leading_block` cuts out."""
+        """Return the number of kept coordinates in the block that :func:`leading_block` cuts out."""
         rows, columns = ((dims or {}).get(dim, size) for dim, size in enumerate(self.table.shape))
         return int(self.table[rows - 1, columns - 1])

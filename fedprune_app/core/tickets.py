@@ -1,4 +1,4 @@
-"""Winning tickets: which of several to take, and the nested sub-models that iterative pruning makes of one.
+"""Winning tickets are chosen among several, and iterative pruning makes nested sub-models of one.
 
 Source: Fed-LTP, section 4; Frankle and Carbin, "The Lottery Ticket Hypothesis", ICLR 2019.
 """
@@ -22,7 +22,7 @@ SELECTIONS = ("softmax", "counts", "argmax")
 
 @dataclass(frozen=True)
 class Ticket:
-    """A pruned network: the values to start from, the masks, and the trained weights that these were read from."""
+    """A ticket is a pruned network: the values to start from, the masks, and the trained weights that gave these."""
 
     start: Mapping[str, Tensor]
     trained: Mapping[str, Tensor]
@@ -31,11 +31,14 @@ class Ticket:
 
 
 def ticket_masks(weights: Mapping[str, Tensor], density: float, rule: str = "quantile") -> Masks:
-    """The masks of trained weights, tensor by tensor.
+    """Return the masks of trained weights, tensor by tensor, by one of two rules.
 
-    ``quantile`` keeps exactly ``keep_count(n, density)`` weights of largest magnitude, so that ``p = 1 - Pr`` (equation
-    11); ``relative-threshold`` keeps ``|w| > Pr max |w|`` (equation 9 as printed) with ``Pr = 1 - density``: how many
-    that are depends on the weights. ``ValueError`` for another rule, and for NaN.
+    * ``quantile`` keeps exactly ``keep_count(n, density)`` weights of largest magnitude, so that ``p = 1 - Pr``
+      (equation 11).
+    * ``relative-threshold`` keeps ``|w| > Pr max |w|`` (equation 9 as printed) with ``Pr = 1 - density``. The number of
+      kept weights then depends on the weights.
+
+    ``ValueError`` for another rule, and for NaN.
     """
     if rule not in RULES:
         raise ValueError(f"rule is {rule!r}, allowed: {', '.join(RULES)}")
@@ -45,12 +48,21 @@ def ticket_masks(weights: Mapping[str, Tensor], density: float, rule: str = "qua
 
 
 def selection_probabilities(counts: Sequence[int], total: int, selection: str, temperature: float = 1.0) -> list[float]:
-    """With what probability each ticket is taken, given its number of correct predictions of ``total``.
+    """Return the probability with which each ticket is taken, given its number of correct predictions of ``total``.
 
-    ``softmax`` is that of accuracies over ``temperature``, ``counts`` that of the counts themselves (equation 10 as
-    printed: all but certain to take the best, unless counts are within a few), ``argmax`` the best, the first of
-    equals. The largest exponent is 0, so nothing overflows. ``ValueError`` for no tickets, another selection, or a
+    * ``softmax`` is that of accuracies over ``temperature``.
+    * ``counts`` is the softmax of the counts themselves (equation 10 as printed): all but certain to take the best
+      ticket, unless counts are within a few of each other.
+    * ``argmax`` takes the best ticket, the first of equals.
+
+    The largest exponent is 0, so nothing overflows. ``ValueError`` for no tickets, another selection, or a
     temperature that is not above 0.
+
+    >>> shares = selection_probabilities([90, 80], total=100, selection="softmax", temperature=0.1)
+    >>> [round(share, 2) for share in shares]
+    [0.73, 0.27]
+    >>> selection_probabilities([90, 80], total=100, selection="argmax")
+    [1.0, 0.0]
     """
     if not counts or selection not in SELECTIONS or not temperature > 0 or total < 1:
         given = f"{len(counts)} tickets, total {total}, selection {selection!r}, temperature {temperature}"
@@ -59,19 +71,19 @@ def selection_probabilities(counts: Sequence[int], total: int, selection: str, t
     if selection == "argmax":
         return [float(j == counts.index(best)) for j in range(len(counts))]
     unit = total * temperature if selection == "softmax" else 1.0
-    powers = np.exp([(count - best) / unit for count in counts])  # differences first: exact, and never positive
+    powers = np.exp([(count - best) / unit for count in counts])  # exact differences, never positive
     return [float(power) for power in powers / powers.sum()]
 
 
 def nested_levels(
     weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], num_models: int, pruned_share: float
 ) -> dict[str, Tensor]:
-    """How many of the nested sub-models ``M_1 ⊃ M_2 ⊃ ... ⊃ M_K`` keep each coordinate: int16, 0 outside ``masks``.
+    """Return how many of the nested sub-models ``M_1 ⊃ M_2 ⊃ ... ⊃ M_K`` keep each coordinate.
 
-    ``M_i`` keeps ``keep_count(kept, (1 - pruned_share)^i)`` of a tensor's ``kept`` coordinates, those of largest
-    magnitude: equation 15, and so a ``pruned_share`` of the survivors goes at a time. Equation 12 with rule (9), read
-    literally, removes nothing after its first pass: all that survived exceeds the threshold. :func:`at_level` gives the
-    masks. ``ValueError`` for NaN.
+    The numbers are int16, and 0 outside ``masks``. ``M_i`` keeps ``keep_count(kept, (1 - pruned_share)^i)`` of a
+    tensor's ``kept`` coordinates, those of largest magnitude. This is equation 15, so each sub-model loses a
+    ``pruned_share`` of the survivors. Equation 12 with rule (9), read literally, removes nothing after its first pass,
+    since all survivors exceed the threshold. :func:`at_level` gives the masks. ``ValueError`` for NaN.
     """
     levels = {}
     for name, mask in masks.items():
@@ -85,5 +97,5 @@ def nested_levels(
 
 
 def at_level(levels: Mapping[str, Tensor], model: int) -> Masks:
-    """The masks of sub-model ``model``, from 1."""
+    """Return the masks of sub-model number ``model``; numbers start at 1."""
     return {name: level >= model for name, level in levels.items()}

@@ -1,4 +1,4 @@
-"""Topologies: from whom each client of a decentralised round receives models. Index lists only, no messages."""
+"""A topology says from whom each client of a decentralised round receives models: index lists only, no messages."""
 
 from __future__ import annotations
 
@@ -28,19 +28,22 @@ def neighbours(
     rng: np.random.Generator,
     adjacency: NDArray[np.bool_] | None = None,
 ) -> Neighbours:
-    """From whom each active client receives this round: sorted, never itself, only active ones.
+    """Return from whom each active client receives this round: sorted active clients, never the client itself.
 
-    ``clients`` are all partition ids, in the order that "ring", "exponential" and "file" refer to; ``active`` those
-    that take part this round, in any order. The fixed topologies leave an inactive neighbour out; the random ones
-    draw ``min(limit, len(active) - 1)`` among the active (the others use neither ``limit`` nor ``rng``).
-    ``adjacency`` is for "file": bool (clients, clients), row k marks whom client k receives from; its diagonal is
-    ignored.
+    ``clients`` are all partition ids, in the order to which "ring", "exponential" and "file" refer. ``active`` are
+    those that take part this round, in any order. The fixed topologies leave an inactive neighbour out. The random ones
+    draw ``min(limit, len(active) - 1)`` among the active. The fixed ones use neither ``limit`` nor ``rng``.
+    ``adjacency`` is for "file": bool (clients, clients). Its row k marks the clients from which client k receives; its
+    diagonal is ignored.
 
     ``ValueError`` for an unknown topology, a negative limit, a client that is repeated or unknown, and for "file"
     without an adjacency of the right size.
 
-    Source: Dis-PFL, section 4.1, bounds the links of the busiest node, which "random" does in both directions; the
-    authors' code draws "random-in", which bounds the downloads alone.
+    Source: Dis-PFL, section 4.1, bounds the links of the busiest node. "random" bounds these links in both directions.
+    The authors' code draws "random-in", which bounds the downloads alone.
+
+    >>> neighbours("ring", clients=range(4), active=[3, 0, 1], limit=2, rng=np.random.default_rng(0))
+    {0: (1, 3), 1: (0,), 3: (0,)}
     """
     if topology not in TOPOLOGIES:
         raise ValueError(f"topology is '{topology}', allowed: {', '.join(TOPOLOGIES)}")
@@ -66,7 +69,7 @@ def neighbours(
 
 
 def _random_regular(members: Sequence[int], limit: int, rng: np.random.Generator) -> Neighbours:
-    """A circulant digraph under a random relabelling: place i receives from places i + s, s the distinct shifts.
+    """Draw a circulant digraph under a random relabelling: place i receives from places i + s, s the distinct shifts.
 
     Each place also sends to one place per shift, so both degrees are exact without any retries.
     """
@@ -78,7 +81,7 @@ def _random_regular(members: Sequence[int], limit: int, rng: np.random.Generator
 
 
 def _random_in(members: Sequence[int], limit: int, rng: np.random.Generator) -> Neighbours:
-    """Each client's own draw: in-degrees are exact, out-degrees random."""
+    """Draw each client's senders by itself: in-degrees are exact, out-degrees random."""
     received = {}
     for client in members:
         others = [other for other in members if other != client]
@@ -87,7 +90,7 @@ def _random_in(members: Sequence[int], limit: int, rng: np.random.Generator) -> 
 
 
 def _senders(topology: str, place: int, size: int, adjacency: NDArray[np.bool_] | None) -> list[int]:
-    """Places from which the client at ``place`` receives in a fixed topology; may name itself."""
+    """Return the places from which ``place`` receives in a fixed topology; the list may name ``place`` itself."""
     if topology == "ring":
         return [(place - 1) % size, (place + 1) % size]
     if topology == "exponential":
@@ -101,10 +104,13 @@ def _senders(topology: str, place: int, size: int, adjacency: NDArray[np.bool_] 
 
 
 def read_adjacency(text: str, num_clients: int) -> NDArray[np.bool_]:
-    """A bool (num_clients, num_clients) matrix from text: a line per row, 0 or 1 separated by blanks or commas.
+    """Read a bool (num_clients, num_clients) matrix from text: a line per row, 0 or 1 separated by blanks or commas.
 
-    Row k marks whom client k receives from. ``#`` starts a comment; blank lines do not count. ``ValueError`` naming
-    the line for any other symbol, a row of another length, or another number of rows.
+    Row k marks the clients from which client k receives. ``#`` starts a comment. Blank lines do not count.
+    ``ValueError`` naming the line for any other symbol, a row of another length, or another number of rows.
+
+    >>> read_adjacency("0 1  # client 0 receives from client 1\\n1,0", num_clients=2).tolist()
+    [[False, True], [True, False]]
     """
     rows = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -125,7 +131,11 @@ def read_adjacency(text: str, num_clients: int) -> NDArray[np.bool_]:
 
 
 def links(received: Mapping[int, Sequence[int]]) -> tuple[dict[int, int], dict[int, int]]:
-    """In-degree and out-degree of every client that ``received`` names, as receiver or as sender."""
+    """Return in-degree and out-degree of every client that ``received`` names, as receiver or as sender.
+
+    >>> links({0: (1, 3), 1: (0,), 3: (0,)})
+    ({0: 2, 1: 1, 3: 1}, {0: 2, 1: 1, 3: 1})
+    """
     sent = Counter(sender for senders in received.values() for sender in senders)
     names = sorted(received.keys() | sent.keys())
     return {name: len(received.get(name, ())) for name in names}, {name: sent[name] for name in names}

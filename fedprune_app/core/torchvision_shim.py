@@ -1,4 +1,4 @@
-"""Make ``import torchvision`` work beside a CPU-only torch, whoever imports it."""
+"""This module makes ``import torchvision`` work beside a CPU-only torch, whoever imports it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType
 
 
 class _Hook(MetaPathFinder):
-    """Finds torchvision as the other finders do, and calls :func:`prepare_torchvision` before its code runs."""
+    """A hook finds torchvision as the other finders do, and calls :func:`prepare_torchvision` before its code runs."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -32,9 +32,9 @@ class _Hook(MetaPathFinder):
 
 
 def prepare_when_imported() -> None:
-    """See to it that :func:`prepare_torchvision` is called when torchvision is imported; until then it costs nothing.
+    """Arrange that :func:`prepare_torchvision` is called when torchvision is imported; until then nothing is imported.
 
-    transformers and Opacus import torchvision in their own time, so this stands before anything of theirs is used:
+    transformers and Opacus import torchvision in their own time. So this call must come before any use of them:
     ``import fedprune_app`` calls it.
     """
     if not any(isinstance(finder, _Hook) for finder in sys.meta_path):
@@ -42,12 +42,12 @@ def prepare_when_imported() -> None:
 
 
 def prepare_torchvision() -> None:
-    """Declare what torchvision lacks, before its code runs; idempotent.
+    """Declare the operators that torchvision lacks, before its code runs; a second call changes nothing.
 
-    torchvision's wheel brings compiled operators built against CUDA torch. Beside a CPU-only torch they do not
-    load, and torchvision then fails while it describes the operators that are not there ("operator
-    torchvision::nms does not exist"). Declaring the two it asks for, without an implementation, is enough for
-    its datasets, transforms and models. Where the compiled operators load, nothing is declared.
+    torchvision's wheel brings compiled operators built against CUDA torch. Beside a CPU-only torch they do not load,
+    and torchvision then fails while it describes the operators that are not there ("operator torchvision::nms does not
+    exist"). torchvision asks for two operators. Their declaration without an implementation is enough for its datasets,
+    transforms and models. Where the compiled operators load, nothing is declared.
     """
     import torch
 
@@ -64,7 +64,7 @@ def _compiled_operators_load() -> bool:
     if not library or not library.origin:
         return False
     try:
-        # What torchvision itself does first; loading twice is harmless. (torch leaves the call untyped.)
+        # torchvision itself makes this call first; loading twice is harmless. (torch leaves the call untyped.)
         torch.ops.load_library(library.origin)  # type: ignore[no-untyped-call]
     except OSError:
         return False

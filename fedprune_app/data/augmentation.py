@@ -1,4 +1,4 @@
-"""Random changes to training images that leave their labels true."""
+"""An augmentation changes training images at random and leaves their labels true."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ AUGMENTATIONS: dict[str, str] = {
 
 
 class CropFlip:
-    """Batches of images, each shifted by -4 to 4 pixels along both axes and mirrored with probability 1/2.
+    """A crop-flip shifts each image of a batch by -4 to 4 pixels along both axes and mirrors it with probability 1/2.
 
-    Made once from a client's normalised images (N, C, H, W), of which it keeps a padded copy on their device.
-    ``black`` (C,) is the normalised value of a black pixel: papers pad before they normalise, so what comes into view
-    at the border is black, and not 0, which is the mean colour.
+    It is made once from a client's normalised images (N, C, H, W), of which it keeps a padded copy on their device.
+    ``black`` (C,) is the normalised value of a black pixel. Papers pad before they normalise. So the pixels that come
+    into view at the border are black, and not 0, which is the mean colour.
 
     A call with positions (B,) and a CPU generator gives images (B, C, H, W), channels last in memory, and draws 3 B
-    whole numbers: a seed gives the same images on every device.
+    whole numbers. A seed gives the same images on every device.
     """
 
     PADDING = 4
@@ -47,9 +47,9 @@ class CropFlip:
 
 
 def augmentation(name: str, images: Tensor, black: Tensor) -> CropFlip | None:
-    """The augmentation of that name in :data:`AUGMENTATIONS` for these images (see :class:`CropFlip`); None for "none".
+    """Return the augmentation ``name`` of :data:`AUGMENTATIONS` for these images; None for "none".
 
-    Raises ``ValueError`` for another name.
+    See :class:`CropFlip`. Raises ``ValueError`` for another name.
     """
     if name not in AUGMENTATIONS:
         raise ValueError(f"augmentation is '{name}', allowed: {', '.join(AUGMENTATIONS)}")

@@ -1,4 +1,4 @@
-"""Image datasets as uint8 arrays: embedded digits, the papers' public sets, and folders of images.
+"""Image datasets are uint8 arrays: embedded digits, the papers' public sets, and folders of images.
 
 Nothing here unpickles: MNIST-like sets are read from IDX files, CIFAR from its binary version, decoded images
 from ``.npy`` files.
@@ -49,7 +49,7 @@ DATASETS: dict[str, str] = {
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A labelled image set in memory (or mapped from a cache file); arrays are read-only.
+    """A dataset is a labelled image set in memory (or mapped from a cache file); its arrays are read-only.
 
     Images are uint8 of shape (N, C, H, W), C = 1 for grey; labels int64 of shape (N,) in [0, num_classes).
     ``mean`` and ``std`` per channel are for images scaled to [0, 1].
@@ -70,11 +70,12 @@ class Dataset:
 
     @property
     def num_classes(self) -> int:
+        """Return the number of classes."""
         return len(self.classes)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """(C, H, W)."""
+        """Return (C, H, W)."""
         channels, height, width = self.train_images.shape[1:]
         return channels, height, width
 
@@ -87,14 +88,19 @@ def load_dataset(
     needs_test: bool = True,
     public_scale: bool = False,
 ) -> Dataset:
-    """The dataset of a name in :data:`DATASETS`; loaded once per process.
+    """Load the dataset of a name in :data:`DATASETS`, once per process.
 
-    ``data_dir`` is where its files are (unused for digits); with ``download`` they are fetched there when
-    missing. An image folder has the classes that it has folders for, empty ones too, or just ``classes``, in that
-    order; unless ``needs_test`` it may be without test/, and there are then no test images. It is normalised by
-    the statistics of its training images, or with ``public_scale`` to [-1, 1], whatever is in it. Raises a one-line
-    ``ValueError`` for an unknown name, missing files (saying what is expected and how to get it) and damaged files
-    (naming the file, but for images of folders, which only the log names).
+    * ``data_dir`` is the folder of its files (unused for digits).
+    * With ``download`` missing files are fetched into this folder.
+    * An image folder has the classes for which it has folders, empty ones too. With ``classes`` it has just these, in
+      that order.
+    * Without ``needs_test`` an image folder may be without test/, and then has no test images.
+    * An image folder is normalised by the statistics of its training images. With ``public_scale`` it is normalised to
+      [-1, 1], whatever the images are.
+
+    Raises a one-line ``ValueError`` for an unknown name, for missing files (with the expected files and how to get
+    them) and for damaged files. The error names the damaged file. The exception are images of folders, which only the
+    log names.
     """
     return _load(name, str(data_dir), download, classes, needs_test, public_scale)
 
@@ -126,7 +132,7 @@ def _load(
 
 
 def _digits() -> Dataset:
-    """80/20 split by label, the same for every seed of a run, so that runs compare on the same test images."""
+    """Split the digits 80/20 by label, the same for every seed, so that runs compare on the same test images."""
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -144,7 +150,10 @@ def _digits() -> Dataset:
 
 @dataclass(frozen=True)
 class _IdxSet:
-    """Where torchvision keeps a set (class, its arguments, prefixes of the train and test files), and what it is."""
+    """An IDX set says where torchvision keeps a set, and describes the set.
+
+    The place is torchvision's class, its arguments, and the prefixes of the train and test files.
+    """
 
     torchvision_class: str
     arguments: dict[str, str]
@@ -173,7 +182,7 @@ _IDX = {
 
 
 def _idx_dataset(name: str, folder: Path, download: bool) -> Dataset:
-    """torchvision downloads; the files are read here, because its classes also unpickle an older form."""
+    """Read an IDX set; torchvision only downloads the files, because its classes also unpickle an older form."""
     kind = _IDX[name]
     raw = folder / kind.torchvision_class / "raw"
     files = [
@@ -196,7 +205,7 @@ def _idx_dataset(name: str, folder: Path, download: bool) -> Dataset:
 
 
 def _read_idx(path: Path, ndim: int) -> Images:
-    """An IDX file of unsigned bytes: magic 0, 0, 8 (the type), ndim; big-endian uint32 sizes; the values."""
+    """Read an IDX file of unsigned bytes: magic 0, 0, 8 (the type), ndim; big-endian uint32 sizes; the values."""
     header = 4 + 4 * ndim
     content = np.fromfile(path, dtype=np.uint8)
     if len(content) < header or content[:4].tolist() != [0, 0, 8, ndim]:
@@ -215,7 +224,7 @@ _CIFAR_HOME = "https://www.cs.toronto.edu/~kriz"
 
 
 def _cifar_binary(name: str, folder: Path, download: bool) -> Dataset:
-    """Records of label bytes (CIFAR-100: coarse, fine) and 3072 pixels, channel by channel."""
+    """Read CIFAR's binary version: records of label bytes (CIFAR-100: coarse, fine) and 3072 pixels, by channel."""
     if name == "cifar10":
         inner, archive, md5 = "cifar-10-batches-bin", "cifar-10-binary", "c32a1d4ab5d03f1284b67883e8d87530"
         batches, test = [f"data_batch_{i}.bin" for i in range(1, 6)], "test_batch.bin"
@@ -281,7 +290,10 @@ def _image_folder(
 
 
 def _tiny_imagenet(folder: Path, download: bool) -> Dataset:
-    """Classes are the sorted WordNet ids; the published validation set is the test set (its own is unlabelled)."""
+    """Read Tiny ImageNet; its classes are the sorted WordNet ids.
+
+    The published validation set is the test set, since the published test set is unlabelled.
+    """
     root = _first_folder(folder / "tiny-imagenet-200", folder, inside="val") or folder / "tiny-imagenet-200"
     annotations = root / "val" / "val_annotations.txt"
     url, md5 = "http://cs231n.stanford.edu/tiny-imagenet-200.zip", "90528d7ca1a48142e341f4ef8d21d0de"
@@ -321,11 +333,11 @@ def _from_folder(
 
 
 def _decoded(folder: Path, part: str, members: list[tuple[os.DirEntry[str], int]]) -> Split:
-    """Decoded images and labels; images come from a cache keyed by the names, sizes and times of the files.
+    """Return decoded images and labels; images come from a cache keyed by the names, sizes and times of the files.
 
-    The cache is a file in ``<folder>/.fedprune-cache``, or in the user's cache directory where that is read-only, with
-    a digest of its content; a damaged one is made again. A lock keeps the processes of a run from decoding the same
-    folder.
+    The cache is a file in ``<folder>/.fedprune-cache``, or in the user's cache directory where that folder is
+    read-only. The file holds a digest of its content, and a damaged file is made again. A lock keeps the processes of a
+    run from decoding the same folder.
     """
     members = [member for member in members if Path(member[0].name).suffix.lower() in _SUFFIXES]
     if not members:
@@ -348,7 +360,7 @@ def _decoded(folder: Path, part: str, members: list[tuple[os.DirEntry[str], int]
             if (cached := _cached(file)) is None:
                 directory.mkdir(parents=True, exist_ok=True)
                 with FileLock(directory / f"{part}.lock"):
-                    if (cached := _cached(file)) is None:  # nobody else made it meanwhile
+                    if (cached := _cached(file)) is None:  # no other process made it meanwhile
                         if file.exists():
                             log.warning("the cache '%s' is damaged and is made again", file)
                         images = _decode(folder, paths) if images is None else images
@@ -361,21 +373,24 @@ def _decoded(folder: Path, part: str, members: list[tuple[os.DirEntry[str], int]
     return (_decode(folder, paths) if images is None else images), labels
 
 
-_READING = b"2"  # of the way in which files become pixels: a cache of another way is not used
+_READING = b"2"  # version of the way in which files become pixels: a cache of another version is not used
 _DIM = 1 << 12
 
 
 class _Unreadable(ValueError):
-    """Why a file's pixels cannot be had as 8 bits per channel without losing what is in them."""
+    """A file's pixels cannot be had as 8 bits per channel without losing information; the text says why."""
 
 
 def _decode(folder: Path, paths: list[str]) -> Images:
-    """(N, C, H, W); one channel if every image is grey, else three.
+    """Decode images into (N, C, H, W), with one channel if every image is grey, else three.
 
     Of 16 bits per channel the higher 8 are taken, so 0 is black and 65535 white, as for colour in Pillow. Transparency
-    is dropped. What cannot be read so is refused by its name: integers of 32 bits and floating-point numbers, whose
-    range a file does not say; an image of one colour that differs in its transparency alone; and images of 16 bits of
-    which none uses more than a sixteenth of the range (12 bits in a file of 16, say): few levels would be left.
+    is dropped. The error for a refused image names its file. These images are refused:
+
+    * integers of 32 bits and floating-point numbers, whose range a file does not say;
+    * an image of one colour that differs in its transparency alone;
+    * images of 16 bits of which none uses more than a sixteenth of the range (12 bits in a file of 16, say), since few
+      levels would be left.
     """
     from PIL import Image
 
@@ -409,12 +424,12 @@ def _decode(folder: Path, paths: list[str]) -> Images:
 
 
 def _is_deep_grey(image: ImageFile) -> bool:
-    """Whether an image is grey of 16 bits. Before version 11 Pillow says so of PNG files by 32-bit integers."""
+    """Return whether an image is grey of 16 bits; before version 11 Pillow opens such PNG files as 32-bit integers."""
     return image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
 
 
 def _colours(image: ImageFile) -> NDArray[np.uint8]:
-    """(H, W, 3) of an image of 8 bits per channel. Raises :class:`_Unreadable`."""
+    """Return the pixels (H, W, 3) of an image of 8 bits per channel. Raises :class:`_Unreadable`."""
     if image.mode in ("I", "F"):
         kind = "32-bit integers" if image.mode == "I" else "floating-point numbers"
         raise _Unreadable(f"has {kind}, allowed: 8 or 16 bits per channel")
@@ -436,7 +451,7 @@ def _cache_directories(folder: Path) -> list[Path]:
 
 
 def _write_cache(path: Path, images: Images) -> None:
-    """A ``.npy`` file with the SHA-256 of its content behind it, where numpy does not look."""
+    """Write a ``.npy`` file with the SHA-256 of its content behind it, where numpy does not look."""
     with replacing(path) as file:
         digest = hashlib.sha256()
         for block in _npy_blocks(images):
@@ -453,7 +468,7 @@ def _npy_blocks(images: Images) -> Iterator[bytes | memoryview]:
 
 
 def _cached(path: Path) -> Images | None:
-    """What :func:`_write_cache` wrote, mapped into memory; None where there is none or it is damaged."""
+    """Return the images of :func:`_write_cache`, mapped into memory; None without a file or for a damaged one."""
     if not path.exists():
         return None
     with path.open("rb") as file:
@@ -468,7 +483,7 @@ def _cached(path: Path) -> Images | None:
 
 
 def _visible(folder: Path) -> list[os.DirEntry[str]]:
-    """Entries of a folder in the order of their names; an absent folder has none."""
+    """Return the entries of a folder in the order of their names; an absent folder has none."""
     if not folder.is_dir():
         return []
     with os.scandir(folder) as entries:
@@ -479,7 +494,7 @@ def _visible(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _channel_stats(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Exact mean and standard deviation per channel of images scaled to [0, 1], from a histogram."""
+    """Return the exact mean and standard deviation per channel of images scaled to [0, 1], from a histogram."""
     levels = np.arange(256) / 255
     mean, std = [], []
     for channel in range(images.shape[1]):
@@ -493,7 +508,7 @@ def _channel_stats(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]
 
 
 def _first_folder(*folders: Path, inside: str) -> Path | None:
-    """The first folder that has a folder named ``inside``."""
+    """Return the first folder that has a folder named ``inside``."""
     return next((folder for folder in folders if (folder / inside).is_dir()), None)
 
 
@@ -512,9 +527,9 @@ def _missing(name: str, folder: Path, expected: str, advice: str = "") -> str:
 def _require(
     name: str, files: list[Path], folder: Path, download: bool, fetch: Callable[[], object], other: str = ""
 ) -> None:
-    """See to it that the files exist, fetching them once (one process at a time) if allowed.
+    """Make sure that the files exist; with ``download`` missing files are fetched once (one process at a time).
 
-    ``other`` says what else would have done.
+    ``other`` is a text for the error: which other files the dataset could be read from.
     """
     if all(file.exists() for file in files):
         return

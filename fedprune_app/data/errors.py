@@ -1,4 +1,4 @@
-"""What is wrong with a file, for those who may know its name and for others."""
+"""A file error has two texts: one for those who may know the file's name, and one for others."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 
 class FileError(ValueError):
-    """A data file that cannot be used: its text names the file, ``unnamed`` says only ``where`` it is.
+    """A data file cannot be used: the text names the file, and ``unnamed`` says only ``where`` the file is.
 
-    What files are called may tell whom they are about, so a node's errors that go to a server do not say it.
+    A file's name may tell whom the file is about. So a node's errors that go to a server do not name files.
     """
 
     def __init__(self, path: Path | str, where: str, why: str) -> None:

@@ -1,4 +1,4 @@
-"""How samples are dealt to clients: labels in, one sorted list of indices per client out.
+"""A partition deals samples to clients: labels go in, and one sorted list of indices per client comes out.
 
 Every function is deterministic in its ``rng``, never gives a sample to two clients, and deals out every sample
 except where its docstring names the samples it leaves out. Impossible parameters raise a one-line ``ValueError``.
@@ -27,7 +27,7 @@ _MAX_DRAWS = 1000
 
 
 def iid(labels: Indices, num_clients: int, rng: np.random.Generator) -> list[Indices]:
-    """Shuffle and deal out: volumes differ by at most one sample, every sample is used."""
+    """Shuffle and deal out: volumes differ by at most one sample, and every sample is used."""
     _check_clients(labels, num_clients)
     return _sorted(np.array_split(rng.permutation(len(labels)), num_clients))
 
@@ -41,9 +41,9 @@ def shards(
 ) -> list[Indices]:
     """Sort by label, cut into shards, and let every client draw ``shards_per_client`` without replacement.
 
-    ``shard_size=0`` cuts exactly as many shards as are drawn, of sizes that differ by at most one: every sample
-    is used. A positive size cuts ``len(labels) // shard_size`` shards and, as in the paper, leaves out those that
-    nobody draws and the samples after the last full shard. Two shards of a client may carry the same label.
+    ``shard_size=0`` cuts exactly as many shards as are drawn, of sizes that differ by at most one. Every sample is then
+    used. A positive size cuts ``len(labels) // shard_size`` shards. As in the paper, the shards that nobody draws and
+    the samples after the last full shard are left out. Two shards of a client may carry the same label.
 
     Source: Sub-FedAvg, section 4 (CIFAR-10: 100 clients, 2 shards of 250). Its code sorts unstably; here samples
     of one label keep their order.
@@ -77,16 +77,16 @@ def classes(
     rng: np.random.Generator,
     assignment: str = "cyclic",
 ) -> list[Indices]:
-    """A fixed number of classes per client, and volumes as equal as the sizes of the classes allow.
+    """Deal each client a fixed number of classes, and volumes as equal as the sizes of the classes allow.
 
-    ``assignment="cyclic"``: client i holds classes (i+j) mod C, j < ``classes_per_client`` (FedP3, class-wise).
-    ``assignment="random"``: classes are drawn at random, each by as many clients as any other, plus or minus one
-    (Dis-PFL, pathological). Dis-PFL's code draws without that balance and gives samples of a class in demand to
-    several clients; here no sample is used twice.
+    * ``assignment="cyclic"``: client i holds classes (i+j) mod C, j < ``classes_per_client`` (FedP3, class-wise).
+    * ``assignment="random"``: classes are drawn at random, each by as many clients as any other, plus or minus one
+      (Dis-PFL, pathological). Dis-PFL's code draws without that balance and gives samples of a class in demand to
+      several clients; here no sample is used twice.
 
     All samples of a class are divided among its holders, at least one each. Samples of a class that nobody holds
     (fewer places than classes) are left out. With classes of equal size and equally many holders, all shares are
-    equal; otherwise shares are scaled alternately to equal volumes per client and to the sizes of the classes.
+    equal. Otherwise shares are scaled alternately to equal volumes per client and to the sizes of the classes.
     """
     _check_clients(labels, num_clients)
     num_classes = int(labels.max()) + 1
@@ -135,15 +135,20 @@ def dirichlet_class(
 def dirichlet_client(
     labels: Indices, num_clients: int, alpha: float, rng: np.random.Generator, num_groups: int = 0
 ) -> list[Indices]:
-    """Equal volumes (±1), each client with label preferences of its own, p ~ Dir(alpha · 1_C).
+    """Deal equal volumes (±1) to clients that each have label preferences of their own, p ~ Dir(alpha · 1_C).
 
     With ``num_groups`` clients form that many groups of neighbouring numbers, of sizes that differ by at most one,
-    and a group has one preference (Dis-PFL, figure 5: 20 clients, 4 groups); 0 leaves every client its own.
+    and a group has one preference (Dis-PFL, figure 5: 20 clients, 4 groups). 0 leaves every client its own preference.
 
-    Until all clients are full: draw a client uniformly among those with room, a class from its preferences, and
-    take an unused sample of that class. A class that is used up is drawn no more (what the papers' redrawing
-    amounts to); a client whose preferred classes are all used up (the papers' code loops forever) draws from
-    what is left. Every sample is used. Source: Dis-PFL, section 5.1, and FedP3, appendix.
+    These steps are repeated until all clients are full:
+
+    1. Draw a client uniformly among those with room.
+    2. Draw a class from the client's preferences.
+    3. Take an unused sample of that class.
+
+    A class that is used up is drawn no more; the papers' redrawing amounts to the same. A client whose preferred
+    classes are all used up draws from the rest, where the papers' code loops forever. Every sample is used. Source:
+    Dis-PFL, section 5.1, and FedP3, appendix.
     """
     _check_clients(labels, num_clients)
     _check_alpha(alpha)
@@ -174,10 +179,11 @@ def dirichlet_client(
 
 
 def stratified_holdout(labels: Indices, fraction: float, rng: np.random.Generator) -> tuple[Indices, Indices]:
-    """Positions (kept, held out) of a random share that has the label law of the whole (:func:`stratified_sample`).
+    """Return positions (kept, held out); a random share with the label law of the whole is held out.
 
-    Holds out round(fraction · n) samples, at least one if ``fraction > 0`` and at least one kept; a single sample
-    is kept.
+    :func:`stratified_sample` draws the share.
+    The share is round(fraction · n) samples. If ``fraction > 0``, at least one sample is held out and at least one is
+    kept; a single sample is kept.
     """
     total = min(max(round(fraction * len(labels)), 1), len(labels) - 1) if fraction > 0 else 0
     if total <= 0:
@@ -187,9 +193,9 @@ def stratified_holdout(labels: Indices, fraction: float, rng: np.random.Generato
 
 
 def stratified_sample(labels: Indices, size: int, rng: np.random.Generator) -> Indices:
-    """Sorted positions of ``size`` random samples, at most ``len(labels)``, with the label law of the whole.
+    """Return sorted positions of ``size`` random samples, at most ``len(labels)``, with the label law of the whole.
 
-    Labels get their share of it by largest remainder, ties to the smaller label.
+    Labels get their share of ``size`` by largest remainder, ties to the smaller label.
     """
     counts, remainders = np.divmod(np.bincount(labels) * size, len(labels))
     counts[np.argsort(-remainders, kind="stable")[: size - counts.sum()]] += 1
@@ -197,12 +203,12 @@ def stratified_sample(labels: Indices, size: int, rng: np.random.Generator) -> I
 
 
 def take_per_label(labels: Indices, counts: NDArray[np.int64], rng: np.random.Generator) -> list[Indices]:
-    """Per label, the positions of ``counts[label]`` random samples of it, without replacement."""
+    """Draw, per label, the positions of ``counts[label]`` random samples of this label, without replacement."""
     return [rng.permutation(np.flatnonzero(labels == label))[:count] for label, count in enumerate(counts.tolist())]
 
 
 def _balanced_classes(num_clients: int, num_classes: int, classes_per_client: int, rng: np.random.Generator) -> Indices:
-    """(K, k) classes, distinct in a row, each in equally many rows plus or minus one.
+    """Draw (K, k) classes, distinct in a row, each in equally many rows plus or minus one.
 
     Every client takes the classes that were taken least so far, at random among equals.
     """
@@ -215,10 +221,10 @@ def _balanced_classes(num_clients: int, num_classes: int, classes_per_client: in
 
 
 def _equal_volume_counts(holds: NDArray[np.bool_], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(K, C) counts: positive where held, columns sum to the class's size, rows as equal as that allows."""
+    """Return (K, C) counts: positive where held, columns sum to the class's size, rows as equal as that allows."""
     num_clients = len(holds)
     holders = holds.sum(axis=0)
-    spare = np.where(holders > 0, sizes - holders, 0)  # beyond the one that every holder gets
+    spare = np.where(holders > 0, sizes - holders, 0)  # samples beyond the one that every holder gets
     volume = sizes[holders > 0].sum() / num_clients - holds.sum(axis=1)
     shares = holds.astype(np.float64)
     for _ in range(100):  # iterative proportional fitting; it ends on the columns, which must be exact
@@ -238,9 +244,9 @@ def _ratio(wanted: NDArray[np.float64], present: NDArray[np.float64]) -> NDArray
 
 
 def _cumulative(preferences: NDArray[np.float64], left: NDArray[np.int64]) -> list[list[float]]:
-    """Per client, cumulative preferences over the classes with samples left, ending in exactly 1.
+    """Return, per client, cumulative preferences over the classes with samples left, ending in exactly 1.
 
-    A client without any preference among them gets the classes in proportion to what is left.
+    A client without any preference among these classes gets them in proportion to the samples that are left.
     """
     weights = preferences * (left > 0)
     weights[weights.sum(axis=1) <= 0] = left

@@ -1,4 +1,4 @@
-"""Public images for a server, in the shape that the clients' images have."""
+"""A server's public images come in the shape of the clients' images."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _CHUNK = 2000
 def public_dataset(
     name: str, data_dir: str, shape: tuple[int, int, int], samples: int, seed: int, download: bool = False
 ) -> tuple[Tensor, Tensor, int]:
-    """Training images of a dataset as float32 (N, *shape), their labels (N,), and how many classes there are.
+    """Return training images of a dataset as float32 (N, *shape), their labels (N,), and the number of classes.
 
-    All of them, or ``samples`` of the same label law. Normalised by their own mean and standard deviation per channel.
-    Raises ``ValueError`` as :func:`~fedprune_app.data.datasets.load_dataset`, and for more samples than there are.
+    ``samples`` images are drawn with the label law of the dataset; 0 takes all images. The images are normalised by
+    their own mean and standard deviation per channel. Raises ``ValueError`` as
+    :func:`~fedprune_app.data.datasets.load_dataset`, and for more samples than there are.
     """
     dataset = load_dataset(name, data_dir, download)
     chosen = some_of(dataset.train_labels, samples, seed)
@@ -34,7 +35,10 @@ def public_dataset(
 
 
 def some_of(labels: Labels, samples: int, seed: int) -> Indices:
-    """Sorted positions of all, or of ``samples`` with the label law of all. ``ValueError`` for more than there are."""
+    """Return sorted positions of ``samples`` labels with the label law of all, or of all labels for 0.
+
+    ``ValueError`` for more samples than there are.
+    """
     if samples > len(labels):
         raise ValueError(f"fedltp.public-samples is {samples}, allowed: at most {len(labels)}, which are public")
     rng = numpy_generator(seed, "public samples")
@@ -42,8 +46,12 @@ def some_of(labels: Labels, samples: int, seed: int) -> Indices:
 
 
 def adapted(images: Images, shape: tuple[int, int, int]) -> Tensor:
-    """uint8 (N, C, H, W) as float32 (N, *shape) in [0, 1]: grey from colours by luminance, colours from grey by
-    repeating it, sizes by bilinear interpolation with antialiasing."""
+    """Return uint8 images (N, C, H, W) as float32 (N, *shape) in [0, 1].
+
+    * Grey comes from colours by luminance.
+    * Colours come from grey by repeating it.
+    * Sizes change by bilinear interpolation with antialiasing.
+    """
     channels, *size = shape
     pixels = torch.from_numpy(np.ascontiguousarray(images)).float().div_(255)
     if pixels.shape[1] == 3 and channels == 1:

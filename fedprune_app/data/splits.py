@@ -1,4 +1,4 @@
-"""Every client's training, validation and test data, all three of one label law."""
+"""Every client has training, validation and test data, all three of one label law."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ TEST_SPLITS: dict[str, str] = {
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What data, dealt how; field ``shard_size`` is the key ``shard-size`` of the run configuration.
+    """A data configuration says which data is dealt, and how.
 
-    With ``samples_per_client`` only so many samples times clients are dealt out, drawn with the label law of the whole
-    (all clients get as many unless the partition makes volumes unequal); 0 deals out everything. ``dirichlet_groups``
-    is ``num_groups`` of :func:`~fedprune_app.data.partitions.dirichlet_client`. ``public_share`` of the training images
-    are dealt to no client: :func:`public_part`. With ``test_split="proportional"`` a client is tested on
-    ``test_samples`` images, or a few more: the number of each label is rounded up.
+    A field is the key of the run configuration with underscores: ``shard_size`` is ``shard-size``.
 
-    With ``is_own`` the folder is one client's alone, who takes all of it: nothing is dealt, the one client is number 0
-    of 1, and its test data is the folder's, or where that has none ``test_fraction`` of the images. ``classes`` fixes
-    the names of an image folder's classes and their order; with ``public_scale`` it is not normalised by its own
-    statistics.
+    * ``samples_per_client``: only this number times clients of samples are dealt out, drawn with the label law of the
+      whole. All clients get as many unless the partition makes volumes unequal. 0 deals out everything.
+    * ``dirichlet_groups``: ``num_groups`` of :func:`~fedprune_app.data.partitions.dirichlet_client`.
+    * ``public_share``: this share of the training images is dealt to no client: :func:`public_part`.
+    * ``test_samples``: with ``test_split="proportional"`` a client is tested on this many images, or a few more,
+      because the number of each label is rounded up.
+    * ``is_own``: the folder is one client's alone, and this client takes all of it. Nothing is dealt, and the client is
+      number 0 of 1. Its test data is the folder's. Where the folder has none, it is ``test_fraction`` of the images.
+    * ``classes``: the names of an image folder's classes, and their order.
+    * ``public_scale``: an image folder is not normalised by its own statistics.
     """
 
     dataset: str = "digits"
@@ -90,7 +92,7 @@ class DataConfig:
 
 
 def data_config(config: Config, is_own: bool = False) -> DataConfig:
-    """This returns the part of the run's configuration that determines every client's data."""
+    """Return the part of the run's configuration that determines every client's data."""
     names = set(DataConfig.__dataclass_fields__) - {"is_own", "classes", "public_scale"}
     same = {name: getattr(config, name) for name in names}
     classes = class_names(config.classes)
@@ -99,9 +101,9 @@ def data_config(config: Config, is_own: bool = False) -> DataConfig:
 
 @dataclass(frozen=True, eq=False)
 class ClientData:
-    """One client's data: images float32 (N, C, H, W), normalised by the dataset's mean and std; labels int64 (N,).
+    """A client's data are images float32 (N, C, H, W), normalised by the dataset's mean and std, and labels int64 (N,).
 
-    Validation (and so decisions) never overlaps training. Validation is empty if no share of it was asked for or
+    Validation (and so decisions) never overlaps training. Validation is empty if its share is 0 or
     the client has a single sample.
     """
 
@@ -114,26 +116,26 @@ class ClientData:
 
     @property
     def num_examples(self) -> int:
-        """Training samples."""
+        """Return the number of training samples."""
         return len(self.train_labels)
 
 
 def dataset_of(config: DataConfig) -> Dataset:
-    """The dataset that is dealt out, or that a client has to itself."""
+    """Return the dataset that is dealt out, or that a client has to itself."""
     return _pool(config).dataset
 
 
 def partition_indices(config: DataConfig, num_clients: int) -> list[Indices]:
-    """Per client, the sorted indices of its samples in the training set, validation share included.
+    """Return, per client, the sorted indices of its samples in the training set, validation share included.
 
     With ``test_split="holdout"`` indices run over the training set followed by the test set, and the client's
-    test share is included. Cached per process; the arrays are read-only.
+    test share is included. The result is cached per process; the arrays are read-only.
     """
     return list(_partition(config, num_clients))
 
 
 def client_data(config: DataConfig, partition_id: int, num_clients: int) -> ClientData:
-    """The data of client ``partition_id`` in [0, num_clients), a function of the arguments alone.
+    """Return the data of client ``partition_id`` in [0, num_clients), a function of the arguments alone.
 
     Tensors are made when first read, and a process keeps those of its last two clients only.
     """
@@ -141,13 +143,16 @@ def client_data(config: DataConfig, partition_id: int, num_clients: int) -> Clie
 
 
 def public_part(config: DataConfig) -> tuple[Tensor, Tensor]:
-    """Images and labels of the training images that no client has, as clients have theirs: normalised, float32."""
+    """Return images and labels of the training images that no client has.
+
+    Like clients' images they are normalised, float32.
+    """
     pool, held = _pool(config), _set_aside(config)
     return pool.images(held), torch.from_numpy(pool.labels[held])
 
 
 def label_counts(config: DataConfig, partition_id: int, num_clients: int) -> dict[str, list[int]]:
-    """How many samples of each label are in the client's "train", "validation" and "test" data."""
+    """Return how many samples of each label are in the client's "train", "validation" and "test" data."""
     pool = _pool(config)
     return {
         part: np.bincount(pool.labels[indices], minlength=pool.dataset.num_classes).tolist()
@@ -156,7 +161,7 @@ def label_counts(config: DataConfig, partition_id: int, num_clients: int) -> dic
 
 
 class _Pool:
-    """A dataset's training set followed by its test set, under one index; nothing is copied but labels."""
+    """A pool is a dataset's training set followed by its test set, under one index; nothing is copied but labels."""
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
@@ -164,7 +169,7 @@ class _Pool:
         self.num_train = len(dataset.train_labels)
 
     def images(self, indices: Indices) -> Tensor:
-        """Images at sorted indices: float32 (N, C, H, W), scaled to [0, 1], then normalised."""
+        """Return images at sorted indices: float32 (N, C, H, W), scaled to [0, 1], then normalised."""
         train, test = np.split(indices, [np.searchsorted(indices, self.num_train)])
         data = self.dataset
         pixels = np.concatenate([data.train_images[train], data.test_images[test - self.num_train]])
@@ -173,7 +178,7 @@ class _Pool:
 
 
 class _StoredClientData(ClientData):
-    """Client data that leaves a part in the dataset until it is read: training never builds the test images."""
+    """Stored client data leaves a part in the dataset until the part is read: training never builds the test images."""
 
     _pool: _Pool
     _indices: dict[str, Indices]
@@ -254,7 +259,7 @@ def _partition(config: DataConfig, num_clients: int) -> tuple[Indices, ...]:
 
 
 def _dealt(labels: Labels, config: DataConfig, num_clients: int) -> Indices:
-    """Sorted indices of the samples that are dealt out at all: everything, or ``samples_per_client`` times clients.
+    """Return the sorted indices of the samples dealt out: all, or ``samples_per_client`` times clients.
 
     Never what is public.
     """
@@ -271,7 +276,7 @@ def _dealt(labels: Labels, config: DataConfig, num_clients: int) -> Indices:
 
 
 def _set_aside(config: DataConfig) -> Indices:
-    """Sorted indices of the training images that are public: a share of each label."""
+    """Return the sorted indices of the training images that are public: a share of each label."""
     labels = _pool(config).dataset.train_labels
     rng = numpy_generator(config.seed, "public split")
     return partitions.stratified_holdout(labels, config.public_share, rng)[1]
@@ -279,7 +284,7 @@ def _set_aside(config: DataConfig) -> Indices:
 
 @lru_cache(maxsize=256)
 def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> dict[str, Indices]:
-    """Part → sorted indices into the pool; see :data:`TEST_SPLITS` for the test part."""
+    """Return part → sorted indices into the pool; :data:`TEST_SPLITS` describes the test part."""
     shares = _partition(config, num_clients)
     if not 0 <= partition_id < num_clients:
         raise ValueError(f"partition is {partition_id}, allowed: 0 to {num_clients - 1}")

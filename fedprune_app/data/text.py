@@ -1,4 +1,4 @@
-"""Text: documents from files or from Python's standard library, segments that no two clients share, test windows."""
+"""Texts are documents from files or Python's standard library, cut into segments that no two clients share."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ TEXTS = {
     "text": "files in data-dir: calibration/*.txt (a document each) or *.jsonl (one per line), and test/* likewise",
 }
 Encoder = Callable[[str], Tensor]
-"""Maps a text to its token ids (tokens,)."""
+"""An encoder maps a text to its token ids (tokens,)."""
 
-# What clients hold and what perplexity is measured on is in no model that was trained on the rest. The first are the
-# most unlike each other, and large: networking, mail, a window toolkit, tables of characters, tests, a parser maker.
+# Clients hold _PRIVATE and perplexity is measured on _HELD_OUT; no model here is trained on either. The first packages
+# of _PRIVATE are large and most unlike each other: networking, mail, a window toolkit, tables of characters, tests, a
+# parser maker.
 _PRIVATE = (
     "asyncio", "email", "tkinter", "encodings", "unittest", "lib2to3", "xml", "idlelib", "multiprocessing", "importlib",
     "http", "logging", "urllib", "html", "re", "xmlrpc", "concurrent", "ctypes", "wsgiref", "collections", "json",
@@ -36,12 +37,12 @@ _PRIVATE = (
 _HELD_OUT = ("statistics", "textwrap", "fractions", "calendar", "bisect", "heapq")
 _SKIPPED = frozenset(("site-packages", "dist-packages", "test", "tests", "idle_test", "turtledemo"))
 _JOINS = {"wikitext": "\n\n", "ptb": " ", "c4": " "}
-_LIMITS = {"c4": (1100, 256)}  # documents, and windows
+_LIMITS = {"c4": (1100, 256)}  # at most so many documents, and windows
 
 
 @dataclass(frozen=True)
 class Document:
-    """A named text."""
+    """A document is a named text."""
 
     name: str
     text: str
@@ -52,7 +53,7 @@ class Document:
 
 @lru_cache(maxsize=1)
 def _stdlib() -> Mapping[str, Document]:
-    """Top-level packages and modules of the running Python, each one document."""
+    """Return the top-level packages and modules of the running Python, each as one document."""
     root = Path(sysconfig.get_paths()["stdlib"])
     parts: dict[str, list[str]] = {}
     for folder, folders, files in os.walk(root):
@@ -65,12 +66,15 @@ def _stdlib() -> Mapping[str, Document]:
 
 
 def stdlib_training_text() -> list[Document]:
-    """What neither a client nor a test holds."""
+    """Return the documents of the standard library that neither a client nor a test holds."""
     return [doc for name, doc in _stdlib().items() if name not in {*_PRIVATE, *_HELD_OUT}]
 
 
 def calibration_documents(dataset: str, data_dir: str) -> Iterator[Document]:
-    """The private text, of all clients unless each has its own folder. ``ValueError`` where there is none."""
+    """Yield the private documents: those of all clients, unless each client has its own folder.
+
+    ``ValueError`` where there is no text.
+    """
     if dataset == "stdlib":
         yield from (_stdlib()[name] for name in _PRIVATE if name in _stdlib())
         return
@@ -79,11 +83,11 @@ def calibration_documents(dataset: str, data_dir: str) -> Iterator[Document]:
 
 
 def own_documents(data_dir: str, test_fraction: float, seed: int) -> tuple[list[Document], str]:
-    """A client's own text: the documents it learns from, and a text to be tested on.
+    """Return a client's own text: the documents from which it learns, and a text on which it is tested.
 
     Documents are the files of data-dir/calibration, or of data-dir itself. The test text is the files of data-dir/test,
-    joined by line ends. Without these it is ``test_fraction`` of the documents, at least one, drawn by ``seed``; of a
-    single document, its end. ``ValueError`` where there is no text.
+    joined by line ends. Without test files it is ``test_fraction`` of the documents, at least one, drawn by ``seed``.
+    If there is a single document, the test text is its end. ``ValueError`` where there is no text.
     """
     inside = (Path(data_dir) / "calibration").is_dir()
     documents = [each for path in _files(data_dir, "calibration" if inside else "") for each in _documents(path)]
@@ -103,12 +107,17 @@ def own_documents(data_dir: str, test_fraction: float, seed: int) -> tuple[list[
 
 
 def perplexity_texts(dataset: str, data_dir: str, more: Mapping[str, Path] | None = None) -> dict[str, tuple[str, int]]:
-    """The texts that perplexity is measured on, by name, and how many windows of each at most (0: all).
+    """Return the texts on which perplexity is measured, by name, each with the largest number of windows (0: all).
 
-    The dataset's own come first: ``stdlib`` has one, of modules that no client holds, ``text`` the files of its folder.
-    Then ``more``, files by the name to give them. Texts named ``wikitext*``, ``ptb*`` and ``c4*`` are joined as in
-    SparseGPT's evaluation: lines by blank lines, lines by spaces, the first 1100 documents by spaces and of these 256
-    windows. Other files are taken as they are. ``ValueError`` where there is none, or one that cannot be read.
+    The dataset's own texts come first: ``stdlib`` has one, of modules that no client holds; ``text`` has the files of
+    its folder. Then come the files of ``more``, by name. Texts of three corpora are joined as in SparseGPT's
+    evaluation:
+
+    * ``wikitext*``: lines are joined by blank lines;
+    * ``ptb*``: lines are joined by spaces;
+    * ``c4*``: the first 1100 documents are joined by spaces, and 256 windows of these are measured.
+
+    Other files are taken as they are. ``ValueError`` where there is no text, or one that cannot be read.
     """
     if dataset == "stdlib":
         found = {"stdlib": ("\n".join(_stdlib()[name].text for name in _HELD_OUT if name in _stdlib()), 0)}
@@ -124,7 +133,7 @@ def perplexity_texts(dataset: str, data_dir: str, more: Mapping[str, Path] | Non
 
 
 def _joined(name: str, path: Path) -> tuple[str, int]:
-    """A file as its corpus is tested on, and of how many windows at most."""
+    """Return the text of a file as its corpus is tested, and the largest number of windows."""
     corpus = next((each for each in _JOINS if name.startswith(each)), None)
     max_documents, max_windows = _LIMITS.get(corpus or "", (None, 0))
     if corpus is None:
@@ -134,7 +143,7 @@ def _joined(name: str, path: Path) -> tuple[str, int]:
     else:
         with _opened(path) as file:
             lines = list(itertools.islice(file, max_documents))
-        if corpus == "wikitext":  # with their ends, as the hub's dataset has them, but for blank lines, which are empty
+        if corpus == "wikitext":  # lines keep their ends and blank lines are empty, as in the hub's dataset
             lines = [line if line.strip() else "" for line in lines]
         else:
             lines = [line.strip() for line in lines]
@@ -144,7 +153,7 @@ def _joined(name: str, path: Path) -> tuple[str, int]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[TextIO]:
-    """:class:`FileError` where it cannot be read."""
+    """Give the open file; raise :class:`FileError` where the file cannot be read."""
     try:
         with path.open(encoding="utf-8") as file:
             yield file
@@ -164,7 +173,7 @@ def _files(data_dir: str, part: str) -> list[Path]:
 
 
 def texts_in(folder: Path) -> list[Path]:
-    """The files of a folder that are read as text."""
+    """Return the files of a folder that are read as text."""
     return sorted([*folder.glob("*.txt"), *folder.glob("*.jsonl")])
 
 
@@ -201,18 +210,19 @@ def calibration_segments(
     length: int,
     seed: int,
 ) -> tuple[Tensor, list[str]]:
-    """A client's segments (count, length) of token ids, and the names of the documents they are from; no client has
-    more than ``most``.
+    """Return a client's segments (count, length) of token ids, and the names of the documents that they are from.
 
-    A document is cut into segments side by side, its tail dropped; one shorter than a segment gives none.
+    A document is cut into segments side by side, and its tail is dropped. A document shorter than a segment gives none.
+    No client has more than ``most`` segments. ``deal`` is one of these:
 
-    * ``documents``: document ``i`` belongs to client ``i mod num_partitions``; with fewer documents than clients, those
-      of one document take turns at its segments.
-    * ``one``: client ``i`` draws from document ``i mod len(documents)`` alone; clients of one document take turns.
-    * ``segments``: of each document in turn a random segment, then of each a second one, dealt out to all clients.
+    * ``documents``: document ``i`` belongs to client ``i mod num_partitions``. With fewer documents than clients, the
+      clients of one document take turns at its segments.
+    * ``one``: client ``i`` draws from document ``i mod len(documents)`` alone. Clients of one document take turns.
+    * ``segments``: one random segment of each document in turn, then a second one of each, is dealt out to all clients.
     * ``own``: the documents are this client's alone.
 
-    In the first three no two clients share a segment, whatever the seed. ``ValueError`` where there are too few.
+    In the first three no two clients share a segment, whatever the seed. ``ValueError`` where there are too few
+    segments.
     """
     if deal == "own":
         mine, turn, turns = list(documents), 0, 1
@@ -245,7 +255,7 @@ Piece = tuple[str, Tensor]  # the document's name, and a segment of it
 
 
 def _cut(documents: Sequence[Document], encode: Encoder, length: int, draw: torch.Generator) -> Iterator[list[Piece]]:
-    """Each document's segments, both in random order; a large collection need not be read to its end."""
+    """Yield each document's segments, both in random order; a large collection need not be read to its end."""
     for i in torch.randperm(len(documents), generator=draw).tolist():
         tokens = encode(documents[i].text)
         pieces = tokens[: len(tokens) // length * length].view(-1, length)
@@ -253,7 +263,7 @@ def _cut(documents: Sequence[Document], encode: Encoder, length: int, draw: torc
 
 
 def _in_turn(cut: Iterable[list[Piece]]) -> Iterator[Piece]:
-    """One piece of each document, then a second one of each, and so on."""
+    """Yield one piece of each document, then a second one of each, and so on."""
     opened = []
     for pieces in cut:
         yield from pieces[:1]
@@ -265,7 +275,10 @@ def _in_turn(cut: Iterable[list[Piece]]) -> Iterator[Piece]:
 
 
 def windows_of(tokens: Tensor, length: int) -> Tensor:
-    """Windows (windows, length) side by side, the tail dropped. ``ValueError`` for a text shorter than one window."""
+    """Return windows (windows, length) side by side; the tail is dropped.
+
+    ``ValueError`` for a text shorter than one window.
+    """
     if len(tokens) < length:
         raise ValueError(f"a test text has {len(tokens)} tokens, allowed: at least one window of {length}")
     return tokens[: len(tokens) // length * length].view(-1, length)

@@ -11,6 +11,7 @@ from flwr.serverapp import Grid
 
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State
+from fedprune_app.federation import reports
 from fedprune_app.federation.exchanges import Exchanges, Hooks
 from fedprune_app.federation.round import Round
 from fedprune_app.results.measures import summary_line
@@ -45,6 +46,7 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
         if round.log.replies:
             strategy.end(round)
         columns |= strategy.after(round, exchanges)
+        columns = {**reports.of_exchange(round), **strategy.traffic(round), **columns}
         row: dict[str, Any] = {"round": number, "seconds": time.monotonic() - started, **columns}
 
         # 5. Have all clients evaluate.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,3 +99,8 @@ class Outgoing:
     payload: Payload = field(default_factory=lambda: Payload({}))
     peer_updates: Mapping[int, ArrayRecord] = field(default_factory=dict)
     fields: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def to_each(cls, clients: Iterable[int], payload: Payload, **fields: Any) -> Iterator[Outgoing]:
+        """Yield one payload, and the same named values, for all of these clients."""
+        return (cls(client, payload, fields=fields) for client in clients)

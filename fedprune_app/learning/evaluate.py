@@ -1,4 +1,4 @@
-"""What a network is worth on data, and where its loss falls there. The network stays as it is."""
+"""Functions here test a network on data, and find its loss' gradient there. The network stays as it is."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def dense_gradient(
     check_examples(images, labels)
     device = move_to_device(model, device)
     with module_mode(model, training=False), fast_layout(model):
-        # Leaves of their own: the gradients of the model's parameters, and which of them need one, do not matter.
+        # The leaves are detached, so the parameters' own gradients and requires_grad flags do not matter.
         leaves = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
         logits = torch.func.functional_call(model, leaves, (images.to(device),))
         loss = F.cross_entropy(logits, labels.to(device))
@@ -77,5 +77,6 @@ def dense_gradient(
 
 
 def check_examples(images: Tensor, labels: Tensor) -> None:
+    """Raise ``ValueError`` unless there are equally many images and labels, at least 1."""
     if len(images) != len(labels) or not len(labels):
         raise ValueError(f"{len(images)} images and {len(labels)} labels, allowed: equally many, at least 1")

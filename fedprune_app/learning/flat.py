@@ -1,4 +1,4 @@
-"""All trained parameters of a network as one flat tensor, and their masks in the same layout."""
+"""The trained parameters of a network become one flat tensor, with their masks in the same layout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FlatParameters:
     Raises ``ValueError`` if the parameters differ in dtype or device, or none is left to train.
     """
 
-    ALIGNMENT = 64  # bytes: where torch starts a tensor, so kernels give the same bits as on its own memory
+    ALIGNMENT = 64  # bytes; torch aligns tensors so, and kernels then give the same bits as on a tensor's own memory
 
     def __init__(self, model: nn.Module, frozen: Collection[str] = ()) -> None:
         parameters = dict(model.named_parameters())

@@ -1,4 +1,4 @@
-"""What a system adds to each step of training: hooks on the gradients and weights, and other losses."""
+"""A system adds hooks on gradients and weights, and other losses, to each step of training."""
 
 from __future__ import annotations
 

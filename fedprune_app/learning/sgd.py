@@ -1,4 +1,4 @@
-"""Stochastic gradient descent: its settings, which examples each step takes, and the step itself."""
+"""Stochastic gradient descent has settings, a choice of examples for each step, and the step itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SGD:
 
     ``max_grad_norm`` bounds the global L2 norm of the dense gradient, before masks act (Dis-PFL's code); None leaves
     the gradient alone. With ``steps_per_epoch`` an epoch has so many steps, however many times these go through the
-    examples; with 0 an epoch goes through the examples once. Raises ``ValueError`` for a value that cannot be.
+    examples. With 0 an epoch goes through the examples once. Raises ``ValueError`` for a value out of range.
     """
 
     learning_rate: float
@@ -74,7 +74,7 @@ def sgd_step(work: Work, sgd: SGD) -> None:
     for i, (values, gradient) in enumerate(zip(work.values, work.gradients, strict=True)):
         if sgd.weight_decay:
             gradient.add_(values, alpha=sgd.weight_decay)
-        if work.kept is not None:  # after the decay: what is not active does not decay either
+        if work.kept is not None:  # after the decay: a weight that is not active does not decay either
             gradient.mul_(work.kept[i])
         change = gradient if work.velocity is None else work.velocity[i].mul_(sgd.momentum).add_(gradient)
         values.add_(change, alpha=-sgd.learning_rate)

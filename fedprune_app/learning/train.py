@@ -1,4 +1,4 @@
-"""The only training loop: SGD on examples, told what to do by a few small arguments."""
+"""There is only one training loop: SGD on examples, with a few small arguments for what systems do differently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The networks of the papers."""
+"""This package holds the networks of the papers."""
 
 from fedprune_app.models.vision import (
     INITIALISATIONS,

@@ -1,4 +1,4 @@
-"""Which channels of a network with BatchNorm depend on each other."""
+"""Channels of a network with BatchNorm depend on each other; this module finds the groups."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ImageShape = tuple[int, int, int]
 
 
 def channel_groups(model: nn.Module, image_shape: ImageShape) -> tuple[ChannelGroup, ...]:
-    """The groups of channels that BatchNorm layers rank, in the model's order.
+    """Return the groups of channels that BatchNorm layers rank, in the model's order.
 
-    A chain of layers is read off directly; for any other network (residual connections) torch-pruning traces the
+    A chain of layers is read off directly. For any other network (residual connections) torch-pruning traces the
     dependencies. Raises ``ValueError`` for a network without BatchNorm, or where torch-pruning is needed and missing.
     """
     if not any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules()):
@@ -25,7 +25,10 @@ def channel_groups(model: nn.Module, image_shape: ImageShape) -> tuple[ChannelGr
 
 
 def _of_chain(model: nn.Sequential) -> list[ChannelGroup]:
-    """Convolution, its norm, and the next convolution or linear layer: what lies between them has no channels."""
+    """Return the groups of a chain: a convolution, its norm, and the next convolution or linear layer.
+
+    Layers between these have no channels.
+    """
     layers = [(name, m) for name, m in model.named_children() if isinstance(m, nn.Conv2d | nn.BatchNorm2d | nn.Linear)]
     groups = []
     for i, ((conv_name, conv), (norm_name, norm)) in enumerate(pairwise(layers)):
@@ -40,7 +43,7 @@ def _of_chain(model: nn.Sequential) -> list[ChannelGroup]:
 
 
 def _slices(name: str, layer: nn.Module, dim: int) -> list[Slice]:
-    """Every tensor of a layer that has a value per output channel (``dim`` 0)."""
+    """Return a slice of every tensor of a layer that has a value per output channel (``dim`` 0)."""
     tensors = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
     return [Slice(f"{name}.{attribute}", dim) for attribute, tensor in tensors if tensor.dim() > dim]
 

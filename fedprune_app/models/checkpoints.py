@@ -1,4 +1,4 @@
-"""A causal language model on disk, read tensor by tensor: a local folder or a model of the Hugging Face hub.
+"""A causal language model on disk is read tensor by tensor, from a local folder or from the Hugging Face hub.
 
 Only safetensors are read: nothing is unpickled.
 """
@@ -22,7 +22,10 @@ _FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
 
 
 def import_transformers() -> Any:
-    """The package, made importable beside a CPU-only torch. ``ValueError`` where it is not installed."""
+    """Import the package transformers, which then works beside a CPU-only torch.
+
+    ``ValueError`` where it is not installed.
+    """
     try:
         import transformers
     except ImportError:
@@ -33,18 +36,18 @@ def import_transformers() -> Any:
 
 
 def resolve_checkpoint(name: str, download: bool) -> Path:
-    """The folder of a checkpoint: ``name`` is a local folder, or a hub name such as ``facebook/opt-125m``.
+    """Return the folder of a checkpoint: ``name`` is a local folder, or a hub name such as ``facebook/opt-125m``.
 
     A hub model comes from the local hub cache, and with ``download`` from the hub. ``ValueError`` where there is none.
-    Processes and threads that ask at once wait for one of them.
+    If several processes or threads ask at once, one of them works and the others wait.
     """
     folder = Path(name).expanduser()
     return folder.resolve() if folder.is_dir() else _of_hub(name, download)
 
 
-@lru_cache(maxsize=8)  # with ``download`` the hub is asked what is newest: once, not for every message of a run
+@lru_cache(maxsize=8)  # with ``download`` the hub is asked for the newest version once, not for every message of a run
 def _of_hub(name: str, download: bool) -> Path:
-    import_transformers()  # which brings the hub's client
+    import_transformers()  # transformers brings the hub's client
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -58,34 +61,35 @@ def _of_hub(name: str, download: bool) -> Path:
         raise ValueError(
             f"model is {name!r}: no such folder, and not in the hub cache; download=true fetches it"
         ) from None
-    except Exception as error:  # the hub's many ways to say no
+    except Exception as error:  # the hub refuses with many kinds of error
         raise ValueError(f"model {name!r} cannot be downloaded: {one_line(error)}") from None
     return snapshot if any(snapshot.glob("*.safetensors")) else _converted(name, snapshot, download)
 
 
 def one_line(error: BaseException) -> str:
-    """An error's words without its line breaks."""
+    """Return an error's text without its line breaks."""
     return " ".join(str(error).split())
 
 
 def _converted(name: str, snapshot: Path, download: bool) -> Path:
-    """A hub model whose main branch has no safetensors: the hub's own conversion of it, kept beside the snapshot.
+    """Return the folder of a hub model whose main branch has no safetensors.
 
-    The other files of that branch, pickles among them, are neither fetched nor opened.
+    The folder is beside the snapshot and holds the hub's own conversion to safetensors. The other files of that branch,
+    pickles among them, are neither fetched nor opened.
     """
     folder = snapshot / "fedprune-safetensors"
     if folder.is_dir():
         return folder
     transformers = import_transformers()
     with FileLock(f"{folder}.lock"):
-        if folder.is_dir():  # made while this one waited
+        if folder.is_dir():  # another process made the folder while this one waited
             return folder
         try:
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 name, use_safetensors=True, dtype="auto", local_files_only=not download
             )
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, local_files_only=not download)
-        except Exception as error:  # the hub's many ways to say no, and those of a config
+        except Exception as error:  # the hub, and a config, refuse with many kinds of error
             raise ValueError(f"model {name!r} has no safetensors: {one_line(error)}") from None
         with replacing_folder(folder) as new:
             model.save_pretrained(new)
@@ -94,7 +98,7 @@ def _converted(name: str, snapshot: Path, download: bool) -> Path:
 
 
 def inside(folder: Path, name: object) -> Path:
-    """The file of this name in a checkpoint's folder. ``ValueError`` for one that lies elsewhere, links followed.
+    """Return the file ``name`` in a checkpoint's folder. ``ValueError`` for a file that lies elsewhere, links followed.
 
     In the hub's cache a snapshot's files are links to the blobs of the same model.
     """
@@ -109,7 +113,7 @@ def inside(folder: Path, name: object) -> Path:
 
 
 class TensorFiles:
-    """The tensors of a folder's safetensors files, by name; each is read when it is asked for."""
+    """Tensor files are the tensors of a folder's safetensors files, by name; each is read when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -135,7 +139,10 @@ class TensorFiles:
         return name in self._file_of
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Copies of these tensors, aligned as torch's own are. ``ValueError`` for one that is not there."""
+        """Return copies of the tensors ``names``, aligned as torch's own are.
+
+        ``ValueError`` for a tensor that is not there.
+        """
         by_file: dict[Path, list[str]] = {}
         names = list(names)
         for name in names:

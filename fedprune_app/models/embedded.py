@@ -1,6 +1,6 @@
-"""The embedded language model: a byte-level LLaMA of a million parameters, trained here within minutes, then cached.
+"""The embedded language model is a byte-level LLaMA of a million parameters, trained here within minutes, then cached.
 
-It needs no download, and leaves a folder that plain transformers load, tokenizer included.
+The model needs no download. Its folder is one that plain transformers load, tokenizer included.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from fedprune_app.models.llm import import_transformers
 log = logging.getLogger("flwr.fedprune")
 
 NAME = "byte-llama"
-_DIGESTS = "sha256.json"  # of the other files in the folder
+_DIGESTS = "sha256.json"  # the digests of the other files in the folder
 OnStep = Callable[[int, int, float], None]
-"""Told (step, steps, loss) after every step."""
+"""A callback of this type gets (step, steps, loss) after every step."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the model is built and trained; with the text it names the cached folder."""
+    """A recipe says how the model is built and trained; recipe and text name the cached folder."""
 
     width: int = 128
     inner_width: int = 352
     num_layers: int = 5
     num_heads: int = 4
-    length: int = 128  # longer ones than it was trained on say little of the pruning
+    length: int = 128  # a model says little of pruning on longer sequences than it was trained on
     batch_size: int = 8
     steps: int = 1600
     learning_rate: float = 4e-3
@@ -52,13 +52,13 @@ DEFAULT = Recipe()
 
 
 def cache_folder() -> Path:
-    """Where this user's trained models are: ``$XDG_CACHE_HOME/fedprune`` or ``~/.cache/fedprune``."""
+    """Return the folder of this user's trained models: ``$XDG_CACHE_HOME/fedprune`` or ``~/.cache/fedprune``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "fedprune"
 
 
 def embedded_folder(texts: Sequence[str], recipe: Recipe = DEFAULT) -> Path:
-    """Where the model trained by this recipe on these texts is, or will be."""
+    """Return the folder where the model trained by this recipe on these texts is, or will be."""
     return cache_folder() / f"{NAME}-{_digest(tuple(texts), recipe)[:12]}"
 
 
@@ -71,7 +71,7 @@ def _digest(texts: tuple[str, ...], recipe: Recipe) -> str:
 
 
 def train_embedded(texts: Sequence[str], recipe: Recipe = DEFAULT, on_step: OnStep | None = None) -> Path:
-    """The model's folder; trains it first unless that was done before, by this process or another one."""
+    """Return the model's folder, after training the model unless this or another process did so before."""
     folder = embedded_folder(texts, recipe)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
@@ -90,7 +90,7 @@ def train_embedded(texts: Sequence[str], recipe: Recipe = DEFAULT, on_step: OnSt
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a cached model's files are those that were written."""
+    """Return whether a cached model's files are those that were written."""
     try:
         digests = json.loads((folder / _DIGESTS).read_text())
         return all(_sha256(folder / name) == digest for name, digest in digests.items())
@@ -103,12 +103,12 @@ def _sha256(path: Path) -> str:
 
 
 def byte_tokenizer() -> Any:
-    """A transformers tokenizer whose tokens are bytes: the id is the byte."""
+    """Return a transformers tokenizer whose tokens are bytes: the id is the byte."""
     transformers = import_transformers()
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.BPE(vocab=_byte_characters(), merges=[]))
-    # short pieces, because a piece is handled as one word
+    # pieces are short, because the tokenizer handles each piece as one word
     pieces = pre_tokenizers.Split("\n", behavior="merged_with_previous")
     bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, bytes_of])
@@ -117,7 +117,7 @@ def byte_tokenizer() -> Any:
 
 
 def _byte_characters() -> dict[str, int]:
-    """The printable character by which byte-level tokenizers write each byte, as GPT-2 has chosen them."""
+    """Return the printable character by which byte-level tokenizers write each byte, as GPT-2 has chosen them."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
@@ -165,10 +165,10 @@ def _trained(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None) -> An
 
 
 def _initialise(model: torch.nn.Module, recipe: Recipe, draw: torch.Generator) -> None:
-    """Normal, a matrix with variance 1 / inputs, and less where it ends a residual branch; norms are 1.
+    """Draw normal weights: a matrix has variance 1 / inputs, and less where it ends a residual branch; norms are 1.
 
-    transformers' own deviation of 0.02 is meant for widths in the thousands: at 128 the layers begin as next to
-    nothing, and the model is still at the statistics of byte pairs when this recipe is through.
+    transformers' own deviation of 0.02 is meant for widths in the thousands. At a width of 128 its layers begin near 0.
+    The model would then know no more than the statistics of byte pairs at the end of this recipe.
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -187,7 +187,7 @@ def _next_token_loss(model: Any, batch: Tensor) -> Tensor:
 
 
 def _warm_cosine(step: int, steps: int) -> float:
-    """A linear rise over the first twentieth, then half a cosine down to a twentieth."""
+    """Return a factor that rises linearly over the first twentieth, then falls by half a cosine to a twentieth."""
     rise = max(1, steps // 20)
     if step < rise:
         return (step + 1) / rise

@@ -1,4 +1,4 @@
-"""The common initial model of a run, equal on the server and every client, and which of its tensors are shared."""
+"""A run has one initial model, equal on the server and every client, of which some tensors are shared."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ AUTO = {
     "tiny-imagenet": "lenet5",
     "image-folder": "lenet5",
 }
-"""The network that ``model = "auto"`` means, by dataset: the papers' where they name one."""
+"""The network that ``model = "auto"`` means, by dataset: the papers' network where they name one."""
 
 
 def initial_model(
     name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int, *, init: str, seed: int
 ) -> nn.Module:
-    """The network all participants start from, drawn from the run's seed alone. ``ValueError`` if it does not fit."""
+    """Return the network from which all participants start, drawn from the run's seed alone.
+
+    ``ValueError`` for a network that does not fit the dataset.
+    """
     return copy.deepcopy(_initial_model(name, dataset, image_shape, num_classes, init, seed))
 
 
@@ -43,13 +46,13 @@ def _initial_model(
 
 
 def chosen_name(name: str, dataset: str) -> str:
-    """The network that the key ``model`` means."""
+    """Return the name of the network that the key ``model`` means."""
     return AUTO[dataset] if name == "auto" else name
 
 
 @lru_cache(maxsize=2)
 def layer_flops(name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int) -> Mapping[str, int]:
-    """FLOPs of one example's forward pass through that network, by layer."""
+    """Return the FLOPs of one example's forward pass through that network, by layer."""
     return forward_flops(architecture(chosen_name(name, dataset), image_shape, num_classes), image_shape)
 
 
@@ -57,17 +60,21 @@ def layer_flops(name: str, dataset: str, image_shape: tuple[int, int, int], num_
 def channels_of(
     name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int
 ) -> tuple[ChannelGroup, ...]:
-    """Which channels of that network are removed together. ``ValueError`` if it has no BatchNorm to rank them by."""
+    """Return the groups of channels of that network that are removed together.
+
+    ``ValueError`` for a network without BatchNorm, which would rank the channels.
+    """
     model = _initial_model(name, dataset, image_shape, num_classes, "default", 0)
     return channel_groups(copy.deepcopy(model), image_shape)
 
 
 def shared_names(model: nn.Module, batch_norm: str) -> list[str]:
-    """Names of the tensors that travel: all parameters and running statistics, or with ``batch_norm="local"`` those
-    outside BatchNorm layers.
+    """Return the names of the tensors that travel between server and clients.
 
-    ``"averaged"`` treats BatchNorm's scale, shift, running mean and variance as weights like any other, as the released
-    code of Sub-FedAvg does; ``"local"`` keeps all four on the client (Li et al., "FedBN", ICLR 2021).
+    * ``batch_norm="averaged"``: all parameters and running statistics travel. This treats BatchNorm's scale, shift,
+      running mean and variance as weights like any other, as the released code of Sub-FedAvg does.
+    * ``batch_norm="local"``: those outside BatchNorm layers travel. This keeps all four on the client (Li et al.,
+      "FedBN", ICLR 2021).
     """
     names = parameter_names(model) + buffer_names(model)
     if batch_norm == "averaged":

@@ -1,4 +1,4 @@
-"""Prune one decoder layer of a language model from the hidden states that enter it."""
+"""One decoder layer of a language model is pruned by the hidden states that enter it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ PRUNERS = ("sparsegpt", "wanda", "magnitude")
 
 @dataclass(frozen=True)
 class Pruner:
-    """How a matrix is pruned; see :mod:`fedprune_app.core.sparsegpt` and :mod:`fedprune_app.core.scores`."""
+    """A pruner says how a matrix is pruned.
+
+    See :mod:`fedprune_app.core.sparsegpt` and :mod:`fedprune_app.core.scores`.
+    """
 
     method: str = "sparsegpt"
     density: float = 0.5
@@ -27,7 +30,7 @@ class Pruner:
     count: str = "exact"
 
     def __call__(self, weight: Tensor, inputs: Hessian | InputNorms | None) -> tuple[Tensor, Tensor]:
-        """(pruned weight, mask)."""
+        """Return (pruned weight, mask)."""
         density = None if self.n_of_m else self.density
         if self.method == "sparsegpt":
             assert isinstance(inputs, Hessian)
@@ -42,12 +45,12 @@ class Pruner:
 
 @dataclass(frozen=True)
 class PrunedLayer:
-    """What pruning a layer gave: its matrices with masks, the hidden states after it, and how far these moved."""
+    """A pruned layer holds its matrices with masks, the hidden states after it, and how far these states moved."""
 
     payload: Payload
     hidden: Tensor
     relative_error: float  # ‖outputs - outputs before‖² / ‖outputs before‖²
-    input_rms: dict[str, Tensor]  # by matrix, of each of its inputs (in,), over the tokens; empty with "magnitude"
+    input_rms: dict[str, Tensor]  # by matrix: each input's RMS (in,) over the tokens; empty with "magnitude"
 
 
 def prune_layer(
@@ -55,8 +58,8 @@ def prune_layer(
 ) -> PrunedLayer:
     """Prune ``module``, decoder layer ``layer``, in place, from hidden states (sequences, length, width).
 
-    All its matrices see the inputs of the layer as it was; the hidden states after it are the pruned layer's, in new
-    memory: twice the size of ``hidden`` is all that is held of states.
+    All its matrices see the inputs of the layer as it was. The hidden states after it are the pruned layer's, in new
+    memory. No more states than twice the size of ``hidden`` are held.
     Raises ``ValueError`` naming the matrix that cannot be pruned.
     """
     names = model.prunable(layer)
@@ -70,7 +73,7 @@ def prune_layer(
             raise ValueError(f"{model.prefix}.{layer}.{name}: {error}") from None
         parameters[name].data = pruned
         tensors[name], masks[name] = pruned.cpu(), mask.cpu()
-    per_token = hidden.shape[1] ** -0.5  # statistics are by sequence
+    per_token = hidden.shape[1] ** -0.5  # statistics are means over sequences, not over tokens
     rms = {name: each.input_norms().cpu() * per_token for name, each in statistics.items()}
     del statistics
     moved, size = 0.0, 0.0
@@ -84,7 +87,10 @@ def prune_layer(
 def _observe(
     model: LanguageModel, module: nn.Module, names: list[str], hidden: Tensor, method: str, batch_size: int
 ) -> tuple[Tensor, dict[str, Hessian | InputNorms]]:
-    """(outputs, what each matrix' inputs are like); matrices that are given one tensor share its statistics."""
+    """Return the layer's outputs, and the statistics of each matrix' inputs.
+
+    Matrices that are given one tensor share its statistics.
+    """
     kinds: dict[str, type[Hessian] | type[InputNorms]] = {"sparsegpt": Hessian, "wanda": InputNorms}
     kind = kinds.get(method)
     found: dict[str, Hessian | InputNorms] = {}

@@ -1,6 +1,6 @@
-"""A causal language model as a shell and a row of decoder layers, of which one is in memory at a time.
+"""A causal language model is a shell and a row of decoder layers, of which one is in memory at a time.
 
-Works for any transformers model that keeps its decoder layers, all of one kind, in a list and their matrices in
+This works for any transformers model that keeps its decoder layers, all of one kind, in a list and their matrices in
 ``nn.Linear``: OPT, LLaMA and their like. Nothing here knows a family by name.
 """
 
@@ -25,17 +25,17 @@ from fedprune_app.models.checkpoints import import_transformers as import_transf
 
 log = logging.getLogger("flwr.fedprune")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-_LENGTH = 2048  # of SparseGPT's, Wanda's and FedSpaLLM's sequences
-_LOGITS = 2**22  # logits in memory at a time, unless one sequence has more: they are many times wider than states
-_REMEMBERED = 2**22  # characters of a text
+_LENGTH = 2048  # tokens in SparseGPT's, Wanda's and FedSpaLLM's sequences
+_LOGITS = 2**22  # logits in memory at a time, unless one sequence has more; logits are many times wider than states
+_REMEMBERED = 2**22  # longest text, in characters, whose tokens are remembered
 LayerTensors = Callable[[int], Mapping[str, Tensor]]
-"""The tensors of decoder layer i, by name within the layer."""
+"""A function of this type returns the tensors of decoder layer i, by name within the layer."""
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """``module``, its weights in ``dtype``. Buffers that are in no checkpoint stay as they are.
+    """Return ``module`` with its weights in ``dtype``; buffers that are in no checkpoint stay as they are.
 
-    ``module.to(dtype)`` would round these too: rotary frequencies, which are float32 in a model of any dtype.
+    ``module.to(dtype)`` would round these buffers too: rotary frequencies, which are float32 in a model of any dtype.
     """
     stored = module.state_dict()
     tensors = [*module.parameters(), *(buffer for name, buffer in module.named_buffers() if name in stored)]
@@ -46,7 +46,10 @@ def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 class _Relay(nn.Module):
-    """Stands in the shell for all decoder layers: notes how the first was called, hands on what the last gave."""
+    """A relay stands in the shell for all decoder layers.
+
+    The relay notes how the first layer was called, and hands on the output of the last layer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +63,10 @@ class _Relay(nn.Module):
 
 
 class LanguageModel:
-    """A checkpoint folder, opened. ``dtype``: one of :data:`DTYPES`, "auto" being the checkpoint's own."""
+    """A language model is an opened checkpoint folder.
+
+    ``dtype`` is one of :data:`DTYPES`; "auto" is the checkpoint's own.
+    """
 
     def __init__(self, folder: Path, dtype: str = "auto", device: torch.device | str = "cpu") -> None:
         transformers = import_transformers()
@@ -93,28 +99,30 @@ class LanguageModel:
 
     @property
     def num_layers(self) -> int:
+        """Return the number of decoder layers."""
         return len(self._layers)
 
     @property
     def max_length(self) -> int | None:
-        """The longest sequence the model was made for, where it says so."""
+        """Return the longest sequence for which the model was made; None where its config does not say so."""
         return getattr(self.config, "max_position_embeddings", None)
 
     def sequence_length(self, asked: int) -> int:
-        """Tokens of a sequence: ``asked``, or for 0 what the papers use, where the model takes it."""
+        """Return the tokens of a sequence: ``asked``, or for 0 the papers' length, but no more than the model takes."""
         return asked or min(_LENGTH, self.max_length or _LENGTH)
 
     def tokenizer(self) -> Any:
-        """The checkpoint's own."""
+        """Return the checkpoint's own tokenizer."""
         try:
             return import_transformers().AutoTokenizer.from_pretrained(self.folder)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"checkpoint {str(self.folder)!r} has no tokenizer: {one_line(error)}") from None
 
     def encode(self, text: str) -> Tensor:
-        """A text's token ids (tokens,), with what the tokenizer puts around a text. Not to be written to.
+        """Return a text's token ids (tokens,), with the tokens that the tokenizer puts around a text.
 
-        Those of a few texts are remembered: a process that simulates many clients measures all of them on the same.
+        The caller must not write to the ids. The ids of a few texts are remembered: a process that simulates many
+        clients measures all of them on the same texts.
         """
         return self._encode_once(text) if len(text) <= _REMEMBERED else self._encode(text)
 
@@ -126,31 +134,37 @@ class LanguageModel:
     # --- weights ------------------------------------------------------------------------------------------------
 
     def prunable(self, layer: int) -> list[str]:
-        """Names, within the layer, of its matrices: the weights of ``nn.Linear``; biases and norms are never pruned."""
+        """Return the names, within the layer, of its matrices.
+
+        Matrices are the weights of ``nn.Linear``. Biases and norms are never pruned.
+        """
         return [f"{name}.weight" for name, module in self._layers[layer].named_modules() if _is_matrix(module)]
 
     def layer_tensors(self, layer: int) -> dict[str, Tensor]:
-        """The checkpoint's tensors of a decoder layer, by name within the layer, on the CPU."""
+        """Return the checkpoint's tensors of a decoder layer, by name within the layer, on the CPU."""
         start = f"{self.prefix}.{layer}."
         names = list(self._layers[layer].state_dict())
         read = self._read(start + name for name in names)
         return {name: read[start + name] for name in names}
 
     def layer_like(self, layer: int) -> dict[str, Tensor]:
-        """Tensors of the names, shapes and dtypes of :meth:`layer_tensors`, without values."""
+        """Return tensors of the names, shapes and dtypes of :meth:`layer_tensors`, without values."""
         like = self._layers[layer].state_dict()
         return {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in like.items()}
 
     def shell_tensors(self) -> dict[str, Tensor]:
-        """The checkpoint's other tensors, by full name: embeddings, last norm, head. Tied ones are there once."""
+        """Return the checkpoint's other tensors, by full name: embeddings, last norm, head.
+
+        Tied tensors are there once.
+        """
         return self._read(name for name in self._shell.state_dict() if self._stored(name))
 
     def layer_digest(self, layer: int) -> str:
-        """SHA-256 of a dense layer."""
+        """Return the SHA-256 of a dense layer."""
         return self._digest(layer, lambda: self.layer_tensors(layer))
 
     def shell_digest(self) -> str:
-        """SHA-256 of what is not in a decoder layer."""
+        """Return the SHA-256 of the tensors that are in no decoder layer."""
         return self._digest(-1, self.shell_tensors)
 
     def _digest(self, part: int, read: Callable[[], Mapping[str, Tensor]]) -> str:
@@ -159,7 +173,7 @@ class LanguageModel:
         return self._digests[part]
 
     def num_parameters(self) -> tuple[int, int]:
-        """(all, those of the prunable matrices)."""
+        """Return two numbers of parameters: of the whole model, and of the prunable matrices."""
         prunable = sum(module.weight.numel() for module in self._layers.modules() if isinstance(module, nn.Linear))
         in_layers = sum(parameter.numel() for parameter in self._layers.parameters())
         return in_layers + sum(parameter.numel() for parameter in self._shell.parameters()), prunable
@@ -167,7 +181,7 @@ class LanguageModel:
     # --- computing ----------------------------------------------------------------------------------------------
 
     def layer(self, layer: int, tensors: Mapping[str, Tensor]) -> nn.Module:
-        """A decoder layer with these weights, on the device, in eval mode."""
+        """Return a decoder layer with these weights, on the device, in eval mode."""
         module = copy.deepcopy(self._layers[layer])
         for name, tensor in self.layer_like(layer).items():
             self._check_shape(f"{self.prefix}.{layer}.{name}", tensors[name].shape, tensor.shape)
@@ -182,9 +196,9 @@ class LanguageModel:
 
     @torch.no_grad()
     def embed(self, tokens: Tensor, batch_size: int) -> Tensor:
-        """Hidden states (sequences, length, width), on the CPU, that enter the first layer for these token ids.
+        """Return the hidden states (sequences, length, width), on the CPU, that enter the first layer for ``tokens``.
 
-        ``ValueError`` for sequences longer than the model was made for.
+        ``ValueError`` for sequences longer than those for which the model was made.
         """
         if self.max_length and tokens.shape[1] > self.max_length:
             raise ValueError(
@@ -201,20 +215,23 @@ class LanguageModel:
 
     @torch.no_grad()
     def run(self, module: nn.Module, hidden: Tensor, batch_size: int) -> Iterator[Tensor]:
-        """What a layer makes of these hidden states, batch by batch, on the CPU."""
+        """Yield the layer's outputs for these hidden states, batch by batch, on the CPU."""
         for batch in torch.split(hidden, batch_size):
             output = module(batch.to(self.device), **self._keywords(batch.shape[0], batch.shape[1]))
             yield (output[0] if isinstance(output, tuple) else output).cpu()
 
     def pass_through(self, module: nn.Module, hidden: Tensor, batch_size: int) -> Tensor:
-        """``hidden``, on the CPU, after a layer: overwritten batch by batch, since it is what fills the memory."""
+        """Return ``hidden``, on the CPU, after a layer.
+
+        ``hidden`` is overwritten batch by batch, since hidden states are what fills the memory.
+        """
         for batch, output in zip(torch.split(hidden, batch_size), self.run(module, hidden, batch_size), strict=True):
             batch.copy_(output)
         return hidden
 
     @torch.no_grad()
     def losses(self, tokens: Tensor, hidden: Tensor) -> list[float]:
-        """Mean cross entropy of each sequence's next tokens, given what the last layer made of the sequences."""
+        """Return the mean cross entropy of each sequence's next tokens; ``hidden`` are the last layer's outputs."""
         found: list[float] = []
         at_once = max(1, _LOGITS // (self.config.vocab_size * tokens.shape[1]))
         for ids, state in zip(torch.split(tokens, at_once), torch.split(hidden, at_once), strict=True):
@@ -259,7 +276,7 @@ class LanguageModel:
             ) from None
 
     def _stored(self, name: str) -> str | None:
-        """The checkpoint's name of a tensor: old ones lack the head model's prefix."""
+        """Return the checkpoint's name of a tensor: old checkpoints lack the head model's prefix."""
         return next((each for each in (name, name.partition(".")[2]) if each in self._files), None)
 
     def _dtype(self, name: str) -> torch.dtype:
@@ -291,7 +308,7 @@ class LanguageModel:
         shell.tie_weights()
         pointers = {tensor.data_ptr() for name, tensor in shell.state_dict().items() if name in wanted}
         lacking = [name for name, tensor in shell.state_dict().items() if tensor.data_ptr() not in pointers]
-        if lacking:  # neither stored nor tied to what is
+        if lacking:  # neither stored nor tied to a stored tensor
             raise ValueError(f"checkpoint {str(self.folder)!r} lacks tensor '{lacking[0]}'")
         return cast(shell, self.dtype).to(self.device).eval().requires_grad_(False), relay
 
@@ -300,7 +317,10 @@ class LanguageModel:
         return self._relay.hidden, self._relay.keywords
 
     def _keywords(self, num_sequences: int, length: int) -> dict[str, Any]:
-        """How a layer is called for sequences of this length without padding; the last answer is remembered."""
+        """Return the arguments with which a layer is called for sequences of this length without padding.
+
+        The last answer is remembered.
+        """
         shape = (num_sequences, length)
         if self._called is None or self._called[0] != shape:
             self._called = shape, self._enter(torch.zeros(shape, dtype=torch.int64))[1]
@@ -312,7 +332,7 @@ def _is_matrix(module: nn.Module) -> bool:
 
 
 def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The outermost list of modules that holds the most matrices, and its name."""
+    """Return the name of the outermost list of modules that holds the most matrices, and the list."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outer = [(n, m) for n, m in lists if not any(n.startswith(f"{other}.") for other, _ in lists)]
     counts = [sum(_is_matrix(each) for each in module.modules()) for _, module in outer]
@@ -323,26 +343,27 @@ def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 @lru_cache(maxsize=1)  # a process that simulates many clients opens it once
 def open_model(folder: Path, dtype: str = "auto", device: str = "cpu") -> LanguageModel:
-    """A :class:`LanguageModel`, shared by all who ask in this process."""
+    """Return a :class:`LanguageModel` that all callers in this process share."""
     return LanguageModel(folder, dtype, device)
 
 
 @dataclass(frozen=True)
 class Perplexity:
-    """On one text: ``windows`` windows of ``window`` tokens each, side by side; the tail is dropped."""
+    """A perplexity is of one text: ``windows`` windows of ``window`` tokens each, side by side; the tail is dropped."""
 
     value: float
     window: int
     windows: int
-    windows_in_text: int | None = None  # where fewer may have been measured, which are then its first
+    windows_in_text: int | None = None  # how many windows the text has; its first `windows` ones were measured
 
     @property
     def tokens(self) -> int:
+        """Return the number of tokens in all windows."""
         return self.window * self.windows
 
 
 def perplexity(model: LanguageModel, layers: LayerTensors, windows: Tensor, batch_size: int) -> Perplexity:
-    """exp of the mean, over windows (windows, length), of each one's mean cross entropy over its next tokens.
+    """Return exp of the mean, over windows (windows, length), of each one's mean cross entropy over its next tokens.
 
     One decoder layer is in memory at a time. Source: the evaluation of SparseGPT's released code, which weighs each
     window's mean over ``length - 1`` targets by ``length``.

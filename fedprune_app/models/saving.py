@@ -1,4 +1,4 @@
-"""A pruned language model written to disk a layer at a time: as any transformers checkpoint, and packed."""
+"""A pruned language model is written to disk a layer at a time: as any transformers checkpoint, or packed."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ from fedprune_app.models.checkpoints import INDEX, inside
 from fedprune_app.models.llm import LanguageModel, cast, import_transformers
 
 PrunedLayers = Callable[[int], Payload]
-"""The pruned matrices of decoder layer i with their masks; empty where they are the dense model's."""
+"""A function of this type returns the pruned matrices of decoder layer i with their masks; none for a dense layer."""
 _PARTS = "packed.json"
-_COPIED = (  # of the checkpoint's folder, files whose names begin so: the tokenizer, and how to generate
+_COPIED = (  # files of the checkpoint's folder whose names begin so: tokenizer and generation settings
     "tokenizer", "vocab", "merges", "special_tokens", "added_tokens", "spiece", "sentencepiece", "chat_template",
     "generation_config",
 )  # fmt: skip
 
 
 def write_checkpoint(model: LanguageModel, layers: PrunedLayers, folder: Path) -> int:
-    """A folder that plain transformers load with ``from_pretrained``, one file a layer; the bytes of its weights."""
+    """Write a folder that plain transformers load with ``from_pretrained``, one file a layer.
+
+    Return the bytes of its weights.
+    """
     count = model.num_layers + 1
     weight_map: dict[str, str] = {}
     total = 0
@@ -48,7 +51,10 @@ def write_checkpoint(model: LanguageModel, layers: PrunedLayers, folder: Path) -
 
 
 def write_packed(model: LanguageModel, layers: PrunedLayers, folder: Path) -> int:
-    """The same model as kept values and entropy-coded masks, for :func:`load_packed`; the bytes of its weights."""
+    """Write the model as kept values and entropy-coded masks, for :func:`load_packed`.
+
+    Return the bytes of its weights.
+    """
     sizes, digests = {}, {}
     total = 0
     with replacing_folder(folder) as new:
@@ -66,14 +72,14 @@ def write_packed(model: LanguageModel, layers: PrunedLayers, folder: Path) -> in
 
 
 def load_packed(folder: Path | str) -> Any:
-    """A transformers model from what :func:`write_packed` wrote. ``ValueError`` for a folder that is not."""
+    """Return a transformers model from a folder of :func:`write_packed`. ``ValueError`` for another folder."""
     folder = Path(folder)
     transformers = import_transformers()
     tensors: dict[str, Tensor] = {}
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
         index = json.loads((folder / _PARTS).read_text())
-        if "sha256" in index:  # not what an earlier version wrote
+        if "sha256" in index:  # earlier versions wrote no digests
             check_json(index)
         for name, max_bytes in index["parts"].items():
             if Path(name).name != name:
@@ -100,7 +106,7 @@ def load_packed(folder: Path | str) -> Any:
 def _named_part(
     model: LanguageModel, layers: PrunedLayers, layer: int
 ) -> tuple[dict[str, Tensor], Mapping[str, Tensor]]:
-    """(tensors, masks) by full name: of a decoder layer, or of all the rest for -1."""
+    """Return (tensors, masks) by full name: of a decoder layer, or for -1 of all the rest."""
     if layer < 0:
         return model.shell_tensors(), {}
     pruned, start = layers(layer), f"{model.prefix}.{layer}."
@@ -109,7 +115,7 @@ def _named_part(
 
 
 def _write_config(model: LanguageModel, folder: Path) -> None:
-    """The model's configuration, in the dtype it has here, and its tokenizer."""
+    """Write the model's configuration, in the dtype that it has here, and its tokenizer."""
     config = copy.deepcopy(model.config)
     config.dtype = model.dtype
     config.save_pretrained(folder)

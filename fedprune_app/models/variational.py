@@ -1,4 +1,4 @@
-"""Networks that encode an image as a Gaussian and classify draws from it (FedCR's)."""
+"""Variational networks encode an image as a Gaussian and classify draws from it (FedCR's)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 LATENT = 256
-_SHIFT = 5.0  # σ = softplus(output - 5): encoders begin as almost certain of their mean
+_SHIFT = 5.0  # σ = softplus(output - 5): an untrained encoder has a small σ
 
 
 class Prior(nn.Module):
-    """Per class, the Gaussian that encoders are drawn to: buffers ``mean`` and ``std``, (C, latent)."""
+    """A prior is, per class, the Gaussian to which encoders are drawn: buffers ``mean`` and ``std``, (C, latent)."""
 
     mean: Tensor
     std: Tensor
@@ -24,16 +24,16 @@ class Prior(nn.Module):
         self.register_buffer("std", torch.ones(num_classes, latent))
 
     def reset_parameters(self) -> None:
-        """N(0, 1) for all classes."""
+        """Set N(0, 1) for all classes."""
         self.mean.zero_()
         self.std.fill_(1.0)
 
 
 class Variational(nn.Sequential):
-    """An encoder (all layers but the last two), a linear head, and a prior that does not take part in the forward pass.
+    """A variational network has an encoder (all layers but the last two), a linear head, and a prior.
 
-    In the forward pass the logits are those of the mean code, or, with ``noise`` (S, latent), the logarithm of the mean
-    prediction over S draws ``μ + σ ε`` (the same ε for all images).
+    The prior takes no part in the forward pass. Without ``noise`` the logits are those of the mean code. With ``noise``
+    (S, latent) they are the logarithm of the mean prediction over S draws ``μ + σ ε`` (the same ε for all images).
     """
 
     prior: Prior
@@ -47,14 +47,14 @@ class Variational(nn.Sequential):
         self.noise: Tensor | None = None
 
     def encode(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """μ and σ, both (N, latent)."""
+        """Return μ and σ of images, both (N, latent)."""
         for layer in list(self)[:-2]:
             images = layer(images)
         mean, raw = images.chunk(2, dim=1)
         return mean, F.softplus(raw - _SHIFT)
 
     def classify(self, codes: Tensor) -> Tensor:
-        """Logits (..., C) of codes (..., latent)."""
+        """Return the logits (..., C) of codes (..., latent)."""
         logits: Tensor = self[-2](codes)
         return logits
 

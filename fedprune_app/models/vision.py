@@ -1,4 +1,4 @@
-"""The papers' image networks, their initialisations, and the names of what is in them."""
+"""This module builds the papers' image networks, initialises them, and names their tensors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _CONV_NETS: dict[str, dict[str, Any]] = {  # arguments of conv_net
         "channels": (16, 32, 64),
         "strides": (2, 1, 1),
         "pooled": (False, True, True),
-        "pool_first": True,  # norms of a quarter of the elements: steps take 7 % less time, and accuracy is no worse
+        "pool_first": True,  # norms see a quarter of the elements: steps take 7 % less time, and accuracy is no worse
         "kernel_size": 3,
         "padding": 1,
         "norm": "gn",
@@ -95,18 +95,21 @@ def conv_net(
     pool_first: bool = False,
     global_pool: bool = False,
 ) -> nn.Sequential:
-    """Blocks of conv, [norm], [max pool 2], ReLU; then linear layers with ReLU between them.
+    """Return a network of blocks of conv, [norm], [max pool 2], ReLU; then linear layers with ReLU between them.
 
-    Layers are named ``conv1, bn1, ..., fc1, ...``. Maps images (N, *image_shape) to logits (N, num_classes).
-    Pooling stands before the ReLU: max and ReLU commute, values and gradients are the same, and the ReLU
-    then touches a quarter of the elements.
+    The network maps images (N, *image_shape) to logits (N, num_classes). Layers are named ``conv1, bn1, ..., fc1,
+    ...``. Pooling stands before the ReLU: max and ReLU commute, so values and gradients are the same, and the ReLU then
+    touches a quarter of the elements.
 
-    ``channels`` and ``hidden`` are the widths of the convolutions and of the hidden linear layers; a network
-    with channels removed is one of smaller ``channels``. ``norm`` is batch normalisation or group normalisation
-    in ``num_groups`` groups; ``strides`` are those of the convolutions (default: 1) and ``pooled`` says which blocks
-    pool (default: all), before the norm with ``pool_first``; with ``global_pool`` the linear layers see each
-    channel's mean, whatever the image's size. The weights are PyTorch's, from the global RNG; :func:`build_model`
-    draws them from a generator. Raises ``ValueError`` for an image too small.
+    * ``channels`` and ``hidden`` are the widths of the convolutions and of the hidden linear layers. A network
+      with channels removed is one of smaller ``channels``.
+    * ``norm`` is batch normalisation, or group normalisation in ``num_groups`` groups.
+    * ``strides`` are those of the convolutions (default: 1).
+    * ``pooled`` says which blocks pool (default: all), with ``pool_first`` before the norm.
+    * With ``global_pool`` the linear layers see each channel's mean, whatever the image's size.
+
+    The weights are PyTorch's, from the global RNG; :func:`build_model` draws weights from a generator. Raises
+    ``ValueError`` for an image too small.
     """
     strides = [1] * len(channels) if strides is None else strides
     pooled = [True] * len(channels) if pooled is None else pooled
@@ -149,7 +152,7 @@ def _smallest_side(strides: Sequence[int], pooled: Sequence[bool], kernel_size: 
 
 
 def _resnet18(image_shape: ImageShape, num_classes: int, norm: Callable[[int], nn.Module]) -> nn.Module:
-    """torchvision's ResNet-18 with the given norm, and a stem for small images: 3x3, stride 1, no pooling.
+    """Return torchvision's ResNet-18 with the given norm, and a stem for small images: 3x3, stride 1, no pooling.
 
     Its last pooling is adaptive, so images of any size fit. Source: Dis-PFL's released code (its text says
     "PyTorch's implementation", whose 7x7 stem was made for ImageNet).
@@ -165,9 +168,9 @@ def _resnet18(image_shape: ImageShape, num_classes: int, norm: Callable[[int], n
 def build_model(
     name: str, image_shape: ImageShape, num_classes: int, *, rng: torch.Generator, init: str = "default"
 ) -> nn.Module:
-    """A network of :data:`MODELS` on the CPU, initialised from ``rng`` alone (the global RNG is not touched).
+    """Return a network of :data:`MODELS` on the CPU, initialised from ``rng`` alone (the global RNG is not touched).
 
-    ``init="default"`` is PyTorch's own initialisation, or for VGG-11 that of its released code, ``"kaiming"``.
+    ``init="default"`` is PyTorch's own initialisation. For VGG-11 it is that of the released code, ``"kaiming"``.
     ``image_shape`` is (channels, height, width). Raises ``ValueError`` for an unknown name or initialisation,
     fewer than two classes, or an image too small for the network.
     """
@@ -178,8 +181,9 @@ def build_model(
 
 
 def architecture(name: str, image_shape: ImageShape, num_classes: int) -> nn.Module:
-    """A network of :data:`MODELS` on the meta device: shapes without values, made of no memory and no randomness.
+    """Return a network of :data:`MODELS` on the meta device: shapes without values.
 
+    The network takes no memory and no randomness.
     Raises ``ValueError`` as :func:`build_model`.
     """
     if name not in MODELS:
@@ -199,13 +203,14 @@ def architecture(name: str, image_shape: ImageShape, num_classes: int) -> nn.Mod
 
 @torch.no_grad()
 def initialise(model: nn.Module, init: str, rng: torch.Generator) -> None:
-    """Draw every parameter anew from ``rng``, layer by layer in the model's order; reset batch statistics.
+    """Draw every parameter anew from ``rng``, layer by layer in the model's order, and reset batch statistics.
 
-    ``default`` is PyTorch's own: weights and biases uniform in +-1/sqrt(fan_in), norm scale 1 and shift 0.
-    ``subfedavg`` is that of Sub-FedAvg's released code: Xavier-normal weights and N(0, 1) biases; for a model
-    with batch normalisation (its hybrid variant) conv N(0, sqrt(2 / (k^2 out_channels))), linear N(0, 0.01),
-    scale 0.5, biases and shifts 0. ``kaiming`` is that of Dis-PFL's released VGG-11, which is torchvision's: conv
-    Kaiming-normal by fan-out, linear N(0, 0.01), scale 1, biases and shifts 0.
+    * ``default`` is PyTorch's own: weights and biases uniform in +-1/sqrt(fan_in), norm scale 1 and shift 0.
+    * ``subfedavg`` is that of Sub-FedAvg's released code: Xavier-normal weights and N(0, 1) biases. A model
+      with batch normalisation (its hybrid variant) has conv N(0, sqrt(2 / (k^2 out_channels))), linear N(0, 0.01),
+      scale 0.5, biases and shifts 0.
+    * ``kaiming`` is that of Dis-PFL's released VGG-11, which is torchvision's: conv Kaiming-normal by fan-out, linear
+      N(0, 0.01), scale 1, biases and shifts 0.
 
     Raises ``ValueError`` for another name, or for a layer whose parameters no rule covers.
     """
@@ -254,7 +259,7 @@ def _kaiming_(layer: nn.Conv2d | nn.Linear, rng: torch.Generator) -> None:
 
 
 def prunable_names(model: nn.Module) -> list[str]:
-    """Names of the weight tensors of convolutions and linear layers, in order: no bias, no norm."""
+    """Return the names of the weight tensors of convolutions and linear layers, in order: no bias, no norm."""
     return [
         f"{name}.weight" if name else "weight"
         for name, module in model.named_modules()
@@ -263,24 +268,29 @@ def prunable_names(model: nn.Module) -> list[str]:
 
 
 def parameter_names(model: nn.Module) -> list[str]:
-    """Names of all parameters, in the model's order."""
+    """Return the names of all parameters, in the model's order."""
     return [name for name, _ in model.named_parameters()]
 
 
 def buffer_names(model: nn.Module) -> list[str]:
-    """Names of the floating-point buffers (running means and variances), in order; step counters are not
-    state that can be averaged and are left out."""
+    """Return the names of the floating-point buffers (running means and variances), in order.
+
+    Step counters are left out: an average of them has no meaning.
+    """
     return [name for name, buffer in model.named_buffers() if buffer.is_floating_point()]
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters by name, in order, then the running statistics: the model's own, not copies."""
+    """Return all parameters by name, in order, then the running statistics: the model's own, not copies."""
     own: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: own[name] for name in parameter_names(model) + buffer_names(model)}
 
 
 def state_tensors(model: nn.Module, include_buffers: bool = False) -> dict[str, Tensor]:
-    """Contiguous CPU copies of all parameters by name, in order, then of the running statistics if asked for."""
+    """Return contiguous CPU copies of all parameters by name, in order.
+
+    With ``include_buffers`` the running statistics follow.
+    """
     tensors = dict(model.named_parameters())
     names = [*tensors]
     if include_buffers:
@@ -292,9 +302,9 @@ def state_tensors(model: nn.Module, include_buffers: bool = False) -> dict[str, 
 
 @torch.no_grad()
 def load_state_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into the parameters and buffers of their names; those not named stay as they are.
+    """Copy tensors into the parameters and buffers of their names; the others stay as they are.
 
-    Raises ``ValueError`` for a name the model has not, or another shape; the model is then unchanged.
+    Raises ``ValueError`` for a name that the model lacks, or another shape; the model is then unchanged.
     """
     own: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""From what was released to an ε: dp-accounting events, their composition, and the noise that a target needs.
+"""Accounting turns releases into an ε: dp-accounting events, their composition, and the noise that a target needs.
 
 Neighbours differ by one example, added or removed. A release is one of two kinds: steps of DP-SGD on Poisson samples,
 or a number with Laplace noise.
@@ -20,13 +20,18 @@ from dp_accounting.rdp.rdp_privacy_accountant import RdpAccountant, compute_epsi
 
 ACCOUNTANTS = ("rdp", "pld")
 ORDERS = tuple([1 + x / 10 for x in range(1, 100)] + [float(x) for x in range(11, 64)] + [80, 96, 128, 256, 512, 1024])
-"""The Rényi orders; the more of them, the tighter ε. Those above 64 are for small ones."""
+"""The Rényi orders: the more orders there are, the tighter ε is. Orders above 64 serve small ε."""
 
 
 @dataclass(frozen=True, order=True)
 class Steps:
-    """A step of DP-SGD: each example takes part with probability ``sample_rate``, their clipped gradients are summed,
-    Gaussian noise of ``noise_multiplier`` times the clipping norm is added. Raises ``ValueError``."""
+    """A step of DP-SGD adds Gaussian noise to the sum of clipped gradients of a Poisson sample.
+
+    * Each example takes part with probability ``sample_rate``.
+    * The noise has ``noise_multiplier`` times the clipping norm as its standard deviation.
+
+    Raises ``ValueError`` for a number out of range.
+    """
 
     noise_multiplier: float
     sample_rate: float
@@ -39,6 +44,7 @@ class Steps:
 
     @property
     def event(self) -> dp_accounting.DpEvent:
+        """Return the step as dp-accounting describes it."""
         if self.sample_rate == 0:
             return dp_accounting.NoOpDpEvent()
         if self.noise_multiplier == 0:
@@ -49,8 +55,11 @@ class Steps:
 
 @dataclass(frozen=True, order=True)
 class Laplace:
-    """A number that one example changes by at most ``sensitivity``, plus Laplace noise of ``scale``, both in its units.
-    Pure ε = sensitivity / scale. Raises ``ValueError``."""
+    """A Laplace release is a number that one example changes by at most ``sensitivity``, plus noise of ``scale``.
+
+    ``scale`` and ``sensitivity`` are in the number's units. The release costs the pure ε = sensitivity / scale. Raises
+    ``ValueError`` for a number out of range.
+    """
 
     scale: float
     sensitivity: float
@@ -63,6 +72,7 @@ class Laplace:
 
     @property
     def event(self) -> dp_accounting.DpEvent:
+        """Return the release as dp-accounting describes it."""
         if self.scale == 0:
             return dp_accounting.NonPrivateDpEvent()
         return dp_accounting.LaplaceDpEvent(self.scale / self.sensitivity)
@@ -70,14 +80,23 @@ class Laplace:
 
 Release = Steps | Laplace
 Spent = Mapping[Release, int]
-"""How often each was released. Order does not matter, so n at once are n times one."""
+"""A count says how often each release was made. Order does not matter, so n releases at once are n times one."""
 
 
 def epsilon(spent: Spent, delta: float, accountant: str = "rdp") -> float:
-    """The ε for which everything in ``spent`` together is (ε, ``delta``)-DP; 0 for nothing, inf where noise lacked.
+    """Return the ε for which everything in ``spent`` together is (ε, ``delta``)-DP: 0 for nothing, inf without noise.
 
-    ``rdp`` composes Rényi divergences and converts once (Balle et al. 2020), by the exact divergence of each kind;
-    ``pld`` composes privacy loss distributions: tighter, and seconds slower. Raises ``ValueError``.
+    * ``rdp`` composes Rényi divergences and converts once (Balle et al. 2020), by the exact divergence of each kind.
+    * ``pld`` composes privacy loss distributions; it is tighter, and seconds slower.
+
+    Raises ``ValueError`` for another ``accountant``, and for ``delta`` outside (0, 1).
+
+    >>> one_epoch = {Steps(noise_multiplier=1.0, sample_rate=0.01): 100}
+    >>> two_epochs = {Steps(noise_multiplier=1.0, sample_rate=0.01): 200}
+    >>> round(epsilon(one_epoch, delta=1e-5), 2), round(epsilon(two_epochs, delta=1e-5), 2)
+    (1.21, 1.34)
+    >>> epsilon({Laplace(scale=0.0, sensitivity=1.0): 1}, delta=1e-5)
+    inf
     """
     if not 0 < delta < 1:
         raise ValueError(f"delta is {delta}, allowed: above 0 and below 1")
@@ -89,7 +108,7 @@ def epsilon(spent: Spent, delta: float, accountant: str = "rdp") -> float:
     return _epsilon(counted, delta, accountant)
 
 
-@lru_cache(maxsize=512)  # clients of equal volume ask the same
+@lru_cache(maxsize=512)  # clients of equal volume spend the same
 def _epsilon(counted: tuple[tuple[Release, int], ...], delta: float, accountant: str) -> float:
     if accountant == "pld":
         composed = PLDAccountant()
@@ -104,11 +123,11 @@ def _epsilon(counted: tuple[tuple[Release, int], ...], delta: float, accountant:
 
 @lru_cache(maxsize=128)
 def divergence(release: Release) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Rényi divergence at each of :data:`ORDERS`, infinite where it is not found."""
+    """Return the Rényi divergence at each of :data:`ORDERS`; an order at which it is not found counts as infinite."""
     accountant = RdpAccountant(ORDERS)
     logger = logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns of orders near 1 that do not converge; they count as infinite
+    logger.setLevel(logging.ERROR)  # absl warns of orders near 1 that do not converge; they count as infinite
     try:
         accountant.compose(release.event)
     finally:
@@ -125,10 +144,10 @@ def noise_for(
     accountant: str = "rdp",
     besides: tuple[tuple[Release, int], ...] = (),
 ) -> float:
-    """The least noise multiplier, of three decimals, for which so many steps are (target_epsilon, delta)-DP.
+    """Return the least noise multiplier, of three decimals, for which ``steps`` steps are (target_epsilon, delta)-DP.
 
-    ``besides`` is what else will be released, and how often. Raises ``ValueError`` when not even a multiplier of 1000
-    is enough.
+    ``besides`` are further releases, and how often each is made. Raises ``ValueError`` when not even a multiplier of
+    1000 is enough.
     """
     enough, too_little = 1000, 0  # whole thousandths, so every machine finds the same
 
@@ -148,7 +167,12 @@ def noise_for(
 
 
 def total(*parts: Spent) -> Counter[Release]:
-    """What several together released."""
+    """Return all releases of ``parts`` together.
+
+    >>> release = Laplace(scale=2.0, sensitivity=1.0)
+    >>> total({release: 2}, {release: 3})[release]
+    5
+    """
     everything: Counter[Release] = Counter()
     for part in parts:
         everything.update(part)

@@ -1,7 +1,8 @@
-"""DP-SGD on masked models: per-example gradients, masked, then clipped, summed, and noised where the mask is True.
+"""DP-SGD on masked models takes per-example gradients, masks and clips each, sums them, and adds noise under the mask.
 
-Abadi et al. 2016. Batches are Poisson samples, so they differ in size and can be empty; the sum is divided by the
-expected size, which is public. How the per-example gradients come about is a matter of speed alone (``grad_sample``):
+Abadi et al. 2016. Noise is added where the mask is True. Batches are Poisson samples, so they differ in size and can
+be empty. The sum is divided by the expected size, which is public. ``grad_sample`` says how the per-example gradients
+come about; this choice changes speed alone:
 
 * ``hooks``, ``functorch``: Opacus' GradSampleModule materialises them.
 * ``ghost``: Opacus' GradSampleModuleFastGradientClipping finds the norms in one backward pass and the sum of clipped
@@ -29,16 +30,18 @@ from fedprune_app.privacy.noise import Noise
 
 GRAD_SAMPLES = ("auto", "one-pass", "hooks", "functorch", "ghost")
 ClippedSum = Callable[..., dict[str, Tensor]]
-"""Sum over a batch (images, labels) of the masked and clipped gradients, by name; ``one-pass`` takes also the network
-(images -> logits) to do it with in place of the model, and the masks."""
+"""A clipped sum takes a batch (images, labels) to the sum of the masked and clipped gradients, by name.
+
+``one-pass`` also takes a network (images -> logits) in place of the model, and masks.
+"""
 Samplers = Mapping[type[nn.Module], Callable[[nn.Module, list[Tensor], Tensor], dict[Tensor, Tensor]]]
 
 
 def _convolution(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[Tensor, Tensor]:
-    """Opacus' rule for convolutions, but right for channels last in memory too.
+    """Return Opacus' per-example gradients of a convolution, but right for channels last in memory too.
 
-    Opacus 1.6 takes windows of its input by strides that only contiguous tensors have, and so reads wrong numbers from
-    others, silently. Without groups this is also faster.
+    Opacus 1.6 takes windows of its input by strides that only contiguous tensors have. So it reads wrong numbers from
+    other tensors, silently. Without groups this rule is also faster.
     """
     assert isinstance(layer, nn.Conv2d)
     inputs, backprops = activations[0].contiguous(), backprops.contiguous()
@@ -58,13 +61,16 @@ def _convolution(layer: nn.Module, activations: list[Tensor], backprops: Tensor)
 _RULES: Samplers = {
     kind: GradSampleModule.GRAD_SAMPLERS[kind] for kind in (nn.Linear, nn.GroupNorm, nn.LayerNorm, nn.Embedding)
 } | {nn.Conv2d: _convolution}
-"""Gradients per example of a layer's parameters, from its inputs and the gradients of its outputs."""
+"""A rule gives the gradients per example of a layer's parameters, from its inputs and the gradients of its outputs."""
 
 
 @dataclass(frozen=True)
 class DPSGD:
-    """How the gradients of a private training are made. ``physical_batch`` examples at most are in work at a time,
-    which changes memory and not the result (but for the order of float sums). Raises ``ValueError``."""
+    """DP-SGD settings say how the gradients of a private training are made.
+
+    At most ``physical_batch`` examples are in work at a time. This number changes memory and not the result (but for
+    the order of float sums). Raises ``ValueError`` for a number out of range and another ``grad_sample``.
+    """
 
     noise_multiplier: float
     clip_norm: float
@@ -86,11 +92,14 @@ class DPSGD:
 
     @property
     def takes_parts(self) -> bool:
-        """Whether steps may train parts of the network: one backward pass to the layers' outputs needs no more."""
+        """Return whether steps may train parts of the network.
+
+        They may with one backward pass to the layers' outputs, which works on a part as on the whole.
+        """
         return self.grad_sample in ("auto", "one-pass")
 
     def batches(self, num_examples: int) -> Iterator[Tensor]:
-        """The positions of each step's examples in one epoch: every example is in with ``sample_rate``, by itself."""
+        """Draw the positions of each step's examples in one epoch: each one is in with ``sample_rate``, by itself."""
         for _ in range(self.steps_per_epoch):
             yield (self.noise.uniform(num_examples) < self.sample_rate).nonzero().squeeze(1)
 
@@ -98,10 +107,10 @@ class DPSGD:
     def attached(
         self, model: nn.Module, gradients: Mapping[str, Tensor], kept: Mapping[str, Tensor]
     ) -> Iterator[_Step]:
-        """For the time of a training: what puts private gradients into ``gradients``, which name what is trained.
+        """Give an object that puts private gradients into ``gradients``, for the time of a training.
 
-        ``kept`` are 1 or 0 by name, in the gradients' shapes. Raises ``ValueError`` for a model that cannot be trained
-        privately.
+        The names of ``gradients`` are the trained parameters. ``kept`` are 1 or 0 by name, in the gradients' shapes.
+        Raises ``ValueError`` for a model that cannot be trained privately.
         """
         check_model(model)
         parameters = dict(model.named_parameters())
@@ -109,7 +118,7 @@ class DPSGD:
         masks = _masks(kept)
         method = _METHODS["one-pass" if self.grad_sample == "auto" else self.grad_sample]
         with warnings.catch_warnings(), method(model, trained, masks, self.clip_norm) as clipped_sum:
-            # inputs need no gradient, so hooks on the first layer see gradients of outputs alone: all that is needed
+            # Inputs need no gradient, so hooks on the first layer see gradients of outputs alone. No more is needed.
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
             warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet")
             yield _Step(self, clipped_sum, gradients, kept)
@@ -125,7 +134,10 @@ class _Step:
     def of_part(
         self, network: Callable[[Tensor], Tensor], gradients: Mapping[str, Tensor], kept: Mapping[str, Tensor]
     ) -> _Step:
-        """The same of a part of the model, of the same layers: ``gradients`` and ``kept`` have its shapes."""
+        """Return the same for a part of the model, of the same layers.
+
+        ``gradients`` and ``kept`` have the part's shapes.
+        """
         clipped_sum = partial(self.clipped_sum, network=network, masks=_masks(kept))
         return replace(self, clipped_sum=clipped_sum, gradients=gradients, kept=kept)
 
@@ -136,7 +148,7 @@ class _Step:
                 self.gradients[name].add_(total)
 
     def finish(self, expected_batch: float) -> None:
-        """After all examples of the batch: noise, and from a sum to a mean."""
+        """Add noise after all examples of the batch, and divide the sum by ``expected_batch``."""
         std = self.how.noise_multiplier * self.how.clip_norm
         noise = self.how.noise.gaussian(sum(gradient.numel() for gradient in self.gradients.values()))
         start = 0
@@ -147,12 +159,12 @@ class _Step:
 
 
 def _masks(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those that do not keep everything."""
+    """Return the masks that do not keep everything."""
     return {name: mask for name, mask in kept.items() if not bool(mask.all())}
 
 
 def check_model(model: nn.Module, name: str = "") -> None:
-    """``ValueError``, one line, for a model that has no gradient per example: BatchNorm mixes the examples."""
+    """Raise ``ValueError``, one line, for a model without gradients per example: BatchNorm mixes the examples."""
     if norms := [key for key, layer in model.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]:
         model_is = f"model is {name!r}" if name else "the model"
         raise ValueError(
@@ -167,15 +179,19 @@ def check_model(model: nn.Module, name: str = "") -> None:
 
 
 def clip_factors(squared_norms: Tensor, clip_norm: float) -> Tensor:
-    """``min(1, C / ‖g‖)`` per example (n,); NaN where the norm is not a number or not finite."""
+    """Return ``min(1, C / ‖g‖)`` per example (n,); NaN where the norm is not a number or not finite.
+
+    >>> clip_factors(torch.tensor([0.25, 16.0]), clip_norm=1.0).round(decimals=3).tolist()
+    [1.0, 0.25]
+    """
     norms = squared_norms.sqrt()
     return torch.where(norms.isfinite(), (clip_norm / (norms + 1e-6)).clamp(max=1), torch.nan)
 
 
 def _without(clipped_sum: ClippedSum, factors: Tensor, images: Tensor, labels: Tensor) -> dict[str, Tensor] | None:
-    """The sum anew without the examples whose gradient is not finite: they have no bounded part in it.
+    """Return the sum anew without the examples whose gradient is not finite: they have no bounded part in the sum.
 
-    None where all are finite.
+    The result is None where all gradients are finite.
     """
     good = factors.isfinite()
     if bool(good.all()):
@@ -187,12 +203,12 @@ def _without(clipped_sum: ClippedSum, factors: Tensor, images: Tensor, labels: T
 
 
 def _squared_norms(gradients: Tensor) -> Tensor:
-    """(n, ...) -> (n,)"""
+    """Return the squared norm per example (n,) of gradients (n, ...)."""
     return gradients.flatten(1).square().sum(1)
 
 
 def _linear_squared_norms(inputs: Tensor, backprops: Tensor, mask: Tensor | None) -> Tensor:
-    """``‖(b aᵀ) ⊙ M‖²`` per example of inputs a (n, j) and backprops b (n, o), with nothing of size (n, o, j)."""
+    """Return ``‖(b aᵀ) ⊙ M‖²`` per example of inputs a (n, j) and backprops b (n, o), without a tensor (n, o, j)."""
     a, b = inputs.square(), backprops.square()
     return a.sum(1) * b.sum(1) if mask is None else ((b @ mask) * a).sum(1)  # (n, o) @ (o, j) * (n, j)
 
@@ -208,7 +224,7 @@ def _materialised(
     clip_norm: float,
     functorch: bool,
 ) -> Iterator[ClippedSum]:
-    """Opacus keeps every example's gradient in ``grad_sample``."""
+    """Give a clipped sum for which Opacus keeps every example's gradient in ``grad_sample``."""
 
     class PerExample(GradSampleModule):  # type: ignore[misc]  # Opacus has no types
         GRAD_SAMPLERS: ClassVar = dict(_RULES)
@@ -235,7 +251,7 @@ def _materialised(
 def _ghost(
     model: nn.Module, trained: Mapping[str, nn.Parameter], masks: Mapping[str, Tensor], clip_norm: float
 ) -> Iterator[ClippedSum]:
-    """Opacus' ghost clipping, with norms under masks."""
+    """Give a clipped sum by Opacus' ghost clipping, with norms under masks."""
     mask_of: dict[Tensor, Tensor] = {trained[name]: mask for name, mask in masks.items()}
 
     class Masked(GradSampleModuleFastGradientClipping):  # type: ignore[misc]
@@ -267,7 +283,7 @@ def _ghost(
 def _norms(
     mask_of: Mapping[Tensor, Tensor], layer: nn.Module, activations: list[Tensor], backprops: Tensor
 ) -> dict[Tensor, Tensor]:
-    """What Opacus asks of a norm sampler: each parameter's norms (n,), under its mask."""
+    """Return each parameter's norms (n,), under its mask, as Opacus asks of a norm sampler."""
     if isinstance(layer, nn.Linear) and activations[0].dim() == 2:
         found = {layer.weight: _linear_squared_norms(activations[0], backprops, mask_of.get(layer.weight))}
         if layer.bias is not None:
@@ -282,7 +298,7 @@ def _norms(
 def _one_pass(
     model: nn.Module, trained: Mapping[str, nn.Parameter], masks: Mapping[str, Tensor], clip_norm: float
 ) -> Iterator[ClippedSum]:
-    """Inputs and outputs of every layer are kept; backward stops at the outputs."""
+    """Give a clipped sum that keeps inputs and outputs of every layer and stops the backward pass at the outputs."""
     name_of: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
     layers = [layer for layer in model.modules() if any(p in name_of for p in layer.parameters(recurse=False))]
     seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
@@ -326,7 +342,10 @@ ClippedTensor = Callable[[Tensor], Tensor]  # from clipping factors (n,) to the 
 def _of_layer(
     layer: nn.Module, a: Tensor, b: Tensor, name_of: Mapping[Tensor, str], masks: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor, ClippedTensor]]:
-    """Each trained parameter of a layer, from its inputs and the gradients of its outputs, both by example."""
+    """Yield each trained parameter of a layer, its squared norms (n,) and its clipped sum.
+
+    ``a`` are the layer's inputs and ``b`` the gradients of its outputs, both by example.
+    """
     if isinstance(layer, nn.Linear) and a.dim() == 2:
         gradients: dict[Tensor, Tensor] = {} if layer.bias is None else {layer.bias: b}
         if (name := name_of.get(layer.weight)) is not None:
@@ -366,14 +385,14 @@ def _over_tensors(squared: Any) -> Tensor:
 
 
 def _no_gradients(trained: Mapping[str, nn.Parameter]) -> None:
-    """What autograd accumulates is not private: it goes nowhere near the optimiser's gradients."""
+    """Remove the gradients that autograd accumulated: they are not private and must not reach the optimiser."""
     for parameter in trained.values():
         parameter.grad = None
 
 
 @contextmanager
 def _wrapped(model: nn.Module, wrap: Callable[[], Any]) -> Iterator[Any]:
-    """An Opacus module around the model, and the model as it was afterwards."""
+    """Give an Opacus module around the model, and leave the model as it was before."""
     wrapped = wrap()
     try:
         yield wrapped

@@ -1,8 +1,8 @@
-"""What a client has released of its data, on its own disk: written before it leaves, and never forgotten.
+"""A ledger keeps a client's releases of its data, on the client's own disk: written before they leave, never forgotten.
 
-One line per release, ``<check> {json}``; the check covers the line before it too, so that no line can go missing from
-the middle unnoticed. A line without its end was being written when the power went: what it was about never left, and
-it is dropped. Any other damage is an error, for then nobody knows what was spent.
+The file has one line per release, ``<check> {json}``. The check covers the line before it too, so a line that goes
+missing from the middle is noticed. A line without its end was being written when the power went. Its release never
+left, and the line is dropped. Any other damage is an error, for then nobody knows what was spent.
 """
 
 from __future__ import annotations
@@ -24,23 +24,33 @@ from fedprune_app.privacy.accounting import Laplace, Release, Spent, Steps, tota
 
 
 class Overspent(ValueError):
-    """A release would pass the budget; nothing was written, and it must not leave. One line for the user."""
+    """A release would pass the budget.
+
+    Nothing was written, and the release must not leave. The text is one line for the user.
+    """
 
 
 @dataclass(frozen=True)
 class Budget:
-    """At most ``epsilon`` at ``delta``."""
+    """A budget allows at most ``epsilon`` at ``delta``."""
 
     epsilon: float
     delta: float
 
 
 class Ledger:
-    """The releases of one client's data, in the file ``path``, or without one in memory.
+    """A ledger holds the releases of one client's data, in the file ``path``, or in memory if ``path`` is None.
 
-    Several processes may hold the same file: each charge is made under a lock, after reading what the others wrote.
-    ``accountant`` is ``rdp`` or ``pld``. With a ``budget`` no charge passes it. Raises ``ValueError`` for a damaged
-    file.
+    Several processes may hold the same file: each charge is made under a lock, after reading the other processes'
+    charges. ``accountant`` is ``rdp`` or ``pld``. With a ``budget`` no charge passes it. Raises ``ValueError`` for a
+    damaged file.
+
+    >>> ledger = Ledger(budget=Budget(epsilon=2.0, delta=1e-5))
+    >>> ledger.charge_laplace(scale=1.0, sensitivity=1.0)
+    >>> round(ledger.epsilon(delta=1e-5), 2)
+    1.0
+    >>> ledger.affords({Laplace(scale=1.0, sensitivity=2.0): 1})
+    False
     """
 
     def __init__(self, path: Path | None = None, *, accountant: str = "rdp", budget: Budget | None = None) -> None:
@@ -49,7 +59,7 @@ class Ledger:
         self.budget = budget
         self._spent: Counter[Release] = Counter()
         self._lines = 0
-        self._check = ""  # of the last line
+        self._check = ""  # the check of the last line
         self._offset = 0  # where the next line begins
         if path is not None:
             _make_durable(path)
@@ -57,38 +67,38 @@ class Ledger:
                 pass
 
     def __len__(self) -> int:
-        """How many charges there were."""
+        """Return how many charges there were."""
         return self._lines
 
     @property
     def spent(self) -> Spent:
-        """How often each kind was released."""
+        """Return how often each kind of release was made."""
         return Counter(self._spent)
 
     def charge_steps(self, noise_multiplier: float, sample_rate: float, steps: int, what: str = "") -> None:
-        """``steps`` steps of DP-SGD, see :class:`accounting.Steps`; ``what`` is for readers of the file.
+        """Charge ``steps`` steps of DP-SGD, see :class:`accounting.Steps`; ``what`` is a note for readers of the file.
 
-        On disk when it returns. Raises :class:`Overspent` and writes nothing where a budget would be passed, else
-        ``ValueError`` for numbers that cannot be.
+        The charge is on disk when this method returns. Raises :class:`Overspent` and writes nothing where the charge
+        would pass the budget. Raises ``ValueError`` for numbers out of range.
         """
         if steps < 0:
             raise ValueError(f"steps is {steps}, allowed: at least 0")
         self._charge(Steps(noise_multiplier, sample_rate), steps, what)
 
     def charge_laplace(self, scale: float, sensitivity: float, what: str = "") -> None:
-        """One number with Laplace noise, see :class:`accounting.Laplace`. Otherwise as :meth:`charge_steps`."""
+        """Charge one number with Laplace noise, see :class:`accounting.Laplace`; otherwise as :meth:`charge_steps`."""
         self._charge(Laplace(scale, sensitivity), 1, what)
 
     def epsilon(self, delta: float) -> float:
-        """What everything so far costs together, at ``delta``."""
+        """Return the ε at ``delta`` of all charges so far together."""
         return accounting.epsilon(self._spent, delta, self.accountant)
 
     def affords(self, more: Spent) -> bool:
-        """Whether ``more`` would stay within the budget; yes without one."""
+        """Return whether ``more`` would stay within the budget; True without a budget."""
         return self.budget is None or self._cost(more) <= self.budget.epsilon
 
     def require(self, more: Spent) -> None:
-        """:class:`Overspent` where ``more`` would pass the budget."""
+        """Raise :class:`Overspent` where ``more`` would pass the budget."""
         if not self.affords(more):
             assert self.budget is not None
             raise Overspent(
@@ -97,7 +107,7 @@ class Ledger:
             )
 
     def __copy__(self) -> Self:
-        """A ledger in memory that begins with what this one holds: to try out what something would cost."""
+        """Return a ledger in memory that begins with this one's charges, to try out the cost of further releases."""
         other = type(self)(accountant=self.accountant, budget=self.budget)
         other._spent, other._lines = Counter(self._spent), self._lines
         return other
@@ -126,7 +136,7 @@ class Ledger:
 
     @contextmanager
     def _locked(self, kind: int) -> Iterator[BinaryIO]:
-        """The file, locked, and everything read that others have written."""
+        """Give the locked file, after reading the lines that other processes have written."""
         assert self.path is not None
         try:
             with self.path.open("r+b") as file:
@@ -139,7 +149,7 @@ class Ledger:
                     if line.endswith(b"\n"):
                         self._take_in(line)
                 yield file
-        except OSError as error:  # a full disk, above all, does not say which file it was
+        except OSError as error:  # errors such as that of a full disk do not name the file
             error.filename = error.filename or str(self.path)
             raise
 
@@ -181,7 +191,7 @@ def _check(previous: str, text: str) -> str:
 
 
 def _make_durable(path: Path) -> None:
-    """An empty file where there is none, and its folders, so that a power cut does not take their names away."""
+    """Make an empty file where there is none, and its folders, so that a power cut does not take their names away."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -189,7 +199,7 @@ def _make_durable(path: Path) -> None:
     for folder in path.parents:
         try:
             descriptor = os.open(folder, os.O_RDONLY)
-        except PermissionError:  # above the user's own folders, which were there before
+        except PermissionError:  # a folder above the user's own ones, which was there before
             break
         try:
             os.fsync(descriptor)

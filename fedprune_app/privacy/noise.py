@@ -1,7 +1,7 @@
-"""Where the randomness that protects comes from: a seed, for runs that can be repeated, or the operating system.
+"""The randomness that protects comes from a seed, for runs that can be repeated, or from the operating system.
 
 A seeded run simulates the mechanism: whoever knows the seed can subtract the noise. ``dp.secure-rng`` draws from the
-operating system, and what comes of it is not reproducible. docs/privacy.md says when to use which.
+operating system, and its results are not reproducible. docs/privacy.md says when to use which.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from fedprune_app.core import rng
 
 
 class Noise(Protocol):
-    """A stream of independent draws on the CPU."""
+    """A noise source is a stream of independent draws on the CPU."""
 
     def uniform(self, size: int) -> Tensor:
-        """float64 in [0, 1), with 53 bits."""
+        """Draw float64 in [0, 1), with 53 bits."""
 
     def gaussian(self, size: int) -> Tensor:
-        """Standard normal, float32."""
+        """Draw standard normal float32."""
 
     def laplace(self, scale: float) -> float:
-        """Laplace with this scale."""
+        """Draw one number from the Laplace distribution of this scale."""
 
 
 class Seeded:
-    """Draws that a seed and a purpose determine."""
+    """A seeded source gives draws that a seed and a purpose determine."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -49,15 +49,17 @@ class Seeded:
 
 
 class Secure:
-    """Draws from the operating system's cryptographic generator."""
+    """A secure source draws from the operating system's cryptographic generator."""
 
     def uniform(self, size: int) -> Tensor:
         bits = np.frombuffer(os.urandom(8 * size), dtype=np.uint64) >> np.uint64(11)
         return torch.from_numpy(bits * 2.0**-53)
 
     def gaussian(self, size: int) -> Tensor:
-        """Each the sum of four, halved: the gaps between floating-point numbers then tell nothing that can be
-        computed (Holohan and Braghin 2021)."""
+        """Draw standard normal float32, each as half the sum of four normal numbers.
+
+        The gaps between floating-point numbers then tell nothing that can be computed (Holohan and Braghin 2021).
+        """
         pairs = 2 * size
         radius = torch.sqrt(-2 * torch.log1p(-self.uniform(pairs)))  # Box and Muller
         angle = 2 * math.pi * self.uniform(pairs)
@@ -69,7 +71,7 @@ class Secure:
 
 
 def _laplace(uniform: float, scale: float) -> float:
-    """The inverse of the distribution function, at ``uniform`` in [0, 1)."""
+    """Return the inverse of the Laplace distribution function at ``uniform`` in [0, 1)."""
     centred = uniform + 2.0**-54 - 0.5  # never -0.5, whose logarithm is infinite
     return -scale * math.copysign(math.log1p(-2 * abs(centred)), centred)
 
@@ -77,11 +79,11 @@ def _laplace(uniform: float, scale: float) -> float:
 def noise_source(
     secure: bool, seed: int, role: str, partition: int, round: int, inputs: Mapping[str, Tensor], settings: str
 ) -> Noise:
-    """The randomness for one release.
+    """Return the randomness for one release.
 
-    Seeded draws depend on everything that goes into the release but the data: on ``inputs`` (the tensors it starts
-    from) and ``settings``. A round repeated after a resume then gives the same result, to the bit. A round repeated
-    from *another* model gets other noise: two results under one noise would give their difference away.
+    Seeded draws depend on everything that goes into the release but the data: on ``inputs`` (the tensors from which the
+    release starts) and ``settings``. A round repeated after a resume then gives the same result, to the bit. A round
+    repeated from *another* model gets other noise: two results under one noise would give their difference away.
     """
     if secure:
         return Secure()
@@ -93,8 +95,9 @@ def noise_source(
 
 
 def noisy_count(count: int, scale: float, noise: Noise) -> int:
-    """A count of examples plus Laplace noise, as a whole number: below 0 too, and above what can be counted.
+    """Return a count of examples plus Laplace noise, as a whole number.
 
+    The result can be below 0, or above every possible count.
     Rounding costs no privacy, and the low bits of a floating-point sum stay here (Mironov 2012).
     """
     return round(count + noise.laplace(scale))

@@ -53,16 +53,77 @@ MORE: Mapping[str, Mapping[str, Any]] = {
 }
 """Settings of the systems that are private by nature, or need a network of their own."""
 
+VARIANTS = {
+    "dispfl: clients average, ring, dropped ones train alone": {
+        "system": "dispfl",
+        "dispfl.gossip": "client",
+        "dispfl.topology": "ring",
+        "dispfl.dropped": "trains-alone",
+        "dispfl.densities": "0.3 0.8",
+        "drop-probability": 0.4,
+    },
+    "dispfl: private": {"system": "dispfl", "dispfl.growth": "random", **PRIVATE},
+    "fedavg: trimmed mean, four of the clients": {
+        "system": "fedavg",
+        "robust": "trimmed-mean",
+        "robust-trim": 0.3,
+        "fraction-train": 0.8,
+    },
+    "fedavg: clipped, cropped, weight decay": {
+        "system": "fedavg",
+        "robust": "clip",
+        "robust-norm": 1.0,
+        "augmentation": "crop-flip",
+        "weight-decay": 1e-3,
+        "momentum": 0.9,
+        "lr-decay": 0.9,
+    },
+    "fedp3: attention, local pruning": {"system": "fedp3", "fedp3.aggregation": "attention", "fedp3.local": "uniform"},
+    "fedp3: weighted, ordered dropout, random layers": {
+        "system": "fedp3",
+        "fedp3.aggregation": "weighted-with-head",
+        "fedp3.local": "ordered-dropout",
+        "fedp3.assignment": "per-round",
+        "fedp3.personal-head": True,
+    },
+    "fedp3: ordered dropout, other layers in each round": {
+        "system": "fedp3",
+        "model": "cnn-gn",
+        "batch-size": 24,
+        "density": 0.7,
+        "fedp3.layer-set": "opu1-2-3",
+        "fedp3.assignment": "per-round",
+        "fedp3.local": "ordered-dropout",
+    },
+    "lg-fedavg: one round of FedAvg first": {"system": "lg-fedavg", "lgfedavg.pretrain-rounds": 1},
+    "lg-fedavg: two rounds of FedAvg first": {"system": "lg-fedavg", "lgfedavg.pretrain-rounds": 2},
+    "dpsgd: each client averages": {"system": "dpsgd", "dpsgd.gossip": "client", "drop-probability": 0.3},
+    "ditto: private": {"system": "ditto", **PRIVATE},
+    "subfedavg: local BatchNorm": {"system": "subfedavg", "model": "cnn-small-bn", "batch-norm": "local"},
+    "standalone: private": {"system": "standalone", **PRIVATE},
+    "fedspallm: one cut for a layer, every second layer": {
+        "system": "fedspallm",
+        "fedspallm.expansion": "layer",
+        "fedspallm.ties": "wanda",
+        "fedspallm.layer-shares": "0.5 1.0",
+        "fedspallm.unsampled": "current",
+    },
+}
+"""Settings that take other paths through the code than every system's own run; ``conform`` knows them by name."""
+
 SYSTEM = pytest.mark.parametrize("system", SYSTEMS)
+CASE = pytest.mark.parametrize("case", [*SYSTEMS, *VARIANTS])
 
 
 @pytest.fixture(scope="session")
 def settings_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """``settings_of(system)``: a quick run's."""
+    """``settings_of(case)``: a quick run's, of a system or a variant."""
     texts: dict[str, Any] = {}
 
     def settings(system: str) -> dict[str, Any]:
-        found = {**COMMON, **MORE.get(system, {}), "system": system}
+        variant = VARIANTS.get(system, {})
+        system = str(variant.get("system", system))
+        found = {**COMMON, **MORE.get(system, {}), "system": system, **variant}
         if SYSTEMS[system].data == "text":
             if not texts:
                 folder = tmp_path_factory.mktemp("texts")
@@ -77,7 +138,7 @@ def settings_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
 
 @pytest.fixture(scope="session")
 def conform(settings_of, tmp_path_factory) -> Callable[..., Finished]:
-    """``conform(system, grid=InProcessGrid, **settings)``: a finished run in this process; equal runs are shared."""
+    """``conform(case, grid=InProcessGrid, **settings)``: a finished run in this process; equal runs are shared."""
     finished: dict[str, Finished] = {}
 
     def run(system: str, grid: type[InProcessGrid] = InProcessGrid, **settings: Any) -> Finished:

@@ -242,22 +242,6 @@ def test_a_dropped_client_that_trains_alone_hears_nobody_and_serves_its_old_mode
 # --- the same run again -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("case", "lost"), [*((case, 1) for case in RESUMED), ("dispfl", 2), ("fedfomo", 2)])
-def test_a_run_killed_after_its_clients_saved_resumes_to_the_same_models(federation, tmp_path, case, lost):
-    """The server's last checkpoints are lost; clients and mailbox are ahead of it."""
-    settings = {"evaluate_every": 0}
-    whole = start(federation, case, RESUMED[case], **settings)
-    cut = shutil.copytree(whole.folder, tmp_path / "cut")
-    for round in range(3, 3 - lost, -1):
-        (cut / "checkpoints" / f"round-{round:05d}.safetensors").unlink()
-    resumed = start(federation, case, RESUMED[case], resume_from=str(cut), **settings)
-    assert resumed.info["resumed_after_rounds"] == [3 - lost]
-    assert {m.round for m in resumed.wiretap.messages if m.kind == "train"} == set(range(4 - lost, 4))
-    assert resumed.sha256 == whole.sha256
-    assert timeless(resumed.clients) == timeless(whole.clients)
-    assert [row["busiest_node_bytes"] for row in resumed.rounds] == [row["busiest_node_bytes"] for row in whole.rounds]
-
-
 @pytest.mark.parametrize("case", RESUMED)
 def test_the_order_in_which_replies_arrive_does_not_matter(federation, monkeypatch, case):
     in_order = start(federation, case, RESUMED[case], evaluate_every=0)

@@ -378,13 +378,13 @@ def strategy_of(kind, system, **settings):
     config = parse_config({"system": system, "fraction-train": 0.1, **settings})
     network = build_model("cnn-fedltp-fmnist", (1, 28, 28), 10, rng=generator(0, "model"))
     tensors, names = state_tensors(network), prunable_names(network)
-    more = {}
-    if kind is FedLTP:
-        masks = ticket_masks({name: tensors[name] for name in names}, config.density)
-        more["find_ticket"] = lambda: Ticket(tensors, tensors, masks)
     recorder = SimpleNamespace(annotate=lambda **_: None)
     context = RunContext(config, dict.fromkeys(range(CLIENTS)), recorder, None, "")
-    return kind(context, tensors, frozenset(names), **more)
+    strategy = kind(context, tensors, frozenset(names))
+    if kind is FedLTP:
+        masks = ticket_masks({name: tensors[name] for name in names}, config.density)
+        strategy.find_ticket = lambda: Ticket(tensors, tensors, masks)
+    return strategy
 
 
 FIVE = Round(1, tuple(range(5)), participants=tuple(range(5)))

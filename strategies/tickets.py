@@ -1,4 +1,4 @@
-"""A winning ticket is found on the server's public data, by Fed-LTP's Algorithm 1; nothing private is read here."""
+"""Fed-LTP's Algorithm 1: winning tickets, which the server trains on public data. Nothing private is read here."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from fedprune_app.learning.hooks import adam
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
 from fedprune_app.models import vision
-from fedprune_app.models.initial import chosen_name
+from fedprune_app.models.initial import chosen_name, initial_model
 
 log = logging.getLogger("flwr.fedprune")
 
 
-def winning_ticket(config: Config, shape: tuple[int, int, int], num_classes: int, model: nn.Module) -> Ticket:
+def winning_ticket(config: Config, shape: tuple[int, int, int], num_classes: int) -> Ticket:
     """Train and prune ``fedltp.tickets`` networks on public data and draw one, for images of ``shape``.
 
-    ``model`` is the run's initial one. The score of a ticket is that of the trained and pruned network, on the images
-    that the network was trained on. Raises :class:`ConfigError` for public data of other classes, unless they need not
-    match.
+    The score of a ticket is that of the trained and pruned network, on the images it was trained on. Raises
+    :class:`ConfigError` for public data of other classes, unless they need not match.
     """
     options = config.fedltp
+    model = initial_model(config.model, config.dataset, shape, num_classes, init=config.init, seed=config.seed)
     initial = vision.state_tensors(model, include_buffers=True)
     weights = vision.prunable_names(model)
     if not options.tickets:

@@ -1,0 +1,53 @@
+"""How far the masks of FedSpaLLM's clients are apart: layer by layer, and over a whole round."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from fedprune_app.core.payload import Payload
+
+_MOST_CLIENTS = 64  # whose masks of one layer are compared with each other
+
+
+class MaskDistances:
+    """Masks of the layer in work, a bit per entry and client, and the differing entries of the layers before it."""
+
+    def __init__(self) -> None:
+        self.masks: dict[int, np.ndarray[Any, Any]] = {}
+        self.differing: dict[tuple[int, int], int] = {}  # by pair of clients, entries of all layers so far
+
+    def add(self, client: int, update: Payload) -> None:
+        """Keep a client's masks of the layer in work."""
+        flat = np.concatenate([update.masks[name].numpy().reshape(-1) for name in sorted(update.masks)])
+        self.masks[client] = np.packbits(flat)
+
+    @staticmethod
+    def compares(client: int, clients: Collection[int]) -> bool:
+        """Whether this client is among the first of all ``clients``, as many as are compared with each other."""
+        return client in list(clients)[:_MOST_CLIENTS]
+
+    def close_layer(self, num_entries: int) -> float | None:
+        """Return the mean share of a layer's entries that one client keeps and another does not; None of one client."""
+        shares = []
+        for a, b in itertools.combinations(sorted(self.masks), 2):
+            differing = int(np.bitwise_count(self.masks[a] ^ self.masks[b]).sum(dtype=np.int64))
+            self.differing[a, b] = self.differing.get((a, b), 0) + differing
+            shares.append(differing / num_entries)
+        self.masks = {}
+        return sum(shares) / len(shares) if shares else None
+
+    def clients(self) -> list[int]:
+        """Return the clients that were compared."""
+        return sorted({client for pair in self.differing for client in pair})
+
+    def matrix(self, num_entries: int) -> np.ndarray[Any, Any]:
+        """Return the distances of all pairs of :meth:`clients`, float64 (clients, clients), over so many entries."""
+        clients = self.clients()
+        distance = np.zeros((len(clients), len(clients)))
+        for (i, a), (j, b) in itertools.combinations(enumerate(clients), 2):
+            distance[i, j] = distance[j, i] = self.differing[a, b] / num_entries
+        return distance

@@ -1,0 +1,96 @@
+"""What FedSpaLLM records of an evaluation: perplexities of clients' own models and of the global one, text by text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from fedprune_app.core import metrics
+from fedprune_app.engine import wire
+from fedprune_app.federation.exchanges import Rows
+from fedprune_app.results import measures
+from fedprune_app.results.measures import Reply
+from fedprune_app.results.texts import OWN_TEXT
+
+
+class Perplexity(Protocol):
+    """What was measured on one text."""
+
+    @property
+    def value(self) -> float: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def windows(self) -> int: ...
+    @property
+    def windows_in_text(self) -> int | None: ...
+    @property
+    def tokens(self) -> int: ...
+
+
+def client_row(fields: wire.Fields, texts: Sequence[str], num_layers: int, *, own_data: bool) -> dict[str, Any]:
+    """Check a client's perplexities on the server's test ``texts``; return the columns of its row.
+
+    A client with a text of its own tells of that text alone. ``ValueError`` names a field that cannot be.
+    """
+    start = "perplexity/"
+    has_own = own_data or start + OWN_TEXT in fields
+    names = [OWN_TEXT] if has_own else sorted(name for name in texts if start + name in fields)
+    judged = OWN_TEXT if has_own else texts[0]
+    if start + judged not in fields:
+        raise ValueError(f"the evaluation has no field '{start}{judged}'")
+    found = {name: measures.told("perplexity", fields, about=name) for name in names}
+    windows = ("windows", "windows_in_text") if has_own else ()
+    return {
+        **measures.row_of(Reply.PERPLEXITY, fields),
+        "pruned_layers": measures.told("pruned_layers", fields, most=num_layers),
+        "perplexity_personal": found[judged],
+        "perplexity": found,
+        **{name: measures.told(name, fields) for name in windows},
+    }
+
+
+def over_clients(
+    rows: Rows, global_model: Mapping[str, Perplexity], dense: Mapping[str, Mapping[str, Any]], num_layers: int
+) -> dict[str, Any]:
+    """Return the columns of an evaluation; the first text of ``dense`` is the one that the run is judged by.
+
+    Own models count where all layers are pruned: part of a dense model is no standalone result. Clients' own texts are
+    an entry by themselves, since no other model was measured on them. ``dense`` has what the dense model measured.
+    """
+    whole = [row for row in rows.values() if row["pruned_layers"] == num_layers]
+    by_text: dict[str, dict[str, Any]] = {}
+    for name, found in global_model.items():
+        by_text[name] = {
+            "dense": dense[name]["value"],
+            "global": found.value,
+            **_of_clients(whole, name),
+            "window": found.window,
+            "windows": found.windows,
+            "windows_in_text": found.windows_in_text,
+            "tokens": found.tokens,
+        }
+    first = by_text[next(iter(dense))]
+    if with_own := [row for row in whole if OWN_TEXT in row["perplexity"]]:
+        windows = sum(row["windows"] for row in with_own)
+        by_text[OWN_TEXT] = {
+            **_of_clients(with_own, OWN_TEXT),
+            "window": first["window"],
+            "windows": windows,
+            "windows_in_text": sum(row["windows_in_text"] for row in with_own),
+            "tokens": windows * first["window"],
+        }
+    return {
+        **measures.over_clients(rows.values(), Reply.PERPLEXITY),
+        "perplexity_global": first["global"],
+        "perplexity_personal_mean": first["personal_mean"],
+        "personal_models": len(whole),
+        "perplexity_personal_std": first["personal_std"],
+        "perplexity_by_text": by_text,
+    }
+
+
+def _of_clients(rows: Sequence[Mapping[str, Any]], text: str) -> dict[str, float]:
+    """Return mean and spread of the clients' own models on a text, of those that measured it."""
+    found = metrics.summary([row["perplexity"][text] for row in rows if text in row["perplexity"]])
+    return {"personal_mean": found.mean, "personal_std": found.std}

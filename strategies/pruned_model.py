@@ -1,0 +1,175 @@
+"""FedSpaLLM's global model on the server: the dense model, and on disk the layers that were pruned, by round."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from fedprune_app.config import Config, ConfigError
+from fedprune_app.core.expansion import Votes
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine.layers import LayerFiles
+from fedprune_app.engine.store import owner
+from fedprune_app.engine.wire import Schema
+from fedprune_app.federation.clients import ClientInfo, Roster, TextClientInfo
+from fedprune_app.federation.registration import log_left_out
+from fedprune_app.federation.round import RunContext
+
+DENSE = 0
+"""The version of a layer that nobody has pruned yet."""
+_COUNTS = "pruned-by/"  # before a matrix' name: how many clients pruned each entry
+
+
+class DenseModel(Protocol):
+    """The model that the run begins with, as the server has it."""
+
+    prefix: str
+
+    @property
+    def num_layers(self) -> int: ...
+    def num_parameters(self) -> tuple[int, int]: ...
+    def prunable(self, layer: int) -> list[str]: ...
+    def layer_like(self, layer: int) -> dict[str, Tensor]: ...
+    def layer_tensors(self, layer: int) -> dict[str, Tensor]: ...
+    def layer_digest(self, layer: int) -> str: ...
+    def shell_digest(self) -> str: ...
+
+
+class PrunedModel:
+    """The global model of a run: each decoder layer is the dense one, or that of the round that pruned it last.
+
+    The folder ``layers`` has one packed file per pruned layer and round, and below ``pending`` the means of layers that
+    wait to be expanded together.
+    """
+
+    def __init__(self, dense: DenseModel, folder: Path, run_key: str) -> None:
+        self.dense = dense
+        self.files, self.pending = layer_files(folder, run_key)
+        self.versions = dict.fromkeys(range(dense.num_layers), DENSE)  # by layer, the round that wrote it
+
+    def layer(self, layer: int) -> Payload:
+        """Return the current matrices of a layer with their masks; an empty payload while they are the dense ones."""
+        if self.versions[layer] == DENSE:
+            return Payload({})
+        return self.files.load(layer, self.versions[layer], self.schema(layer).max_bytes)
+
+    def schema(self, layer: int) -> Schema:
+        """Return what a pruned layer holds: its matrices, each with a mask."""
+        like, names = self.dense.layer_like(layer), self.dense.prunable(layer)
+        return Schema.like({name: like[name] for name in names}, frozenset(names))
+
+    def never_pruned(self) -> list[int]:
+        """Return the layers that are still dense."""
+        return [layer for layer, version in self.versions.items() if version == DENSE]
+
+    def num_kept(self, layer: int) -> int:
+        """Return how many weights of the layer's matrices are kept."""
+        if self.versions[layer] == DENSE:
+            return sum(shape.numel() for shape in self.schema(layer).shapes.values())
+        return self.layer(layer).num_kept()
+
+    def digest(self) -> str:
+        """Return one SHA-256 over the parts that are never pruned and all layers."""
+        total = hashlib.sha256(self.dense.shell_digest().encode())
+        for layer in range(self.dense.num_layers):
+            current = self.layer(layer)
+            total.update((current.digest() if current.tensors else self.dense.layer_digest(layer)).encode())
+        return total.hexdigest()
+
+    def install(self, round: int, layer: int, new: Payload, oldest_needed: int) -> None:
+        """Make ``new`` the layer; versions before ``oldest_needed`` leave the disk."""
+        self.files.save(layer, round, new)
+        self.files.drop_before(layer, oldest_needed)
+        self.versions[layer] = round
+
+    def hold_back(self, round: int, layer: int, votes: Votes) -> None:
+        """Keep what clients voted for a layer until all layers are expanded together."""
+        self.pending.save(layer, round, _packed(votes))
+        self.pending.drop_before(layer, round)
+
+    def held_back(self, round: int, layer: int, max_bytes: int) -> Votes:
+        """Return what :meth:`hold_back` kept, of at most ``max_bytes`` when decoded."""
+        return _unpacked(self.pending.load(layer, round, max_bytes))
+
+    def forget_pending(self) -> None:
+        """Delete what was held back: no round needs it any more."""
+        shutil.rmtree(self.pending.folder, ignore_errors=True)
+
+
+def layer_files(folder: Path, run_key: str) -> tuple[LayerFiles, LayerFiles]:
+    """Return a run folder's pruned layers, and the means that wait to be expanded together."""
+    layers = folder / "layers"
+    return LayerFiles(layers, owner("layer", run_key)), LayerFiles(layers / "pending", owner("mean", run_key))
+
+
+def lost_layers(versions: Mapping[str, int], files: LayerFiles) -> Iterator[str]:
+    """Yield a line for each of these versions of layers that is damaged or missing."""
+    for layer, version in versions.items():
+        if version != DENSE:
+            try:
+                files.check(int(layer), int(version))
+            except ValueError as error:
+                yield str(error)
+
+
+# --- who has the model --------------------------------------------------------------------------------------------
+
+
+def layer_share(config: Config, info: ClientInfo) -> float:
+    """Return the share of the layers that the client prunes in a round."""
+    return info.capacity or config.fedspallm.layer_share(info.id)
+
+
+def clients_with_the_model(context: RunContext, dense: DenseModel) -> Roster:
+    """Return the clients whose dense model is the server's; name the others in the record.
+
+    A decoder layer may differ where the server sends that layer: a client with a share of 1 is sent all layers. Raises
+    :class:`ConfigError` where nobody is left.
+    """
+    config = context.config
+    digests = [dense.layer_digest(layer) for layer in range(dense.num_layers)]
+    found: Roster = {}
+    reasons = []
+    for client, info in context.clients.items():
+        assert isinstance(info, TextClientInfo)
+        if len(info.layer_digests) != len(digests):
+            reasons.append(
+                f"client {client} has a model of {len(info.layer_digests)} layers, the server's has {len(digests)}"
+            )
+        elif info.shell_digest != dense.shell_digest():
+            reasons.append(f"client {client} has other embeddings or norms than the server's model")
+        elif layer_share(config, info) < 1 and (other := _first_differing(info.layer_digests, digests)) is not None:
+            reasons.append(f"client {client} has another decoder layer {other} than the server's model")
+        else:
+            found[client] = info
+    log_left_out(reasons)
+    if reasons:
+        before = context.recorder.info.get("clients_left_out", [])
+        context.recorder.annotate(clients_left_out=[*before, *reasons])
+    if len(found) < max(1, config.min_clients):
+        raise ConfigError(f"{len(found)} of {len(context.clients)} clients have the model of the server: {reasons[0]}")
+    return found
+
+
+def _first_differing(ones: Sequence[str], others: Sequence[str]) -> int | None:
+    return next((i for i, (one, other) in enumerate(zip(ones, others, strict=True)) if one != other), None)
+
+
+def _packed(votes: Votes) -> Payload:
+    """Return the votes as one payload, for the disk."""
+    most = max((int(counts.max()) for counts in votes.pruned.values()), default=0)
+    dtype = torch.uint8 if most < 2**8 else torch.int32
+    counts = {_COUNTS + name: each.to(dtype) for name, each in votes.pruned.items()}
+    return Payload({**votes.mean.tensors, **counts}, votes.mean.masks)
+
+
+def _unpacked(payload: Payload) -> Votes:
+    counts = {name: payload.tensors[_COUNTS + name].int() for name in payload.masks}
+    mean = {name: tensor for name, tensor in payload.tensors.items() if not name.startswith(_COUNTS)}
+    return Votes(Payload(mean, payload.masks), counts)
