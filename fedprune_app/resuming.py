@@ -154,8 +154,8 @@ def choose(found: Found, lost_states: LostStates, *, accept_loss: bool) -> Choic
         reasons += [line for point in found.points for line in losses[id(point)]]
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
         raise ConfigError(
-            f"{reasons[0]}{more}: from no round left can the run go on to the result it would have had, allowed: the "
-            "file from a copy, or accept-loss"
+            f"{reasons[0]}{more}: the run cannot go on to the result that it would have had, allowed: the file from a "
+            "copy, or accept-loss"
         )
     chosen = whole or usable
     for point in found.points[: found.points.index(chosen)] if chosen else ():

@@ -16,7 +16,8 @@ from fedprune_app import cli
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("fedprune_app", "strategies", "clients")
-ROOMS = ("fedprune_app", "fedprune_app.config", "fedprune_app.engine", "fedprune_app.results")
+NOT_YET = {"fedprune_app.federation", "fedprune_app.privacy", "strategies", "clients"}
+ROOMS = sorted({*PACKAGES, *(f"fedprune_app.{path.parent.name}" for path in ROOT.glob("fedprune_app/*/__init__.py"))})
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -83,7 +84,7 @@ def public(module: str) -> Iterator[tuple[str, str | None]]:
                 yield f"{module}.{node.name}.{method.name}", text
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", [room for room in ROOMS if room not in NOT_YET])
 def test_what_is_public_has_a_docstring_that_begins_with_a_sentence_of_one_line(room):
     wrong = []
     assert modules(room)

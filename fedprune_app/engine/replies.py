@@ -206,7 +206,8 @@ def _check_sizes(contents: Mapping[str, bytes], max_bytes: int) -> None:
         if kind == Array.__qualname__:
             chunks = json.loads(get_object_body(content, Array))["arraychunk_ids"]
             if not all(contents[child].startswith(_CHUNK) for child in children):
-                raise ValueError("an array has pieces that are none")  # an array of arrays would grow with each level
+                # an array whose pieces are arrays would grow with each of them
+                raise ValueError("an array names objects that are no pieces of an array")
             total += sum(len(contents[children[index]]) for index in chunks)
             if total > max_bytes:
                 raise ValueError(f"its arrays have over {max_bytes} bytes")
@@ -307,7 +308,7 @@ def sieve(stream: Stream, most: int, largest: int) -> Iterator[bytes]:
             value |= (byte & 127) << shift
             if byte < 128:
                 return value
-        raise ValueError("the SuperLink's list of replies has a number that is none")
+        raise ValueError("the SuperLink's list of replies has a number of more than 10 bytes")
 
     while buffer or more():
         if not buffer:

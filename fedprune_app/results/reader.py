@@ -71,7 +71,7 @@ class Masks:
             raise ValueError(f"'partitions' is {_short(list(clients))}, allowed: each client once")
         matrix = np.asarray(distance, dtype=np.float64)
         if matrix.shape != (count, count):
-            raise ValueError(f"'distance' has shape {matrix.shape}, allowed: {(count, count)}, a row per partition")
+            raise ValueError(f"'distance' has shape {matrix.shape}, allowed: {(count, count)}, a row per client")
         if outside := matrix[~((matrix >= 0) & (matrix <= 1))].tolist():  # NaN is outside too
             raise ValueError(f"'distance' has {outside[0]}, allowed: numbers in [0, 1]")
         if matrix.diagonal().any() or not np.allclose(matrix, matrix.T, rtol=0, atol=1e-6):

@@ -407,7 +407,8 @@ def test_an_array_of_arrays_of_arrays_is_not_put_together(link):
         return {id_of(content): content for content in contents}
 
     link.reply(request, content_of(), tamper)
-    assert "an array has pieces that are none" in link.fetch(request)[request.metadata.message_id].error
+    reply = link.fetch(request)[request.metadata.message_id]
+    assert "an array names objects that are no pieces of an array" in reply.error
 
 
 @pytest.mark.parametrize("kind", ["Message", "RecordDict", "ArrayRecord", "Array", "ConfigRecord"])
