@@ -90,8 +90,10 @@ class BudgetedNode(Node[AnUpdate]):
     # --- answers and state --------------------------------------------------------------------------------------
 
     def answer_training(self, task: Task) -> tuple[Payload, dict[str, Any]]:
-        """This answers as every client does. A private client declines a round that its budget does not bear to the
-        end: its reply then has no payload."""
+        """Answer as every client does, or decline a round that the privacy budget does not bear to its end.
+
+        A reply that declines has no payload.
+        """
         if self.privacy is None:
             return super().answer_training(task)
         from fedprune_app.privacy.ledger import Overspent

@@ -68,6 +68,7 @@ class SubFedAvgHyClient(SubFedAvgClient):
     # --- masks --------------------------------------------------------------------------------------------------
 
     def channels(self, state: State) -> Kept:
+        """Return which channels are left, bool, by the name of their norm; all of them at first."""
         return state.group("channels") or full_channels(self.groups)
 
     def evaluation(self, task: Task, state: State) -> tuple[int, dict[str, Any]]:
@@ -80,6 +81,7 @@ class SubFedAvgHyClient(SubFedAvgClient):
         return int(every.sum()) / len(every)
 
     def fc_masks(self, state: State) -> dict[str, Tensor]:
+        """Return the masks of the linear layers' weights, bool, by name; all True at first."""
         return state.group("fc") or full_masks(self.fc_shapes)
 
     def masks(self, task: Task, state: State) -> dict[str, Tensor]:

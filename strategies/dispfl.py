@@ -20,8 +20,11 @@ _COMPARED_UP_TO = 500  # clients whose masks are compared with each other after 
 
 
 class DisPFL(Gossip):
-    """Line 7 divides by the masks that the weights were trained under, as the released code does: the new masks, which
-    the text names there, do not match the weights' support."""
+    """The server averages a client's neighbours by their masks, and compares all masks after the last round.
+
+    Line 7 divides by the masks that the weights were trained under, as the released code does. The new masks, which the
+    text names there, do not match the weights' support.
+    """
 
     @property
     def options(self) -> DisPFLOptions:

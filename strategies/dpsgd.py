@@ -17,8 +17,10 @@ from strategies.gossip import Gossip
 
 
 class DPSGD(Gossip):
-    """Dense, or under a fixed random mask (Table 3's restricted version). The consensus model is made for evaluation
-    only, and then the server reads all updates, whatever ``dpsgd.gossip`` says."""
+    """The server averages neighbours' models, which are dense or under a fixed random mask (Table 3's restricted version).
+
+    It makes the consensus model for evaluation only, and then reads all updates, whatever ``dpsgd.gossip`` says.
+    """
 
     headline = "accuracy_global"
     has_global_model = True

@@ -31,6 +31,7 @@ class FedCR(FedP3):
 
     @property
     def options(self) -> FedP3Options:
+        """Return the system's table of the configuration."""
         return self.config.fedcr.as_fedp3(self.config.fedp3)
 
     def expect(self, round: Round, client: int) -> Schema:

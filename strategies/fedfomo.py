@@ -22,8 +22,10 @@ _MOST_WORTH = 1e30  # no honest client comes near; sums of it over any number of
 
 
 class FedFomo(Relay):
-    """Keeps every client's latest personal model, and for each two clients the sum of what the other's model was worth
-    to the one (``affinity``). Candidates are those of most affinity, or with probability ``exploration`` random.
+    """The server sends each client the models of those candidates that have been worth most to the client so far.
+
+    ``affinity`` holds, for each two clients, the sum of what the other's model was worth to the one. Candidates are the
+    clients of most affinity; with probability ``exploration`` they are random.
 
     As in Dis-PFL's released code the sum takes equation 3's values as they are, negative ones included, and not the
     clipped and normalised weights of equation 4: a client whose model did harm ranks below one that was never tried.

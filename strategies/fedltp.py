@@ -65,6 +65,7 @@ class FedLTP(DPFed):
 
     @property
     def options(self) -> FedLTPOptions:
+        """Return the system's table of the configuration."""
         return self.config.fedltp
 
     # --- line 2: the ticket and its sub-models ----------------------------------------------------------------------
@@ -85,9 +86,11 @@ class FedLTP(DPFed):
 
     @property
     def models(self) -> range:
+        """Return the numbers of the sub-models, from 1."""
         return range(1, self.num_models + 1)
 
     def masks(self, model: int) -> dict[str, Tensor]:
+        """Return the masks of a sub-model, bool, by name of the weight."""
         return at_level(self.levels, model)
 
     def retention(self) -> list[float]:

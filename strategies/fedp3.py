@@ -44,6 +44,7 @@ class FedP3(AveragingStrategy):
 
     @property
     def options(self) -> FedP3Options:
+        """Return the system's table of the configuration."""
         return self.config.fedp3
 
     def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:

@@ -36,6 +36,7 @@ class FedSPA(DPFed):
 
     @property
     def options(self) -> FedSPAOptions:
+        """Return the system's table of the configuration."""
         return self.config.fedspa
 
     def check_robust(self) -> None:

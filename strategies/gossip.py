@@ -26,12 +26,13 @@ from strategies.relay import Relay
 
 
 class Gossip(Relay):
-    """In each round every active client gets what its neighbours published last, averaged by the server
-    (``gossip = "server"``) or as they are, for the client to average (``gossip = "client"``: the server reads
-    nothing). Both give the same models, to the bit.
+    """In each round every active client gets what its neighbours published last.
 
-    A client publishes when it has trained: whoever has not yet is no part of any average, not even of its own. Round 1
-    moves nothing, since all start from one common model.
+    With ``gossip = "server"`` the server averages the neighbours' models. With ``gossip = "client"`` the server reads
+    nothing and the client averages. Both give the same models, to the bit.
+
+    A client publishes when it has trained. A client that has not trained yet is no part of any average, not even of its
+    own. Round 1 moves nothing, since all clients start from one common model.
     """
 
     paper_formula = "32 bits per kept parameter and link, masks not charged; between peers"

@@ -24,8 +24,10 @@ from strategies.relay import Relay
 
 
 class MTL(Relay):
-    """The gradient of the regulariser by w_k is ``λ P_kk (w_k − a_k)``, with ``P = (Ω + εI)⁻¹`` and
-    ``a_k = −Σ_{j≠k} P_jk w_j / P_kk``: the server sends ``a_k`` and ``P_kk``.
+    """The server learns which clients' models go together, and sends each client what pulls its model.
+
+    The gradient of the regulariser by w_k is ``λ P_kk (w_k − a_k)``, with ``P = (Ω + εI)⁻¹`` and
+    ``a_k = −Σ_{j≠k} P_jk w_j / P_kk``. The server sends ``a_k`` and ``P_kk``.
     """
 
     paper_formula = "32 bits per parameter, both ways"

@@ -11,8 +11,10 @@ from strategies.subfedavg import SubFedAvg
 
 
 class SubFedAvgHy(SubFedAvg):
-    """As Sub-FedAvg (Un), but every tensor that travels has a mask: a removed channel leaves a hole in a convolution's
-    weight and bias, in its norm's scale, shift and statistics, and in the next layer's weight.
+    """The server averages as in Sub-FedAvg (Un), but every tensor that travels has a mask.
+
+    A removed channel leaves a hole in a convolution's weight and bias, in its norm's scale, shift and statistics, and
+    in the next layer's weight.
     """
 
     paper_formula = f"Sub-FedAvg (Un)'s: {SubFedAvg.paper_formula}; the paper has none for removed channels"

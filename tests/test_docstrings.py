@@ -16,7 +16,6 @@ from fedprune_app import cli
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("fedprune_app", "strategies", "clients")
-NOT_YET = {"fedprune_app.federation", "fedprune_app.privacy", "strategies", "clients"}
 ROOMS = sorted({*PACKAGES, *(f"fedprune_app.{path.parent.name}" for path in ROOT.glob("fedprune_app/*/__init__.py"))})
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -75,7 +74,9 @@ def public(module: str) -> Iterator[tuple[str, str | None]]:
         yield module, ast.get_docstring(tree)
     for node in definitions(tree.body):
         yield f"{module}.{node.name}", ast.get_docstring(node)
-        for method in definitions(node.body) if isinstance(node, ast.ClassDef) else ():
+        # a protocol says what it wants of others' classes, whose methods have docstrings
+        is_protocol = isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Protocol" for base in node.bases)
+        for method in definitions(node.body) if isinstance(node, ast.ClassDef) and not is_protocol else ():
             decorators = {ast.unparse(each) for each in method.decorator_list}
             if decorators & {f"{method.name}.setter", "overload"}:
                 continue
@@ -84,7 +85,7 @@ def public(module: str) -> Iterator[tuple[str, str | None]]:
                 yield f"{module}.{node.name}.{method.name}", text
 
 
-@pytest.mark.parametrize("room", [room for room in ROOMS if room not in NOT_YET])
+@pytest.mark.parametrize("room", ROOMS)
 def test_what_is_public_has_a_docstring_that_begins_with_a_sentence_of_one_line(room):
     wrong = []
     assert modules(room)

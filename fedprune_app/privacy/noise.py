@@ -32,7 +32,7 @@ class Noise(Protocol):
         """Draw one number from the Laplace distribution of this scale."""
 
 
-class Seeded:
+class Seeded(Noise):
     """A seeded source gives draws that a seed and a purpose determine."""
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -48,7 +48,7 @@ class Seeded:
         return _laplace(float(self.uniform(1)), scale)
 
 
-class Secure:
+class Secure(Noise):
     """A secure source draws from the operating system's cryptographic generator."""
 
     def uniform(self, size: int) -> Tensor:
