@@ -17,7 +17,7 @@ from strategies.gossip import Gossip
 
 
 class DPSGD(Gossip):
-    """The server averages neighbours' models, which are dense or under a fixed random mask (Table 3's restricted version).
+    """The server averages neighbours' models, dense or under a fixed random mask (the restricted version of Table 3).
 
     It makes the consensus model for evaluation only, and then reads all updates, whatever ``dpsgd.gossip`` says.
     """
