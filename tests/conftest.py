@@ -19,7 +19,9 @@ from flwr.clientapp import ClientApp
 from fedprune_app import cli, client_app, server_app
 from fedprune_app.config import parse_config
 from fedprune_app.engine.inprocess import run_in_process
+from tests.leftovers import pytest_configure, pytest_unconfigure
 
+__all__ = ["pytest_configure", "pytest_unconfigure"]
 Tamper = Callable[[Message, Message, int], Message]  # (request, honest reply, partition) -> what is sent
 
 SMALL = {

@@ -1,0 +1,51 @@
+"""An interrupted test run leaves no process of its own behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import leftovers
+
+LEAVES_A_PROCESS = """
+import subprocess, sys, time
+from pathlib import Path
+from tests.leftovers import pytest_configure, pytest_unconfigure
+
+def test_that_is_interrupted():
+    orphan = "import os, sys, time; os.fork() and sys.exit(); print(os.getpid(), flush=True); time.sleep(3600)"
+    said = subprocess.Popen([sys.executable, "-c", orphan], stdout=subprocess.PIPE, start_new_session=True)
+    Path("orphan").write_bytes(said.stdout.readline())
+    time.sleep(3600)
+"""
+PATIENCE_SECONDS = 600
+
+
+def until(condition) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_test_run_ends_orphans_of_its_tests(tmp_path, number):
+    (tmp_path / "conftest.py").write_text("from tests.leftovers import pytest_configure, pytest_unconfigure\n")
+    (tmp_path / "test_it.py").write_text(LEAVES_A_PROCESS)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "test_it.py"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(leftovers.__file__).parents[1])}
+    run = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+    orphan = tmp_path / "orphan"
+    until(lambda: orphan.exists() and orphan.read_text().endswith("\n"))
+    process = psutil.Process(int(orphan.read_text()))
+    assert process.is_running()
+    run.send_signal(number)
+    run.wait(PATIENCE_SECONDS)
+    until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
