@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test test-all record-hashes rehearsal faults lint fuzz format lock benchmarks clean
+.PHONY: demo test quick test-all record-hashes rehearsal faults lint fuzz format lock benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/fedprune demo --out runs/demo
@@ -14,6 +14,11 @@ demo: $(STAMP)
 # Two workers, each with whole files: the tests of a file share their federations.
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The inner loop, under a minute on two quiet cores: laws, training, options, rounds, and every system's recorded hash.
+QUICK := $(addprefix tests/,laws learning clients config federation test_architecture.py conformance/test_recorded.py)
+quick: $(DEV_STAMP)
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(QUICK)
 
 test-all: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m ""
