@@ -19,6 +19,7 @@ class AveragingStrategy(FederatedStrategy):
     """The new model is the average of the replies, by default a masked mean in which all clients count alike."""
 
     averages = True
+    by_examples = False  # whether a client counts by its number of examples
 
     def __init__(
         self, context: RunContext, model: Mapping[str, Tensor] | None = None, prunable: frozenset[str] = frozenset()
@@ -35,8 +36,11 @@ class AveragingStrategy(FederatedStrategy):
         return BoundedMean(mean, self.model, config.robust_norm) if config.robust == "clip" else mean
 
     def weight_of(self, client: int) -> int:
-        """Return the client's number of examples, which the client chose; 1 for every client under ``robust``."""
-        return self.clients[client].num_examples if self.config.robust == "none" else 1
+        """Return how much a client counts.
+
+        A number of examples is what the client says, so under ``robust`` all clients count alike.
+        """
+        return self.clients[client].num_examples if self.by_examples and self.config.robust == "none" else 1
 
     def check_robust(self) -> None:
         """Refuse a robust average that would never move anything. Raises :class:`ConfigError`."""
@@ -48,13 +52,14 @@ class AveragingStrategy(FederatedStrategy):
                 "(a coordinate of which no value can be left out stays where it is)"
             )
 
-    # --- the plain mean, which systems override --------------------------------------------------------------------
+    # --- the mean, which systems override ---------------------------------------------------------------------------
 
     def begin(self, round: Round) -> None:
-        self.mean = self.averaging(len(round.participants))
+        largest = max(map(self.weight_of, round.participants))
+        self.mean = self.averaging(len(round.participants), max_weight=largest)
 
     def receive(self, round: Round, client: int, update: Payload) -> None:
-        self.mean.add(update)
+        self.mean.add(update, weight=self.weight_of(client))
 
     def end(self, round: Round) -> None:
         self.model = self.mean.mean(self.model)

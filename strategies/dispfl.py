@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
-from numpy.typing import NDArray
-
 from fedprune_app.config import DisPFLOptions
 from fedprune_app.engine.wire import Schema
 from strategies.gossip import Gossip
+from strategies.mask_distances import MaskDistances
 
 log = logging.getLogger("flwr.fedprune")
 _COMPARED_UP_TO = 500  # clients whose masks are compared with each other after the last round
@@ -41,23 +39,17 @@ class DisPFL(Gossip):
         self.release_updates()
         if not self.reads_updates:
             return
-        packed: dict[int, NDArray[np.uint8]] = {}  # one bit a coordinate: the masks of all clients are in memory
-        pruned: set[str] = set()
+        distances, pruned = MaskDistances(), set[str]()
         for client in sorted(self.update_rounds)[:_COMPARED_UP_TO]:
             try:
                 update = self.read_update(client)
             except ValueError as error:
                 log.warning("client %d: its masks are not compared: %s", client, error)
                 continue
-            masks = {name: mask.numpy().reshape(-1) for name, mask in update.masks.items()}
-            packed[client] = np.concatenate([np.packbits(masks[name]) for name in sorted(masks)])
-            pruned |= {name for name, mask in masks.items() if not mask.all()}
-        if len(packed) < 2:
+            distances.add(client, update)
+            pruned |= {name for name, mask in update.masks.items() if not mask.all()}
+        if len(distances.masks) < 2:
             return
         num_coordinates = max(1, sum(self.model[name].numel() for name in pruned))
-        distance = np.zeros((len(packed), len(packed)))
-        for i, mine in enumerate(packed.values()):
-            for j, other in enumerate(list(packed.values())[:i]):
-                differing = int(np.bitwise_count(mine ^ other).sum(dtype=np.int64))
-                distance[i, j] = distance[j, i] = differing / num_coordinates
-        self.recorder.masks(list(packed), distance)
+        distances.close_layer(num_coordinates)  # the whole model at once
+        self.recorder.masks(distances.clients(), distances.matrix(num_coordinates))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 
-from fedprune_app.core.payload import Payload
-from fedprune_app.federation.round import Round
 from strategies.fedavg import FedAvg
 
 log = logging.getLogger("flwr.fedprune")
@@ -18,13 +16,9 @@ log = logging.getLogger("flwr.fedprune")
 class DPFed(FedAvg):
     """``θ^{t+1} = θ^t + 1/K Σ_i Δ_i^t``: clients count alike, whatever their numbers of examples."""
 
+    by_examples = False
+
     def summary(self) -> None:
         super().summary()
         if not self.config.dp.enabled:
             log.warning("dp.enabled is false: this run of %s protects nobody", self.config.system)
-
-    def begin(self, round: Round) -> None:
-        self.mean = self.averaging(len(round.participants))
-
-    def receive(self, round: Round, client: int, update: Payload) -> None:
-        self.mean.add(update)

@@ -16,17 +16,11 @@ from strategies.averaging import AveragingStrategy
 class FedAvg(AveragingStrategy):
     """``w_{t+1} = Σ_k n_k w_k / Σ_k n_k`` over the clients that replied; under ``robust`` every n_k is 1."""
 
+    by_examples = True
     headline = "accuracy_global"
-
-    def begin(self, round: Round) -> None:
-        largest = max(map(self.weight_of, round.participants))
-        self.mean = self.averaging(len(round.participants), max_weight=largest)
 
     def send(self, round: Round) -> Iterator[Outgoing]:
         return Outgoing.to_each(round.participants, Payload(self.model))
 
     def expect(self, round: Round, client: int) -> Schema:
         return Schema.like(self.model)
-
-    def receive(self, round: Round, client: int, update: Payload) -> None:
-        self.mean.add(update, weight=self.weight_of(client))

@@ -140,8 +140,8 @@ class FedLTP(DPFed):
         shares: list[float] = []
         scores: list[tuple[int, int]] = []  # (noised) numbers of correct predictions, and of how many
 
-        def read(client: int, content: RecordDict) -> dict[str, Any]:
-            score, num_examples = self._score(client, wire.fields_of(content))
+        def read(client: int, fields: wire.Fields, _: RecordDict) -> dict[str, Any]:
+            score, num_examples = self._score(client, fields)
             scores.append((score, num_examples))
             shares.append(min(max(score / num_examples, 0.0), 1.0))
             return {}

@@ -166,7 +166,7 @@ class FedSpaLLM(FederatedStrategy):
             step = self.step(round.number, layer)
             evaluates = self.participation.evaluates(step)
             exchange = replace(round, number=step, participants=tuple(receivers), evaluates=evaluates)
-            exchanges.train(name, exchange, self.send_layer(round, receivers), self.answer(layer).max_bytes)
+            exchanges.train(name, exchange, self.send(exchange), self.answer(layer).max_bytes)
             good, failures = round.log.replies - replies_before, round.log.failures[failures_before:]
             require(good, min(self.config.min_replies, len(receivers)), name, failures)
         self._close_layer(round, layer)
@@ -177,22 +177,19 @@ class FedSpaLLM(FederatedStrategy):
         return self._pruners[layer]
 
     def send(self, round: Round) -> Iterator[Outgoing]:
-        return self.send_layer(round, self._receivers(round, self._layer))
-
-    def send_layer(self, round: Round, receivers: Sequence[int]) -> Iterator[Outgoing]:
         """Line 8: the layer in work; nothing while it is the dense one, which clients have in their cache.
 
         A client whose cached layer is not the server's gets the whole layer.
         """
         layer, pruned = self._layer, self.global_model.layer(self._layer)
         payloads = {True: pruned}  # by whether the layer is cached
-        for client in receivers:
+        for client in round.participants:
             info = self.clients[client]
             assert isinstance(info, TextClientInfo)
             is_cached = info.layer_digests[layer] == self.dense.layer_digest(layer)
             if not is_cached and False not in payloads:
                 payloads[False] = Payload({**self.dense.layer_tensors(layer), **pruned.tensors}, pruned.masks)
-            fields = {"layer": layer, "of-round": round.number, "prunes": client in self._pruners[layer]}
+            fields = {"layer": layer, "of-round": self._number, "prunes": client in self._pruners[layer]}
             yield Outgoing(client, payloads[is_cached], fields=fields)
 
     def expect(self, round: Round, client: int) -> wire.Schema:

@@ -33,6 +33,7 @@ from strategies.averaging import AveragingStrategy
 class FjORD(AveragingStrategy):
     """What is judged is the network at full width; clients also answer for the width that they can bear."""
 
+    by_examples = True
     headline = "accuracy_global"
     paper_formula = "32 bits per parameter of the client's sub-network, both ways"
 
@@ -55,10 +56,6 @@ class FjORD(AveragingStrategy):
         reach = self.extents_of(client)
         return {name: leading_block(tensor, reach.get(name)).contiguous() for name, tensor in self.model.items()}
 
-    def begin(self, round: Round) -> None:
-        largest = max(map(self.weight_of, round.participants))
-        self.mean = self.averaging(len(round.participants), max_weight=largest)
-
     def send(self, round: Round) -> Iterator[Outgoing]:
         """Yield clients of equal width in a row, so that their sub-network is made and encoded once."""
         for width, clients in groupby(sorted(round.participants, key=self.width), key=self.width):
@@ -78,7 +75,7 @@ class FjORD(AveragingStrategy):
     def receive(self, round: Round, client: int, update: Payload) -> None:
         masks = leading_masks(self.extents_of(client), self.shapes)
         full = Payload(zero_padded(update.tensors, self.shapes), masks)
-        self.mean.add(full, weight=self.weight_of(client))
+        super().receive(round, client, full)
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         total = 4.0 * sum(t.numel() for k in round.participants for t in self.sub_network(k).values())

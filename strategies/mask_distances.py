@@ -1,4 +1,4 @@
-"""How far the masks of FedSpaLLM's clients are apart: layer by layer, and over a whole round."""
+"""How far the masks of clients are apart: of a model at once, or layer by layer and over a whole round."""
 
 from __future__ import annotations
 

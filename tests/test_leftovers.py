@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests import leftovers
+from tests.e2e.deployed import PATIENCE_SECONDS, until
 
 LEAVES_A_PROCESS = """
 import subprocess, sys, time
@@ -25,14 +25,6 @@ def test_that_is_interrupted():
     Path("orphan").write_bytes(said.stdout.readline())
     time.sleep(3600)
 """
-PATIENCE_SECONDS = 600
-
-
-def until(condition) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

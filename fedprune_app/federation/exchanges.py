@@ -16,7 +16,7 @@ from fedprune_app.engine.exchange import Answer, exchange, require
 from fedprune_app.engine.store import State
 from fedprune_app.federation import reports
 from fedprune_app.federation.budgets import Budgets
-from fedprune_app.federation.collect import Read, collect, may_decline, notes_of
+from fedprune_app.federation.collect import Read, collect, notes_of
 from fedprune_app.federation.messages import messages
 from fedprune_app.federation.participation import Participation
 from fedprune_app.federation.round import Outgoing, Round, RoundLog, RunContext
@@ -65,8 +65,7 @@ class Exchanges:
         """
         strategy = self.strategy
 
-        def read(client: int, content: RecordDict) -> dict[str, Any]:
-            fields = wire.fields_of(content)
+        def read(client: int, fields: wire.Fields, content: RecordDict) -> dict[str, Any]:
             known = strategy.context.clients[client].num_examples
             num_examples = measures.told("num_examples", fields)
             row = {"num_examples": num_examples, **strategy.training_row(round, client, fields)}
@@ -77,22 +76,20 @@ class Exchanges:
             strategy.accept(round, client, content)
             round.log.replies += 1
             strategy.state_rounds[client] = round.number
-            return row | strategy.budgets.take(client, fields, round.number, round.log.note)
+            return row
 
         answers = self._answers(round, outgoing, MessageType.TRAIN, reply_bytes)
-        collect(name, answers, round.log, may_decline(read, round, strategy.budgets))
+        collect(name, answers, round.log, self._charged(round, read))
 
     def ask(self, name: str, round: Round, outgoing: Iterable[Outgoing], read: Read) -> None:
         """Ask clients something else within a round; ``read`` takes in their answers. It is part of the round's log."""
 
-        def read_and_charge(client: int, content: RecordDict) -> dict[str, Any]:
-            fields = wire.fields_of(content)
+        def read_checked(client: int, fields: wire.Fields, content: RecordDict) -> dict[str, Any]:
             self.strategy.budgets.check(fields)
-            row = read(client, content)
-            return row | self.strategy.budgets.take(client, fields, round.number, round.log.note)
+            return read(client, fields, content)
 
         answers = self._answers(round, outgoing, MessageType.EVALUATE)
-        collect(name, answers, round.log, may_decline(read_and_charge, round, self.strategy.budgets))
+        collect(name, answers, round.log, self._charged(round, read_checked))
 
     def evaluate(self, round: Round) -> dict[str, Any]:
         """Have all clients evaluate; return the columns of the round's record over those that answered.
@@ -103,8 +100,7 @@ class Exchanges:
         name, log = f"the evaluation of round {round.number}", RoundLog(notes=round.log.notes)
         found: dict[int, dict[str, Any]] = {}
 
-        def read(client: int, content: RecordDict) -> dict[str, Any]:
-            fields = wire.fields_of(content)
+        def read(client: int, fields: wire.Fields, content: RecordDict) -> dict[str, Any]:
             facts = {"num_examples": strategy.context.clients[client].num_examples, "digest": reports.digest_in(fields)}
             notes_of(client, fields, log, strategy.context.lose)
             row = facts | strategy.evaluation_row(client, fields)
@@ -130,3 +126,21 @@ class Exchanges:
         strategy, context = self.strategy, self.strategy.context
         sent = messages(context, round, outgoing, kind, strategy.state_rounds, strategy.budgets)
         return exchange(self.grid, sent, context.config.deadline_seconds, reply_bytes=reply_bytes)
+
+    def _charged(self, round: Round, read: Read) -> Read:
+        """Enter what each reply says it spent. A reply that declines is not read.
+
+        A client declines where its privacy budget does not bear the round: that is no failure, and the client is not
+        asked again.
+        """
+        budgets, log = self.strategy.budgets, round.log
+
+        def read_and_charge(client: int, fields: wire.Fields, content: RecordDict) -> dict[str, Any]:
+            if not (budgets.enabled and "declined" in fields):
+                return read(client, fields, content) | budgets.take(client, fields, round.number, log.note)
+            columns = budgets.take(client, {**fields, "budget-spent": True}, round.number, log.note)
+            log.declined[client] = wire.one_line(str(fields["declined"]))
+            log.note(client, log.declined[client])
+            return columns
+
+        return read_and_charge
