@@ -48,7 +48,7 @@ def test_all_settings_are_listed_with_default_range_and_the_words_of_each_choice
 def test_a_run_in_a_process_of_its_own_leaves_its_folder_and_a_second_into_it_is_refused(tmp_path):
     def fedprune(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "fedprune_app.cli", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path)
+        return subprocess.run(command, capture_output=True, text=True, timeout=1000, cwd=tmp_path)
 
     done = fedprune("run", "system=fedavg", *SMALL, *HERE, "--out", "runs/a")
     assert done.returncode == 0, done.stderr
