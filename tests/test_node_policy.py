@@ -177,6 +177,18 @@ def test_no_run_begins_a_fresh_ledger_on_a_node_of_own_data(nodes, tmp_path, own
     assert not (tmp_path / "two").exists()
 
 
+def test_a_run_that_deals_anew_begins_no_fresh_ledger_on_a_node_with_a_budget(nodes, tmp_path):
+    """Whoever starts runs chooses the dealing, so a node's budget counts what all dealings cost."""
+    place = {"ledger-dir": str(tmp_path / "ledgers")}
+    nodes(dealt({**place, "epsilon-budget": 100.0}, {}), "first", **PRIVATE)
+    (path,) = (tmp_path / "ledgers").iterdir()
+    spent, charges = Ledger(path).epsilon(1e-5), len(Ledger(path))
+    run = nodes(dealt({**place, "epsilon-budget": spent * 1.01}, {}), "again", **PRIVATE, seed=1)
+    assert list((tmp_path / "ledgers").iterdir()) == [path]
+    assert len(Ledger(path)) == charges
+    assert run.rounds[0]["replies"] == 1
+
+
 def test_a_budget_without_a_place_for_its_ledger_is_refused():
     with pytest.raises(
         ConfigError, match=r"^epsilon-budget of the node is 3\.0, allowed with a ledger-dir or state-dir"

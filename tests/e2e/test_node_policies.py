@@ -49,12 +49,13 @@ def test_three_nodes_decline_what_their_policies_do_not_bear(deployment, policie
     def run(name: str, **settings) -> DeployedRun:
         started = DeployedRun.start(deployment, tmp_path / name, **{**OWN, **settings})
         ended = started.end().removeprefix("finished:")
-        transcript("run " + " ".join(f"{key}={value}".replace("True", "true") for key, value in settings.items()))
+        given = " ".join(f"{key}={value}" for key, value in settings.items())
+        transcript("run " + given.replace("True", "true").replace(str(tmp_path), ""))
         info = started.info
-        transcript(f"  {ended}, {len(info.get('partition') or [])} of {NODES} nodes took part")
+        transcript(f"  {ended}, {len(info.get('partition') or [])} of {NODES} nodes let in")
         for line in [*info.get("clients_left_out", []), *(note for row in started.rounds for note in row["notes"])]:
             transcript(f"  {line}")
-        if "error" in info:
+        if info.get("error"):
             transcript(f"  {info['error']}")
         return started
 
