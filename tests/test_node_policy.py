@@ -11,7 +11,7 @@ from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.supercore.task_identity import TaskIdentity
 
 from clients import images
-from fedprune_app import client_app
+from fedprune_app import cli, client_app
 from fedprune_app.client_app import node_settings
 from fedprune_app.config import POLICY_KEYS, ConfigError, parse_config
 from fedprune_app.engine import inprocess, wire
@@ -265,6 +265,21 @@ def test_a_policy_file_and_the_node_config_hold_together(tmp_path):
     assert (policy.require_dp, policy.max_clip_norm) == (True, 2.0)
     path.write_text("max-clip-norm = 1\n")
     assert read_policy({"policy-file": str(path)}).max_clip_norm == 1.0
+
+
+def test_a_rehearsal_gives_each_node_its_policy(fedprune, monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(cli, "_run_once", lambda placement, *_: started.append(placement))
+    for name in "ab":
+        (tmp_path / f"{name}.toml").write_text("require-dp = true\n")
+    assert fedprune("deploy", "local", "--policies", "a.toml, b.toml", "--out", "run") == (0, "")
+    (placement,) = started
+    assert [node["policy-file"] for node in placement.nodes] == [str(tmp_path / f"{name}.toml") for name in "ab"]
+    code, said = fedprune("deploy", "local", "--policies", "a.toml", "--nodes", "3", "--out", "run")
+    assert (code, said.strip()) == (2, "error: --policies has 1 files, allowed: one per node, 3")
+    code, said = fedprune("deploy", "local", "--policies", "c.toml", "--out", "run")
+    assert (code, len(said.splitlines())) == (2, 1)
+    assert f"policy-file: config file '{tmp_path / 'c.toml'}' does not exist" in said
 
 
 def test_every_key_of_a_policy_is_documented():
