@@ -25,7 +25,7 @@ test-all: $(DEV_STAMP)
 
 # What docs/deploy.md says: the transcript of a deployment, and what becomes of it when things break. Minutes each.
 rehearsal: $(DEV_STAMP)
-	$(BIN)/python -m pytest -m slow tests/e2e/test_rehearsal.py
+	$(BIN)/python -m pytest -m slow tests/e2e/test_rehearsal.py tests/e2e/test_node_policies.py
 
 faults: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m slow tests/e2e/test_deployment_faults.py

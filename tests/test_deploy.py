@@ -281,9 +281,9 @@ def test_flower_reads_the_node_config_as_it_was_meant():
 
 def test_a_node_says_where_its_data_and_state_are_whatever_the_run_says():
     own = {"partition-id": 0, "num-partitions": 2, "data-dir": "/mine", "state-dir": "/kept"}
-    config = node_settings({"data-dir": "/theirs", "state-dir": "/elsewhere", "seed": 3}, own)
+    config, _ = node_settings({"data-dir": "/theirs", "state-dir": "/elsewhere", "seed": 3}, own)
     assert (config.data_dir, config.state_dir, config.seed) == ("/mine", "/kept", 3)
-    assert node_settings({"data-dir": "/theirs"}, {"partition-id": 0}).data_dir == "/theirs"
+    assert node_settings({"data-dir": "/theirs"}, {"partition-id": 0})[0].data_dir == "/theirs"
 
 
 @pytest.mark.parametrize(

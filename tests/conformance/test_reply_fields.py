@@ -83,6 +83,20 @@ def test_a_private_client_sends_no_undeclared_and_no_open_field(conform, monkeyp
         conform("dpfed", grid=Diary, num_server_rounds=1, startup_seconds=1.0)
 
 
+@pytest.mark.parametrize("told", ["loss", "seconds"])
+@SYSTEM
+def test_no_system_sends_the_raw_loss_or_its_time_from_a_private_client(
+    conform, settings_of, monkeypatch, system, told
+):
+    """The field is refused before it leaves the node, so every client's reply is an error that names the field."""
+    if (private := private_settings(settings_of, system)) is None:
+        pytest.skip(f"system {system} cannot be private")
+    client = SYSTEMS[system].client
+    monkeypatch.setattr(client, "answer_training", telling(client.answer_training, {told: 1.0}))
+    with pytest.raises(TooFewReplies, match=f"field '{told}' is in a reply, allowed in training: "):
+        conform(system, grid=Diary, num_server_rounds=1, **private)
+
+
 def test_what_a_class_declares_adds_to_what_its_base_classes_declare():
     class Base:
         declares = ReplyFields(training=frozenset({"loss", "density"}), withheld_when_private=frozenset({"loss"}))
