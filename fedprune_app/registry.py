@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from torch import nn
@@ -104,6 +105,7 @@ SYSTEMS: dict[str, System] = {
 }
 
 
+@lru_cache(maxsize=16)  # a client checks its run's configuration with every message
 def check_names(config: Config) -> Config:
     """Return ``config`` if everything that it names is registered.
 
@@ -128,8 +130,9 @@ def check_names(config: Config) -> Config:
             texts = ", ".join(TEXTS)
             raise ConfigError(f"dataset is {config.dataset!r}, allowed with system {config.system!r}: {texts}")
         return config  # its model is a folder or a hub name, looked up when it is opened
+    values = config.to_dict()
     for key, names in allowed.items():
-        value = config.to_dict()[key]
+        value = values[key]
         if value not in names:
             raise ConfigError(f"{key} is {value!r}, allowed: {', '.join(names)}")
     if config.dp.enabled:
