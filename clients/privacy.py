@@ -15,6 +15,7 @@ from fedprune_app.config import Config
 if TYPE_CHECKING:  # Opacus and dp-accounting take seconds to import, and most runs do without
     from fedprune_app.privacy.accounting import Spent
     from fedprune_app.privacy.dpsgd import DPSGD
+    from fedprune_app.privacy.ledger import Data
     from fedprune_app.privacy.noise import Noise
 
 _ROUNDING = 1e-6  # another version of a library may round otherwise; a lost charge is more
@@ -37,10 +38,11 @@ class Plan:
 class ClientPrivacy:
     """This is one client's privacy in one run; neighbouring data sets differ by one of ``num_examples`` examples.
 
-    ``ledger`` is the file in which the client's charges are. Raises ``ValueError`` where that is damaged.
+    ``ledger`` is the file in which the charges of the client's ``data`` are. Raises ``ValueError`` where that is
+    damaged, or of other data.
     """
 
-    def __init__(self, config: Config, client_id: int, num_examples: int, plan: Plan, ledger: Path) -> None:
+    def __init__(self, config: Config, client_id: int, num_examples: int, plan: Plan, ledger: Path, data: Data) -> None:
         from fedprune_app.privacy.accounting import Laplace, noise_for
         from fedprune_app.privacy.ledger import Budget, Ledger
 
@@ -62,7 +64,7 @@ class ClientPrivacy:
             self.round_cost[Laplace(options.count_scale, 1.0)] = plan.round_counts
         limit = min((e for e in (options.epsilon_budget, options.target_epsilon) if e), default=None)
         budget = None if limit is None else Budget(limit, options.delta)
-        self.ledger = Ledger(ledger, accountant=options.accountant, budget=budget)
+        self.ledger = Ledger(ledger, accountant=options.accountant, budget=budget, data=data)
 
     def noise(self, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> Noise:
         """This returns the randomness of one release, see :func:`~fedprune_app.privacy.noise.noise_source`."""

@@ -19,6 +19,8 @@ T = TypeVar("T", bound=CommonOptions | Table)
 def parse_config(values: Mapping[str, object]) -> Config:
     """Return the configuration that flat ``values`` describe; missing keys take their defaults.
 
+    What depends on other keys is settled: ``test_split`` is never 'auto'.
+
     Raises :class:`ConfigError` for an unknown key, a wrong type, a value out of range, or options that do not go
     together. Names of systems, datasets, partitions and models are checked where these are registered.
     """
@@ -29,7 +31,7 @@ def parse_config(values: Mapping[str, object]) -> Config:
             raise ConfigError(f"unknown key {key!r}: {hint}")
     config = _filled(
         Config(), {key: option.parse(key, values.get(key, option.default)) for key, option in OPTIONS.items()}
-    )
+    ).settled()
     config.check()
     return config
 

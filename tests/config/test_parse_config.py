@@ -55,7 +55,7 @@ def test_a_list_of_one_number_may_come_as_a_number():
         ("learning-rate", 10**400, "learning-rate is a number of 401 digits, allowed: a finite number"),
         ("momentum", 1.0, "momentum is 1.0, allowed: at least 0 and below 1"),
         ("download", "yes", "download is 'yes', allowed: true or false"),
-        ("test-split", "all", "test-split is 'all', allowed: labels, proportional, holdout"),
+        ("test-split", "all", "test-split is 'all', allowed: auto, labels, proportional, holdout"),
         ("subfedavg.target-rate", 100, "subfedavg.target-rate is 100.0, allowed: at least 0 and below 100"),
         ("out-dir", "runs/x", "out-dir is 'runs/x', allowed: an absolute path"),
         ("system", "fedfoo", "system is 'fedfoo', allowed: subfedavg"),
