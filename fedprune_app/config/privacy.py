@@ -61,7 +61,7 @@ class DPOptions(Table):
         },
     )
     count_scale: float = option(
-        10.0,
+        20.0,
         "The scale of the Laplace noise on a count of correct predictions. A count costs an ε of 1 divided by the "
         "scale, where the count stands alone. 0 means that no count is told or asked for.",
         least=0,
