@@ -36,7 +36,10 @@ class Plan:
 
 
 class ClientPrivacy:
-    """This is one client's privacy in one run; neighbouring data sets differ by one of ``num_examples`` examples.
+    """This is one client's privacy in one run.
+
+    What is promised is zero-out adjacency with the number known: of neighbouring data sets, one has a blank in the
+    place of one example. A blank has no gradient and is never counted. ``num_examples``, to train on, are in both.
 
     ``ledger`` is the file in which the charges of the client's ``data`` are. Raises ``ValueError`` where that is
     damaged, or of other data.

@@ -87,7 +87,7 @@ class DPOptions(Table):
     )
     ledger_dir: str = option(
         "",
-        "The folder for one ledger per client over all runs on the client's data, as an absolute path. Empty means"
+        "The folder for one ledger over all runs on the same data of a client, as an absolute path. Empty means"
         " that the ledger is with the run's state.",
         kind=Kind.STATE_FOLDER,
         changes_results=False,

@@ -143,3 +143,19 @@ def test_a_rehearsal_writes_in_its_own_folder_alone():
     values = written_below(Path("/scratch"), parse_config(given)).to_dict()
     assert "/real" not in values.values()
     assert (values["out-dir"], values["data-dir"], values["seed"]) == ("/scratch", "/data", 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({}, "labels"),
+        ({"test-split": "auto"}, "labels"),
+        ({"dp.enabled": True, "dp.noise-multiplier": 1.0}, "holdout"),
+        ({"dp.enabled": True, "dp.noise-multiplier": 1.0, "test-split": "labels"}, "labels"),
+        ({"test-split": "holdout"}, "holdout"),
+    ],
+)
+def test_the_record_says_which_test_split_was_taken(given, taken):
+    config = parse_config(given)
+    assert config.to_dict()["test-split"] == taken
+    assert parse_config(config.to_dict()) == config
