@@ -146,7 +146,7 @@ def test_a_private_client_with_a_full_disk_releases_nothing_and_forgets_nothing(
             assert path.stat().st_size == page - 10
         disk.fill()
 
-    dp = {"dp.enabled": True, "dp.noise-multiplier": 1.0, "dp.ledger-dir": str(disk.folder)}
+    dp = {"dp.enabled": True, "dp.noise-multiplier": 1.0, "dp.accuracies": "open", "dp.ledger-dir": str(disk.folder)}
     settings = {**SETTINGS, "system": "fedavg", "shard_size": 40, "clients": 2}
     app = on_round(2, 0, fill)
     with pytest.raises(TooFewReplies, match="round 2 had 0 good replies"):
