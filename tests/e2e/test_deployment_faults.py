@@ -151,6 +151,7 @@ def test_client_apps_that_raise_die_or_are_late_cost_their_part_of_a_round(deplo
 def test_a_supernode_killed_and_back_has_its_state_and_its_ledger(deployment, deadline, tmp_path, measured):
     """Started again at once, it is refused until it has been missed; what it was working on is lost."""
     settings = {"system": "fedavg", "shard-size": 40, "dp.enabled": True, "dp.noise-multiplier": 1.0}
+    settings["dp.accuracies"] = "open"
     run = DeployedRun.start(deployment, tmp_path / "run", num_server_rounds=6, deadline_seconds=deadline, **settings)
     run.until_round(1)
 
