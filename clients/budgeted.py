@@ -40,13 +40,14 @@ class BudgetedNode(Node[AnUpdate]):
     def open_privacy(self) -> None:
         """This opens the ledger where ``dp.enabled`` asks for one, once the client knows its data.
 
-        Raises ``ValueError`` where the ledger is damaged.
+        Raises ``ValueError`` where the ledger is damaged, and where the noise is less than the node asks for.
         """
         if self.config.dp.enabled:
             plan = Plan(self.planned_epochs(), self.round_epochs(), self.planned_counts(), self.round_counts())
-            data = self.ledger_data()
-            ledger = self.ledger_path(data)
-            self.privacy = self.privacy_kind(self.config, self.client_id, self.num_examples, plan, ledger, data)
+            data, policy = self.ledger_data(), self.place.policy
+            self.privacy = self.privacy_kind(
+                self.config, self.client_id, self.num_examples, plan, self.ledger_path(data), data, policy
+            )
 
     @abstractmethod
     def record_digests(self) -> list[bytes]:
@@ -56,7 +57,7 @@ class BudgetedNode(Node[AnUpdate]):
         """This says whose ledger the client's is: its data's, known by their content.
 
         A client's own data may change with time, and go on with the same ledger while they share a record with the
-        data before. Data that are dealt otherwise have another ledger.
+        data before. Data that are dealt otherwise have another ledger, unless the node's operator wants one for all.
         """
         from fedprune_app.privacy.ledger import Data
 
@@ -64,7 +65,13 @@ class BudgetedNode(Node[AnUpdate]):
             return Data.of(self.record_digests(), "a folder of the client's own", may_change=True)
         config, (number, clients) = self.config, self.place.share
         about = f"client {number} of {clients}, {config.dataset} dealt by {config.partition} with seed {config.seed}"
-        return Data.of(self.record_digests(), about)
+        return Data.of(self.record_digests(), about, joins=self.has_ledger_of_its_own)
+
+    @property
+    def has_ledger_of_its_own(self) -> bool:
+        """This says whether the node's operator asks for one ledger, whatever the runs deal to the node."""
+        policy = self.place.policy
+        return bool(policy.ledger_dir or policy.epsilon_budget)
 
     def ledger_path(self, data: Data) -> Path:
         """This is the client's ledger: beside its state, or in ``dp.ledger-dir`` for all runs on the data.
@@ -79,7 +86,8 @@ class BudgetedNode(Node[AnUpdate]):
             return ledger_of(data, Path(shared) if shared else self.place.state_dir)
         if not shared:
             return self.store.folder / "ledger.jsonl"
-        return Path(shared) / f"{self.client_id:05d}-{data.identity[:16]}.jsonl"
+        dealing = "" if self.has_ledger_of_its_own else f"-{data.identity[:16]}"
+        return Path(shared) / f"{self.client_id:05d}{dealing}.jsonl"
 
     # --- what a system plans to spend ---------------------------------------------------------------------------
 

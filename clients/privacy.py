@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fedprune_app.config import Config
+from fedprune_app.config import NO_POLICY, Config, Policy
 
 if TYPE_CHECKING:  # Opacus and dp-accounting take seconds to import, and most runs do without
     from fedprune_app.privacy.accounting import Spent
@@ -42,10 +42,20 @@ class ClientPrivacy:
     place of one example. A blank has no gradient and is never counted. ``num_examples``, to train on, are in both.
 
     ``ledger`` is the file in which the charges of the client's ``data`` are. Raises ``ValueError`` where that is
-    damaged, or of other data.
+    damaged, or of other data. ``policy`` is the node's: its budget holds beside the run's, each at its own δ. Raises
+    :class:`~fedprune_app.config.PolicyError` where the noise for ``dp.target-epsilon`` is less than the node asks for.
     """
 
-    def __init__(self, config: Config, client_id: int, num_examples: int, plan: Plan, ledger: Path, data: Data) -> None:
+    def __init__(
+        self,
+        config: Config,
+        client_id: int,
+        num_examples: int,
+        plan: Plan,
+        ledger: Path,
+        data: Data,
+        policy: Policy = NO_POLICY,
+    ) -> None:
         from fedprune_app.privacy.accounting import Laplace, noise_for
         from fedprune_app.privacy.ledger import Budget, Ledger
 
@@ -61,13 +71,16 @@ class ClientPrivacy:
             self.noise_multiplier = noise_for(
                 options.target_epsilon, options.delta, self.sample_rate, steps, options.accountant, besides
             )
+            policy.check_noise(self.noise_multiplier, "the noise multiplier found for dp.target-epsilon")
         self.round_scale = options.count_scale if plan.round_counts else 0.0
         self.round_cost = dict(self.steps(plan.round_epochs))
         if plan.round_counts:
             self.round_cost[Laplace(options.count_scale, 1.0)] = plan.round_counts
         limit = min((e for e in (options.epsilon_budget, options.target_epsilon) if e), default=None)
-        budget = None if limit is None else Budget(limit, options.delta)
-        self.ledger = Ledger(ledger, accountant=options.accountant, budget=budget, data=data)
+        budgets = [] if limit is None else [Budget(limit, options.delta)]
+        if policy.epsilon_budget:
+            budgets.append(Budget(policy.epsilon_budget, policy.budget_delta))
+        self.ledger = Ledger(ledger, accountant=options.accountant, budgets=budgets, data=data)
 
     def noise(self, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> Noise:
         """This returns the randomness of one release, see :func:`~fedprune_app.privacy.noise.noise_source`."""

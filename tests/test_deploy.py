@@ -123,7 +123,7 @@ def listening(certificates=None):
         thread = threading.Thread(target=answer)
         thread.start()
         yield f"127.0.0.1:{server.getsockname()[1]}"
-        thread.join(timeout=10)
+        thread.join(timeout=100)
 
 
 def test_a_superlink_of_the_right_authority_passes_the_check_of_a_node(tmp_path):
@@ -251,7 +251,7 @@ def test_the_containers_set_up_is_made_good_after_a_cut_and_then_left_alone(tmp_
 
     def set_up() -> dict[str, bytes]:
         command = ["sh", "-c", script, "setup.sh", "2", "localhost", "127.0.0.1"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1000)
         assert done.returncode == 0, done.stderr
         return {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
@@ -281,9 +281,9 @@ def test_flower_reads_the_node_config_as_it_was_meant():
 
 def test_a_node_says_where_its_data_and_state_are_whatever_the_run_says():
     own = {"partition-id": 0, "num-partitions": 2, "data-dir": "/mine", "state-dir": "/kept"}
-    config = node_settings({"data-dir": "/theirs", "state-dir": "/elsewhere", "seed": 3}, own)
+    config, _ = node_settings({"data-dir": "/theirs", "state-dir": "/elsewhere", "seed": 3}, own)
     assert (config.data_dir, config.state_dir, config.seed) == ("/mine", "/kept", 3)
-    assert node_settings({"data-dir": "/theirs"}, {"partition-id": 0}).data_dir == "/theirs"
+    assert node_settings({"data-dir": "/theirs"}, {"partition-id": 0})[0].data_dir == "/theirs"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,19 +50,21 @@ class Data:
     * ``records``: short digests of the records, where the data may change with time. Other data that share a record
       with these go on with the same ledger, because the shared record pays for the releases of both. Without them,
       other data are refused.
+    * ``joins``: these data go on with whatever ledger there is, and are noted in it.
     """
 
     identity: str
     size: int
     about: str
     records: frozenset[bytes] = frozenset()
+    joins: bool = False
 
     @classmethod
-    def of(cls, digests: Iterable[bytes], about: str, *, may_change: bool = False) -> Self:
+    def of(cls, digests: Iterable[bytes], about: str, *, may_change: bool = False, joins: bool = False) -> Self:
         """Return the data that consist of the records with these digests, in whatever order."""
         ordered = sorted(digests)
         records = frozenset(digest[:_SHORT] for digest in ordered) if may_change else frozenset()
-        return cls(hashlib.sha256(b"".join(ordered)).hexdigest(), len(ordered), about, records)
+        return cls(hashlib.sha256(b"".join(ordered)).hexdigest(), len(ordered), about, records, joins)
 
 
 _SHORT = 8  # bytes of a record's digest in a file: of 10^5 records two share them by chance once in 10^9 ledgers
@@ -72,11 +74,11 @@ class Ledger:
     """A ledger holds the releases of one client's data, in the file ``path``, or in memory if ``path`` is None.
 
     Several processes may hold the same file: each charge is made under a lock, after reading the other processes'
-    charges. ``accountant`` is ``rdp`` or ``pld``. With a ``budget`` no charge passes it. ``data`` says whose ledger
+    charges. ``accountant`` is ``rdp`` or ``pld``. No charge passes any of the ``budgets``. ``data`` says whose ledger
     this has to be; None reads a ledger of any data. Raises ``ValueError`` for a damaged file, and for a ledger of other
     data.
 
-    >>> ledger = Ledger(budget=Budget(epsilon=2.0, delta=1e-5))
+    >>> ledger = Ledger(budgets=[Budget(epsilon=2.0, delta=1e-5)])
     >>> ledger.charge_laplace(scale=1.0, sensitivity=1.0)
     >>> round(ledger.epsilon(delta=1e-5), 2)
     1.0
@@ -89,12 +91,12 @@ class Ledger:
         path: Path | None = None,
         *,
         accountant: str = "rdp",
-        budget: Budget | None = None,
+        budgets: Sequence[Budget] = (),
         data: Data | None = None,
     ) -> None:
         self.path = path
         self.accountant = accountant
-        self.budget = budget
+        self.budgets = tuple(budgets)
         self._spent: Counter[Release] = Counter()
         self._charges = 0
         self._data: list[Data] = []  # whose releases these are: first and, where that may change, later
@@ -124,7 +126,7 @@ class Ledger:
         """Charge ``steps`` steps of DP-SGD, see :class:`accounting.Steps`; ``what`` is a note for readers of the file.
 
         The charge is on disk when this method returns. Raises :class:`Overspent` and writes nothing where the charge
-        would pass the budget. Raises ``ValueError`` for numbers out of range.
+        would pass a budget. Raises ``ValueError`` for numbers out of range.
         """
         if steps < 0:
             raise ValueError(f"steps is {steps}, allowed: at least 0")
@@ -139,21 +141,20 @@ class Ledger:
         return accounting.epsilon(self._spent, delta, self.accountant)
 
     def affords(self, more: Spent) -> bool:
-        """Return whether ``more`` would stay within the budget; True without a budget."""
-        return self.budget is None or self._cost(more) <= self.budget.epsilon
+        """Return whether ``more`` would stay within every budget; True without a budget."""
+        return self._passed(more) is None
 
     def require(self, more: Spent) -> None:
-        """Raise :class:`Overspent` where ``more`` would pass the budget."""
-        if not self.affords(more):
-            assert self.budget is not None
+        """Raise :class:`Overspent` where ``more`` would pass a budget."""
+        if budget := self._passed(more):
             raise Overspent(
-                f"the privacy budget is {self.budget.epsilon:g} at delta {self.budget.delta:g}, "
-                f"{self.epsilon(self.budget.delta):.4g} of it are spent, and this would make it {self._cost(more):.4g}"
+                f"the privacy budget is {budget.epsilon:g} at delta {budget.delta:g}, {self.epsilon(budget.delta):.4g} "
+                f"of it are spent, and this would make it {self._cost(more, budget.delta):.4g}"
             )
 
     def __copy__(self) -> Self:
         """Return a ledger in memory that begins with this one's charges, to try out the cost of further releases."""
-        other = type(self)(accountant=self.accountant, budget=self.budget)
+        other = type(self)(accountant=self.accountant, budgets=self.budgets)
         other._spent, other._charges = Counter(self._spent), self._charges
         return other
 
@@ -183,7 +184,7 @@ class Ledger:
         """Make a new ledger that of ``data``, and raise ``ValueError`` for an old one of other data."""
         if any(own.identity == data.identity for own in self._data):
             return
-        if self._lines and not self.shares(data):
+        if self._lines and not (self._data and (data.joins or self.shares(data))):
             whose = (
                 f"of other data ({self._data[0].about})" if self._data else "of data that its first line does not name"
             )
@@ -195,9 +196,12 @@ class Ledger:
         entry = {"kind": "data", "identity": data.identity, "size": data.size, "about": data.about, "records": records}
         self._append(entry, file)
 
-    def _cost(self, more: Spent) -> float:
-        assert self.budget is not None
-        return accounting.epsilon(total(self._spent, more), self.budget.delta, self.accountant)
+    def _passed(self, more: Spent) -> Budget | None:
+        """Return the first budget that ``more`` would pass."""
+        return next((each for each in self.budgets if self._cost(more, each.delta) > each.epsilon), None)
+
+    def _cost(self, more: Spent, delta: float) -> float:
+        return accounting.epsilon(total(self._spent, more), delta, self.accountant)
 
     @contextmanager
     def _locked(self, kind: int) -> Iterator[BinaryIO]:

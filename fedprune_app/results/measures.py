@@ -528,7 +528,8 @@ MEASURES = Measures(
                 ),
             ),
         ),
-        Measure("seconds", required=_TRAINING | _LAYER, least=0),
+        # of a client's work; how long the work takes may depend on the data
+        Measure("seconds", required=_TRAINING | _LAYER, least=0, withheld=True),
         # Fed-LTP: (noised) share of correct predictions that the round is judged by, and clients that told a score
         Column("validation_score"),
         Column("validations"),
