@@ -15,6 +15,7 @@ from fedprune_app.config import NO_POLICY, Config, Policy
 if TYPE_CHECKING:  # Opacus and dp-accounting take seconds to import, and most runs do without
     from fedprune_app.privacy.accounting import Spent
     from fedprune_app.privacy.dpsgd import DPSGD
+    from fedprune_app.privacy.ledger import Data
     from fedprune_app.privacy.noise import Noise
 
 _ROUNDING = 1e-6  # another version of a library may round otherwise; a lost charge is more
@@ -35,10 +36,13 @@ class Plan:
 
 
 class ClientPrivacy:
-    """This is one client's privacy in one run; neighbouring data sets differ by one of ``num_examples`` examples.
+    """This is one client's privacy in one run.
 
-    ``ledger`` is the file in which the client's charges are. Raises ``ValueError`` where that is damaged. ``policy`` is
-    the node's: its budget holds beside the run's, each at its own δ. Raises
+    What is promised is zero-out adjacency with the number known: of neighbouring data sets, one has a blank in the
+    place of one example. A blank has no gradient and is never counted. ``num_examples``, to train on, are in both.
+
+    ``ledger`` is the file in which the charges of the client's ``data`` are. Raises ``ValueError`` where that is
+    damaged, or of other data. ``policy`` is the node's: its budget holds beside the run's, each at its own δ. Raises
     :class:`~fedprune_app.config.PolicyError` where the noise for ``dp.target-epsilon`` is less than the node asks for.
     """
 
@@ -49,6 +53,7 @@ class ClientPrivacy:
         num_examples: int,
         plan: Plan,
         ledger: Path,
+        data: Data,
         policy: Policy = NO_POLICY,
     ) -> None:
         from fedprune_app.privacy.accounting import Laplace, noise_for
@@ -75,7 +80,7 @@ class ClientPrivacy:
         budgets = [] if limit is None else [Budget(limit, options.delta)]
         if policy.epsilon_budget:
             budgets.append(Budget(policy.epsilon_budget, policy.budget_delta))
-        self.ledger = Ledger(ledger, accountant=options.accountant, budgets=budgets)
+        self.ledger = Ledger(ledger, accountant=options.accountant, budgets=budgets, data=data)
 
     def noise(self, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> Noise:
         """This returns the randomness of one release, see :func:`~fedprune_app.privacy.noise.noise_source`."""

@@ -147,10 +147,10 @@ def _check_private(config: Config) -> None:
             f"augmentation is {config.augmentation!r}, allowed with dp.enabled: 'none'; a batch draws its crops in "
             "turn, so one example more changes those of others, which clipping does not bound"
         )
-    if config.dp.accuracies == "noised" and config.test_split != "holdout":
+    if config.dp.accuracies != "none" and config.test_split != "holdout":
         raise ConfigError(
-            f"test-split is {config.test_split!r}, allowed with dp.accuracies 'noised': 'holdout'; else the labels "
-            "that a client trains on decide what it is tested on, and one example changes its count by many"
+            f"test-split is {config.test_split!r}, allowed with dp.enabled: 'holdout', or with dp.accuracies 'none' "
+            "any; the labels that a client trains on decide what it is tested on, so its accuracy tells of them"
         )
     name = chosen_name(config.model, config.dataset)
     layers = architecture(name, (3, 64, 64), 2).modules()  # the size of the images does not matter here

@@ -91,7 +91,7 @@ MEMORY = Path("/dev/shm")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Temporary folders are in memory where there is room: a run syncs a hundred files to its disk."""
-    leftovers.mark(config)
+    leftovers.pytest_configure(config)
     if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 * 2**30:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 

@@ -29,8 +29,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def mark(config: pytest.Config) -> None:
-    """Mark all that this test run is going to start."""
+def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):  # the workers of pytest-xdist inherit the mark
         os.environ[MARK] = f"{os.getpid()}:{psutil.Process().create_time()}"
         signal.signal(signal.SIGTERM, _interrupt)

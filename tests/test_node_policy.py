@@ -23,6 +23,7 @@ from tests.e2e.test_own_data import IMAGES, grid_of, image_folder
 
 KEY = "0123456789abcdef"
 PRIVATE = {"dp.enabled": True, "dp.noise-multiplier": 1.0, "dp.delta": 1e-3}
+SILENT = PRIVATE | {"dp.accuracies": "none"}  # no counts take what is left of a budget
 QUICK = {"system": "fedavg", "num_server_rounds": 1, "local_epochs": 1, "fraction_train": 1.0}
 
 
@@ -163,7 +164,7 @@ def test_no_run_begins_a_fresh_ledger_on_a_node_of_own_data(nodes, tmp_path, own
     own = {key: str(tmp_path / value) for key, value in own.items()}
     place = {"data-dir": str(mine), "state-dir": str(tmp_path / "state"), **own}
     elsewhere = {"data-dir": str(other), "state-dir": str(tmp_path / "elsewhere")}
-    settings = {**IMAGES, **PRIVATE}
+    settings = {**IMAGES, **SILENT}
     nodes([place, elsewhere], "first", **settings, **{"dp.ledger-dir": str(tmp_path / "one")})
     (path,) = Path(own.get("ledger-dir", tmp_path / "state" / "ledgers")).iterdir()
     spent, charges = Ledger(path).epsilon(1e-5), len(Ledger(path))
@@ -180,10 +181,10 @@ def test_no_run_begins_a_fresh_ledger_on_a_node_of_own_data(nodes, tmp_path, own
 def test_a_run_that_deals_anew_begins_no_fresh_ledger_on_a_node_with_a_budget(nodes, tmp_path):
     """Whoever starts runs chooses the dealing, so a node's budget counts what all dealings cost."""
     place = {"ledger-dir": str(tmp_path / "ledgers")}
-    nodes(dealt({**place, "epsilon-budget": 100.0}, {}), "first", **PRIVATE)
+    nodes(dealt({**place, "epsilon-budget": 100.0}, {}), "first", **SILENT)
     (path,) = (tmp_path / "ledgers").iterdir()
     spent, charges = Ledger(path).epsilon(1e-5), len(Ledger(path))
-    run = nodes(dealt({**place, "epsilon-budget": spent * 1.01}, {}), "again", **PRIVATE, seed=1)
+    run = nodes(dealt({**place, "epsilon-budget": spent * 1.01}, {}), "again", **SILENT, seed=1)
     assert list((tmp_path / "ledgers").iterdir()) == [path]
     assert len(Ledger(path)) == charges
     assert run.rounds[0]["replies"] == 1

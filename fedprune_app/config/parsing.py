@@ -20,6 +20,8 @@ T = TypeVar("T", bound=CommonOptions | Table)
 def parse_config(values: Mapping[str, object]) -> Config:
     """Return the configuration that flat ``values`` describe; missing keys take their defaults.
 
+    What depends on other keys is settled: ``test_split`` is never 'auto'.
+
     Raises :class:`ConfigError` for an unknown key, a wrong type, a value out of range, or options that do not go
     together. Names of systems, datasets, partitions and models are checked where these are registered.
     """
@@ -36,7 +38,7 @@ def parse_config(values: Mapping[str, object]) -> Config:
 def _checked(given: frozenset[tuple[str, type, Scalar]]) -> Config:
     values = {key: value for key, _, value in given}
     defaults = {key: option.parse(key, option.default) for key, option in OPTIONS.items()}
-    config = _filled(Config(), defaults | values)
+    config = _filled(Config(), defaults | values).settled()
     config.check()
     return config
 

@@ -22,7 +22,7 @@ from tests.strategies import reference_ldp_fedp3 as reference
 from tests.strategies.conftest import config_key
 from tests.strategies.reference_ldp_fedp3 import NAMES
 
-SIGMA, CLIP, DELTA, EXAMPLES, BATCH = 0.8, 0.7, 1e-3, 72, 24
+SIGMA, CLIP, DELTA, EXAMPLES, BATCH = 0.8, 0.7, 1e-3, 80, 24
 SETTINGS = {
     "system": "ldp-fedp3",
     "batch_size": BATCH,
@@ -32,6 +32,9 @@ SETTINGS = {
     "dp_noise_multiplier": SIGMA,
     "dp_clip_norm": CLIP,
     "dp_delta": DELTA,
+    "validation_fraction": 0.0,  # all that a client is dealt is to train on
+    "test_split": "labels",
+    "dp_accuracies": "none",
 }
 
 KEYS = {config_key(name): value for name, value in SETTINGS.items()}
@@ -155,7 +158,7 @@ def test_the_ledger_is_charged_before_the_reply_leaves(federate, tmp_path):
 
     federate(**KEYS, clients=2, fraction_train=1.0, app=tampered_app(look))
     for round, lines in written:
-        assert len(lines) == round
+        assert len(lines) == 1 + round  # the first names the data
         assert f'"what": "train, round {round}"' in lines[-1]
         assert f'"noise_multiplier": {SIGMA}, "sample_rate"' in lines[-1]
 
@@ -267,4 +270,4 @@ def test_a_client_refuses_a_place_that_cannot_be_and_spends_nothing(federation, 
     monkeypatch.setattr(LDPFedP3, "send", wrong)
     with pytest.raises(TooFewReplies, match=said):
         federation(**SETTINGS, out_dir=str(tmp_path / "run"))
-    assert not any(path.read_bytes() for path in tmp_path.glob("run/clients/*/ledger.jsonl"))
+    assert not any(Ledger(path).spent for path in tmp_path.glob("run/clients/*/ledger.jsonl"))
