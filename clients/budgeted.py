@@ -17,7 +17,7 @@ from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
 
-_SPENT = frozenset({"epsilon", "epsilon-paper", "epsilon-second", "budget-spent"})
+_SPENT = frozenset({"epsilon", "epsilon-paper", "epsilon-second", "epsilon-simulated", "budget-spent"})
 
 
 class BudgetedNode(Node[AnUpdate]):

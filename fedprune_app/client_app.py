@@ -19,6 +19,7 @@ from fedprune_app.config import Config, ConfigError, parse_config
 from fedprune_app.data.errors import FileError
 from fedprune_app.engine import wire
 from fedprune_app.engine.ray_actors import adapt_simulation
+from fedprune_app.engine.simulated import is_simulated
 from fedprune_app.registry import SYSTEMS, check_names
 from fedprune_app.run_folder import client_state_folder
 
@@ -27,7 +28,7 @@ adapt_simulation()  # Flower loads this module before it makes the actors
 app = ClientApp()
 
 
-NODE_KEYS = ("partition-id", "num-partitions", "capacity", "data-dir", "state-dir")
+NODE_KEYS = ("partition-id", "num-partitions", "capacity", "data-dir", "state-dir", "secure-rng")
 AnyNode = Node[Any]
 OWN = ("image-folder", "text")
 """Datasets that a client may have to itself."""
@@ -46,7 +47,22 @@ def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any])
     for key, value in own.items():
         if not (isinstance(value, str) and Path(value).is_absolute()):
             raise ConfigError(f"node-config has {key}={value!r}, allowed: an absolute path")
-    return check_names(parse_config({**run_config, **own}))
+    return check_names(parse_config({**run_config, **own, **noise_settings(node_config)}))
+
+
+def noise_settings(node_config: Mapping[str, Any]) -> dict[str, bool]:
+    """Return what this node has in place of the run's ``dp.secure-rng``; nothing where the run may choose.
+
+    The operator's key ``secure-rng`` decides. Without it the run may ask for seeded noise in a simulation alone, on
+    data that are dealt out: everywhere else noise comes from the operating system. Raises :class:`ConfigError` for a
+    ``secure-rng`` that is neither true nor false.
+    """
+    if "secure-rng" in node_config:
+        said = node_config["secure-rng"]
+        if not isinstance(said, bool):
+            raise ConfigError(f"node-config has secure-rng={said!r}, allowed: true, false")
+        return {"dp.secure-rng": said}
+    return {} if is_simulated() and "partition-id" in node_config else {"dp.secure-rng": True}
 
 
 def make_client(context: Context, message: Message, kind: type[AnyNode] | None = None) -> AnyNode:
