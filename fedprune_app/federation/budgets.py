@@ -54,7 +54,8 @@ class Budgets:
             return {}
         told = self.check(fields)
         if told:
-            self.simulated[client] = self.simulated.get(client, False) or bool(told.pop(_SIMULATED))
+            simulated = bool(told.pop(_SIMULATED))
+            self.simulated[client] = simulated or self.simulated.get(client, False)
         for column, now in told.items():
             known = self.epsilons[column]
             if now < known.get(client, 0.0) * (1 - 1e-6):
