@@ -37,12 +37,12 @@ class BudgetedNode(Node[AnUpdate]):
     def open_privacy(self) -> None:
         """This opens the ledger where ``dp.enabled`` asks for one, once the client knows its data.
 
-        Raises ``ValueError`` where the ledger is damaged.
+        Raises ``ValueError`` where the ledger is damaged, and where the noise is less than the node asks for.
         """
         if self.config.dp.enabled:
             plan = Plan(self.planned_epochs(), self.round_epochs(), self.planned_counts(), self.round_counts())
-            ledger = self.ledger_path()
-            self.privacy = self.privacy_kind(self.config, self.client_id, self.num_examples, plan, ledger)
+            ledger, policy = self.ledger_path(), self.place.policy
+            self.privacy = self.privacy_kind(self.config, self.client_id, self.num_examples, plan, ledger, policy)
 
     def ledger_path(self) -> Path:
         """This is the client's ledger: beside its state, or in ``dp.ledger-dir`` for all runs on the data."""

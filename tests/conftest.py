@@ -84,6 +84,18 @@ def tampered_app(train: Tamper = honest, query: Tamper = honest, evaluate: Tampe
     return app
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup`` the tests of a file share a process and its fixtures, unless they have another group.
+
+    Tests that wait for programs come first, so that no process is left waiting for them alone in the end.
+    """
+    for item in items:
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(item.config.rootpath))))
+    items.sort(key=lambda item: "e2e" not in item.path.parts)
+
+
 @pytest.fixture(autouse=True)
 def loggers_that_speak() -> None:
     """Flower's loggers are as at the start: its database, when it is made, silences all loggers of the process."""

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,10 +42,10 @@ class Ledger:
     """A ledger holds the releases of one client's data, in the file ``path``, or in memory if ``path`` is None.
 
     Several processes may hold the same file: each charge is made under a lock, after reading the other processes'
-    charges. ``accountant`` is ``rdp`` or ``pld``. With a ``budget`` no charge passes it. Raises ``ValueError`` for a
+    charges. ``accountant`` is ``rdp`` or ``pld``. No charge passes any of the ``budgets``. Raises ``ValueError`` for a
     damaged file.
 
-    >>> ledger = Ledger(budget=Budget(epsilon=2.0, delta=1e-5))
+    >>> ledger = Ledger(budgets=[Budget(epsilon=2.0, delta=1e-5)])
     >>> ledger.charge_laplace(scale=1.0, sensitivity=1.0)
     >>> round(ledger.epsilon(delta=1e-5), 2)
     1.0
@@ -53,10 +53,10 @@ class Ledger:
     False
     """
 
-    def __init__(self, path: Path | None = None, *, accountant: str = "rdp", budget: Budget | None = None) -> None:
+    def __init__(self, path: Path | None = None, *, accountant: str = "rdp", budgets: Sequence[Budget] = ()) -> None:
         self.path = path
         self.accountant = accountant
-        self.budget = budget
+        self.budgets = tuple(budgets)
         self._spent: Counter[Release] = Counter()
         self._lines = 0
         self._check = ""  # the check of the last line
@@ -79,7 +79,7 @@ class Ledger:
         """Charge ``steps`` steps of DP-SGD, see :class:`accounting.Steps`; ``what`` is a note for readers of the file.
 
         The charge is on disk when this method returns. Raises :class:`Overspent` and writes nothing where the charge
-        would pass the budget. Raises ``ValueError`` for numbers out of range.
+        would pass a budget. Raises ``ValueError`` for numbers out of range.
         """
         if steps < 0:
             raise ValueError(f"steps is {steps}, allowed: at least 0")
@@ -94,21 +94,20 @@ class Ledger:
         return accounting.epsilon(self._spent, delta, self.accountant)
 
     def affords(self, more: Spent) -> bool:
-        """Return whether ``more`` would stay within the budget; True without a budget."""
-        return self.budget is None or self._cost(more) <= self.budget.epsilon
+        """Return whether ``more`` would stay within every budget; True without a budget."""
+        return self._passed(more) is None
 
     def require(self, more: Spent) -> None:
-        """Raise :class:`Overspent` where ``more`` would pass the budget."""
-        if not self.affords(more):
-            assert self.budget is not None
+        """Raise :class:`Overspent` where ``more`` would pass a budget."""
+        if budget := self._passed(more):
             raise Overspent(
-                f"the privacy budget is {self.budget.epsilon:g} at delta {self.budget.delta:g}, "
-                f"{self.epsilon(self.budget.delta):.4g} of it are spent, and this would make it {self._cost(more):.4g}"
+                f"the privacy budget is {budget.epsilon:g} at delta {budget.delta:g}, {self.epsilon(budget.delta):.4g} "
+                f"of it are spent, and this would make it {self._cost(more, budget.delta):.4g}"
             )
 
     def __copy__(self) -> Self:
         """Return a ledger in memory that begins with this one's charges, to try out the cost of further releases."""
-        other = type(self)(accountant=self.accountant, budget=self.budget)
+        other = type(self)(accountant=self.accountant, budgets=self.budgets)
         other._spent, other._lines = Counter(self._spent), self._lines
         return other
 
@@ -130,9 +129,12 @@ class Ledger:
             os.fsync(file.fileno())
             self._take_in(line)
 
-    def _cost(self, more: Spent) -> float:
-        assert self.budget is not None
-        return accounting.epsilon(total(self._spent, more), self.budget.delta, self.accountant)
+    def _passed(self, more: Spent) -> Budget | None:
+        """Return the first budget that ``more`` would pass."""
+        return next((each for each in self.budgets if self._cost(more, each.delta) > each.epsilon), None)
+
+    def _cost(self, more: Spent, delta: float) -> float:
+        return accounting.epsilon(total(self._spent, more), delta, self.accountant)
 
     @contextmanager
     def _locked(self, kind: int) -> Iterator[BinaryIO]:

@@ -563,7 +563,8 @@ MEASURES = Measures(
             recorded=_WHERE_MEASURED,
             columns=(Column("epsilon_simulated", mean, recorded=_WHERE_MEASURED),),
         ),
-        Measure("seconds", required=_TRAINING | _LAYER, least=0),
+        # of a client's work; how long the work takes may depend on the data
+        Measure("seconds", required=_TRAINING | _LAYER, least=0, withheld=True),
         # Fed-LTP: (noised) share of correct predictions that the round is judged by, and clients that told a score
         Column("validation_score"),
         Column("validations"),

@@ -297,7 +297,9 @@ def test_the_split_is_the_seeds_and_the_folders_alone(folders):
         "print(hashlib.sha256(client_data(c, 0, 1).test_images.numpy().tobytes()).hexdigest())"
     )
     here = hashlib.sha256(client_data(config, 0, 1).test_images.numpy().tobytes()).hexdigest()
-    done = subprocess.run([sys.executable, "-c", program, str(folders[0])], capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folders[0])], capture_output=True, text=True, timeout=1000
+    )
     assert done.stdout.strip() == here, done.stderr
     other = client_data(settings_of(folders[0], seed=4), 0, 1).test_images
     assert rows_of(other) != rows_of(client_data(config, 0, 1).test_images)

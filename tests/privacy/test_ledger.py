@@ -223,7 +223,7 @@ def test_numbers_that_cannot_be_are_refused_and_not_charged(charge, named):
 def test_what_would_pass_the_budget_is_refused_and_not_written(tmp_path):
     step = {Steps(1.0, 0.1): 10}
     limit = epsilon_of({Steps(1.0, 0.1): 25}, DELTA)
-    ledger = Ledger(tmp_path / "ledger.jsonl", budget=Budget(limit, DELTA))
+    ledger = Ledger(tmp_path / "ledger.jsonl", budgets=[Budget(limit, DELTA)])
     ledger.charge_steps(1.0, 0.1, 10)
     assert ledger.affords(step)
     ledger.charge_steps(1.0, 0.1, 10)
@@ -240,7 +240,7 @@ def test_what_would_pass_the_budget_is_refused_and_not_written(tmp_path):
 
 def test_two_processes_cannot_spend_the_same_budget_twice(tmp_path):
     path, budget = tmp_path / "ledger.jsonl", Budget(epsilon_of({Steps(1.0, 0.1): 15}, DELTA), DELTA)
-    one, other = Ledger(path, budget=budget), Ledger(path, budget=budget)
+    one, other = Ledger(path, budgets=[budget]), Ledger(path, budgets=[budget])
     one.charge_steps(1.0, 0.1, 10)
     assert other.affords({Steps(1.0, 0.1): 10})  # it has not looked since
     with pytest.raises(Overspent):

@@ -185,7 +185,7 @@ def test_a_reply_holds_one_nth_of_the_values_and_nothing_else(federate):
         assert {name: tuple(t.shape) for name, t in payload.tensors.items()} == {"part": (dimension // 6,)}
         assert not payload.masks
         assert reply.keys() == {"payload", "fields"}
-        told = {"density", "flops", "seconds", "num-examples", "epsilon", "epsilon-paper", "budget-spent"}
+        told = {"density", "flops", "num-examples", "epsilon", "epsilon-paper", "budget-spent"}
         assert set(reply["fields"]) == told
         up = len(recorddict_to_proto(reply).SerializeToString())
         assert 4 * dimension / 6 < up < 4 * dimension / 6 + 500
