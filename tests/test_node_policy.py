@@ -273,7 +273,8 @@ def test_a_private_rehearsal_says_where_noise_of_shared_data_comes_from(fedprune
     monkeypatch.setattr(cli, "_run_once", lambda placement, *_: started.append(placement))
     (tmp_path / "a.toml").write_text("require-dp = true\n")
     (tmp_path / "data").mkdir()
-    private = ["deploy", "local", "--nodes", "1", "dp.enabled=true", "dp.noise-multiplier=1.0", "--out", "run"]
+    private = ["deploy", "local", "--nodes", "1", "--out", "run"]
+    private += ["system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1.0"]
     for arguments in (
         private,
         [*private, "dp.secure-rng=true"],
