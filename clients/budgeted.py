@@ -20,7 +20,7 @@ from fedprune_app.engine.store import State
 if TYPE_CHECKING:  # dp-accounting takes seconds to import, and most runs do without
     from fedprune_app.privacy.ledger import Data
 
-_SPENT = frozenset({"epsilon", "epsilon-paper", "epsilon-second", "budget-spent"})
+_SPENT = frozenset({"epsilon", "epsilon-paper", "epsilon-second", "epsilon-simulated", "budget-spent"})
 
 
 class BudgetedNode(Node[AnUpdate]):

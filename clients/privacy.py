@@ -189,7 +189,10 @@ class ClientPrivacy:
         return {**self.report(round), "budget-spent": True, "declined": str(why)}
 
     def report(self, round: int) -> dict[str, Any]:
-        """This tells ε so far, Fed-LTP's printed figure beside it, and whether the budget bears no other round."""
+        """This tells ε so far, Fed-LTP's printed figure beside it, and whether the budget bears no other round.
+
+        ``epsilon-simulated`` is 1 where the noise derives from the seed, and 0 where nobody else can know it.
+        """
         from fedprune_app.privacy.paper import paper_epsilon
 
         options = self.options
@@ -198,4 +201,5 @@ class ClientPrivacy:
         if options.second_delta:
             figures["epsilon-second"] = self.ledger.epsilon(options.second_delta)
         told: dict[str, Any] = {name: value for name, value in figures.items() if math.isfinite(value)}
+        told["epsilon-simulated"] = int(not options.secure_rng)
         return told | {"budget-spent": not self.ledger.affords(self.round_cost)}

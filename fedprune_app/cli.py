@@ -602,6 +602,8 @@ def local(
         raise ConfigError(f"--capacities has {len(given)} numbers, allowed: one per node, {nodes}")
     places: list[dict[str, Scalar]] = [{"data-dir": str(each)} for each in folders]
     places = places or [{"partition-id": k, "num-partitions": nodes} for k in range(nodes)]
+    if settings.dp.enabled and not (folders or files):  # a rehearsal, with the hash of the same run in this process
+        places = [{**place, "secure-rng": settings.dp.secure_rng} for place in places]
     for place, capacity in zip(places, given, strict=False):
         place["capacity"] = capacity
     for place, file in zip(places, files, strict=False):

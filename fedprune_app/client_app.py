@@ -19,6 +19,7 @@ from fedprune_app.config import POLICY_KEYS, Config, ConfigError, Policy, parse_
 from fedprune_app.data.errors import FileError
 from fedprune_app.engine import wire
 from fedprune_app.engine.ray_actors import adapt_simulation
+from fedprune_app.engine.simulated import is_simulated
 from fedprune_app.node_policy import POLICY_FILE, ledger_folder, read_policy
 from fedprune_app.registry import SYSTEMS, check_names
 from fedprune_app.run_folder import client_state_folder
@@ -37,9 +38,9 @@ OWN = ("image-folder", "text")
 def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> tuple[Config, Policy]:
     """Return the run's configuration as this node has it, and the node's policy.
 
-    The operator of a node says where its data, state and ledger are; the run does not. Raises :class:`ConfigError` for
-    an unknown key of the node-config, and for a path that is not absolute. Raises :class:`PolicyError` where the policy
-    declines the run. No data is read here.
+    The operator of a node says where its data, state and ledger are and where its noise comes from; the run does not.
+    Raises :class:`ConfigError` for an unknown key of the node-config, and for a path that is not absolute. Raises
+    :class:`PolicyError` where the policy declines the run. No data is read here.
     """
     for key in node_config:
         if key not in NODE_KEYS:
@@ -51,6 +52,10 @@ def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any])
     policy = read_policy(node_config)
     if folder := ledger_folder(policy, node_config):
         own["dp.ledger-dir"] = folder
+    if not policy.secure_rng:
+        own["dp.secure-rng"] = False
+    elif not (is_simulated() and "partition-id" in node_config):  # the run may choose in a simulation alone
+        own["dp.secure-rng"] = True
     config = policy.over(parse_config({**run_config, **own}))
     policy.check(config)
     return check_names(config), policy

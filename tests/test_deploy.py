@@ -35,6 +35,7 @@ from fedprune_app.deploy import (
     node_config_text,
     valid_until,
 )
+from fedprune_app.engine.simulated import answering_in_process
 from fedprune_app.files import replace_file
 from fedprune_app.launch import LaunchError
 
@@ -286,11 +287,32 @@ def test_a_node_says_where_its_data_and_state_are_whatever_the_run_says():
     assert node_settings({"data-dir": "/theirs"}, {"partition-id": 0})[0].data_dir == "/theirs"
 
 
+def test_noise_comes_from_the_seed_in_simulations_alone_unless_the_operator_says_so():
+    dealt, own = {"partition-id": 0, "num-partitions": 2}, {"data-dir": "/mine"}
+
+    def is_secure(node_config, **run_config) -> bool:
+        return node_settings(run_config, node_config)[0].dp.secure_rng
+
+    wish = {"dp.secure-rng": False}
+    assert is_secure(dealt)
+    assert is_secure(own, **wish)
+    assert is_secure(dealt, **wish)  # a node of a deployment: nothing says that it is simulated
+    assert not is_secure({**dealt, "secure-rng": False})
+    assert not is_secure({**own, "secure-rng": False}, **{"dp.secure-rng": True})
+    with answering_in_process():
+        assert not is_secure(dealt, **wish)
+        assert is_secure(dealt, **{"dp.secure-rng": True})
+        assert is_secure(own, **wish)
+    assert is_secure(dealt, **wish)
+
+
 @pytest.mark.parametrize(
     ("node_config", "named"),
     [
         ({"data-dir": "images"}, "node-config has data-dir='images', allowed: an absolute path"),
         ({"state-dir": 3}, "node-config has state-dir=3, allowed: an absolute path"),
+        ({"secure-rng": "no"}, "node-config's secure-rng is 'no', allowed: true or false"),
+        ({"secure-rng": 1}, "node-config's secure-rng is 1, allowed: true or false"),
         ({"capcity": 0.5}, "node-config has capcity=0.5, allowed: partition-id, num-partitions, capacity"),
     ],
 )

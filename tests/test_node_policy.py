@@ -268,6 +268,25 @@ def test_a_policy_file_and_the_node_config_hold_together(tmp_path):
     assert read_policy({"policy-file": str(path)}).max_clip_norm == 1.0
 
 
+def test_a_private_rehearsal_says_where_noise_of_shared_data_comes_from(fedprune, monkeypatch, tmp_path):
+    """Nodes with data or a policy of their own, and runs that are not private, are told nothing."""
+    started = []
+    monkeypatch.setattr(cli, "_run_once", lambda placement, *_: started.append(placement))
+    (tmp_path / "a.toml").write_text("require-dp = true\n")
+    (tmp_path / "data").mkdir()
+    private = ["deploy", "local", "--nodes", "1", "--out", "run"]
+    private += ["system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1.0"]
+    for arguments in (
+        private,
+        [*private, "dp.secure-rng=true"],
+        [*private, "--policies", "a.toml"],
+        [*private, "--data-dirs", "data", "dataset=image-folder"],
+        ["deploy", "local", "--nodes", "1", "--out", "run"],
+    ):
+        assert fedprune(*arguments) == (0, "")
+    assert [placement.nodes[0].get("secure-rng") for placement in started] == [False, True, None, None, None]
+
+
 def test_a_rehearsal_gives_each_node_its_policy(fedprune, monkeypatch, tmp_path):
     started = []
     monkeypatch.setattr(cli, "_run_once", lambda placement, *_: started.append(placement))

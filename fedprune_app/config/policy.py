@@ -35,6 +35,11 @@ class Policy:
     ledger_dir: str = option(
         "", "The folder of the node's ledger; the run's dp.ledger-dir is ignored.", kind=Kind.STATE_FOLDER
     )
+    secure_rng: bool = option(
+        True,
+        "If false, private noise derives from the run's seed, which the server knows: for rehearsals alone. If true, a"
+        " node of a deployment, or with data of its own, draws from the operating system whatever the run says.",
+    )
     allowed_systems: str = option("", "The systems that the node runs, separated by spaces. Empty means all.")
 
     @classmethod

@@ -82,8 +82,9 @@ class DPOptions(Table):
     )
     secure_rng: bool = option(
         False,
-        "If true, noise and samples come from the operating system and cannot be reproduced. If false, they derive"
-        " from the seed, which only simulates privacy.",
+        "If true, noise and samples come from the operating system and cannot be reproduced. If false, those of a"
+        " simulation derive from the seed, which only simulates privacy. Nodes of a deployment, and nodes with data of"
+        " their own, draw from the operating system in any case unless their operators say otherwise.",
     )
     ledger_dir: str = option(
         "",

@@ -80,7 +80,7 @@ flower_supernode()
 
 
 def node(k: int) -> dict:
-    return {"partition-id": k, "num-partitions": NODES}
+    return {"partition-id": k, "num-partitions": NODES, "secure-rng": False}
 
 
 @pytest.fixture(scope="module")

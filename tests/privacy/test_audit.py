@@ -16,7 +16,7 @@ from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.launch import LaunchError
 from fedprune_app.privacy.audit import Evidence, Finding, guesses_of, lower_bound, p_value
 from fedprune_app.privacy.dpsgd import DPSGD
-from fedprune_app.privacy.noise import Seeded
+from fedprune_app.privacy.noise import KeyedNoise
 from fedprune_app.registry import check_names
 
 # --- the bound --------------------------------------------------------------------------------------------------------
@@ -259,7 +259,7 @@ def test_a_canary_that_is_out_has_no_gradient_and_keeps_its_place(tmp_path):
     for method in ("one-pass", "hooks", "ghost", "functorch"):
         gradients = {name: torch.zeros_like(p) for name, p in client.model.named_parameters()}
         whole = {name: torch.ones_like(p) for name, p in client.model.named_parameters()}
-        how = DPSGD(0.0, 1.0, 0.5, 1, Silent(Seeded(torch.Generator())), method)
+        how = DPSGD(0.0, 1.0, 0.5, 1, Silent(KeyedNoise(bytes(32))), method)
         with how.attached(client.model, gradients, whole) as step:
             step.add(client.data.train_images[:50][out], client.data.train_labels[:50][out])
             assert not any(bool(g.any()) for g in gradients.values())

@@ -18,6 +18,7 @@ from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.registry import check_names
 from strategies.ldp_fedp3 import LDPFedP3
 from tests.conftest import tampered_app
+from tests.known_noise import KnownNoise
 from tests.strategies import reference_ldp_fedp3 as reference
 from tests.strategies.conftest import config_key
 from tests.strategies.reference_ldp_fedp3 import NAMES
@@ -66,7 +67,7 @@ def server_after(run, round):
 )
 def test_it_is_the_slow_reference(federation, monkeypatch, settings):
     def known(secure, seed, role, partition, round, inputs, what):
-        return noise.Seeded(reference.stream(seed, role, partition, round))
+        return KnownNoise(reference.stream(seed, role, partition, round))
 
     monkeypatch.setattr(noise, "noise_source", known)
     run = federation(**{**SETTINGS, **settings}, fresh=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from functools import cache
@@ -12,6 +13,7 @@ from clients.base import ImageClient
 from fedprune_app.config import Config, ConfigError, check_resumable, parse_config
 from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.engine.exchange import TooFewReplies
+from fedprune_app.federation.budgets import Budgets
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
 from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.registry import SYSTEMS, check_names
@@ -117,6 +119,34 @@ def test_the_same_seed_gives_the_same_run_and_noise_makes_it_another(federation,
     assert federation(fresh=True, **settings).sha256 == run.sha256
     assert federation(**settings | {"dp_noise_multiplier": 1.4}).sha256 != run.sha256
     assert federation(**settings | {"dp_secure_rng": True}).sha256 != run.sha256
+
+
+def test_seeded_noise_marks_every_epsilon_as_simulated_and_secure_noise_does_not(federation):
+    for secure, share in ((False, 1.0), (True, 0.0)):
+        run = federation(system="fedavg", **DP, dp_secure_rng=secure)
+        assert [row["epsilon_simulated"] for row in run.rounds] == [share] * 2
+        told = [row for row in run.clients if row["epsilon"] is not None]
+        assert {row["epsilon_simulated"] for row in told} == {int(share)}
+        clients = sorted({row["partition"] for row in told})
+        assert run.info["noise"] == {"seed": [] if secure else clients, "operating-system": clients if secure else []}
+    assert "epsilon_simulated" not in federation(system="fedavg", num_server_rounds=2).rounds[0]
+
+
+def test_a_mixed_federation_is_told_as_it_is():
+    budgets = Budgets(enabled=True)
+    notes: list[str] = []
+    for client, simulated in ((0, 1), (1, 0), (2, 1), (0, 0), (0, 0)):  # a client whose noise was seeded once stays so
+        fields = {"epsilon": 1.0 + client, "epsilon-simulated": simulated}
+        own = budgets.take(client, fields, 1, lambda client, text: notes.append(text))
+    assert own["epsilon_simulated"] == 1
+    assert budgets.columns()["epsilon_simulated"] == pytest.approx(2 / 3)
+    assert budgets.noise() == {"seed": [0, 2], "operating-system": [1]}
+    again = Budgets(enabled=True)
+    again.restore(json.loads(json.dumps(budgets.state())))
+    assert again.noise() == budgets.noise()
+    assert notes == []
+    with pytest.raises(ValueError, match=r"^field 'epsilon-simulated' is None"):
+        budgets.check({"epsilon": 1.0})
 
 
 def test_how_gradients_are_made_changes_a_run_by_rounding_alone(federation):
