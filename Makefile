@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test quick test-all record-hashes rehearsal faults lint fuzz format lock benchmarks clean
+.PHONY: demo test programs quick test-all record-hashes rehearsal faults lint fuzz format lock benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/fedprune demo --out runs/demo
@@ -14,6 +14,10 @@ demo: $(STAMP)
 # Two workers: the tests of a file share their federations in one of them, and so does the conformance of a system.
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# What waits for Flower's and Ray's own programs more than it computes: three workers hide the waiting.
+programs: $(DEV_STAMP)
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "programs and not slow"
 
 # The inner loop, under a minute on two quiet cores: laws, training, options, rounds, and every system's recorded hash.
 QUICK := $(addprefix tests/,laws learning clients config federation test_architecture.py conformance/test_recorded.py)

@@ -14,6 +14,7 @@ def python(code: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+@pytest.mark.programs
 def test_after_import_fedprune_app_torchvision_imports():
     said = python(
         "import fedprune_app, sys; assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
@@ -30,6 +31,7 @@ def test_looking_whether_torchvision_is_there_does_not_import_torch():
     )
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("first", ["fedprune_app, transformers", "transformers, fedprune_app"])
 def test_transformers_finds_its_models_in_whatever_order_both_are_imported(first):
     python(f"import {first}; transformers.LlamaConfig(); transformers.LlamaForCausalLM")

@@ -20,6 +20,7 @@ def deployment(tmp_path_factory):
         yield running
 
 
+@pytest.mark.programs
 def test_a_deployed_run_is_the_same_as_in_process(tmp_path):
     """The rehearsal as users run it, with nodes of different capacity, and nothing left running."""
     out = tmp_path / "run"

@@ -15,6 +15,7 @@ import pytest
 
 from fedprune_app.launch import free_ports
 
+pytestmark = pytest.mark.programs
 ROOT = Path(__file__).parents[2]
 FLWR = str(Path(sys.executable).parent / "flwr")
 

@@ -54,7 +54,9 @@ def fail(message="it is not there"):
     raise TimeoutError(message)
 
 
-@pytest.mark.parametrize("left", [0, 8192, 16384, 24576])
+@pytest.mark.parametrize(
+    "left", [0, pytest.param(8192, marks=pytest.mark.programs), 16384, pytest.param(24576, marks=pytest.mark.programs)]
+)
 @pytest.mark.parametrize("system", ["subfedavg", "dispfl"])
 def test_wherever_the_run_folders_disk_fills_up_the_run_stops_on_one_line_and_resumes(
     federate, small_disk, tmp_path, system, left

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from fedprune_app.privacy.accounting import Steps
 from fedprune_app.privacy.ledger import Ledger
 
@@ -30,6 +32,7 @@ def charged(folder: Path) -> list[int]:
     return [sum(count for release, count in of.items() if isinstance(release, Steps)) for of in spent]
 
 
+@pytest.mark.programs
 def test_a_killed_run_has_charged_what_it_released_and_charges_repeated_rounds_again(tmp_path):
     folder = tmp_path / "run"
     process = subprocess.Popen(command(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -16,7 +16,7 @@ def behind_a_dead_proxy(patch: pytest.MonkeyPatch) -> None:
         patch.delenv(name, raising=False)
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.programs
 def test_a_deployment_starts_and_its_nodes_connect_behind_a_proxy(monkeypatch, tmp_path):
     """A simulation does, too: ``tests/e2e/test_strangers.py``."""
     behind_a_dead_proxy(monkeypatch)

@@ -91,6 +91,7 @@ def test_a_language_model_is_pruned_to_the_same_bits_on_ray_and_in_process(tmp_p
     assert len(set(hashes.values())) == 1, hashes
 
 
+@pytest.mark.programs
 def test_clients_that_die_raise_or_never_answer_are_left_out_and_the_run_goes_on(tmp_path):
     from fedprune_app.experiment import Placement, Session
 
@@ -116,6 +117,7 @@ def test_clients_that_die_raise_or_never_answer_are_left_out_and_the_run_goes_on
     assert f"client 4: no reply in {deadline:g} s" in reasons
 
 
+@pytest.mark.programs
 def test_an_interrupted_run_stops_everything_it_started_and_resumes_to_the_same_models(tmp_path):
     out, whole = tmp_path / "cut", tmp_path / "whole"
     settings = ["num-server-rounds=24", "local-epochs=2", "evaluate-every=8"]

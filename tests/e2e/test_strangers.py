@@ -27,7 +27,7 @@ from fedprune_app.experiment import Placement, Session
 from tests.e2e.deployed import until
 from tests.e2e.test_proxy import behind_a_dead_proxy
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.programs
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534

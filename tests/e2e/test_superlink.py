@@ -21,6 +21,7 @@ from fedprune_app.experiment import Placement, Session
 from fedprune_app.launch import LaunchError, LeftGoing
 from tests.e2e.deployed import SETTINGS, in_process_sha256, nodes_with_the_app, until
 
+pytestmark = pytest.mark.programs
 COMMAND = [sys.executable, "-m", "fedprune_app.cli", "run", "--superlink", "local"]
 
 DEAF_FLWR = """#!{python}

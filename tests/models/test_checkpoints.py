@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from fedprune_app.models.checkpoints import TensorFiles, resolve_checkpoint
 from fedprune_app.models.llm import LanguageModel
 from tests.models.hub import local_hub
-from tests.models.tiny_llm import FAMILIES, text_folder, tiny_byte_model
+from tests.models.tiny_llm import text_folder, tiny_byte_model
 
 NAME = "someone/tiny"
 ASK = f"""
@@ -64,7 +64,7 @@ def answers(processes):
     return [out.strip() for out, _ in told]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["opt", pytest.param("llama", marks=pytest.mark.programs)])
 def test_a_model_that_the_hub_has_as_pickle_alone_is_converted_once_for_all_who_ask_at_once(family, tmp_path):
     own = tiny_byte_model(tmp_path / "own", family, dtype=torch.float16)
     with local_hub(NAME, branches(own, trap=tmp_path / "unpickled"), seconds=1.0) as hub:
@@ -80,6 +80,7 @@ def test_a_model_that_the_hub_has_as_pickle_alone_is_converted_once_for_all_who_
     assert found.encode("a text").tolist() == expected.encode("a text").tolist()
 
 
+@pytest.mark.programs
 def test_a_conversion_that_was_cut_off_is_made_anew(tmp_path):
     own = tiny_byte_model(tmp_path / "own", "opt")
     with local_hub(NAME, branches(own, trap=tmp_path / "unpickled")) as hub:
@@ -93,6 +94,7 @@ def test_a_conversion_that_was_cut_off_is_made_anew(tmp_path):
     )
 
 
+@pytest.mark.programs
 def test_a_model_that_nobody_converted_is_refused_in_one_line(tmp_path):
     own = tiny_byte_model(tmp_path / "own", "opt")
     main = {"main": branches(own, trap=tmp_path / "unpickled")["main"]}
@@ -112,6 +114,7 @@ def fedprune(hub, tmp_path, *arguments):
 MATRIX = "systems: [fedspallm]\ndatasets: [{dataset: text, model: some/other}]\ncommon: {download: true}"
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("command", ["run", "sweep"])
 def test_a_model_that_is_not_to_be_had_is_told_before_anything_starts(command, tmp_path):
     matrix = tmp_path / "m.yaml"
@@ -124,6 +127,7 @@ def test_a_model_that_is_not_to_be_had_is_told_before_anything_starts(command, t
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.programs
 def test_the_clients_of_a_run_find_the_model_fetched(tmp_path):
     """And ask the hub for it once in a process, not for every message."""
     own, texts = tiny_byte_model(tmp_path / "own", "llama"), text_folder(tmp_path / "texts")
