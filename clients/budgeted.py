@@ -17,7 +17,7 @@ from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
 
-_SPENT = frozenset({"epsilon", "epsilon-paper", "epsilon-second", "budget-spent"})
+_SPENT = frozenset({"epsilon", "epsilon-pld", "epsilon-rdp", "epsilon-paper", "epsilon-second", "budget-spent"})
 
 
 class BudgetedNode(Node[AnUpdate]):
@@ -108,7 +108,7 @@ class BudgetedNode(Node[AnUpdate]):
         """This loads the state as every client does, and raises ``ValueError`` where the ledger has lost a charge."""
         state, lost = super().load_state(task, before)
         if self.privacy is not None:
-            told = float(task.fields.get("epsilon", 0.0))
+            told = float(task.fields.get("epsilon-rdp", 0.0))
             self.privacy.require_memory(int(state.meta.get("charges", 0)), told)
         return state, lost
 

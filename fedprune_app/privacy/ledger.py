@@ -42,7 +42,7 @@ class Ledger:
     """A ledger holds the releases of one client's data, in the file ``path``, or in memory if ``path`` is None.
 
     Several processes may hold the same file: each charge is made under a lock, after reading the other processes'
-    charges. ``accountant`` is ``rdp`` or ``pld``. With a ``budget`` no charge passes it. Raises ``ValueError`` for a
+    charges. ``accountant`` is ``pld`` or ``rdp``. With a ``budget`` no charge passes it. Raises ``ValueError`` for a
     damaged file.
 
     >>> ledger = Ledger(budget=Budget(epsilon=2.0, delta=1e-5))
@@ -53,7 +53,7 @@ class Ledger:
     False
     """
 
-    def __init__(self, path: Path | None = None, *, accountant: str = "rdp", budget: Budget | None = None) -> None:
+    def __init__(self, path: Path | None = None, *, accountant: str = "pld", budget: Budget | None = None) -> None:
         self.path = path
         self.accountant = accountant
         self.budget = budget
@@ -89,13 +89,16 @@ class Ledger:
         """Charge one number with Laplace noise, see :class:`accounting.Laplace`; otherwise as :meth:`charge_steps`."""
         self._charge(Laplace(scale, sensitivity), 1, what)
 
-    def epsilon(self, delta: float) -> float:
-        """Return the ε at ``delta`` of all charges so far together."""
-        return accounting.epsilon(self._spent, delta, self.accountant)
+    def epsilon(self, delta: float, accountant: str = "") -> float:
+        """Return the ε at ``delta`` of all charges so far together, by the ledger's accountant or another one."""
+        return accounting.epsilon(self._spent, delta, accountant or self.accountant)
 
     def affords(self, more: Spent) -> bool:
         """Return whether ``more`` would stay within the budget; True without a budget."""
-        return self.budget is None or self._cost(more) <= self.budget.epsilon
+        if self.budget is None:
+            return True
+        spent = total(self._spent, more)
+        return accounting.affords(spent, self.budget.delta, self.budget.epsilon, self.accountant)
 
     def require(self, more: Spent) -> None:
         """Raise :class:`Overspent` where ``more`` would pass the budget."""
