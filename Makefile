@@ -11,9 +11,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 demo: $(STAMP)
 	$(BIN)/fedprune demo --out runs/demo
 
-# Two workers, each with whole files: the tests of a file share their federations.
+# Two workers: the tests of a file share their federations in one of them, and so does the conformance of a system.
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 # The inner loop, under a minute on two quiet cores: laws, training, options, rounds, and every system's recorded hash.
 QUICK := $(addprefix tests/,laws learning clients config federation test_architecture.py conformance/test_recorded.py)
@@ -25,7 +25,7 @@ test-all: $(DEV_STAMP)
 
 # What docs/deploy.md says: the transcript of a deployment, and what becomes of it when things break. Minutes each.
 rehearsal: $(DEV_STAMP)
-	$(BIN)/python -m pytest -m slow tests/e2e/test_rehearsal.py
+	$(BIN)/python -m pytest -m slow tests/e2e/test_rehearsal.py tests/e2e/test_node_policies.py
 
 faults: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m slow tests/e2e/test_deployment_faults.py

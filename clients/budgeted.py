@@ -5,9 +5,9 @@ All of this acts with ``dp.enabled`` alone.
 
 from __future__ import annotations
 
-import hashlib
+from abc import abstractmethod
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from clients.node import AnUpdate, Node, Place
 from clients.privacy import ClientPrivacy, Plan
@@ -17,7 +17,11 @@ from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
 
-_SPENT = frozenset({"epsilon", "epsilon-pld", "epsilon-rdp", "epsilon-paper", "epsilon-second", "budget-spent"})
+if TYPE_CHECKING:  # dp-accounting takes seconds to import, and most runs do without
+    from fedprune_app.privacy.ledger import Data
+
+_EPSILONS = frozenset({"epsilon", "epsilon-pld", "epsilon-rdp", "epsilon-paper", "epsilon-second"})
+_SPENT = _EPSILONS | {"epsilon-simulated", "budget-spent"}
 
 
 class BudgetedNode(Node[AnUpdate]):
@@ -37,21 +41,54 @@ class BudgetedNode(Node[AnUpdate]):
     def open_privacy(self) -> None:
         """This opens the ledger where ``dp.enabled`` asks for one, once the client knows its data.
 
-        Raises ``ValueError`` where the ledger is damaged.
+        Raises ``ValueError`` where the ledger is damaged, and where the noise is less than the node asks for.
         """
         if self.config.dp.enabled:
             plan = Plan(self.planned_epochs(), self.round_epochs(), self.planned_counts(), self.round_counts())
-            ledger = self.ledger_path()
-            self.privacy = self.privacy_kind(self.config, self.client_id, self.num_examples, plan, ledger)
+            data, policy = self.ledger_data(), self.place.policy
+            self.privacy = self.privacy_kind(
+                self.config, self.client_id, self.num_examples, plan, self.ledger_path(data), data, policy
+            )
 
-    def ledger_path(self) -> Path:
-        """This is the client's ledger: beside its state, or in ``dp.ledger-dir`` for all runs on the data."""
-        if not self.config.dp.ledger_dir:
+    @abstractmethod
+    def record_digests(self) -> list[bytes]:
+        """This returns a digest of each record of the client's data, all parts of them."""
+
+    def ledger_data(self) -> Data:
+        """This says whose ledger the client's is: its data's, known by their content.
+
+        A client's own data may change with time, and go on with the same ledger while they share a record with the
+        data before. Data that are dealt otherwise have another ledger, unless the node's operator wants one for all.
+        """
+        from fedprune_app.privacy.ledger import Data
+
+        if self.place.has_own_data:
+            return Data.of(self.record_digests(), "a folder of the client's own", may_change=True)
+        config, (number, clients) = self.config, self.place.share
+        about = f"client {number} of {clients}, {config.dataset} dealt by {config.partition} with seed {config.seed}"
+        return Data.of(self.record_digests(), about, joins=self.has_ledger_of_its_own)
+
+    @property
+    def has_ledger_of_its_own(self) -> bool:
+        """This says whether the node's operator asks for one ledger, whatever the runs deal to the node."""
+        policy = self.place.policy
+        return bool(policy.ledger_dir or policy.epsilon_budget)
+
+    def ledger_path(self, data: Data) -> Path:
+        """This is the client's ledger: beside its state, or in ``dp.ledger-dir`` for all runs on the data.
+
+        The name of a ledger of own data follows from the data. The client's number, which the server gives, plays no
+        part in it.
+        """
+        from fedprune_app.privacy.ledger import ledger_of
+
+        shared = self.config.dp.ledger_dir
+        if self.place.has_own_data:
+            return ledger_of(data, Path(shared) if shared else self.place.state_dir)
+        if not shared:
             return self.store.folder / "ledger.jsonl"
-        name = f"{self.client_id:05d}"
-        if self.place.has_own_data:  # its number may be another in the next run
-            name = f"own-{hashlib.sha256(self.config.data_dir.encode()).hexdigest()[:16]}"
-        return Path(self.config.dp.ledger_dir) / f"{name}.jsonl"
+        dealing = "" if self.has_ledger_of_its_own else f"-{data.identity[:16]}"
+        return Path(shared) / f"{self.client_id:05d}{dealing}.jsonl"
 
     # --- what a system plans to spend ---------------------------------------------------------------------------
 

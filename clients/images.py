@@ -16,7 +16,7 @@ from fedprune_app.config import Config
 from fedprune_app.core.flops import training_flops
 from fedprune_app.core.layers import layers_of
 from fedprune_app.data.augmentation import CropFlip, augmentation
-from fedprune_app.data.splits import ClientData, client_data, data_config, dataset_of, label_counts
+from fedprune_app.data.splits import ClientData, client_data, data_config, dataset_of, label_counts, record_digests
 from fedprune_app.engine.store import State
 from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.evaluate import evaluate
@@ -55,6 +55,10 @@ class ImageNode(BudgetedNode[AnUpdate]):
     def local_data(self) -> ClientData:
         """This returns what the client learns from, decides by and is tested on."""
         return client_data(self.data_config, *self.place.share)
+
+    def record_digests(self) -> list[bytes]:
+        """This returns a digest of each of the client's images."""
+        return record_digests(self.data_config, *self.place.share)
 
     @property
     def num_examples(self) -> int:

@@ -13,7 +13,7 @@ from flwr.client import NumPyClient
 
 from clients.reply_fields import Kind, ReplyFields, declared, undeclared
 from clients.task import NDArrays, Task, names_of
-from fedprune_app.config import Config
+from fedprune_app.config import NO_POLICY, Config, Policy
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, VersionedStore, client_store
 from fedprune_app.engine.wire import Schema
@@ -31,6 +31,7 @@ class Place:
     * ``state_dir``: the folder below which the client keeps its state.
     * ``capacity``: the density that the node can bear, where its operator says so.
     * ``run_key``: the name of the run that the client is in.
+    * ``policy``: what its operator asks of every run.
     """
 
     client_id: int
@@ -38,6 +39,7 @@ class Place:
     state_dir: Path
     capacity: float | None = None
     run_key: str = ""
+    policy: Policy = NO_POLICY
 
     @property
     def has_own_data(self) -> bool:
@@ -77,6 +79,7 @@ class Node(NumPyClient, Generic[AnUpdate]):
         introduction=frozenset({"partition", "num-examples", "capacity", "own-data", "lost-rounds", "lost-reasons"}),
         training=frozenset({"num-examples", "seconds", "note", "lost"}),
         evaluation=frozenset({"num-examples", "note", "lost"}),
+        withheld_when_private=frozenset({"seconds"}),  # how long the work takes may depend on the data
     )
 
     def __init__(self, config: Config, place: Place) -> None:
@@ -169,8 +172,8 @@ class Node(NumPyClient, Generic[AnUpdate]):
         update = self.local_update(task, state)
         told = self.report(task, update)
         self.store.save(task.round, self.kept_state(update), accepted=task.state_round)
-        seconds = time.monotonic() - started
-        return update.payload, {**told, "seconds": seconds, **update.metrics, **_notes(task, lost)}
+        spent = {} if self.config.dp.enabled else {"seconds": time.monotonic() - started}
+        return update.payload, {**told, **spent, **update.metrics, **_notes(task, lost)}
 
     def answer_evaluation(self, task: Task) -> tuple[int, dict[str, Any]]:
         """This loads the state, evaluates it, and returns the reply: how many examples, and what was found."""

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fedprune_app.config import Config
+from fedprune_app.config import NO_POLICY, Config, Policy
 
 if TYPE_CHECKING:  # Opacus and dp-accounting take seconds to import, and most runs do without
     from fedprune_app.privacy.accounting import Spent
     from fedprune_app.privacy.dpsgd import DPSGD
+    from fedprune_app.privacy.ledger import Data
     from fedprune_app.privacy.noise import Noise
 
 _ROUNDING = 1e-6  # another version of a library may round otherwise; a lost charge is more
@@ -35,12 +36,26 @@ class Plan:
 
 
 class ClientPrivacy:
-    """This is one client's privacy in one run; neighbouring data sets differ by one of ``num_examples`` examples.
+    """This is one client's privacy in one run.
 
-    ``ledger`` is the file in which the client's charges are. Raises ``ValueError`` where that is damaged.
+    What is promised is zero-out adjacency with the number known: of neighbouring data sets, one has a blank in the
+    place of one example. A blank has no gradient and is never counted. ``num_examples``, to train on, are in both.
+
+    ``ledger`` is the file in which the charges of the client's ``data`` are. Raises ``ValueError`` where that is
+    damaged, or of other data. ``policy`` is the node's: its budget holds beside the run's, each at its own δ. Raises
+    :class:`~fedprune_app.config.PolicyError` where the noise for ``dp.target-epsilon`` is less than the node asks for.
     """
 
-    def __init__(self, config: Config, client_id: int, num_examples: int, plan: Plan, ledger: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        client_id: int,
+        num_examples: int,
+        plan: Plan,
+        ledger: Path,
+        data: Data,
+        policy: Policy = NO_POLICY,
+    ) -> None:
         from fedprune_app.privacy.accounting import Laplace, noise_for
         from fedprune_app.privacy.ledger import Budget, Ledger
 
@@ -56,13 +71,16 @@ class ClientPrivacy:
             self.noise_multiplier = noise_for(
                 options.target_epsilon, options.delta, self.sample_rate, steps, options.accountant, besides
             )
+            policy.check_noise(self.noise_multiplier, "the noise multiplier found for dp.target-epsilon")
         self.round_scale = options.count_scale if plan.round_counts else 0.0
         self.round_cost = dict(self.steps(plan.round_epochs))
         if plan.round_counts:
             self.round_cost[Laplace(options.count_scale, 1.0)] = plan.round_counts
         limit = min((e for e in (options.epsilon_budget, options.target_epsilon) if e), default=None)
-        budget = None if limit is None else Budget(limit, options.delta)
-        self.ledger = Ledger(ledger, accountant=options.accountant, budget=budget)
+        budgets = [] if limit is None else [Budget(limit, options.delta)]
+        if policy.epsilon_budget:
+            budgets.append(Budget(policy.epsilon_budget, policy.budget_delta))
+        self.ledger = Ledger(ledger, accountant=options.accountant, budgets=budgets, data=data)
 
     def noise(self, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> Noise:
         """This returns the randomness of one release, see :func:`~fedprune_app.privacy.noise.noise_source`."""
@@ -173,7 +191,8 @@ class ClientPrivacy:
     def report(self, round: int) -> dict[str, Any]:
         """This tells ε so far, by the run's accountant and by each, and whether the budget bears no other round.
 
-        Fed-LTP's printed figure is beside them.
+        Fed-LTP's printed figure is beside them. ``epsilon-simulated`` is 1 where the noise derives from the seed, and 0
+        where nobody else can know it.
         """
         from fedprune_app.privacy.accounting import ACCOUNTANTS
         from fedprune_app.privacy.paper import paper_epsilon
@@ -185,4 +204,5 @@ class ClientPrivacy:
         if options.second_delta:
             figures["epsilon-second"] = self.ledger.epsilon(options.second_delta)
         told: dict[str, Any] = {name: value for name, value in figures.items() if math.isfinite(value)}
+        told["epsilon-simulated"] = int(not options.secure_rng)
         return told | {"budget-spent": not self.ledger.affords(self.round_cost)}

@@ -36,6 +36,11 @@ class SubFedAvgClient(ImageClient):
     def why_not_private(cls, config: Config) -> str:
         """Masks are made of private weights; the gate asks held-out data, so it needs noise of its own."""
         gate = config.subfedavg.gate_split
+        if gate == "test" and config.test_split != "holdout":
+            return (
+                "subfedavg.gate-split is 'test', allowed with dp.enabled and test-split "
+                f"{config.test_split!r}: 'none', 'validation'; one example may change which test images there are"
+            )
         if gate == "none" or config.dp.count_scale > 0:  # without a target too: a node's capacity sets one
             return ""
         return (

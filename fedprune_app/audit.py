@@ -133,7 +133,7 @@ class Silent:
 
     def gaussian(self, size: int) -> Tensor:
         """Return ``size`` zeros."""
-        return torch.zeros(size)
+        return torch.zeros(size, dtype=torch.float64)
 
     def laplace(self, scale: float) -> float:
         """Return 0."""

@@ -559,6 +559,9 @@ def local(
     capacities: Annotated[
         str, typer.Option("--capacities", help="The density that each node can bear: '0.3 0.6 1'.")
     ] = "",
+    policies: Annotated[
+        str, typer.Option("--policies", help="Files with each node's own policy, see docs/deploy.md: 'A,B,C'.")
+    ] = "",
     out: Out = Path("runs/deployed"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with the same nodes.")] = False,
     force: Force = False,
@@ -571,14 +574,15 @@ def local(
     Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
     """
     from fedprune_app.experiment import Placement
+    from fedprune_app.node_policy import POLICY_FILE, read_policy
     from fedprune_app.results.ownership import check_marked
 
     before = _recorded(out.expanduser().resolve()) if resume else None
     values = _values(config, overrides) | _accepting(accept_loss, resume)
     settings = _placed(values, out, before, force=force)
-    folders = [Path(each.strip()).expanduser().resolve() for each in data_dirs.split(",") if each.strip()]
+    folders, files = _paths(data_dirs), _paths(policies)
     if nodes is None:
-        nodes = len(folders) or 3
+        nodes = len(folders) or len(files) or 3
     if nodes < 1:
         raise ConfigError(f"--nodes is {nodes}, allowed: at least 1")
     if folders and len(folders) != nodes:
@@ -586,6 +590,10 @@ def local(
     for each in folders:
         if not each.is_dir():
             raise ConfigError(f"--data-dirs has {str(each)!r}, allowed: folders")
+    if files and len(files) != nodes:
+        raise ConfigError(f"--policies has {len(files)} files, allowed: one per node, {nodes}")
+    for each in files:
+        read_policy({POLICY_FILE: str(each)})
     try:
         given = [float(word) for word in capacities.split()]
     except ValueError:
@@ -594,13 +602,21 @@ def local(
         raise ConfigError(f"--capacities has {len(given)} numbers, allowed: one per node, {nodes}")
     places: list[dict[str, Scalar]] = [{"data-dir": str(each)} for each in folders]
     places = places or [{"partition-id": k, "num-partitions": nodes} for k in range(nodes)]
+    if settings.dp.enabled and not (folders or files):  # a rehearsal, with the hash of the same run in this process
+        places = [{**place, "secure-rng": settings.dp.secure_rng} for place in places]
     for place, capacity in zip(places, given, strict=False):
         place["capacity"] = capacity
+    for place, file in zip(places, files, strict=False):
+        place[POLICY_FILE] = str(file)
     folder = Path(settings.out_dir) / "deployment"
     placement = Placement(num_clients=nodes, nodes=tuple(places), deployment=folder)
     if not force:
         check_marked(folder, "deployment")
     _run_once(placement, settings, out, force and not resume)
+
+
+def _paths(text: str) -> list[Path]:
+    return [Path(each.strip()).expanduser().resolve() for each in text.split(",") if each.strip()]
 
 
 @deploy_app.command()

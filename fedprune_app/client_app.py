@@ -15,10 +15,12 @@ from flwr.clientapp import ClientApp
 from clients.node import Node, Place
 from clients.reply_fields import Kind
 from clients.task import Task, reply_from_numpy
-from fedprune_app.config import Config, ConfigError, parse_config
+from fedprune_app.config import POLICY_KEYS, Config, ConfigError, Policy, parse_config
 from fedprune_app.data.errors import FileError
 from fedprune_app.engine import wire
 from fedprune_app.engine.ray_actors import adapt_simulation
+from fedprune_app.engine.simulated import is_simulated
+from fedprune_app.node_policy import POLICY_FILE, ledger_folder, read_policy
 from fedprune_app.registry import SYSTEMS, check_names
 from fedprune_app.run_folder import client_state_folder
 
@@ -27,17 +29,18 @@ adapt_simulation()  # Flower loads this module before it makes the actors
 app = ClientApp()
 
 
-NODE_KEYS = ("partition-id", "num-partitions", "capacity", "data-dir", "state-dir")
+NODE_KEYS = ("partition-id", "num-partitions", "capacity", "data-dir", "state-dir", POLICY_FILE, *POLICY_KEYS)
 AnyNode = Node[Any]
 OWN = ("image-folder", "text")
 """Datasets that a client may have to itself."""
 
 
-def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Config:
-    """Return the run's configuration as this node has it.
+def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> tuple[Config, Policy]:
+    """Return the run's configuration as this node has it, and the node's policy.
 
-    The operator of a node says where its data and state are; the run does not. Raises :class:`ConfigError` for an
-    unknown key of the node-config, and for a path that is not absolute.
+    The operator of a node says where its data, state and ledger are and where its noise comes from; the run does not.
+    Raises :class:`ConfigError` for an unknown key of the node-config, and for a path that is not absolute. Raises
+    :class:`PolicyError` where the policy declines the run. No data is read here.
     """
     for key in node_config:
         if key not in NODE_KEYS:
@@ -46,12 +49,21 @@ def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any])
     for key, value in own.items():
         if not (isinstance(value, str) and Path(value).is_absolute()):
             raise ConfigError(f"node-config has {key}={value!r}, allowed: an absolute path")
-    return check_names(parse_config({**run_config, **own}))
+    policy = read_policy(node_config)
+    if folder := ledger_folder(policy, node_config):
+        own["dp.ledger-dir"] = folder
+    if not policy.secure_rng:
+        own["dp.secure-rng"] = False
+    elif not (is_simulated() and "partition-id" in node_config):  # the run may choose in a simulation alone
+        own["dp.secure-rng"] = True
+    config = policy.over(parse_config({**run_config, **own}))
+    policy.check(config)
+    return check_names(config), policy
 
 
 def make_client(context: Context, message: Message, kind: type[AnyNode] | None = None) -> AnyNode:
     """Make the client that answers a message: of the system's class, or of the class ``kind`` if given."""
-    config = node_settings(context.run_config, context.node_config)
+    config, policy = node_settings(context.run_config, context.node_config)
     torch.set_num_threads(config.num_threads)
     fields = wire.fields_of(message.content)
     client_id, num_clients = number_of(context.node_config, fields, config.dataset)
@@ -59,7 +71,7 @@ def make_client(context: Context, message: Message, kind: type[AnyNode] | None =
     folder = client_state_folder(config, context.run_id, run_key)
     capacity = check_capacity(context.node_config.get("capacity"))
     kind = kind or SYSTEMS[config.system].client
-    return kind(config, Place(client_id, num_clients, folder, capacity, run_key))
+    return kind(config, Place(client_id, num_clients, folder, capacity, run_key, policy))
 
 
 def number_of(node_config: Mapping[str, Any], fields: wire.Fields, dataset: str) -> tuple[int, int]:

@@ -168,14 +168,12 @@ def wait_for(simulation: Simulation, run_file: Path, on_tick: Callable[[], None]
     Flower waits for clients that never answer. So a run also counts as over a few seconds after its ``run_file`` says
     that it is over.
     """
-    before = outcome_of(run_file)  # the outcome of an earlier part, if the run is resumed
-    over_since = None
+    record = _Record(run_file)
     while simulation.process.poll() is None:
         on_tick()
-        outcome, now = outcome_of(run_file), time.monotonic()
-        over_since = (over_since or now) if outcome not in (None, before) else None
-        if over_since is not None and now - over_since > _LINGER_SECONDS:
-            return bool(outcome and outcome[0] == "completed")
+        record.read()
+        if record.has_lingered:
+            return record.is_completed
         time.sleep(0.1)
     return simulation.process.returncode == 0
 
@@ -352,15 +350,12 @@ def follow(link: Link, run_id: str, folder: Path, on_tick: Callable[[], None]) -
     Flower waits for clients that never answer. So a run counts as over a few seconds after run.json says so, whatever
     Flower says.
     """
-    run_file = folder / "run.json"
-    before = outcome_of(run_file)  # the outcome of an earlier part, if the run is resumed
-    asked, over_since, unanswered = time.monotonic(), None, 0
+    record = _Record(folder / "run.json")
+    asked, unanswered = time.monotonic(), 0
     while True:
         on_tick()
-        outcome = outcome_of(run_file)
-        now = time.monotonic()
-        over_since = (over_since or now) if outcome not in (None, before) else None
-        if now - asked > (_UNASKED_SECONDS if over_since is None else _STATUS_SECONDS):
+        record.read()
+        if time.monotonic() - asked > (_STATUS_SECONDS if record.is_over else _UNASKED_SECONDS):
             try:
                 current, unanswered = str(_run_row(link, run_id)["status"]), 0
             except LaunchError:
@@ -371,9 +366,42 @@ def follow(link: Link, run_id: str, folder: Path, on_tick: Callable[[], None]) -
             if current.startswith("finished"):
                 return current
             asked = time.monotonic()
-        if over_since is not None and now - over_since > _LINGER_SECONDS:
-            return "finished:completed" if outcome and outcome[0] == "completed" else "finished:failed"
+        if record.has_lingered:
+            return "finished:completed" if record.is_completed else "finished:failed"
         time.sleep(0.1)
+
+
+class _Record:
+    """What run.json says, while the run is waited for: whether the run is over, since when, and how it ended."""
+
+    def __init__(self, run_file: Path) -> None:
+        self._file = run_file
+        self._before = outcome_of(run_file)  # the outcome of an earlier part, if the run is resumed
+        self._outcome: tuple[str, int] | None = None
+        self._since = 0.0
+
+    def read(self) -> None:
+        """Read the file again."""
+        was_over = self.is_over
+        outcome = outcome_of(self._file)
+        self._outcome = outcome if outcome != self._before else None
+        if self.is_over and not was_over:
+            self._since = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the file says that the run is over."""
+        return self._outcome is not None
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether the file says that the run was completed."""
+        return self._outcome is not None and self._outcome[0] == "completed"
+
+    @property
+    def has_lingered(self) -> bool:
+        """Whether the file has said for a few seconds that the run is over."""
+        return self.is_over and time.monotonic() - self._since > _LINGER_SECONDS
 
 
 def outcome_of(run_file: Path) -> tuple[str, int] | None:

@@ -127,6 +127,9 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str,
     # without partition-ids nothing else says which client has which data
     if any(info.own_data for info in roster.values()):
         recorder.annotate(nodes={str(info.node_id): k for k, info in roster.items()})
+    if config.dp.enabled:
+        protected = "training" if config.dp.accuracies == "open" else "all"
+        recorder.annotate(protected_examples=protected)
     recorder.annotate(paper_bytes_formula=system.strategy.paper_formula, partition=partition, clients_left_out=left_out)
     return roster
 

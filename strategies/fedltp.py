@@ -169,7 +169,11 @@ class FedLTP(DPFed):
     def _score(self, client: int, fields: wire.Fields) -> tuple[int, int]:
         """Read a client's (noised) number of correct predictions, and of how many. ``ValueError`` refuses them."""
         share = self.config.validation_fraction
-        most = int((share * self.clients[client].num_examples + 0.5) / (1 - share))  # of val + train
+        known = self.clients[client]
+        mean = share / (1 - share) * known.num_examples  # num_examples are the rest, those to train on
+        most = int(mean + 0.5 / (1 - share))
+        if known.own_data or self.config.dp.enabled:  # each is drawn by itself: up to ten deviations more
+            most = int(mean + 10 * math.sqrt(mean / (1 - share)) + 10)
         num_examples = int(wire.number(fields, "num-validation", 1, max(1, most)))
         noise = _SCALES * self.config.dp.count_scale if self.config.dp.enabled else 0.0
         score = int(wire.number(fields, "score", 0 - noise, num_examples + noise))

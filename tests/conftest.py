@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,9 +20,10 @@ from flwr.clientapp import ClientApp
 from fedprune_app import cli, client_app, server_app
 from fedprune_app.config import parse_config
 from fedprune_app.engine.inprocess import run_in_process
-from tests.leftovers import pytest_configure, pytest_unconfigure
+from tests import leftovers
+from tests.leftovers import pytest_unconfigure
 
-__all__ = ["pytest_configure", "pytest_unconfigure"]
+__all__ = ["pytest_unconfigure"]
 Tamper = Callable[[Message, Message, int], Message]  # (request, honest reply, partition) -> what is sent
 
 SMALL = {
@@ -82,6 +84,28 @@ def tampered_app(train: Tamper = honest, query: Tamper = honest, evaluate: Tampe
     app.train()(tampered(train, client_app.train))
     app.evaluate()(tampered(evaluate, client_app.evaluate))
     return app
+
+
+MEMORY = Path("/dev/shm")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Temporary folders are in memory where there is room: a run syncs a hundred files to its disk."""
+    leftovers.pytest_configure(config)
+    if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 4 * 2**30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``--dist loadgroup`` the tests of a file share a process and its fixtures, unless they have another group.
+
+    Tests that wait for programs come first, so that no process is left waiting for them alone in the end.
+    """
+    for item in items:
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(item.config.rootpath))))
+    items.sort(key=lambda item: "e2e" not in item.path.parts)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""The command line as a user types it: in a process of its own, on the in-process engine."""
+"""The command line as a user types it, on the in-process engine: once in a process of its own, else in this one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ SMALL = ["num-server-rounds=2", "local-epochs=1", "evaluate-every=1"]
 HERE = ["--engine", "inprocess", "--clients", "4"]
 
 
-def fedprune(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fedprune_app.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=cwd)
-
-
-def test_list_names_what_there_is_for_people_and_machines():
-    assert "subfedavg" in fedprune("list").stdout
-    listed = json.loads(fedprune("list", "--json").stdout)
+def test_list_names_what_there_is_for_people_and_machines(capsys):
+    cli.app(["list"], standalone_mode=False)
+    assert "subfedavg" in capsys.readouterr().out
+    cli.app(["list", "--json"], standalone_mode=False)
+    listed = json.loads(capsys.readouterr().out)
     assert {"subfedavg", "fedavg", "standalone"} <= listed["systems"].keys()
     assert listed["keys"]["learning-rate"]["default"] == 0.01
     assert all(entry["help"] for entry in listed["keys"].values())
@@ -48,8 +45,12 @@ def test_all_settings_are_listed_with_default_range_and_the_words_of_each_choice
         assert "common: all clients have the same mask per-client: each client has its own" in shown
 
 
-def test_a_run_leaves_its_folder_and_a_second_into_it_is_refused(tmp_path):
-    done = fedprune("run", "system=fedavg", *SMALL, *HERE, "--out", "runs/a", cwd=tmp_path)
+def test_a_run_in_a_process_of_its_own_leaves_its_folder_and_a_second_into_it_is_refused(tmp_path):
+    def fedprune(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "fedprune_app.cli", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=1000, cwd=tmp_path)
+
+    done = fedprune("run", "system=fedavg", *SMALL, *HERE, "--out", "runs/a")
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "a"
     info = json.loads((folder / "run.json").read_text())
@@ -57,31 +58,31 @@ def test_a_run_leaves_its_folder_and_a_second_into_it_is_refused(tmp_path):
     assert len(info["final_sha256"]) == 64
     assert (folder / "models" / "global.safetensors").exists()
     before = sorted((p, p.stat().st_mtime_ns) for p in folder.rglob("*"))
-    again = fedprune("run", *SMALL, *HERE, "--out", "runs/a", cwd=tmp_path)
+    again = fedprune("run", *SMALL, *HERE, "--out", "runs/a")
     assert again.returncode == 2
     assert again.stderr.count("\n") == 1
     assert "already holds a run, allowed: a new folder, or --resume" in again.stderr
     assert sorted((p, p.stat().st_mtime_ns) for p in folder.rglob("*")) == before
 
 
-def test_more_rounds_can_be_added_to_a_finished_run(tmp_path):
-    fedprune("run", *SMALL, *HERE, "--out", tmp_path / "a")
-    refused = fedprune("run", "--resume", "learning-rate=0.5", "--out", tmp_path / "a")
-    assert refused.returncode == 2
-    assert "learning-rate is 0.5, allowed when resuming: 0.01" in refused.stderr
+def test_more_rounds_can_be_added_to_a_finished_run(fedprune, tmp_path):
+    assert fedprune("run", *SMALL, *HERE, "--out", "a")[0] == 0
+    refused, says = fedprune("run", "--resume", "learning-rate=0.5", "--out", "a")
+    assert refused == 2
+    assert "learning-rate is 0.5, allowed when resuming: 0.01" in says
     # without --clients: as many as the run began with
-    longer = fedprune("run", "--resume", "num-server-rounds=4", *HERE[:2], "--out", tmp_path / "a")
-    assert longer.returncode == 0, longer.stderr
-    fedprune("run", *SMALL, "num-server-rounds=4", *HERE, "--out", tmp_path / "b")
+    longer, says = fedprune("run", "--resume", "num-server-rounds=4", *HERE[:2], "--out", "a")
+    assert longer == 0, says
+    assert fedprune("run", *SMALL, "num-server-rounds=4", *HERE, "--out", "b")[0] == 0
     hashes = {json.loads((tmp_path / name / "run.json").read_text())["final_sha256"] for name in "ab"}
     assert len(hashes) == 1
 
 
-def test_a_ledger_folder_is_relative_to_where_the_command_was_typed(tmp_path):
+def test_a_ledger_folder_is_relative_to_where_the_command_was_typed(fedprune, tmp_path):
     private = ["system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1", "dp.ledger-dir=ledgers"]
-    done = fedprune("run", *SMALL, *private, *HERE, "--out", "a", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "ledgers" / "00000.jsonl").stat().st_size > 0
+    code, says = fedprune("run", *SMALL, *private, *HERE, "--out", "a")
+    assert code == 0, says
+    assert len(list((tmp_path / "ledgers").glob("00000-*.jsonl"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -104,21 +105,21 @@ def test_a_ledger_folder_is_relative_to_where_the_command_was_typed(tmp_path):
         (["report", "."], "is no run folder, nor does it hold any"),
     ],
 )
-def test_a_users_mistake_is_one_line_and_nothing_is_written(arguments, says, tmp_path):
-    done = fedprune(*arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_a_users_mistake_is_one_line_and_nothing_is_written(arguments, says, fedprune, tmp_path):
+    code, told = fedprune(*arguments)
+    assert code == 2
+    assert says in told
+    assert told.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_fails_exits_1_with_its_reason(tmp_path):
-    done = fedprune("run", "learning-rate=1e30", *SMALL, *HERE, "--out", tmp_path / "a")
-    assert done.returncode == 1
-    last = done.stderr.strip().splitlines()[-1]
+def test_a_run_that_fails_exits_1_with_its_reason(fedprune):
+    code, told = fedprune("run", "learning-rate=1e30", *SMALL, *HERE, "--out", "a")
+    assert code == 1
+    last = told.strip().splitlines()[-1]
     assert last.startswith("failed: ")
     assert "training diverged" in last
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in told
 
 
 MATRIX = """
@@ -132,10 +133,10 @@ seeds: [0, 1]
 """
 
 
-def test_a_sweep_runs_every_cell_once_and_tables_them(tmp_path):
+def test_a_sweep_runs_every_cell_once_and_tables_them(fedprune, tmp_path):
     (tmp_path / "m.yaml").write_text(MATRIX)
-    done = fedprune("sweep", "m.yaml", "--out", "s", "--engine", "inprocess", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    code, told = fedprune("sweep", "m.yaml", "--out", "s", "--engine", "inprocess")
+    assert code == 0, told
     names = [f"{system}-digits-seed{seed}" for system in ("fedavg", "subfedavg-target-rate30") for seed in (0, 1)]
     assert sorted(path.name for path in (tmp_path / "s").iterdir() if path.is_dir()) == sorted(names)
     tables = {path.suffix: path.read_text() for path in (tmp_path / "s").glob("[!.]*") if path.is_file()}
@@ -148,20 +149,20 @@ def test_a_sweep_runs_every_cell_once_and_tables_them(tmp_path):
     write_info(cut.parent, info | {"status": "interrupted", "final_sha256": None})
     whole = tmp_path / "s" / names[1] / "run.json"
     written = whole.stat().st_mtime_ns
-    refused = fedprune("sweep", "m.yaml", "--out", "s", "--engine", "inprocess", cwd=tmp_path)
-    assert refused.returncode == 2
-    assert "is not empty, allowed: a new folder, or --resume" in refused.stderr
-    again = fedprune("sweep", "m.yaml", "--out", "s", "--engine", "inprocess", "--resume", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert again.stderr.count("finished before") == 3
+    refused, told = fedprune("sweep", "m.yaml", "--out", "s", "--engine", "inprocess")
+    assert refused == 2
+    assert "is not empty, allowed: a new folder, or --resume" in told
+    again, told = fedprune("sweep", "m.yaml", "--out", "s", "--engine", "inprocess", "--resume")
+    assert again == 0, told
+    assert told.count("finished before") == 3
     assert json.loads(cut.read_text())["final_sha256"] == info["final_sha256"]
     assert whole.stat().st_mtime_ns == written
 
 
-def test_a_report_is_written_for_a_folder_of_runs(tmp_path):
-    fedprune("run", *SMALL, *HERE, "--out", tmp_path / "runs" / "a")
-    done = fedprune("report", tmp_path / "runs", "-o", tmp_path / "r.html")
-    assert done.returncode == 0, done.stderr
+def test_a_report_is_written_for_a_folder_of_runs(fedprune, tmp_path):
+    assert fedprune("run", *SMALL, *HERE, "--out", "runs/a")[0] == 0
+    code, told = fedprune("report", "runs", "-o", "r.html")
+    assert code == 0, told
     assert "subfedavg" in (tmp_path / "r.html").read_text()
 
 

@@ -35,6 +35,7 @@ from fedprune_app.deploy import (
     node_config_text,
     valid_until,
 )
+from fedprune_app.engine.simulated import answering_in_process
 from fedprune_app.files import replace_file
 from fedprune_app.launch import LaunchError
 
@@ -123,7 +124,7 @@ def listening(certificates=None):
         thread = threading.Thread(target=answer)
         thread.start()
         yield f"127.0.0.1:{server.getsockname()[1]}"
-        thread.join(timeout=10)
+        thread.join(timeout=100)
 
 
 def test_a_superlink_of_the_right_authority_passes_the_check_of_a_node(tmp_path):
@@ -251,7 +252,7 @@ def test_the_containers_set_up_is_made_good_after_a_cut_and_then_left_alone(tmp_
 
     def set_up() -> dict[str, bytes]:
         command = ["sh", "-c", script, "setup.sh", "2", "localhost", "127.0.0.1"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1000)
         assert done.returncode == 0, done.stderr
         return {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
@@ -281,9 +282,28 @@ def test_flower_reads_the_node_config_as_it_was_meant():
 
 def test_a_node_says_where_its_data_and_state_are_whatever_the_run_says():
     own = {"partition-id": 0, "num-partitions": 2, "data-dir": "/mine", "state-dir": "/kept"}
-    config = node_settings({"data-dir": "/theirs", "state-dir": "/elsewhere", "seed": 3}, own)
+    config, _ = node_settings({"data-dir": "/theirs", "state-dir": "/elsewhere", "seed": 3}, own)
     assert (config.data_dir, config.state_dir, config.seed) == ("/mine", "/kept", 3)
-    assert node_settings({"data-dir": "/theirs"}, {"partition-id": 0}).data_dir == "/theirs"
+    assert node_settings({"data-dir": "/theirs"}, {"partition-id": 0})[0].data_dir == "/theirs"
+
+
+def test_noise_comes_from_the_seed_in_simulations_alone_unless_the_operator_says_so():
+    dealt, own = {"partition-id": 0, "num-partitions": 2}, {"data-dir": "/mine"}
+
+    def is_secure(node_config, **run_config) -> bool:
+        return node_settings(run_config, node_config)[0].dp.secure_rng
+
+    wish = {"dp.secure-rng": False}
+    assert is_secure(dealt)
+    assert is_secure(own, **wish)
+    assert is_secure(dealt, **wish)  # a node of a deployment: nothing says that it is simulated
+    assert not is_secure({**dealt, "secure-rng": False})
+    assert not is_secure({**own, "secure-rng": False}, **{"dp.secure-rng": True})
+    with answering_in_process():
+        assert not is_secure(dealt, **wish)
+        assert is_secure(dealt, **{"dp.secure-rng": True})
+        assert is_secure(own, **wish)
+    assert is_secure(dealt, **wish)
 
 
 @pytest.mark.parametrize(
@@ -291,6 +311,8 @@ def test_a_node_says_where_its_data_and_state_are_whatever_the_run_says():
     [
         ({"data-dir": "images"}, "node-config has data-dir='images', allowed: an absolute path"),
         ({"state-dir": 3}, "node-config has state-dir=3, allowed: an absolute path"),
+        ({"secure-rng": "no"}, "node-config's secure-rng is 'no', allowed: true or false"),
+        ({"secure-rng": 1}, "node-config's secure-rng is 1, allowed: true or false"),
         ({"capcity": 0.5}, "node-config has capcity=0.5, allowed: partition-id, num-partitions, capacity"),
     ],
 )

@@ -35,7 +35,8 @@ def test_an_interrupted_test_run_ends_orphans_of_its_tests(tmp_path, number):
     environment = {**os.environ, "PYTHONPATH": str(Path(leftovers.__file__).parents[1])}
     run = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
     orphan = tmp_path / "orphan"
-    until(lambda: orphan.exists() and orphan.read_text().endswith("\n"))
+    until(lambda: run.poll() is not None or (orphan.exists() and orphan.read_text().endswith("\n")))
+    assert run.poll() is None
     process = psutil.Process(int(orphan.read_text()))
     assert process.is_running()
     run.send_signal(number)

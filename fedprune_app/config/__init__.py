@@ -17,12 +17,15 @@ from fedprune_app.config.fedspa import FedSPAOptions
 from fedprune_app.config.gossip import DisPFLOptions, DPSGDOptions, GossipOptions
 from fedprune_app.config.options import Kind, Option, Scalar
 from fedprune_app.config.parsing import check_resumable, parse_config, paths_from_here, written_below
+from fedprune_app.config.policy import NO_POLICY, POLICY_KEYS, Policy, PolicyError
 from fedprune_app.config.toml import flatten, parse_override, read_toml, to_toml, toml_value
 
 __all__ = [
     "DEFAULTS",
     "FEDP3_COUNTS",
+    "NO_POLICY",
     "OPTIONS",
+    "POLICY_KEYS",
     "Config",
     "ConfigError",
     "DPSGDOptions",
@@ -33,6 +36,8 @@ __all__ = [
     "GossipOptions",
     "Kind",
     "Option",
+    "Policy",
+    "PolicyError",
     "Scalar",
     "check_resumable",
     "class_names",

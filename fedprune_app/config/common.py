@@ -79,9 +79,10 @@ class CommonOptions:
         0.1, "The share of a client's training data that is held out for validation.", least=0, below=1
     )
     test_split: str = option(
-        "labels",
-        "The test data of a client.",
+        "auto",
+        "The test data of a client. A client with data of its own has its test folder, or else holds out a share.",
         choices={
+            "auto": "'holdout' with dp.enabled, otherwise 'labels'; a run's record says which",
             "labels": "all test images with a label that the client trains on",
             "proportional": "test-samples images, with the client's shares of the labels",
             "holdout": "a share test-fraction of the client's own data",

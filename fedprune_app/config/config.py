@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from typing import Self
 
 from fedprune_app.config.baselines import (
     DittoOptions,
@@ -55,6 +56,12 @@ class Config(CommonOptions):
     def public_share(self) -> float:
         """The share of the training images that no client gets."""
         return self.public_fraction or self.fedltp.public_share(self)
+
+    def settled(self) -> Self:
+        """Return the configuration with the test split that 'auto' stands for."""
+        if self.test_split != "auto":
+            return self
+        return replace(self, test_split="holdout" if self.dp.enabled else "labels")
 
     def check(self) -> None:
         """Raise :class:`ConfigError` where options do not go together, in any table."""

@@ -171,16 +171,16 @@ class FedP3Options(Table):
             return {"num-server-rounds": "fedp3.head-epochs are trained in the last of these rounds"}
         return {}
 
-    def density_of(self, partition: int, default: float) -> float:
-        """Return the density of the layers that client ``partition`` does not train. Raises :class:`ConfigError`."""
-        return share_in_turn("fedp3.densities", self.densities, partition, default)
+    def density_of(self, client: int, default: float) -> float:
+        """Return the density of the layers that ``client`` does not train. Raises :class:`ConfigError`."""
+        return share_in_turn("fedp3.densities", self.densities, client, default)
 
-    def capacity_of(self, partition: int) -> float:
-        """Return the share of the model that client ``partition`` can hold, where its node does not say.
+    def capacity_of(self, client: int) -> float:
+        """Return the share of the model that client number ``client`` can hold, where its node does not say.
 
         Raises :class:`ConfigError`.
         """
-        return share_in_turn("fedp3.capacities", self.capacities, partition, 1.0)
+        return share_in_turn("fedp3.capacities", self.capacities, client, 1.0)
 
     def patterns(self) -> tuple[str, ...]:
         """Return the patterns of layers for the clients in turn, where layers are named; else nothing."""

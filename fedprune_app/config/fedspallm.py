@@ -150,9 +150,9 @@ class FedSpaLLMOptions(Table):
             raise ConfigError(f"fedspallm.pattern is {self.pattern!r}, allowed: n:m with n at least 1 and at most m")
         return int(n), int(m)
 
-    def num_segments(self, partition: int) -> int:
-        """Return the number of calibration segments of client ``partition``. Raises :class:`ConfigError`."""
-        return count_in_turn("fedspallm.segment-counts", self.segment_counts, partition, self.segments)
+    def num_segments(self, client: int) -> int:
+        """Return the number of calibration segments of client number ``client``. Raises :class:`ConfigError`."""
+        return count_in_turn("fedspallm.segment-counts", self.segment_counts, client, self.segments)
 
     def more_texts(self) -> dict[str, Path]:
         """Return ``evaluation-texts`` as name → path, in their order. Raises :class:`ConfigError`."""
@@ -167,6 +167,6 @@ class FedSpaLLMOptions(Table):
             found[name] = Path(path)
         return found
 
-    def layer_share(self, partition: int) -> float:
-        """Return the share of the layers that client ``partition`` prunes. Raises :class:`ConfigError`."""
-        return share_in_turn("fedspallm.layer-shares", self.layer_shares, partition, 1.0)
+    def layer_share(self, client: int) -> float:
+        """Return the share of the layers that client number ``client`` prunes. Raises :class:`ConfigError`."""
+        return share_in_turn("fedspallm.layer-shares", self.layer_shares, client, 1.0)

@@ -26,6 +26,6 @@ class FjORDOptions(Table):
         """Raise :class:`ConfigError` for widths that cannot be."""
         self.width_of(0)
 
-    def width_of(self, partition: int) -> float:
-        """Return the width of client ``partition``. Raises :class:`ConfigError`."""
-        return share_in_turn("fjord.widths", self.widths, partition, 1.0)
+    def width_of(self, client: int) -> float:
+        """Return the width of client number ``client``. Raises :class:`ConfigError`."""
+        return share_in_turn("fjord.widths", self.widths, client, 1.0)

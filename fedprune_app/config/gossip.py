@@ -123,9 +123,9 @@ class DisPFLOptions(GossipOptions):
             return {"num-server-rounds": reason}
         return {}
 
-    def density_of(self, partition: int, default: float) -> float:
-        """Return the density of client ``partition``, from the list or ``default``. Raises :class:`ConfigError`."""
-        return share_in_turn("dispfl.densities", self.densities, partition, default)
+    def density_of(self, client: int, default: float) -> float:
+        """Return the density of client number ``client``, from the list or ``default``. Raises :class:`ConfigError`."""
+        return share_in_turn("dispfl.densities", self.densities, client, default)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import math
 from fedprune_app.config.errors import ConfigError
 
 
-def share_in_turn(key: str, text: str, partition: int, default: float) -> float:
-    """Return the share of client ``partition`` from ``text``, '0.2 0.4'; ``default`` where ``text`` is empty.
+def share_in_turn(key: str, text: str, client: int, default: float) -> float:
+    """Return the share of client number ``client`` from ``text``, '0.2 0.4'; ``default`` where ``text`` is empty.
 
     Raises :class:`ConfigError` naming ``key`` unless all shares are above 0 and at most 1.
     """
@@ -21,11 +21,11 @@ def share_in_turn(key: str, text: str, partition: int, default: float) -> float:
         values = [math.nan]
     if not all(0 < value <= 1 for value in values):
         raise ConfigError(f"{key} is {text!r}, allowed: numbers above 0 and at most 1")
-    return values[partition % len(values)]
+    return values[client % len(values)]
 
 
-def count_in_turn(key: str, text: str, partition: int, default: int) -> int:
-    """Return the count of client ``partition`` from ``text``, '32 8 2'; ``default`` where ``text`` is empty.
+def count_in_turn(key: str, text: str, client: int, default: int) -> int:
+    """Return the count of client number ``client`` from ``text``, '32 8 2'; ``default`` where ``text`` is empty.
 
     Raises :class:`ConfigError` naming ``key`` unless all counts are whole numbers above 0.
     """
@@ -34,7 +34,7 @@ def count_in_turn(key: str, text: str, partition: int, default: int) -> int:
         return default
     if not all(each.isdecimal() and int(each) > 0 for each in texts):
         raise ConfigError(f"{key} is {text!r}, allowed: whole numbers, at least 1")
-    return int(texts[partition % len(texts)])
+    return int(texts[client % len(texts)])
 
 
 def _parts(text: str) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,8 @@ T = TypeVar("T", bound=CommonOptions | Table)
 def parse_config(values: Mapping[str, object]) -> Config:
     """Return the configuration that flat ``values`` describe; missing keys take their defaults.
 
+    What depends on other keys is settled: ``test_split`` is never 'auto'.
+
     Raises :class:`ConfigError` for an unknown key, a wrong type, a value out of range, or options that do not go
     together. Names of systems, datasets, partitions and models are checked where these are registered.
     """
@@ -27,9 +30,15 @@ def parse_config(values: Mapping[str, object]) -> Config:
             close = difflib.get_close_matches(key, OPTIONS, n=1)
             hint = f"did you mean {close[0]!r}?" if close else "see `fedprune list --keys`"
             raise ConfigError(f"unknown key {key!r}: {hint}")
-    config = _filled(
-        Config(), {key: option.parse(key, values.get(key, option.default)) for key, option in OPTIONS.items()}
-    )
+    parsed = {key: OPTIONS[key].parse(key, value) for key, value in values.items()}
+    return _checked(frozenset((key, type(value), value) for key, value in parsed.items()))
+
+
+@lru_cache(maxsize=16)  # a client is told its run's configuration with every message
+def _checked(given: frozenset[tuple[str, type, Scalar]]) -> Config:
+    values = {key: value for key, _, value in given}
+    defaults = {key: option.parse(key, option.default) for key, option in OPTIONS.items()}
+    config = _filled(Config(), defaults | values).settled()
     config.check()
     return config
 

@@ -54,17 +54,19 @@ class DPOptions(Table):
         },
     )
     accuracies: str = option(
-        "open",
-        "The form in which clients tell their accuracies, which are those on examples that were never trained on.",
+        "noised",
+        "The form in which clients tell their accuracies, which are those on examples that were never trained on. "
+        "'noised' and 'open' need test-split 'holdout'.",
         choices={
-            "open": "as they are, without a guarantee for these examples",
-            "noised": "as noised counts that are charged, with test-split 'holdout'",
+            "noised": "as noised counts that are charged, so that the promise holds for all examples",
+            "open": "as they are: nothing is promised for validation and test examples, as in research on public data",
             "none": "not at all",
         },
     )
     count_scale: float = option(
-        0.0,
-        "The scale of the Laplace noise on a count of correct predictions. 0 means that no count is noised.",
+        20.0,
+        "The scale of the Laplace noise on a count of correct predictions. A count costs an ε of 1 divided by the "
+        "scale, where the count stands alone. 0 means that no count is told or asked for.",
         least=0,
     )
     grad_sample: str = option(
@@ -83,12 +85,13 @@ class DPOptions(Table):
     )
     secure_rng: bool = option(
         False,
-        "If true, noise and samples come from the operating system and cannot be reproduced. If false, they derive"
-        " from the seed, which only simulates privacy.",
+        "If true, noise and samples come from the operating system and cannot be reproduced. If false, those of a"
+        " simulation derive from the seed, which only simulates privacy. Nodes of a deployment, and nodes with data of"
+        " their own, draw from the operating system in any case unless their operators say otherwise.",
     )
     ledger_dir: str = option(
         "",
-        "The folder for one ledger per client over all runs on the client's data, as an absolute path. Empty means"
+        "The folder for one ledger over all runs on the same data of a client, as an absolute path. Empty means"
         " that the ledger is with the run's state.",
         kind=Kind.STATE_FOLDER,
         changes_results=False,

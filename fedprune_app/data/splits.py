@@ -1,12 +1,19 @@
-"""Every client has training, validation and test data, all three of one label law."""
+"""Every client has training, validation and test data, all three of one label law.
+
+Data that are dealt without ``private`` are split by label: each part has the client's shares of the labels. A client's
+own data, and data dealt with ``private``, are split record by record: see :func:`_drawn`.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedprune_app.config import Config, class_names
@@ -38,7 +45,8 @@ class DataConfig:
     * ``is_own``: the folder is one client's alone, and this client takes all of it. Nothing is dealt, and the client is
       number 0 of 1. Its test data is the folder's. Where the folder has none, it is ``test_fraction`` of the images.
     * ``classes``: the names of an image folder's classes, and their order.
-    * ``public_scale``: an image folder is not normalised by its own statistics.
+    * ``private``: each image is inside a promise of privacy. So nothing that is done with one image follows from the
+      others: an image folder is not normalised by its own statistics, and each image's part is drawn by itself.
     """
 
     dataset: str = "digits"
@@ -60,7 +68,7 @@ class DataConfig:
     seed: int = 0
     classes: tuple[str, ...] = ()
     is_own: bool = False
-    public_scale: bool = False
+    private: bool = False
 
     def __post_init__(self) -> None:
         for key, value, allowed in (
@@ -93,10 +101,10 @@ class DataConfig:
 
 def data_config(config: Config, is_own: bool = False) -> DataConfig:
     """Return the part of the run's configuration that determines every client's data."""
-    names = set(DataConfig.__dataclass_fields__) - {"is_own", "classes", "public_scale"}
+    names = set(DataConfig.__dataclass_fields__) - {"is_own", "classes", "private"}
     same = {name: getattr(config, name) for name in names}
     classes = class_names(config.classes)
-    return DataConfig(is_own=is_own, classes=classes, public_scale=config.dp.enabled, **same)
+    return DataConfig(is_own=is_own, classes=classes, private=config.dp.enabled, **same)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +159,18 @@ def public_part(config: DataConfig) -> tuple[Tensor, Tensor]:
     return pool.images(held), torch.from_numpy(pool.labels[held])
 
 
+def record_digests(config: DataConfig, partition_id: int, num_clients: int) -> list[bytes]:
+    """Return the sorted SHA-256 digests of all images that the client has, in whatever part they are.
+
+    The names and the order of files play no part, nor do labels. Where a client's own folder has test images, these
+    are among them; the test images that dealt data share with other clients are not.
+    """
+    pool, own = _pool(config), _partition(config, num_clients)[partition_id]
+    if config.is_own:
+        own = np.arange(len(pool.labels))
+    return sorted(pool.digests(own))
+
+
 def label_counts(config: DataConfig, partition_id: int, num_clients: int) -> dict[str, list[int]]:
     """Return how many samples of each label are in the client's "train", "validation" and "test" data."""
     pool = _pool(config)
@@ -167,6 +187,7 @@ class _Pool:
         self.dataset = dataset
         self.labels: Labels = np.concatenate([dataset.train_labels, dataset.test_labels])
         self.num_train = len(dataset.train_labels)
+        self._digests: dict[int, bytes] = {}
 
     def images(self, indices: Indices) -> Tensor:
         """Return images at sorted indices: float32 (N, C, H, W), scaled to [0, 1], then normalised."""
@@ -175,6 +196,21 @@ class _Pool:
         pixels = np.concatenate([data.train_images[train], data.test_images[test - self.num_train]])
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (data.mean, data.std))
         return torch.from_numpy(pixels).float().div_(255).sub_(mean).div_(std)
+
+    def digests(self, indices: Indices) -> list[bytes]:
+        """Return the SHA-256 digests of the images at these indices, each of that image alone.
+
+        Each image is read once, 1.2 GB a second on one core: 0.25 s for 2,000 images of 224 x 224 pixels in colour. The
+        digests are kept. A grey image has the same digest among grey images, which have one channel here, as among
+        coloured ones, which have three.
+        """
+        for i in indices.tolist():
+            if i not in self._digests:
+                data, place = self.dataset, i - self.num_train
+                image = data.train_images[i] if place < 0 else data.test_images[place]
+                image = image[:1] if (image[1:] == image[:1]).all() else image
+                self._digests[i] = hashlib.sha256(f"{image.shape} ".encode() + image.tobytes()).digest()
+        return [self._digests[i] for i in indices.tolist()]
 
 
 class _StoredClientData(ClientData):
@@ -227,7 +263,7 @@ def _client_data(config: DataConfig, partition_id: int, num_clients: int) -> Cli
 def _pool(config: DataConfig) -> _Pool:
     needs_test = not config.is_own
     return _Pool(
-        load_dataset(config.dataset, config.data_dir, config.download, config.classes, needs_test, config.public_scale)
+        load_dataset(config.dataset, config.data_dir, config.download, config.classes, needs_test, config.private)
     )
 
 
@@ -284,17 +320,18 @@ def _set_aside(config: DataConfig) -> Indices:
 
 @lru_cache(maxsize=256)
 def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> dict[str, Indices]:
-    """Return part → sorted indices into the pool; :data:`TEST_SPLITS` describes the test part."""
+    """Return part → sorted indices into the pool; :data:`TEST_SPLITS` describes the test part.
+
+    Raises ``ValueError`` where nothing is left to train on.
+    """
     shares = _partition(config, num_clients)
     if not 0 <= partition_id < num_clients:
         raise ValueError(f"partition is {partition_id}, allowed: 0 to {num_clients - 1}")
     pool, own = _pool(config), shares[partition_id]
-    test_rng = numpy_generator(config.seed, "test split", partition_id)
     if config.is_own and len(pool.dataset.test_labels):
         test = np.arange(pool.num_train, len(pool.labels))
     elif config.is_own or config.test_split == "holdout":
-        kept, held = partitions.stratified_holdout(pool.labels[own], config.test_fraction, test_rng)
-        own, test = own[kept], own[held]
+        own, test = _hold_out(own, config.test_fraction, "test split", config, partition_id)
     else:
         counts = np.bincount(pool.labels[own], minlength=pool.dataset.num_classes)
         available = np.bincount(pool.dataset.test_labels, minlength=len(counts))
@@ -302,8 +339,36 @@ def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> d
             wanted = np.where(counts > 0, available, 0)
         else:  # whole-number ceiling: 100 · 3/10 in floats can be 30.000000000000004
             wanted = np.minimum(-(-counts * config.test_samples // len(own)), available)
+        test_rng = numpy_generator(config.seed, "test split", partition_id)
         chosen = partitions.take_per_label(pool.dataset.test_labels, wanted, test_rng)
         test = np.sort(np.concatenate(chosen)) + pool.num_train
-    validation_rng = numpy_generator(config.seed, "validation split", partition_id)
-    kept, held = partitions.stratified_holdout(pool.labels[own], config.validation_fraction, validation_rng)
-    return {"train": own[kept], "validation": own[held], "test": test}
+    train, validation = _hold_out(own, config.validation_fraction, "validation split", config, partition_id)
+    if not len(train):
+        raise ValueError(
+            f"client {partition_id} has {len(shares[partition_id])} images, and none of them is for training, allowed: "
+            "at least one"
+        )
+    return {"train": train, "validation": validation, "test": test}
+
+
+def _hold_out(own: Indices, share: float, use: str, config: DataConfig, partition_id: int) -> tuple[Indices, Indices]:
+    """Return those of the sorted indices ``own`` that stay, and about ``share`` of them that are held out."""
+    pool = _pool(config)
+    if config.is_own or config.private:
+        held_out = _drawn(pool.digests(own), share, f"{config.seed}/{use}")
+        return own[~held_out], own[held_out]
+    kept, held = partitions.stratified_holdout(pool.labels[own], share, numpy_generator(config.seed, use, partition_id))
+    return own[kept], own[held]
+
+
+def _drawn(digests: Sequence[bytes], share: float, key: str) -> NDArray[np.bool_]:
+    """Return which records are drawn, each with probability ``share``, by a hash of the record alone under ``key``.
+
+    Adding a record changes the draw of no other record, and equal records are drawn together. The price is balance: of
+    n records share · n are drawn on average, with a standard deviation of √(n · share · (1 - share)), and so of each
+    label. Of 100 images of a label 30 ± 4.5 are test images with a share of 0.3, where a split by label takes 30 of
+    them; over 10 labels of 100 images the rarest label has 23 on average, and the most frequent one 37.
+    """
+    secret = hashlib.sha256(key.encode()).digest()
+    places = [int.from_bytes(hashlib.blake2b(digest, key=secret, digest_size=8).digest()) for digest in digests]
+    return np.array(places, dtype=np.float64) / 2**64 < share

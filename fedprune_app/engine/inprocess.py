@@ -21,6 +21,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedprune_app.core.rng import derive_seed
+from fedprune_app.engine.simulated import answering_in_process
 
 _RUN_ID = 1
 
@@ -99,7 +100,8 @@ class InProcessGrid(Grid):
     def _answer(self, message: Message) -> Message:
         context = self._contexts[message.metadata.dst_node_id]
         try:
-            return self._client_app(message, context)
+            with answering_in_process():
+                return self._client_app(message, context)
         except Exception as error:  # as on the other engines: a client's failure is a reply
             code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
             return Message(Error(code, f"{type(error).__name__}: {error}"), reply_to=message)

@@ -18,14 +18,19 @@ _KEPT_AS = {
 }
 """Epsilons by the ledger, by each accountant, by the paper's formula and at dp.second-delta: columns, names on disk."""
 _LOST = 1e-3  # a figure that fell by this share; the grid of privacy losses moves one by less
+_SIMULATED = "epsilon_simulated"
 
 
 class Budgets:
-    """Epsilons by client, and the round after which a client's budget bears no other. Empty without ``dp.enabled``."""
+    """Epsilons by client, and the round after which a client's budget bears no other. Empty without ``dp.enabled``.
+
+    ``simulated`` says by client whether any of its noise derived from the seed.
+    """
 
     def __init__(self, enabled: bool) -> None:
         self.enabled = enabled
         self.epsilons: dict[str, dict[int, float]] = {column: {} for column in _KEPT_AS}
+        self.simulated: dict[int, bool] = {}
         self.spent: dict[int, int] = {}
 
     def bears(self, client: int, round: int) -> bool:
@@ -38,9 +43,13 @@ class Budgets:
 
     @staticmethod
     def check(fields: wire.Fields) -> dict[str, float]:
-        """Return the epsilons of a reply by column. Raises ``ValueError`` for one that cannot be."""
+        """Return the epsilons of a reply by column, and how its noise was drawn.
+
+        Raises ``ValueError`` for a number that cannot be, and for epsilons without a word on the noise.
+        """
         told = measures.row_of(Reply.PRIVACY, fields)
-        return {column: value for column, value in told.items() if value is not None}
+        found = {column: value for column, value in told.items() if value is not None}
+        return found | {_SIMULATED: measures.told(_SIMULATED, fields)} if found else {}
 
     def take(self, client: int, fields: wire.Fields, round: int, note: Callable[[int, str], None]) -> dict[str, Any]:
         """Enter what a reply of this round says; return the client's columns.
@@ -50,7 +59,11 @@ class Budgets:
         """
         if not self.enabled:
             return {}
-        for column, now in self.check(fields).items():
+        told = self.check(fields)
+        if told:
+            simulated = bool(told.pop(_SIMULATED))
+            self.simulated[client] = simulated or self.simulated.get(client, False)
+        for column, now in told.items():
             known = self.epsilons[column]
             if now < known.get(client, 0.0) * (1 - _LOST):
                 name = measures.MEASURES.of_clients[column].wire_name
@@ -58,20 +71,30 @@ class Budgets:
             known[client] = now
         if fields.get("budget-spent") is True:
             self.spent.setdefault(client, round)
-        return {column: known.get(client) for column, known in self.epsilons.items()}
+        own = {_SIMULATED: int(self.simulated[client])} if client in self.simulated else {}
+        return {column: known.get(client) for column, known in self.epsilons.items()} | own
 
     def columns(self) -> dict[str, Any]:
         """Return the columns of a round: the largest epsilons of all clients, and how many have spent their budget."""
         if not self.enabled:
             return {}
         rows = [{column: value} for column, known in self.epsilons.items() for value in known.values()]
+        rows += [{_SIMULATED: float(simulated)} for simulated in self.simulated.values()]
         return {**measures.over_clients(rows, Reply.PRIVACY), "budgets_spent": len(self.spent)}
+
+    def noise(self) -> dict[str, list[int]]:
+        """Return for run.json whose noise came from where, by client; nothing before anybody said so."""
+        if not self.simulated:
+            return {}
+        seeded = sorted(client for client, simulated in self.simulated.items() if simulated)
+        return {"seed": seeded, "operating-system": sorted(self.simulated.keys() - seeded)}
 
     def state(self) -> dict[str, Mapping[int, float]]:
         """Return the book for a checkpoint, by name and client; nothing without ``dp.enabled``."""
         if not self.enabled:
             return {}
-        return {**{name: self.epsilons[column] for column, name in _KEPT_AS.items()}, "spent": self.spent}
+        epsilons = {name: self.epsilons[column] for column, name in _KEPT_AS.items()}
+        return {**epsilons, "simulated": self.simulated, "spent": self.spent}
 
     def restore(self, meta: Mapping[str, Any]) -> None:
         """Read back what :meth:`state` gave, with the clients as texts."""
@@ -79,4 +102,5 @@ class Budgets:
             column: {int(k): float(epsilon) for k, epsilon in meta.get(name, {}).items()}
             for column, name in _KEPT_AS.items()
         }
+        self.simulated = {int(k): bool(simulated) for k, simulated in meta.get("simulated", {}).items()}
         self.spent = {int(k): int(round) for k, round in meta.get("spent", {}).items()}

@@ -80,6 +80,8 @@ def _evaluated(exchanges: Exchanges, round: Round) -> dict[str, Any]:
 
 def _record(strategy: Hooks, round: Round, row: Mapping[str, Any]) -> None:
     recorder = strategy.context.recorder
+    if (noise := strategy.budgets.noise()) and noise != recorder.info.get("noise"):
+        recorder.annotate(noise=noise)
     recorder.clients(
         {"round": round.number, "partition": client, **columns} for client, columns in sorted(round.log.clients.items())
     )

@@ -1,7 +1,7 @@
 """Accounting turns releases into an ε: dp-accounting events, their composition, and the noise that a target needs.
 
-Neighbours differ by one example, added or removed. A release is one of two kinds: steps of DP-SGD on Poisson samples,
-or a number with Laplace noise.
+One example of a data set is a blank in its neighbour. A release is one of two kinds: steps of DP-SGD on Poisson
+samples, or a number with Laplace noise.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from opacus.validators import ModuleValidator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedprune_app.privacy.noise import Noise
+from fedprune_app.privacy.noise import Noise, noised
 
 GRAD_SAMPLES = ("auto", "one-pass", "hooks", "functorch", "ghost")
 ClippedSum = Callable[..., dict[str, Tensor]]
@@ -153,14 +153,17 @@ class _Step:
                 self.gradients[name].add_(total)
 
     def finish(self, expected_batch: float) -> None:
-        """Add noise after all examples of the batch, and divide the sum by ``expected_batch``."""
+        """Add noise after all examples of the batch, and divide the sum by ``expected_batch``.
+
+        The noised sum is rounded to the gradient's own type once. Whatever follows is post-processing.
+        """
         std = self.how.noise_multiplier * self.how.clip_norm
-        noise = self.how.noise.gaussian(sum(gradient.numel() for gradient in self.gradients.values()))
+        draws = self.how.noise.gaussian(sum(gradient.numel() for gradient in self.gradients.values()))
         start = 0
         for name, gradient in self.gradients.items():
-            part = noise[start : start + gradient.numel()].view(gradient.shape).to(gradient.device)
+            part = draws[start : start + gradient.numel()].view(gradient.shape).to(gradient.device)
             start += gradient.numel()
-            gradient.addcmul_(part, self.kept[name], value=std).div_(expected_batch)
+            gradient.copy_(noised(gradient, part, std)).mul_(self.kept[name]).div_(expected_batch)
 
 
 def _masks(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,18 +1,20 @@
 """A ledger keeps a client's releases of its data, on the client's own disk: written before they leave, never forgotten.
 
-The file has one line per release, ``<check> {json}``. The check covers the line before it too, so a line that goes
+The file's first line says whose releases these are: it has the identity of the client's data. One line per release
+follows. A line is ``<check> {json}``. The check covers the line before it too, so a line that goes
 missing from the middle is noticed. A line without its end was being written when the power went. Its release never
 left, and the line is dropped. Any other damage is an error, for then nobody knows what was spent.
 """
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import BinaryIO, Self
 
 from fedprune_app.files import appending
 from fedprune_app.privacy import accounting
-from fedprune_app.privacy.accounting import Laplace, Release, Spent, Steps, total
+from fedprune_app.privacy.accounting import Laplace, Release, Spent, Steps, affords, total
 
 
 class Overspent(ValueError):
@@ -38,14 +40,45 @@ class Budget:
     delta: float
 
 
+@dataclass(frozen=True)
+class Data:
+    """Data are known by their records, wherever these are and whatever they are called.
+
+    * ``identity``: a digest of all records' digests.
+    * ``size``: how many records there are.
+    * ``about``: a few words for readers of the file.
+    * ``records``: short digests of the records, where the data may change with time. Other data that share a record
+      with these go on with the same ledger, because the shared record pays for the releases of both. Without them,
+      other data are refused.
+    * ``joins``: these data go on with whatever ledger there is, and are noted in it.
+    """
+
+    identity: str
+    size: int
+    about: str
+    records: frozenset[bytes] = frozenset()
+    joins: bool = False
+
+    @classmethod
+    def of(cls, digests: Iterable[bytes], about: str, *, may_change: bool = False, joins: bool = False) -> Self:
+        """Return the data that consist of the records with these digests, in whatever order."""
+        ordered = sorted(digests)
+        records = frozenset(digest[:_SHORT] for digest in ordered) if may_change else frozenset()
+        return cls(hashlib.sha256(b"".join(ordered)).hexdigest(), len(ordered), about, records, joins)
+
+
+_SHORT = 8  # bytes of a record's digest in a file: of 10^5 records two share them by chance once in 10^9 ledgers
+
+
 class Ledger:
     """A ledger holds the releases of one client's data, in the file ``path``, or in memory if ``path`` is None.
 
     Several processes may hold the same file: each charge is made under a lock, after reading the other processes'
-    charges. ``accountant`` is ``pld`` or ``rdp``. With a ``budget`` no charge passes it. Raises ``ValueError`` for a
-    damaged file.
+    charges. ``accountant`` is ``pld`` or ``rdp``. No charge passes any of the ``budgets``. ``data`` says whose ledger
+    this has to be; None reads a ledger of any data. Raises ``ValueError`` for a damaged file, and for a ledger of other
+    data.
 
-    >>> ledger = Ledger(budget=Budget(epsilon=2.0, delta=1e-5))
+    >>> ledger = Ledger(budgets=[Budget(epsilon=2.0, delta=1e-5)])
     >>> ledger.charge_laplace(scale=1.0, sensitivity=1.0)
     >>> round(ledger.epsilon(delta=1e-5), 2)
     1.0
@@ -53,22 +86,36 @@ class Ledger:
     False
     """
 
-    def __init__(self, path: Path | None = None, *, accountant: str = "pld", budget: Budget | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | None = None,
+        *,
+        accountant: str = "pld",
+        budgets: Sequence[Budget] = (),
+        data: Data | None = None,
+    ) -> None:
         self.path = path
         self.accountant = accountant
-        self.budget = budget
+        self.budgets = tuple(budgets)
         self._spent: Counter[Release] = Counter()
+        self._charges = 0
+        self._data: list[Data] = []  # whose releases these are: first and, where that may change, later
         self._lines = 0
         self._check = ""  # the check of the last line
         self._offset = 0  # where the next line begins
         if path is not None:
             _make_durable(path)
-            with self._locked(fcntl.LOCK_SH):
-                pass
+            with self._locked(fcntl.LOCK_SH if data is None else fcntl.LOCK_EX) as file:
+                if data is not None:
+                    self._require_data(data, file)
 
     def __len__(self) -> int:
         """Return how many charges there were."""
-        return self._lines
+        return self._charges
+
+    def shares(self, data: Data) -> bool:
+        """Return whether the ledger has a record of ``data``, which then pays for all of the ledger's releases."""
+        return any(own.records & data.records for own in self._data)
 
     @property
     def spent(self) -> Spent:
@@ -79,7 +126,7 @@ class Ledger:
         """Charge ``steps`` steps of DP-SGD, see :class:`accounting.Steps`; ``what`` is a note for readers of the file.
 
         The charge is on disk when this method returns. Raises :class:`Overspent` and writes nothing where the charge
-        would pass the budget. Raises ``ValueError`` for numbers out of range.
+        would pass a budget. Raises ``ValueError`` for numbers out of range.
         """
         if steps < 0:
             raise ValueError(f"steps is {steps}, allowed: at least 0")
@@ -94,25 +141,21 @@ class Ledger:
         return accounting.epsilon(self._spent, delta, accountant or self.accountant)
 
     def affords(self, more: Spent) -> bool:
-        """Return whether ``more`` would stay within the budget; True without a budget."""
-        if self.budget is None:
-            return True
-        spent = total(self._spent, more)
-        return accounting.affords(spent, self.budget.delta, self.budget.epsilon, self.accountant)
+        """Return whether ``more`` would stay within every budget; True without a budget."""
+        return self._passed(more) is None
 
     def require(self, more: Spent) -> None:
-        """Raise :class:`Overspent` where ``more`` would pass the budget."""
-        if not self.affords(more):
-            assert self.budget is not None
+        """Raise :class:`Overspent` where ``more`` would pass a budget."""
+        if budget := self._passed(more):
             raise Overspent(
-                f"the privacy budget is {self.budget.epsilon:g} at delta {self.budget.delta:g}, "
-                f"{self.epsilon(self.budget.delta):.4g} of it are spent, and this would make it {self._cost(more):.4g}"
+                f"the privacy budget is {budget.epsilon:g} at delta {budget.delta:g}, {self.epsilon(budget.delta):.4g} "
+                f"of it are spent, and this would make it {self._cost(more, budget.delta):.4g}"
             )
 
     def __copy__(self) -> Self:
         """Return a ledger in memory that begins with this one's charges, to try out the cost of further releases."""
-        other = type(self)(accountant=self.accountant, budget=self.budget)
-        other._spent, other._lines = Counter(self._spent), self._lines
+        other = type(self)(accountant=self.accountant, budgets=self.budgets)
+        other._spent, other._charges = Counter(self._spent), self._charges
         return other
 
     # --- the file -------------------------------------------------------------------------------------------------
@@ -121,21 +164,45 @@ class Ledger:
         if self.path is None:
             self.require({release: count})
             self._spent[release] += count
-            self._lines += 1
+            self._charges += 1
             return
         with self._locked(fcntl.LOCK_EX) as file:
             self.require({release: count})
-            line = _line(self._check, release, count, what)
-            file.truncate(self._offset)  # a torn last line
-            file.seek(self._offset)
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-            self._take_in(line)
+            kind = "steps" if isinstance(release, Steps) else "laplace"
+            self._append({"kind": kind, **vars(release), "count": count, "what": what}, file)
 
-    def _cost(self, more: Spent) -> float:
-        assert self.budget is not None
-        return accounting.epsilon(total(self._spent, more), self.budget.delta, self.accountant)
+    def _append(self, entry: Mapping[str, object], file: BinaryIO) -> None:
+        line = _line(self._check, entry)
+        file.truncate(self._offset)  # a torn last line
+        file.seek(self._offset)
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+        self._take_in(line)
+
+    def _require_data(self, data: Data, file: BinaryIO) -> None:
+        """Make a new ledger that of ``data``, and raise ``ValueError`` for an old one of other data."""
+        if any(own.identity == data.identity for own in self._data):
+            return
+        if self._lines and not (self._data and (data.joins or self.shares(data))):
+            whose = (
+                f"of other data ({self._data[0].about})" if self._data else "of data that its first line does not name"
+            )
+            raise ValueError(
+                f"ledger '{self.path}' is {whose}, allowed: a ledger of these data ({data.about}), or none"
+            )
+        known = frozenset[bytes]().union(*(own.records for own in self._data))
+        records = base64.b64encode(b"".join(sorted(data.records - known))).decode()
+        entry = {"kind": "data", "identity": data.identity, "size": data.size, "about": data.about, "records": records}
+        self._append(entry, file)
+
+    def _passed(self, more: Spent) -> Budget | None:
+        """Return the first budget that ``more`` would pass."""
+        spent = total(self._spent, more)
+        return next((b for b in self.budgets if not affords(spent, b.delta, b.epsilon, self.accountant)), None)
+
+    def _cost(self, more: Spent, delta: float) -> float:
+        return accounting.epsilon(total(self._spent, more), delta, self.accountant)
 
     @contextmanager
     def _locked(self, kind: int) -> Iterator[BinaryIO]:
@@ -161,21 +228,47 @@ class Ledger:
             check, text = line.decode().rstrip("\n").split(" ", 1)
             if check != _check(self._check, text):
                 raise ValueError("its check is wrong")
-            release, count = _release(json.loads(text))
+            entry = json.loads(text)
+            if entry["kind"] == "data":
+                self._data.append(_data(entry))
+            else:
+                release, count = _release(entry)
+                self._spent[release] += count
+                self._charges += 1
         except (ValueError, KeyError, TypeError) as error:
             where = f"ledger '{self.path}' line {self._lines + 1}"
             raise ValueError(f"{where} is damaged ({error}): what was spent is not known") from None
-        self._spent[release] += count
         self._lines += 1
         self._check = check
         self._offset += len(line)
 
 
-def _line(previous: str, release: Release, count: int, what: str) -> bytes:
-    kind = "steps" if isinstance(release, Steps) else "laplace"
-    entry = {"kind": kind, **vars(release), "count": count, "what": what}
+def ledger_of(data: Data, folder: Path) -> Path:
+    """Return the ledger in ``folder`` that shares a record with ``data``, which may change; else the name of a new one.
+
+    Raises ``ValueError`` where several ledgers do, because each record's releases have to be in one.
+    """
+    found = [path for path in sorted(folder.glob(f"{_OWN}*.jsonl")) if Ledger(path).shares(data)]
+    if len(found) > 1:
+        names = ", ".join(f"'{path}'" for path in found)
+        raise ValueError(f"the client's images are in the ledgers {names}, allowed: all of them in one ledger")
+    return found[0] if found else folder / f"{_OWN}{data.identity[:16]}.jsonl"
+
+
+_OWN = "own-"
+
+
+def _line(previous: str, entry: Mapping[str, object]) -> bytes:
     text = json.dumps(entry)
     return f"{_check(previous, text)} {text}\n".encode()
+
+
+def _data(entry: Mapping[str, str]) -> Data:
+    records = base64.b64decode(entry["records"], validate=True)
+    if len(records) % _SHORT:
+        raise ValueError("a digest is cut")
+    short = frozenset(records[i : i + _SHORT] for i in range(0, len(records), _SHORT))
+    return Data(str(entry["identity"]), int(entry["size"]), str(entry["about"]), short)
 
 
 def _release(entry: Mapping[str, float | str]) -> tuple[Release, int]:

@@ -1,7 +1,11 @@
-"""The randomness that protects comes from a seed, for runs that can be repeated, or from the operating system.
+"""The randomness that protects is a stream cipher's, under a key from the operating system or from the run's seed.
 
-A seeded run simulates the mechanism: whoever knows the seed can subtract the noise. ``dp.secure-rng`` draws from the
-operating system, and its results are not reproducible. docs/privacy.md says when to use which.
+A seeded run simulates the mechanism: whoever knows the seed can subtract the noise. A key from the operating system is
+nobody else's, and results that it made are not reproducible. docs/privacy.md says who decides.
+
+Noise is added in float64 (:func:`noised`), because float32 sums tell what was added. The noise that float32 can hold is
+full of gaps, and a result that only one of two sums can reach answers the question which of them it was (Mironov,
+*On Significance of the Least Significant Bits for Differential Privacy*, 2012).
 """
 
 from __future__ import annotations
@@ -12,68 +16,91 @@ import os
 from collections.abc import Mapping
 from typing import Protocol
 
-import numpy as np
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from torch import Tensor
 
-from fedprune_app.core import rng
+_GRID_BITS = 20  # a released sum is a multiple of about 2^-20 of the noise's standard deviation
+_CHUNK = 1 << 15  # words of 64 bits that are in work at a time: they fit into a core's cache
+_ZEROS = bytes(8 * _CHUNK)
 
 
 class Noise(Protocol):
-    """A noise source is a stream of independent draws on the CPU."""
+    """A noise source is a stream of independent draws on the CPU, which are the caller's to overwrite."""
 
     def uniform(self, size: int) -> Tensor:
         """Draw float64 in [0, 1), with 53 bits."""
 
     def gaussian(self, size: int) -> Tensor:
-        """Draw standard normal float32."""
+        """Draw standard normal float64."""
 
     def laplace(self, scale: float) -> float:
         """Draw one number from the Laplace distribution of this scale."""
 
 
-class Seeded(Noise):
-    """A seeded source gives draws that a seed and a purpose determine."""
+class KeyedNoise(Noise):
+    """Keyed noise is the key stream of ChaCha20 under a ``key`` of 32 bytes; the same key gives the same draws.
 
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
+    Each draw has a nonce of its own, so that no part of the stream is used twice.
+    """
 
-    def uniform(self, size: int) -> Tensor:
-        return torch.rand(size, generator=self.generator, dtype=torch.float64)
-
-    def gaussian(self, size: int) -> Tensor:
-        return torch.randn(size, generator=self.generator)
-
-    def laplace(self, scale: float) -> float:
-        return _laplace(float(self.uniform(1)), scale)
-
-
-class Secure(Noise):
-    """A secure source draws from the operating system's cryptographic generator."""
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._num_draws = 0
 
     def uniform(self, size: int) -> Tensor:
-        bits = np.frombuffer(os.urandom(8 * size), dtype=np.uint64) >> np.uint64(11)
-        return torch.from_numpy(bits * 2.0**-53)
+        draws = torch.empty(size, dtype=torch.float64)
+        stream = self._stream()
+        for part in torch.split(draws, _CHUNK):
+            part.copy_(stream.words(len(part)).bitwise_right_shift_(11)).add_(2.0**52).mul_(2.0**-53)
+        return draws
 
     def gaussian(self, size: int) -> Tensor:
-        """Draw standard normal float32, each as half the sum of four normal numbers.
+        """Draw standard normal float64 by the method of Box and Muller.
 
-        The gaps between floating-point numbers then tell nothing that can be computed (Holohan and Braghin 2021).
+        Radius and angle have 64 bits each, small ones with all the digits of float64. So neighbouring results are far
+        closer together than the steps to which :func:`noised` rounds. A sum of several Gaussians, which hides the gaps
+        between single ones (Holohan and Braghin 2021), would add nothing after that rounding. No result is larger than
+        9.5; one of 10^20 would be.
         """
-        pairs = 2 * size
-        radius = torch.sqrt(-2 * torch.log1p(-self.uniform(pairs)))  # Box and Muller
-        angle = 2 * math.pi * self.uniform(pairs)
-        normals = torch.cat([radius * torch.cos(angle), radius * torch.sin(angle)]).view(4, size)
-        return (normals.sum(0) / 2).float()
+        pairs = -(-size // 2)
+        draws = torch.empty(2, pairs, dtype=torch.float64)
+        stream = self._stream()
+        half = _CHUNK // 2
+        numbers = torch.empty(_CHUNK, dtype=torch.float64)
+        for start in range(0, pairs, half):
+            count = min(half, pairs - start)
+            radius, angle = numbers[: 2 * count].copy_(stream.words(2 * count)).view(2, count)
+            radius.abs_().add_(0.5).mul_(2.0**-63).log_().mul_(-2).sqrt_()  # of a number in (0, 1]
+            angle.mul_(math.pi * 2.0**-63)  # in [-π, π)
+            torch.cos(angle, out=draws[0, start : start + count]).mul_(radius)
+            torch.sin(angle, out=draws[1, start : start + count]).mul_(radius)
+        return draws.view(-1)[:size]
 
     def laplace(self, scale: float) -> float:
-        return _laplace(float(self.uniform(1)), scale)
+        """Draw by the inverse of the Laplace distribution function."""
+        centred = float(self.uniform(1)) + 2.0**-54 - 0.5  # never -0.5, whose logarithm is infinite
+        return -scale * math.copysign(math.log1p(-2 * abs(centred)), centred)
+
+    def _stream(self) -> _KeyStream:
+        self._num_draws += 1
+        return _KeyStream(self._key, self._num_draws)
 
 
-def _laplace(uniform: float, scale: float) -> float:
-    """Return the inverse of the Laplace distribution function at ``uniform`` in [0, 1)."""
-    centred = uniform + 2.0**-54 - 0.5  # never -0.5, whose logarithm is infinite
-    return -scale * math.copysign(math.log1p(-2 * abs(centred)), centred)
+class _KeyStream:
+    """The key stream of one draw gives random words of 64 bits."""
+
+    def __init__(self, key: bytes, draw: int) -> None:
+        nonce = bytes(8) + draw.to_bytes(8, "little")  # the first half counts the blocks of the stream
+        self._cipher = Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
+        self._words = torch.empty(_CHUNK, dtype=torch.int64)
+        self._bytes = self._words.numpy().data.cast("B")
+
+    def words(self, count: int) -> Tensor:
+        """Return at most ``_CHUNK`` uniform int64, which the next call overwrites."""
+        zeros = memoryview(_ZEROS)[: 8 * count]
+        self._cipher.update_into(zeros, self._bytes[: 8 * count])
+        return self._words[:count]
 
 
 def noise_source(
@@ -81,17 +108,42 @@ def noise_source(
 ) -> Noise:
     """Return the randomness for one release.
 
-    Seeded draws depend on everything that goes into the release but the data: on ``inputs`` (the tensors from which the
-    release starts) and ``settings``. A round repeated after a resume then gives the same result, to the bit. A round
-    repeated from *another* model gets other noise: two results under one noise would give their difference away.
+    If ``secure``, the key is the operating system's. Else the draws depend on the seed and on everything that goes into
+    the release but the data: on ``inputs`` (the tensors from which the release starts) and ``settings``. A round
+    repeated after a resume then gives the same result, to the bit. A round repeated from *another* model gets other
+    noise: two results under one noise would give their difference away.
     """
     if secure:
-        return Secure()
+        return KeyedNoise(os.urandom(32))
     digest = hashlib.sha256(settings.encode())
     for name, tensor in sorted(inputs.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
-    return Seeded(rng.generator(seed, f"noise of {role} {digest.hexdigest()}", partition, round))
+    key = hashlib.sha256(f"{seed}/noise of {role} {digest.hexdigest()}/{partition}/{round}".encode())
+    return KeyedNoise(key.digest())
+
+
+def noised(total: Tensor, draws: Tensor, std: float) -> Tensor:
+    """Return ``total`` plus ``std`` times the standard normal ``draws``, rounded to a grid that depends on std alone.
+
+    Everything is computed in float64. The result overwrites ``draws`` (float64, of the same shape), and is a whole
+    multiple of a power of two between 2^-21 and 2^-20 of ``std``. What is done with it afterwards, such as rounding it
+    to float32, is post-processing.
+
+    Rounding to float32 alone would not do. Results near 0 have so fine a spacing in float32 that the float64 noise
+    shows its own gaps there. On the grid each result stands for an interval, in which lie more than 2^28 values of the
+    noise, whatever the total is. So the probability of a result is that of exact arithmetic but for a factor of
+    1 ± 2^-27, in which no printed digit of ε changes. (Beyond 8 standard deviations, where noise is with a probability
+    of 10^-15, the factor may be larger.) The rounding of the float64 sum tells nothing: it acts on the exact sum,
+    whatever was added.
+
+    >>> noised(torch.tensor([1.0]), torch.tensor([0.1], dtype=torch.float64), std=4.0)
+    tensor([1.4000], dtype=torch.float64)
+    """
+    if std == 0:
+        return draws.copy_(total)
+    grid = 2.0 ** (math.frexp(std)[1] - 1 - _GRID_BITS)
+    return draws.mul_(std / grid).add_(total, alpha=1 / grid).round_().mul_(grid)
 
 
 def noisy_count(count: int, scale: float, noise: Noise) -> int:

@@ -28,6 +28,8 @@ from fedprune_app.results.texts import own_models, tested_on
 
 Row = Mapping[str, Any]
 Take = Callable[[Sequence[float]], float | None]
+Remark = Callable[[Row], str]
+"""A remark says in a word or two what a reader of a row's number must know; it is empty where there is nothing."""
 LAST = 1000
 """The place of what is shown after all else."""
 MEGABYTE = 1e6
@@ -95,6 +97,14 @@ def running_mean(values: Sequence[float]) -> float | None:
 def largest(values: Sequence[float]) -> float | None:
     """The largest value is None for no values."""
     return max(values, default=None)
+
+
+def noise_remark(row: Row) -> str:
+    """A row's epsilons are simulated where noise derives from the seed: whoever knows the seed can subtract it."""
+    share = row.get("epsilon_simulated")
+    if share is None:
+        return "noise unknown"
+    return {0: "", 1: "simulated"}.get(share, "partly simulated")
 
 
 # --- how a column is shown --------------------------------------------------------------------------------------
@@ -171,7 +181,7 @@ class Column:
     ``take`` makes it of the clients' numbers, where it belongs to a :class:`Measure`; a column without it is put
     together by whoever measures it. A run may be judged by a column that ``is_headline``. ``view`` titles its view of
     the figures of accuracy. A column with ``lost`` counts replies that were lost, and stands under that title in the
-    report's table of them.
+    report's table of them. The ``remark`` of a row stands in parentheses wherever people read the row's number.
     """
 
     name: str
@@ -184,6 +194,12 @@ class Column:
     curve: Curve | None = None
     line: InLine | None = None
     lost: Title | None = None
+    remark: Remark | None = None
+
+    def remarked(self, row: Row) -> str:
+        """The remark on the row's number is ready to stand behind it, or empty."""
+        remark = self.remark(row) if self.remark and row.get(self.name) is not None else ""
+        return f" ({remark})" if remark else ""
 
 
 @dataclass(frozen=True)
@@ -504,7 +520,8 @@ MEASURES = Measures(
                     "epsilon_max",
                     largest,
                     table=InTable("epsilon", "ε", place=120),
-                    line=InLine("epsilon", format=".3g"),
+                    line=InLine("epsilon", "ε", format=".3g"),
+                    remark=noise_remark,
                 ),
             ),
         ),
@@ -534,7 +551,12 @@ MEASURES = Measures(
             optional=_PRIVACY,
             least=0,
             columns=(
-                Column("epsilon_second_max", largest, table=InTable("second_epsilon", "ε at the second δ", place=130)),
+                Column(
+                    "epsilon_second_max",
+                    largest,
+                    table=InTable("second_epsilon", "ε at the second δ", place=130),
+                    remark=noise_remark,
+                ),
             ),
         ),
         # Fed-LTP's printed formula, which is no guarantee
@@ -544,11 +566,25 @@ MEASURES = Measures(
             least=0,
             columns=(
                 Column(
-                    "epsilon_paper_max", largest, table=InTable("paper_epsilon", "ε, Fed-LTP's formula", 3, place=140)
+                    "epsilon_paper_max",
+                    largest,
+                    table=InTable("paper_epsilon", "ε, Fed-LTP's formula", 3, place=140),
+                    remark=noise_remark,
                 ),
             ),
         ),
-        Measure("seconds", required=_TRAINING | _LAYER, least=0),
+        # 1 where the client's noise derives from the run's seed, 0 where it comes from the operating system
+        Measure(
+            "epsilon_simulated",
+            optional=_PRIVACY,
+            least=0,
+            most=1,
+            is_count=True,
+            recorded=_WHERE_MEASURED,
+            columns=(Column("epsilon_simulated", mean, recorded=_WHERE_MEASURED),),
+        ),
+        # of a client's work; how long the work takes may depend on the data
+        Measure("seconds", required=_TRAINING | _LAYER, least=0, withheld=True),
         # Fed-LTP: (noised) share of correct predictions that the round is judged by, and clients that told a score
         Column("validation_score"),
         Column("validations"),
@@ -638,10 +674,12 @@ def summary_line(row: Row) -> str:
     """The log tells of a round in one line: replies, what training told, what it cost, what the evaluation told."""
 
     def words(of_training: bool) -> list[str]:
-        shown = [(line, row.get(column.name)) for column, line, trained in MEASURES.lines if trained == of_training]
+        of_kind = [(column, line) for column, line, trained in MEASURES.lines if trained == of_training]
+        shown = [(column, line, row.get(column.name)) for column, line in of_kind]
         return [
-            f"{line.log} {line.number(value)}" + (f" ({tested_on(row)})" if line.on_a_text else "")
-            for line, value in shown
+            f"{line.log} {line.number(value)}{column.remarked(row)}"
+            + (f" ({tested_on(row)})" if line.on_a_text else "")
+            for column, line, value in shown
             if value is not None and not math.isnan(value)
         ]
 
@@ -656,5 +694,5 @@ def progress_line(row: Row) -> str:
     for column, line, _ in MEASURES.lines:
         if line.terminal and row.get(column.name) is not None:
             name = line.terminal if isinstance(line.terminal, str) else line.terminal(row["round"])
-            shown.append(f"{name} {line.number(row[column.name])}  ")
+            shown.append(f"{name} {line.number(row[column.name])}{column.remarked(row)}  ")
     return "".join([*shown, f"({text})  " if (text := tested_on(row)) else ""])

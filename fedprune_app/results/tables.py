@@ -64,7 +64,8 @@ class Group:
 class Column:
     """A column of the final table says which value of a run it shows and how a number is written.
 
-    ``place`` orders the columns. Those that are declared have theirs in ``results/measures.py``.
+    ``place`` orders the columns. Those that are declared have theirs in ``results/measures.py``. The ``remark`` on a
+    run's number stands behind it where people read it.
     """
 
     key: str
@@ -73,6 +74,7 @@ class Column:
     scale: float = 1.0
     decimals: int = 1
     place: int = 0
+    remark: Callable[[Run], str] = lambda run: ""
 
 
 def outcome() -> tuple[Column, ...]:
@@ -107,7 +109,28 @@ def _declared(is_cost: bool) -> Iterator[Column]:
     for name, column in measures.MEASURES.columns.items():
         if (shown := column.table) and shown.is_cost == is_cost:
             value = partial(_OF_ROUNDS[shown.of_rounds], field=name)
-            yield Column(shown.key, shown.title, value, shown.scale, shown.decimals, shown.place)
+            remark = partial(_last_remark, column=column)
+            yield Column(shown.key, shown.title, value, shown.scale, shown.decimals, shown.place, remark)
+
+
+def _last_remark(run: Run, column: measures.Column) -> str:
+    """Return the remark on the last number that the run has in this column."""
+    return next((column.remarked(row) for row in reversed(run.rounds) if row.get(column.name) is not None), "")
+
+
+def epsilon_remark(groups: Sequence[Group]) -> str:
+    """Return what a reader must know of the epsilons of all these runs, to stand behind a title; empty if nothing."""
+    (column,) = (column for column in outcome() if column.key == "epsilon")
+    return _together([run for group in groups for run in group.runs if column.value(run) is not None], column)
+
+
+def _together(runs: Sequence[Run], column: Column) -> str:
+    """Return the remarks on all these runs' numbers; where runs differ, each remark with how many runs have it."""
+    found = Counter(column.remark(run) for run in runs)
+    if len(found) <= 1:
+        return next(iter(found), "")
+    parts = [f"{text.strip(' ()')}: {count} of {len(runs)} runs" for text, count in sorted(found.items()) if text]
+    return f" ({', '.join(parts)})"
 
 
 _OF_ROUNDS: Mapping[str, Callable[..., float | None]] = {"last": Run.last, "total": Run.total, "mean": Run.mean}
@@ -212,10 +235,14 @@ def final_rows(groups: Sequence[Group], shown: Sequence[Column] = ()) -> tuple[l
     measured = [column for column in shown or columns() if any(row[column.key] for row in numbers)]
     header = ["System", "Dataset", "Partition", "Seeds", *(column.title for column in measured)]
     rows = [
-        [group.label, *_data(group), str(len(group.runs)), *(formatted(row[c.key], c) for c in measured)]
+        [group.label, *_data(group), str(len(group.runs)), *(_cell(group, row[c.key], c) for c in measured)]
         for group, row in zip(groups, numbers, strict=True)
     ]
     return header, rows
+
+
+def _cell(group: Group, statistic: Statistic | None, column: Column) -> str:
+    return formatted(statistic, column) + (_together(group.runs, column) if statistic else "")
 
 
 MODELS = ("dense", "personal_mean", "global")
@@ -283,12 +310,15 @@ def latex(groups: Sequence[Group]) -> str:
 
 
 def comma_separated(groups: Sequence[Group]) -> str:
-    """Return the final numbers for a program: accuracies as shares, bytes / 1e6, empty if not measured."""
+    """Return the final numbers for a program: accuracies as shares, bytes / 1e6, empty if not measured.
+
+    ``epsilon_remark`` says of every ε of the row what its noise was, if it was not the operating system's.
+    """
     shown = columns()
     keys = [f"{column.key}_{part}" for column in shown for part in ("mean", "std")]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["label", "system", "dataset", "partition", "status", "seeds", *keys])
+    writer.writerow(["label", "system", "dataset", "partition", "status", "seeds", *keys, "epsilon_remark"])
     for group in groups:
         cells: list[object] = [_csv_text(cell) for cell in (group.label, group.system, *_data(group))]
         cells += [group.status, len(group.runs)]
@@ -296,6 +326,7 @@ def comma_separated(groups: Sequence[Group]) -> str:
             scale = 1.0 if column.scale == 100 else column.scale  # accuracies stay shares
             parts = (statistic.mean, statistic.std) if statistic else (None, None)
             cells += ["" if value is None else value * scale for value in parts]
+        cells.append(epsilon_remark([group]).strip(" ()"))
         writer.writerow(cells)
     return text.getvalue()
 

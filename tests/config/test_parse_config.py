@@ -55,7 +55,7 @@ def test_a_list_of_one_number_may_come_as_a_number():
         ("learning-rate", 10**400, "learning-rate is a number of 401 digits, allowed: a finite number"),
         ("momentum", 1.0, "momentum is 1.0, allowed: at least 0 and below 1"),
         ("download", "yes", "download is 'yes', allowed: true or false"),
-        ("test-split", "all", "test-split is 'all', allowed: labels, proportional, holdout"),
+        ("test-split", "all", "test-split is 'all', allowed: auto, labels, proportional, holdout"),
         ("subfedavg.target-rate", 100, "subfedavg.target-rate is 100.0, allowed: at least 0 and below 100"),
         ("out-dir", "runs/x", "out-dir is 'runs/x', allowed: an absolute path"),
         ("system", "fedfoo", "system is 'fedfoo', allowed: subfedavg"),
@@ -143,3 +143,19 @@ def test_a_rehearsal_writes_in_its_own_folder_alone():
     values = written_below(Path("/scratch"), parse_config(given)).to_dict()
     assert "/real" not in values.values()
     assert (values["out-dir"], values["data-dir"], values["seed"]) == ("/scratch", "/data", 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({}, "labels"),
+        ({"test-split": "auto"}, "labels"),
+        ({"dp.enabled": True, "dp.noise-multiplier": 1.0}, "holdout"),
+        ({"dp.enabled": True, "dp.noise-multiplier": 1.0, "test-split": "labels"}, "labels"),
+        ({"test-split": "holdout"}, "holdout"),
+    ],
+)
+def test_the_record_says_which_test_split_was_taken(given, taken):
+    config = parse_config(given)
+    assert config.to_dict()["test-split"] == taken
+    assert parse_config(config.to_dict()) == config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedprune_app.config import DEFAULTS, OPTIONS, ConfigError, check_resumable, parse_config
+from fedprune_app.config import OPTIONS, ConfigError, check_resumable, parse_config
 
 PRIVATE = {"dp.enabled": True, "dp.target-epsilon": 8.0, "subfedavg.gate-split": "none"}
 
@@ -33,7 +33,7 @@ def test_where_how_long_and_how_watched_a_run_is_may_change():
         "download",
         "tracking",
     }
-    before = dict(DEFAULTS)
+    before = parse_config({}).to_dict()
     for key in changeable:
         before[key] = "something else"
     check_resumable(before, parse_config({}))
@@ -42,7 +42,7 @@ def test_where_how_long_and_how_watched_a_run_is_may_change():
 def test_everything_else_is_as_the_run_began():
     for key in (key for key, option in OPTIONS.items() if not option.resumable):
         with pytest.raises(ConfigError, match=r"allowed when resuming: 'another', as the run began$"):
-            check_resumable({**DEFAULTS, key: "another"}, parse_config({}))
+            check_resumable({**parse_config({}).to_dict(), key: "another"}, parse_config({}))
 
 
 @pytest.mark.parametrize(

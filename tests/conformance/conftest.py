@@ -7,7 +7,9 @@ that cannot run on the common settings says in ``MORE`` what it needs.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import pytest
 
 from fedprune_app import client_app, server_app
 from fedprune_app.config import parse_config
-from fedprune_app.engine import inprocess
+from fedprune_app.engine import inprocess, wire
 from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
 from fedprune_app.registry import SYSTEMS
 from tests.conftest import Finished
@@ -111,8 +113,15 @@ VARIANTS = {
 }
 """Settings that take other paths through the code than every system's own run; ``conform`` knows them by name."""
 
-SYSTEM = pytest.mark.parametrize("system", SYSTEMS)
-CASE = pytest.mark.parametrize("case", [*SYSTEMS, *VARIANTS])
+
+def of_system(case: str, *more: Any) -> Any:
+    """Parameters, the case first, whose tests run in one process: there they share the system's runs."""
+    system = str(VARIANTS.get(case, {}).get("system", case))
+    return pytest.param(case, *more, marks=pytest.mark.xdist_group(f"conformance of {system}"))
+
+
+SYSTEM = pytest.mark.parametrize("system", [of_system(system) for system in SYSTEMS])
+CASE = pytest.mark.parametrize("case", [of_system(case) for case in (*SYSTEMS, *VARIANTS)])
 
 
 @pytest.fixture(scope="session")
@@ -136,21 +145,43 @@ def settings_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
     return settings
 
 
-@pytest.fixture(scope="session")
-def conform(settings_of, tmp_path_factory) -> Callable[..., Finished]:
-    """``conform(case, grid=InProcessGrid, **settings)``: a finished run in this process; equal runs are shared."""
-    finished: dict[str, Finished] = {}
+@dataclass(frozen=True)
+class Conformed(Finished):
+    """A finished run, and the names of the fields of each reply that its server was given, by kind of message."""
 
-    def run(system: str, grid: type[InProcessGrid] = InProcessGrid, **settings: Any) -> Finished:
+    replies: dict[str, list[set[str]]]
+
+
+def listening(grid: type[InProcessGrid], replies: dict[str, list[set[str]]]) -> type[InProcessGrid]:
+    """``grid``, which notes the names of the fields of every reply that is none of its misdeeds."""
+
+    class Listening(grid):  # type: ignore[misc, valid-type]
+        def pull_messages(self, message_ids: Any) -> Any:
+            for reply in super().pull_messages(message_ids):
+                if not reply.has_error():
+                    replies[reply.metadata.message_type].append(set(wire.fields_of(reply.content)))
+                yield reply
+
+    return Listening
+
+
+@pytest.fixture(scope="session")
+def conform(settings_of, tmp_path_factory) -> Callable[..., Conformed]:
+    """``conform(case, grid=InProcessGrid, **settings)``: a finished run in this process; equal runs are shared."""
+    finished: dict[str, Conformed] = {}
+
+    def run(system: str, grid: type[InProcessGrid] = InProcessGrid, **settings: Any) -> Conformed:
         given = {key.replace("_", "-"): value for key, value in settings.items()}
-        key = json.dumps([system, grid.__name__, given], sort_keys=True)
+        values = {**settings_of(system), **given}
+        key = json.dumps([grid.__name__, values], sort_keys=True)
         if key not in finished:
             folder = Path(given.get("resume-from") or tmp_path_factory.mktemp(system))
-            config = parse_config({**settings_of(system), **given, "out-dir": str(folder)})
+            config = parse_config({**values, "out-dir": str(folder)})
+            run = Conformed(folder, defaultdict(list))
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(inprocess, "InProcessGrid", grid)
+                patch.setattr(inprocess, "InProcessGrid", listening(grid, run.replies))
                 run_in_process(server_app.app, client_app.app, CLIENTS, config.to_dict())
-            finished[key] = Finished(folder)
+            finished[key] = run
         return finished[key]
 
     return run

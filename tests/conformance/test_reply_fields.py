@@ -7,7 +7,6 @@ from flwr.app import MessageType
 
 from clients.reply_fields import ReplyFields, declared, undeclared
 from fedprune_app.config import parse_config
-from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.inprocess import InProcessGrid
 from fedprune_app.registry import SYSTEMS
@@ -29,37 +28,16 @@ def private_settings(settings_of, system):
     return None if reason else more
 
 
-@pytest.fixture
-def heard(conform, settings_of):
-    """``heard(system, is_private)``: the names of the fields of each reply of a run, by kind."""
-
-    def listen(system, is_private):
-        replies = {kind: [] for kind in KINDS.values()}
-
-        class Listening(InProcessGrid):
-            def pull_messages(self, message_ids):
-                for reply in super().pull_messages(message_ids):
-                    assert not reply.has_error(), reply.error
-                    replies[KINDS[reply.metadata.message_type]].append(set(wire.fields_of(reply.content)))
-                    yield reply
-
-        Listening.__name__ = f"Listening{is_private}"
-        settings = private_settings(settings_of, system) if is_private else {}
-        if settings is None:
-            pytest.skip(f"system {system} cannot be private")
-        conform(system, grid=Listening, **settings)
-        return replies
-
-    return listen
-
-
 @pytest.mark.parametrize("is_private", [False, True], ids=["as it is", "private"])
 @SYSTEM
-def test_every_reply_holds_declared_fields_alone(heard, settings_of, system, is_private):
-    replies = heard(system, is_private)
+def test_every_reply_holds_declared_fields_alone(conform, settings_of, system, is_private):
+    settings = private_settings(settings_of, system) if is_private else {}
+    if settings is None:
+        pytest.skip(f"system {system} cannot be private")
+    replies = {KINDS[kind]: names for kind, names in conform(system, **settings).replies.items()}
     private = is_private or parse_config(settings_of(system)).dp.enabled
     fields = declared(SYSTEMS[system].client)
-    assert {kind: bool(each) for kind, each in replies.items()} == dict.fromkeys(KINDS.values(), True)
+    assert replies.keys() == set(KINDS.values())
     assert len(replies["introduction"]) == CLIENTS
     assert len(replies["training"]) >= CLIENTS * ROUNDS
     for kind, each in replies.items():
@@ -103,6 +81,20 @@ def test_a_private_client_sends_no_undeclared_and_no_open_field(conform, monkeyp
     monkeypatch.setattr(client, method, telling(getattr(client, method), {told: 1}))
     with pytest.raises((TooFewReplies, ValueError), match=f"field '{told}' is in a reply, allowed in {kind}: "):
         conform("dpfed", grid=Diary, num_server_rounds=1, startup_seconds=1.0)
+
+
+@pytest.mark.parametrize("told", ["loss", "seconds"])
+@SYSTEM
+def test_no_system_sends_the_raw_loss_or_its_time_from_a_private_client(
+    conform, settings_of, monkeypatch, system, told
+):
+    """The field is refused before it leaves the node, so every client's reply is an error that names the field."""
+    if (private := private_settings(settings_of, system)) is None:
+        pytest.skip(f"system {system} cannot be private")
+    client = SYSTEMS[system].client
+    monkeypatch.setattr(client, "answer_training", telling(client.answer_training, {told: 1.0}))
+    with pytest.raises(TooFewReplies, match=f"field '{told}' is in a reply, allowed in training: "):
+        conform(system, grid=Diary, num_server_rounds=1, **private)
 
 
 def test_what_a_class_declares_adds_to_what_its_base_classes_declare():

@@ -9,7 +9,7 @@ import pytest
 
 from fedprune_app.config import ConfigError
 from fedprune_app.registry import SYSTEMS
-from tests.conformance.conftest import ROUNDS, SYSTEM, VARIANTS
+from tests.conformance.conftest import ROUNDS, SYSTEM, VARIANTS, of_system
 
 
 def cut_after(whole, round, folder):
@@ -35,8 +35,8 @@ def lasting(recorded):
 @pytest.mark.parametrize(
     ("case", "round"),
     [
-        *((system, round) for system in SYSTEMS for round in range(1, ROUNDS)),
-        *((name, ROUNDS - 1) for name in VARIANTS),
+        *(of_system(system, round) for system in SYSTEMS for round in range(1, ROUNDS)),
+        *(of_system(name, ROUNDS - 1) for name in VARIANTS),
     ],
 )
 def test_a_run_interrupted_after_any_round_resumes_to_the_same_models_and_records(conform, tmp_path, case, round):

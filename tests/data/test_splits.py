@@ -56,6 +56,28 @@ def test_train_and_validation_make_up_the_clients_share(partition, test_split):
 
 
 @every_scheme
+def test_with_privacy_each_images_part_follows_from_the_image_alone(partition):
+    """Whoever has an image, and whatever others he has, it is for the same use; without privacy it is not."""
+
+    def parts(number, **changes):
+        part_of = {}
+        for client in range(number):
+            chosen = config(partition=partition, test_split="holdout", classes_per_client=3, seed=2, **changes)
+            for part, indices in splits._split_indices(chosen, client, number).items():
+                for index in indices.tolist():
+                    assert part_of.setdefault(index, part) == part or not chosen.private
+        return part_of
+
+    few, many = parts(4, private=True), parts(CLIENTS, private=True)
+    both = few.keys() & many.keys()
+    assert len(both) > 500
+    assert all(few[index] == many[index] for index in both)
+    open_few, open_many = parts(4), parts(CLIENTS)
+    assert any(open_few[index] != open_many[index] for index in both)
+    assert abs(sum(part == "test" for part in many.values()) / len(many) - 0.3) < 0.06
+
+
+@every_scheme
 @every_test_split
 def test_a_number_of_samples_per_client_is_dealt_and_no_more(partition, test_split):
     chosen = config(partition=partition, test_split=test_split, samples_per_client=50)

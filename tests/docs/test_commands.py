@@ -14,6 +14,8 @@ NO_COMMANDS = {
     "server_app  client_app": "who may import whom",
     "subfedavg: 2 rounds": "a transcript",
     "    --node-config": "a part of a command",
+    "# /etc/fedprune/policy.toml": "a node's policy",
+    "declined by policy: ": "a transcript",
     "[superlink.NAME]": "a configuration of Flower's",
     "fpk_": "whom a node trusts",
 }

@@ -80,7 +80,7 @@ flower_supernode()
 
 
 def node(k: int) -> dict:
-    return {"partition-id": k, "num-partitions": NODES}
+    return {"partition-id": k, "num-partitions": NODES, "secure-rng": False}
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +151,7 @@ def test_client_apps_that_raise_die_or_are_late_cost_their_part_of_a_round(deplo
 def test_a_supernode_killed_and_back_has_its_state_and_its_ledger(deployment, deadline, tmp_path, measured):
     """Started again at once, it is refused until it has been missed; what it was working on is lost."""
     settings = {"system": "fedavg", "shard-size": 40, "dp.enabled": True, "dp.noise-multiplier": 1.0}
+    settings["dp.accuracies"] = "open"
     run = DeployedRun.start(deployment, tmp_path / "run", num_server_rounds=6, deadline_seconds=deadline, **settings)
     run.until_round(1)
 
@@ -353,15 +354,18 @@ def test_two_runs_at_once_on_the_same_nodes_do_not_touch_each_other(deployment, 
     ledgers = tmp_path / "ledgers"
     private = {"system": "fedavg", "shard-size": 40, "dp.enabled": True, "dp.noise-multiplier": 1.0}
     settings = {**private, "dp.ledger-dir": str(ledgers)}
-    runs = [DeployedRun.start(deployment, tmp_path / f"run{seed}", seed=seed, **settings) for seed in range(2)]
+    runs = [
+        DeployedRun.start(deployment, tmp_path / f"run{n}", **settings, **{"learning-rate": 0.05 / n}) for n in (1, 2)
+    ]
     for run in runs:
         run.finish()
     alone = {"dp.ledger-dir": str(tmp_path / "alone")}
-    for seed, run in enumerate(runs):
-        here = in_process_sha256({**run.config, **alone}, tmp_path / f"here{seed}", NODES)
+    for number, run in enumerate(runs):
+        here = in_process_sha256({**run.config, **alone}, tmp_path / f"here{number}", NODES)
         assert run.info["final_sha256"] == here
     for k in range(NODES):
-        assert Ledger(ledgers / f"{k:05d}.jsonl").spent == Ledger(tmp_path / "alone" / f"{k:05d}.jsonl").spent
+        (one,) = ledgers.glob(f"{k:05d}-*.jsonl")
+        assert Ledger(one).spent == Ledger(tmp_path / "alone" / one.name).spent
     measured("two runs at once", "each as if alone; one ledger has what both spent", "nothing: same hashes", None)
 
 

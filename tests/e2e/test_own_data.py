@@ -15,14 +15,18 @@ from PIL import Image
 from rich.console import Console
 from sklearn.datasets import load_digits
 
+from clients.node import Place
+from clients.standalone import StandaloneClient
 from fedprune_app import client_app, server_app
 from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.data import splits
 from fedprune_app.data.splits import DataConfig, client_data, data_config, dataset_of, label_counts
 from fedprune_app.data.text import own_documents
 from fedprune_app.engine import inprocess
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
 from fedprune_app.experiment import Placement, Session
+from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.registry import check_names
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.tables import group_runs, markdown, perplexity_rows
@@ -94,7 +98,9 @@ def test_clients_are_numbered_by_node_id_and_take_all_of_their_own_folder(own, f
     assert run.info["status"] == "completed"
     assert run.info["nodes"] == {"10": 0, "20": 1, "30": 2}
     totals = [[sum(row[part]) for part in ("train", "validation", "test")] for row in run.info["partition"]]
-    assert totals == [[50, 6, 24], [58, 6, 16], [31, 3, 14]], "b: 80 images, c: 64 and 16 to test on, a: 48"
+    assert [sum(parts) for parts in totals] == [80, 80, 48], "b, c, a"
+    assert totals[1][2] == 16, "c has a test folder"
+    assert all(0 < validation < test < train for train, validation, test in totals)
     assert [row["replies"] for row in run.rounds] == [3, 3, 3]
     assert run.rounds[-1]["accuracy_personal_mean"] > 0.25
 
@@ -133,17 +139,61 @@ def test_a_resumed_run_keeps_its_numbers_and_does_not_ask_who_came_later(own, fo
     assert run.sha256 == whole.sha256
 
 
-def test_a_ledger_is_known_by_the_folder_not_by_the_number(own, folders, tmp_path):
-    private = {"system": "standalone", "dp.enabled": True, "dp.noise-multiplier": 1.0, "num_server_rounds": 1}
-    private |= {"dp.ledger-dir": str(tmp_path / "ledgers")}
+PRIVATE = {"system": "standalone", "dp.enabled": True, "dp.noise-multiplier": 1.0, "num_server_rounds": 1}
+
+
+def test_a_ledger_is_known_by_the_images_not_by_number_folder_or_names(own, folders, tmp_path):
+    private = PRIVATE | {"dp.ledger-dir": str(tmp_path / "ledgers")}
     a, b, _ = places(folders)
     own([a, b], node_ids=[1, 2], name="first", **private)
     before = {path.name: path.read_bytes() for path in (tmp_path / "ledgers").glob("*.jsonl")}
-    own([b, a], node_ids=[1, 2], name="second", **private)
+    moved = shutil.copytree(folders[0], tmp_path / "moved")
+    for path in sorted((moved / "train" / "0").iterdir()):
+        path.rename(path.with_name(f"renamed-{path.name}"))
+    own([b, *places([moved])], node_ids=[1, 2], name="second", seed=1, **private)
     after = {path.name: path.read_bytes() for path in (tmp_path / "ledgers").glob("*.jsonl")}
     assert len(before) == 2
     assert before.keys() == after.keys()
     assert all(after[name].startswith(content) and after[name] != content for name, content in before.items())
+
+
+def test_a_number_that_the_server_makes_up_begins_no_fresh_ledger(own, folders):
+    """Without a folder for ledgers too: the same run gives the same node another number."""
+
+    def ledger(number):
+        config = parse_config({"dataset": "image-folder", "data-dir": str(folders[0]), **settings})
+        node = StandaloneClient(config, Place(number, 0, Path(config.state_dir), run_key="0" * 16))
+        return node.privacy.ledger
+
+    settings = {"model": "cnn-small", "dp.enabled": True, "dp.noise-multiplier": 1.0}
+    settings["state-dir"] = str(folders[0].parent / "state")
+    ledger(3).charge_steps(1.0, 0.5, 7)
+    assert len(ledger(4)) == 1
+    assert ledger(3).path == ledger(4).path
+
+
+def test_a_folder_with_an_image_more_goes_on_with_its_ledger_and_other_images_have_another(own, folders, tmp_path):
+    ledgers = tmp_path / "ledgers"
+    private = PRIVATE | {"dp.ledger-dir": str(ledgers)}
+    own(places(folders[:1]), name="first", **private)
+    (path,) = ledgers.glob("*.jsonl")
+    before = Ledger(path)
+    more = shutil.copytree(folders[0], tmp_path / "more")
+    Image.fromarray(np.full((8, 8), 255, np.uint8)).save(more / "train" / "0" / "white.png")
+    own(places([more]), name="second", **private)
+    assert list(ledgers.glob("*.jsonl")) == [path]
+    lines = [json.loads(line.split(" ", 1)[1]) for line in path.read_text().splitlines()]
+    assert [line["size"] for line in lines if line["kind"] == "data"] == [48, 49]
+    assert lines[0]["kind"] == "data", "whose releases these are is said first"
+    assert len(Ledger(path)) == 2 * len(before)
+    own(places(folders[1:2]), name="third", **private)
+    assert len(list(ledgers.glob("*.jsonl"))) == 2
+    both = shutil.copytree(folders[0], tmp_path / "both")
+    shutil.copytree(folders[1] / "train" / "1", both / "train" / "1", dirs_exist_ok=True)
+    for number, image in enumerate(sorted((folders[1] / "train" / "2").iterdir())):
+        shutil.copy(image, both / "train" / "2" / f"other-{number}.png")
+    with pytest.raises(TooFewReplies, match=r"images are in the ledgers '.*', '.*', allowed: all of them in one"):
+        own(places([both]), name="fourth", **private)
 
 
 # --- classes ----------------------------------------------------------------------------------------------------------
@@ -262,9 +312,47 @@ def test_train_validation_and_test_share_no_image_and_leave_none(folders):
     config = settings_of(folders[1], test_fraction=0.25)
     data = client_data(config, 0, 1)
     parts = [data.train_images, data.validation_images, data.test_images]
-    assert [len(part) for part in parts] == [54, 6, 20]
+    assert sum(len(part) for part in parts) == 80
+    assert all(len(part) >= 5 for part in parts)
     assert len(rows_of(parts[0]) | rows_of(parts[1]) | rows_of(parts[2])) == 80
-    assert label_counts(config, 0, 1)["test"] == [5, 5, 5, 5], "the label law of the whole"
+    assert label_counts(config, 0, 1)["test"] == np.bincount(data.test_labels, minlength=4).tolist()
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_one_image_more_moves_no_other_between_training_validation_and_test(folders, tmp_path, private):
+    more = shutil.copytree(folders[1], tmp_path / "more")
+    first = sorted((more / "train" / "0").iterdir())[0]
+    colours = np.random.default_rng(0).integers(0, 255, (8, 8, 3), dtype=np.uint8)  # among grey images
+    Image.fromarray(colours).save(first.with_name("  first of all.png"))
+    parts = []
+    for folder in (folders[1], more):
+        config = settings_of(folder, private=private)
+        dataset = dataset_of(config)
+        pictures = np.concatenate([dataset.train_images, dataset.test_images])[:, 0]
+        indices = splits._split_indices(config, 0, 1)
+        parts.append({part: {pictures[i].tobytes() for i in own} for part, own in indices.items()})
+    added = colours[..., 0].tobytes()
+    assert [{picture for picture in parts[1][part] if picture != added} for part in parts[0]] == list(parts[0].values())
+    assert sum(map(len, parts[1].values())) == 81
+
+
+def test_equal_images_are_in_one_part(folders, tmp_path):
+    twice = shutil.copytree(folders[1], tmp_path / "twice")
+    for path in sorted((twice / "train").glob("*/*.png")):
+        shutil.copy(path, path.with_name(f"copy of {path.name}"))
+        shutil.copy(path, twice / "train" / "3" / f"mistaken for a 3 {path.parent.name} {path.name}")
+    data = client_data(settings_of(twice), 0, 1)
+    parts = [rows_of(part) for part in (data.train_images, data.validation_images, data.test_images)]
+    assert sum(map(len, parts)) == len(set.union(*parts)) == 80
+
+
+def test_a_folder_that_leaves_nothing_to_train_on_is_refused_in_one_line(tmp_path):
+    lone = image_folder(tmp_path / "lone", 0, classes="01", per_class=1)
+    alone = settings_of(lone, test_fraction=1 - 1e-9)
+    with pytest.raises(
+        ValueError, match=r"^client 0 has 2 images, and none of them is for training, allowed: at least"
+    ):
+        client_data(alone, 0, 1)
 
 
 def test_one_image_more_does_not_change_how_a_private_client_sees_the_others(folders, tmp_path):
@@ -297,7 +385,9 @@ def test_the_split_is_the_seeds_and_the_folders_alone(folders):
         "print(hashlib.sha256(client_data(c, 0, 1).test_images.numpy().tobytes()).hexdigest())"
     )
     here = hashlib.sha256(client_data(config, 0, 1).test_images.numpy().tobytes()).hexdigest()
-    done = subprocess.run([sys.executable, "-c", program, str(folders[0])], capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folders[0])], capture_output=True, text=True, timeout=1000
+    )
     assert done.stdout.strip() == here, done.stderr
     other = client_data(settings_of(folders[0], seed=4), 0, 1).test_images
     assert rows_of(other) != rows_of(client_data(config, 0, 1).test_images)

@@ -71,7 +71,7 @@ def test_ray_with_one_or_two_workers_and_in_process_give_the_same_final_models(t
         "here": ["--engine", "inprocess"],
     }.items():
         command = [*COMMAND, "run", *SETTINGS, *options, "--clients", "6", "--out", str(tmp_path / name)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1000)
         assert done.returncode == 0, done.stderr
         hashes[name] = run_info(tmp_path / name)["final_sha256"]
     assert len(set(hashes.values())) == 1, hashes
@@ -85,7 +85,7 @@ def test_a_language_model_is_pruned_to_the_same_bits_on_ray_and_in_process(tmp_p
     hashes = {}
     for name, options in {"ray": ["--engine", "ray", "--workers", "2"], "here": ["--engine", "inprocess"]}.items():
         command = [*COMMAND, "run", *settings, *options, "--clients", "3", "--out", str(tmp_path / name)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1000)
         assert done.returncode == 0, done.stderr
         hashes[name] = run_info(tmp_path / name)["final_sha256"]
     assert len(set(hashes.values())) == 1, hashes
@@ -96,9 +96,13 @@ def test_clients_that_die_raise_or_never_answer_are_left_out_and_the_run_goes_on
 
     out = tmp_path / "run"
     settings = {"fraction-train": 1.0, "num-server-rounds": 3, "local-epochs": 1, "evaluate-every": 3}
-    # the process that never answers holds one of the two workers from then on
-    config = parse_config({**settings, "out-dir": str(out), "deadline-seconds": 25.0})
     with Session(Placement("ray", num_clients=6, num_workers=2), Console(stderr=True)) as session:
+        # a worker that died starts anew within the deadline; how long that takes on this machine, a whole run tells
+        started = time.monotonic()
+        session.run(parse_config({**settings, "out-dir": str(tmp_path / "honest")}), tmp_path / "honest")
+        deadline = max(25.0, 2 * (time.monotonic() - started))
+        # the process that never answers holds one of the two workers from then on
+        config = parse_config({**settings, "out-dir": str(out), "deadline-seconds": deadline})
         (session.app / "dying_client.py").write_text(DYING_CLIENT)
         launch.stage_app(session.app, ("fedprune_app.server_app:app", "dying_client:app"))
         session.run(config, out)
@@ -109,35 +113,33 @@ def test_clients_that_die_raise_or_never_answer_are_left_out_and_the_run_goes_on
     reasons = " ".join(text for row in rounds for text in row["failure_reasons"])
     assert "client 3: my disk is full" in reasons
     assert "client 2: its process died" in reasons
-    assert "client 4: no reply in 25 s" in reasons
+    assert f"client 4: no reply in {deadline:g} s" in reasons
 
 
 def test_an_interrupted_run_stops_everything_it_started_and_resumes_to_the_same_models(tmp_path):
     out, whole = tmp_path / "cut", tmp_path / "whole"
-    settings = ["num-server-rounds=12", "local-epochs=2", "evaluate-every=4"]
+    settings = ["num-server-rounds=24", "local-epochs=2", "evaluate-every=8"]
     options = ["--clients", "6", "--workers", "1"]
     process = subprocess.Popen(
         [*COMMAND, "run", *settings, *options, "--out", str(out)], stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 1000
     while not (out / "rounds.jsonl").exists() or len(read(out, "rounds.jsonl")) < 3:
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    family = psutil.Process(process.pid).children(recursive=True)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    time.sleep(2)  # it looks for its launcher twice a second
-    written = read(out, "rounds.jsonl")
-    time.sleep(2)
-    assert read(out, "rounds.jsonl") == written, "the killed run goes on writing"
-    assert len(written) < 12, "the killed run went on to its end"
+    assert not psutil.wait_procs(family, timeout=200)[1], "processes are left behind"
+    assert len(read(out, "rounds.jsonl")) < 24, "the killed run went on to its end"
     resumed = [*COMMAND, "run", "--resume", "--engine", "inprocess", *options[:2], "--out", str(out)]
-    done = subprocess.run(resumed, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(resumed, capture_output=True, text=True, timeout=1000)
     assert done.returncode == 0, done.stderr
     assert run_info(out)["status"] == "completed"
-    assert [row["round"] for row in read(out, "rounds.jsonl")] == list(range(1, 13))
+    assert [row["round"] for row in read(out, "rounds.jsonl")] == list(range(1, 25))
     command = [*COMMAND, "run", *settings, "--engine", "inprocess", *options[:2], "--out", str(whole)]
-    subprocess.run(command, check=True, capture_output=True, timeout=200)
+    subprocess.run(command, check=True, capture_output=True, timeout=1000)
     assert run_info(out)["final_sha256"] == run_info(whole)["final_sha256"]
 
 
@@ -147,7 +149,7 @@ def test_ctrl_c_ends_everything_the_run_started_and_says_so(tmp_path):
     # whoever runs the tests in the background has SIGINT ignored, and so would the child
     listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=listens)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 1000
     while not (out / "rounds.jsonl").exists() or not read(out, "rounds.jsonl"):
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
@@ -155,10 +157,10 @@ def test_ctrl_c_ends_everything_the_run_started_and_says_so(tmp_path):
     family = psutil.Process(process.pid).children(recursive=True)
     assert any("raylet" in member.name() for member in family)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=1000)
     assert process.returncode == 130
     assert said.strip().splitlines()[-1].startswith("interrupted")
-    assert not psutil.wait_procs(family, timeout=10)[1], "processes are left behind"
+    assert not psutil.wait_procs(family, timeout=200)[1], "processes are left behind"
     info = run_info(out)
     assert info["status"] == "interrupted"
     assert info["rounds_completed"] == len(read(out, "rounds.jsonl"))
@@ -166,7 +168,7 @@ def test_ctrl_c_ends_everything_the_run_started_and_says_so(tmp_path):
 
 def test_a_failed_run_exits_non_zero_with_the_reason_on_one_line(tmp_path):
     command = [*COMMAND, "run", "learning-rate=1e30", "--clients", "3", "--out", str(tmp_path / "r")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1000)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("failed: ")

@@ -105,7 +105,7 @@ def test_a_command_that_is_ended_leaves_its_run_going_and_says_how_to_find_it(su
     process = start(link, "--out", str(tmp_path / "run"))
     run_id = submitted(link, before)
     process.send_signal(number)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=1000)
     assert process.returncode == 1
     assert runs(link)[run_id] == "pending"
     line = f"not followed any more: {number.name} came; run {run_id} was left going: "
@@ -123,7 +123,7 @@ def test_ctrl_c_stops_the_run(superlink, tmp_path):
     process = start(link, "--out", str(tmp_path / "run"))
     run_id = submitted(link, before)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=1000)
     assert process.returncode == 130
     assert last_line(said).startswith("interrupted")
     assert runs(link)[run_id] == "finished:stopped"
@@ -227,7 +227,7 @@ def test_a_run_whose_folder_is_on_the_server_alone_outlives_its_terminal_and_is_
         process = subprocess.Popen([*command, *settings], env=environment, stderr=subprocess.PIPE, text=True)
         until(lambda: (out / "rounds.jsonl").exists())
         process.send_signal(signal.SIGHUP)
-        _, said = process.communicate(timeout=120)
+        _, said = process.communicate(timeout=1000)
         assert "SIGHUP came" in said
         until(lambda: info()["status"] != "running")
         assert (info()["status"], info()["rounds_completed"]) == ("completed", 3)

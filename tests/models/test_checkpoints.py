@@ -59,7 +59,7 @@ def answers(processes):
     for process in processes:
         process.stdin.write("\n")
         process.stdin.flush()
-    told = [process.communicate(timeout=250) for process in processes]
+    told = [process.communicate(timeout=1000) for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), told
     return [out.strip() for out, _ in told]
 
@@ -98,7 +98,7 @@ def test_a_model_that_nobody_converted_is_refused_in_one_line(tmp_path):
     main = {"main": branches(own, trap=tmp_path / "unpickled")["main"]}
     with local_hub(NAME, main) as hub:
         process = asking(hub, tmp_path / "cache", DISABLE_SAFETENSORS_CONVERSION="1")  # else one is asked for, far away
-        _, errors = process.communicate("\n", timeout=250)
+        _, errors = process.communicate("\n", timeout=1000)
     assert process.returncode == 1
     assert errors.strip().splitlines()[-1].startswith("ValueError: model 'someone/tiny' has no safetensors: ")
     assert not (tmp_path / "unpickled").exists()

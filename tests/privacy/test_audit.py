@@ -16,9 +16,8 @@ from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.launch import LaunchError
 from fedprune_app.privacy.audit import Evidence, Finding, guesses_of, lower_bound, p_value
 from fedprune_app.privacy.dpsgd import DPSGD
-from fedprune_app.privacy.noise import Seeded
+from fedprune_app.privacy.noise import KeyedNoise
 from fedprune_app.registry import check_names
-from tests.test_cli import fedprune
 
 # --- the bound --------------------------------------------------------------------------------------------------------
 
@@ -260,7 +259,7 @@ def test_a_canary_that_is_out_has_no_gradient_and_keeps_its_place(tmp_path):
     for method in ("one-pass", "hooks", "ghost", "functorch"):
         gradients = {name: torch.zeros_like(p) for name, p in client.model.named_parameters()}
         whole = {name: torch.ones_like(p) for name, p in client.model.named_parameters()}
-        how = DPSGD(0.0, 1.0, 0.5, 1, Silent(Seeded(torch.Generator())), method)
+        how = DPSGD(0.0, 1.0, 0.5, 1, Silent(KeyedNoise(bytes(32))), method)
         with how.attached(client.model, gradients, whole) as step:
             step.add(client.data.train_images[:50][out], client.data.train_labels[:50][out])
             assert not any(bool(g.any()) for g in gradients.values())
@@ -294,16 +293,16 @@ def test_a_client_that_fails_fails_the_audit_with_its_own_words():
         audit(configured(**{"dp.epsilon-budget": 0.01}), Question(clients=2))
 
 
-def test_the_command_passes_with_noise_fails_without_and_charges_no_ledger_of_the_user(tmp_path):
+def test_the_command_passes_with_noise_fails_without_and_charges_no_ledger_of_the_user(fedprune, tmp_path):
     (tmp_path / "private.toml").write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in SETTINGS.items()))
     ask = ["audit", "private.toml", "system=fedavg", "dp.ledger-dir=ledgers", "--clients", "3", "--canaries", "200"]
-    passed = fedprune(*ask, "--json", "found.json", cwd=tmp_path)
-    assert passed.returncode == 0, passed.stderr
-    assert "which does not contradict the ledger's" in passed.stderr
+    passed, told = fedprune(*ask, "--json", "found.json")
+    assert passed == 0, told
+    assert "which does not contradict the ledger's" in told
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["bound"] <= found["claim"]
     assert (found["canaries"], found["guesses"], found["confidence"], found["holds"]) == (200, 100, 0.95, True)
-    failed = fedprune(*ask, "--without-noise", cwd=tmp_path)
-    assert failed.returncode == 1
-    assert "failed: the ledger claims ε = " in failed.stderr
+    failed, told = fedprune(*ask, "--without-noise")
+    assert failed == 1
+    assert "failed: the ledger claims ε = " in told
     assert not (tmp_path / "ledgers").exists()

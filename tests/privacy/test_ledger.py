@@ -236,15 +236,15 @@ def test_a_budget_is_checked_by_divergences_and_only_near_its_end_by_distributio
     releases = {Steps(1.2, 0.02): 500}
     pld, rdp = epsilon_of(releases, DELTA), epsilon_of(releases, DELTA, "rdp")
     for limit, spent in [((pld + rdp) / 2, True), (pld * 0.999, False)]:
-        ledger = Ledger(budget=Budget(limit, DELTA))
+        ledger = Ledger(budgets=[Budget(limit, DELTA)])
         assert ledger.affords(releases) is spent
-        assert not Ledger(accountant="rdp", budget=Budget(limit, DELTA)).affords(releases)
+        assert not Ledger(accountant="rdp", budgets=[Budget(limit, DELTA)]).affords(releases)
 
     def slow(counted):
         raise AssertionError
 
     monkeypatch.setattr(accounting, "_losses", slow)
-    assert Ledger(budget=Budget(rdp * 1.001, DELTA)).affords({Steps(1.2, 0.02): 500})
+    assert Ledger(budgets=[Budget(rdp * 1.001, DELTA)]).affords({Steps(1.2, 0.02): 500})
 
 
 def test_the_noise_for_a_target_is_enough_and_a_thousandth_less_is_not():
@@ -281,7 +281,7 @@ def test_numbers_that_cannot_be_are_refused_and_not_charged(charge, named):
 def test_what_would_pass_the_budget_is_refused_and_not_written(tmp_path):
     step = {Steps(1.0, 0.1): 10}
     limit = epsilon_of({Steps(1.0, 0.1): 25}, DELTA)
-    ledger = Ledger(tmp_path / "ledger.jsonl", budget=Budget(limit, DELTA))
+    ledger = Ledger(tmp_path / "ledger.jsonl", budgets=[Budget(limit, DELTA)])
     ledger.charge_steps(1.0, 0.1, 10)
     assert ledger.affords(step)
     ledger.charge_steps(1.0, 0.1, 10)
@@ -298,7 +298,7 @@ def test_what_would_pass_the_budget_is_refused_and_not_written(tmp_path):
 
 def test_two_processes_cannot_spend_the_same_budget_twice(tmp_path):
     path, budget = tmp_path / "ledger.jsonl", Budget(epsilon_of({Steps(1.0, 0.1): 15}, DELTA), DELTA)
-    one, other = Ledger(path, budget=budget), Ledger(path, budget=budget)
+    one, other = Ledger(path, budgets=[budget]), Ledger(path, budgets=[budget])
     one.charge_steps(1.0, 0.1, 10)
     assert other.affords({Steps(1.0, 0.1): 10})  # it has not looked since
     with pytest.raises(Overspent):

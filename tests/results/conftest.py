@@ -32,11 +32,12 @@ def made_up_run(
     extra: dict[str, Any] | None = None,
     peers: bool = False,
     noise: float = 0.0,
+    simulated: float = 1.0,
 ) -> Path:
     """A run folder written by the real recorder, with curves that look like training.
 
     With ``peers`` the clients exchange models with one another, differ in density and have their masks compared. With
-    ``noise`` they spend privacy, each in the rounds it trains in.
+    ``noise`` they spend privacy, each in the rounds it trains in; ``simulated`` is the share with seeded noise.
     """
     rng = np.random.default_rng([seed, *system.encode(errors="replace")])
     recorder = Recorder(folder)
@@ -102,7 +103,7 @@ def made_up_run(
         if noise:
             joined += np.isin(np.arange(clients), [client for client, more in trained.items() if "seconds" in more])
             epsilons = np.sqrt(joined) / noise
-            row["epsilon_max"] = epsilons.max()
+            row |= {"epsilon_max": epsilons.max(), "epsilon_simulated": simulated}
             for client, more in trained.items():
                 more["epsilon"] = epsilons[client] if joined[client] else None
         recorder.clients({"round": number, "partition": i} | more for i, more in sorted(trained.items()))

@@ -205,9 +205,29 @@ TEXT = {"perplexity_by_text": {"ptb": {"window": 128, "windows": 64, "windows_in
     [
         ({}, "3 replies, 1 failures, 2.00 MB, 1.3 s", ""),
         (
-            {"loss_mean": 0.5, "epsilon_max": 2.345, "accuracy_personal_mean": 0.5, "accuracy_global": math.nan},
-            "3 replies, 1 failures, loss 0.500, epsilon 2.35, 2.00 MB, 1.3 s, personal accuracy 50.0 %",
+            {"loss_mean": 0.5, "accuracy_personal_mean": 0.5, "accuracy_global": math.nan},
+            "3 replies, 1 failures, loss 0.500, 2.00 MB, 1.3 s, personal accuracy 50.0 %",
             "personal 50.0 %  ",
+        ),
+        (
+            {"epsilon_max": 2.345, "epsilon_simulated": 0.0},
+            "3 replies, 1 failures, epsilon 2.35, 2.00 MB, 1.3 s",
+            "ε 2.35  ",
+        ),
+        (
+            {"epsilon_max": 2.345, "epsilon_simulated": 1.0},
+            "3 replies, 1 failures, epsilon 2.35 (simulated), 2.00 MB, 1.3 s",
+            "ε 2.35 (simulated)  ",
+        ),
+        (
+            {"epsilon_max": 2.345, "epsilon_simulated": 0.25},
+            "3 replies, 1 failures, epsilon 2.35 (partly simulated), 2.00 MB, 1.3 s",
+            "ε 2.35 (partly simulated)  ",
+        ),
+        (
+            {"epsilon_max": 2.345},
+            "3 replies, 1 failures, epsilon 2.35 (noise unknown), 2.00 MB, 1.3 s",
+            "ε 2.35 (noise unknown)  ",
         ),
         (
             {"perplexity_personal_mean": 8.0, "perplexity_global": 7.125, **TEXT},

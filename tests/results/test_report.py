@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
@@ -13,7 +14,7 @@ from plotly.offline import get_plotlyjs
 from fedprune_app.results.figures import figures
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.report import appearance, write_report
-from fedprune_app.results.tables import group_runs
+from fedprune_app.results.tables import columns, comma_separated, epsilon_remark, final_rows, group_runs
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>{{7*7}}\u2028\ud800'\""
 
@@ -207,6 +208,28 @@ def test_each_clients_epsilon_is_drawn_under_the_smaller_budget(private):
     own = [(row["round"], row["epsilon"]) for row in run.clients if row["partition"] == first and row["epsilon"]]
     assert list(zip(trace["x"], trace["y"], strict=True))[: len(own) + 1] == [*own, (None, None)]
     assert trace["x"].count(None) == len({row["partition"] for row in run.clients if row["epsilon"] is not None})
+
+
+def test_every_epsilon_of_seeded_noise_is_marked_where_people_read_it(make_run, tmp_path):
+    settings = {"config": {"dp.enabled": True, "dp.noise-multiplier": 0.5}, "noise": 0.5}
+    folders = {
+        share: [make_run(f"{share}-{seed}", seed=seed, simulated=share, **settings) for seed in (0, 1)]
+        for share in (0.0, 0.5, 1.0)
+    }
+    for share, mark in ((0.0, ""), (0.5, " (partly simulated)"), (1.0, " (simulated)")):
+        groups = group_runs([load_run(folder) for folder in folders[share]])
+        header, ((*_, cell),) = final_rows(groups, [column for column in columns() if column.key == "epsilon"])
+        assert header[-1] == "ε"
+        assert cell.endswith(mark)
+        assert ("(" in cell) == bool(mark)
+        assert next(csv.DictReader(comma_separated(groups).splitlines()))["epsilon_remark"] == mark.strip(" ()")
+        figures_drawn = drawn(folders[share])
+        assert figures_drawn["epsilon"].variants[0].layout["yaxis"]["title"]["text"] == f"ε{mark}"
+        assert figures_drawn["privacy"].variants[0].layout["xaxis"]["title"]["text"] == f"Largest ε so far{mark}"
+        page = write_report(folders[share], tmp_path / f"{share}.html").read_text()
+        assert ("simulated)</td>" in page) == bool(mark)
+    mixed = group_runs([load_run(folders[1.0][0]), load_run(folders[0.0][1])])
+    assert epsilon_remark(mixed) == " (simulated: 1 of 2 runs)"
 
 
 def test_of_very_many_clients_only_some_have_an_epsilon_of_their_own_and_it_is_said(make_run):

@@ -42,7 +42,7 @@ def chromium(folder: Path, *arguments: str) -> str:
     quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
     place = [f"--user-data-dir={folder / 'profile'}", "--hide-scrollbars", "--virtual-time-budget=8000"]
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", *quiet, *place, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=1000).stdout
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

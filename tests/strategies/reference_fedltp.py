@@ -219,7 +219,8 @@ def local_training(config, begin, kept, k, num_clients, t):
                 norm = math.sqrt(sum(float(g.double().square().sum()) for g in one.values()))
                 for n, g in one.items():
                     gradients[n] += g * min(1.0, config.dp.clip_norm / norm)
-            noise = torch.randn(sum(tensor.numel() for tensor in w.values()), generator=stream)
+            size = sum(tensor.numel() for tensor in w.values())
+            noise = torch.randn(size, generator=stream, dtype=torch.float64).float()
             for n, g in gradients.items():
                 part, noise = noise[: g.numel()].view(g.shape), noise[g.numel() :]
                 gradients[n] = (g + config.dp.noise_multiplier * config.dp.clip_norm * part) / (q * n_examples)

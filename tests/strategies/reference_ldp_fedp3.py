@@ -84,7 +84,8 @@ def local_steps(config, outcome, i, num_clients, k):
             norm = math.sqrt(sum(float(leaf.grad.double().square().sum()) for leaf in leaves.values()))
             for name, leaf in leaves.items():
                 total[name] += leaf.grad * min(1.0, C / norm)
-        zeta = torch.randn(sum(t.numel() for t in w.values()), generator=draw) * config.dp.noise_multiplier * C
+        size = sum(t.numel() for t in w.values())
+        zeta = torch.randn(size, generator=draw, dtype=torch.float64).float() * config.dp.noise_multiplier * C
         for name, noise in zip(NAMES, zeta.split([w[name].numel() for name in NAMES]), strict=True):
             gradient = (total[name] + noise.view(w[name].shape)) / min(b, m) + config.weight_decay * w[name]
             velocity[name] = config.momentum * velocity[name] + gradient

@@ -18,11 +18,12 @@ from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.registry import check_names
 from strategies.ldp_fedp3 import LDPFedP3
 from tests.conftest import tampered_app
+from tests.known_noise import KnownNoise
 from tests.strategies import reference_ldp_fedp3 as reference
 from tests.strategies.conftest import config_key
 from tests.strategies.reference_ldp_fedp3 import NAMES
 
-SIGMA, CLIP, DELTA, EXAMPLES, BATCH = 0.8, 0.7, 1e-3, 72, 24
+SIGMA, CLIP, DELTA, EXAMPLES, BATCH = 0.8, 0.7, 1e-3, 80, 24
 SETTINGS = {
     "system": "ldp-fedp3",
     "batch_size": BATCH,
@@ -32,6 +33,9 @@ SETTINGS = {
     "dp_noise_multiplier": SIGMA,
     "dp_clip_norm": CLIP,
     "dp_delta": DELTA,
+    "validation_fraction": 0.0,  # all that a client is dealt is to train on
+    "test_split": "labels",
+    "dp_accuracies": "none",
 }
 
 KEYS = {config_key(name): value for name, value in SETTINGS.items()}
@@ -63,7 +67,7 @@ def server_after(run, round):
 )
 def test_it_is_the_slow_reference(federation, monkeypatch, settings):
     def known(secure, seed, role, partition, round, inputs, what):
-        return noise.Seeded(reference.stream(seed, role, partition, round))
+        return KnownNoise(reference.stream(seed, role, partition, round))
 
     monkeypatch.setattr(noise, "noise_source", known)
     run = federation(**{**SETTINGS, **settings}, fresh=True)
@@ -155,7 +159,7 @@ def test_the_ledger_is_charged_before_the_reply_leaves(federate, tmp_path):
 
     federate(**KEYS, clients=2, fraction_train=1.0, app=tampered_app(look))
     for round, lines in written:
-        assert len(lines) == round
+        assert len(lines) == 1 + round  # the first names the data
         assert f'"what": "train, round {round}"' in lines[-1]
         assert f'"noise_multiplier": {SIGMA}, "sample_rate"' in lines[-1]
 
@@ -184,8 +188,8 @@ def test_a_reply_holds_one_nth_of_the_values_and_nothing_else(federate):
         assert {name: tuple(t.shape) for name, t in payload.tensors.items()} == {"part": (dimension // 6,)}
         assert not payload.masks
         assert reply.keys() == {"payload", "fields"}
-        told = {"density", "flops", "seconds", "num-examples", "budget-spent"}
-        told |= {"epsilon", "epsilon-pld", "epsilon-rdp", "epsilon-paper"}
+        told = {"density", "flops", "num-examples", "budget-spent"}
+        told |= {"epsilon", "epsilon-pld", "epsilon-rdp", "epsilon-paper", "epsilon-simulated"}
         assert set(reply["fields"]) == told
         up = len(recorddict_to_proto(reply).SerializeToString())
         assert 4 * dimension / 6 < up < 4 * dimension / 6 + 500
@@ -268,4 +272,4 @@ def test_a_client_refuses_a_place_that_cannot_be_and_spends_nothing(federation, 
     monkeypatch.setattr(LDPFedP3, "send", wrong)
     with pytest.raises(TooFewReplies, match=said):
         federation(**SETTINGS, out_dir=str(tmp_path / "run"))
-    assert not any(path.read_bytes() for path in tmp_path.glob("run/clients/*/ledger.jsonl"))
+    assert not any(Ledger(path).spent for path in tmp_path.glob("run/clients/*/ledger.jsonl"))

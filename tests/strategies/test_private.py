@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
+from functools import cache
 
 import pytest
 
 from clients.base import ImageClient
-from fedprune_app.config import ConfigError, check_resumable, parse_config
+from fedprune_app.config import Config, ConfigError, check_resumable, parse_config
+from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.engine.exchange import TooFewReplies
+from fedprune_app.federation.budgets import Budgets
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
 from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.registry import SYSTEMS, check_names
-from tests.strategies.conftest import Run
+from tests.strategies.conftest import TINY, Run, config_key
 
-DELTA, SIGMA, EXAMPLES, BATCH, ROUND_STEPS = 1e-3, 1.3, 72, 10, 2 * 8  # two epochs of ceil(72 / 10) steps
-STEP = Steps(SIGMA, BATCH / EXAMPLES)
+DELTA, SIGMA, BATCH, ROUND_STEPS = 1e-3, 1.3, 10, 2 * 8  # two epochs of 8 steps
 DP = {"dp_enabled": True, "dp_noise_multiplier": SIGMA, "dp_delta": DELTA, "num_server_rounds": 2}
+DP |= {"steps_per_epoch": ROUND_STEPS // 2, "dp_accuracies": "open"}
 ADMISSIBLE = {
     "fedavg": {},
     "fedprox": {},
@@ -38,6 +42,23 @@ ADMISSIBLE = {
 }
 
 
+@cache
+def step(partition: int, system: str = "fedavg") -> Steps:
+    """A step of the client of this number, of four, which has about 50 examples to train on."""
+    settings = {config_key(name): value for name, value in DP.items()}
+    return step_of(parse_config({**TINY, **settings, "system": system}), partition)
+
+
+def step_of(config: Config, partition: int) -> Steps:
+    return Steps(SIGMA, BATCH / client_data(data_config(config), partition, 4).num_examples)
+
+
+def cost(steps: int, partition: int | None = None) -> float:
+    """The ε of so many steps of a client, or of the client for which they cost most."""
+    whose = range(4) if partition is None else [partition]
+    return max(epsilon({step(k): steps}, DELTA) for k in whose)
+
+
 def ledger(run: Run, partition: int) -> Ledger:
     return Ledger(run.folder / "clients" / f"{partition:05d}" / "ledger.jsonl")
 
@@ -53,10 +74,11 @@ def test_every_client_is_charged_for_the_steps_it_ran(federation, system):
     for partition in range(4):
         rounds = [round for round in (1, 2) if partition in trained_in(run, round)]
         steps = len(rounds) * ROUND_STEPS + (2 * ROUND_STEPS if system == "fedavg-ft" else 0)  # both evaluations
-        assert ledger(run, partition).spent == ({STEP: steps} if steps else {})
+        assert ledger(run, partition).spent == ({step(partition, system): steps} if steps else {})
         row = run.rows(2)[partition]
-        assert row["epsilon"] == row["epsilon_pld"] == pytest.approx(epsilon({STEP: steps}, DELTA, "pld"))
-        assert row["epsilon_rdp"] == pytest.approx(epsilon({STEP: steps}, DELTA, "rdp"))
+        spent = {step(partition, system): steps}
+        assert row["epsilon"] == row["epsilon_pld"] == pytest.approx(epsilon(spent, DELTA, "pld"))
+        assert row["epsilon_rdp"] == pytest.approx(epsilon(spent, DELTA, "rdp"))
         assert row["epsilon_pld"] < row["epsilon_rdp"] or steps == 0
     last = run.rounds[-1]
     for name in ("epsilon", "epsilon_pld", "epsilon_rdp"):
@@ -72,7 +94,7 @@ def test_local_pruning_is_private_and_says_nothing_of_the_size_of_its_samples(fe
     settings = {"system": "fedp3", "model": "cnn-gn", "fedp3_layer_set": "lowerb", "fedp3_local": local, "density": 0.8}
     settings |= {**DP, "fedp3_local_density": 0.5, "fraction_train": 1.0}
     run = federation(**settings)
-    assert all(ledger(run, partition).spent == {STEP: 2 * ROUND_STEPS} for partition in range(4))
+    assert all(ledger(run, partition).spent == {step(partition): 2 * ROUND_STEPS} for partition in range(4))
     other = federation(**settings | {"dp_noise_multiplier": 1.4})  # has other samples, of the same parts
     assert other.rounds[0]["flops"] == run.rounds[0]["flops"]
     assert other.sha256 != run.sha256 != federation(**settings | {"fedp3_local_density": 0.9}).sha256
@@ -103,6 +125,34 @@ def test_the_same_seed_gives_the_same_run_and_noise_makes_it_another(federation,
     assert federation(**settings | {"dp_secure_rng": True}).sha256 != run.sha256
 
 
+def test_seeded_noise_marks_every_epsilon_as_simulated_and_secure_noise_does_not(federation):
+    for secure, share in ((False, 1.0), (True, 0.0)):
+        run = federation(system="fedavg", **DP, dp_secure_rng=secure)
+        assert [row["epsilon_simulated"] for row in run.rounds] == [share] * 2
+        told = [row for row in run.clients if row["epsilon"] is not None]
+        assert {row["epsilon_simulated"] for row in told} == {int(share)}
+        clients = sorted({row["partition"] for row in told})
+        assert run.info["noise"] == {"seed": [] if secure else clients, "operating-system": clients if secure else []}
+    assert "epsilon_simulated" not in federation(system="fedavg", num_server_rounds=2).rounds[0]
+
+
+def test_a_mixed_federation_is_told_as_it_is():
+    budgets = Budgets(enabled=True)
+    notes: list[str] = []
+    for client, simulated in ((0, 1), (1, 0), (2, 1), (0, 0), (0, 0)):  # a client whose noise was seeded once stays so
+        fields = {"epsilon": 1.0 + client, "epsilon-simulated": simulated}
+        own = budgets.take(client, fields, 1, lambda client, text: notes.append(text))
+    assert own["epsilon_simulated"] == 1
+    assert budgets.columns()["epsilon_simulated"] == pytest.approx(2 / 3)
+    assert budgets.noise() == {"seed": [0, 2], "operating-system": [1]}
+    again = Budgets(enabled=True)
+    again.restore(json.loads(json.dumps(budgets.state())))
+    assert again.noise() == budgets.noise()
+    assert notes == []
+    with pytest.raises(ValueError, match=r"^field 'epsilon-simulated' is None"):
+        budgets.check({"epsilon": 1.0})
+
+
 def test_how_gradients_are_made_changes_a_run_by_rounding_alone(federation):
     one_round = DP | {"num_server_rounds": 1}  # the next one's noise depends on the model, to the bit
     runs = [federation(system="fedavg", **one_round, dp_grad_sample=method) for method in ("auto", "ghost")]
@@ -125,10 +175,16 @@ def test_masked_coordinates_get_no_noise(federation):
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
+NO_COUNTS = {"dp.accuracies": "none", "dp.count-scale": 0.0}
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"system": "subfedavg"}, r"subfedavg\.gate-split is 'validation', allowed with dp\.enabled: 'none', or"),
+        (
+            {"system": "subfedavg", **NO_COUNTS},
+            r"subfedavg\.gate-split is 'validation', allowed with dp\.enabled: 'none', or",
+        ),
         ({"system": "dispfl"}, r"dispfl\.growth is 'gradient', allowed with dp\.enabled: 'random'"),
         ({"system": "fedfomo"}, "dp.enabled is true, allowed with system 'fedfomo': false; it weighs models by"),
         ({"system": "subfedavg-hy", "model": "cnn-small-bn"}, "allowed with system 'subfedavg-hy': false"),
@@ -146,16 +202,24 @@ def test_masked_coordinates_get_no_noise(federation):
             r"dp\.grad-sample is 'hooks', allowed with fedp3\.local 'uniform': auto, one-pass",
         ),
         (
-            {"system": "fedltp"},
+            {"system": "fedltp", **NO_COUNTS},
             r"fedltp\.validators is 'all', allowed with dp\.enabled: 'none', or with dp\.count-scale above 0",
         ),
         ({"system": "fedavg", "model": "cnn-small-bn"}, "model is 'cnn-small-bn', allowed with dp.enabled: one witho"),
         ({"system": "fedavg", "dp.noise-multiplier": 0.0}, "allowed with dp.enabled: one of them above 0"),
         ({"system": "fedavg", "dp.target-epsilon": 3.0}, "allowed with dp.enabled: one of them above 0"),
-        ({"system": "fedavg", "dp.accuracies": "noised"}, r"dp\.count-scale is 0\.0, allowed with dp\.accuracies"),
+        ({"system": "fedavg", "dp.count-scale": 0.0}, r"dp\.count-scale is 0\.0, allowed with dp\.accuracies"),
         (
-            {"system": "fedavg", "dp.accuracies": "noised", "dp.count-scale": 1.0},
-            r"test-split is 'labels', allowed with dp\.accuracies 'noised': 'holdout'; else the labels",
+            {"system": "fedavg", "test-split": "labels"},
+            r"test-split is 'labels', allowed with dp\.enabled: 'holdout', or with dp\.accuracies 'none' any",
+        ),
+        (
+            {"system": "fedavg", "test-split": "proportional", "dp.accuracies": "open"},
+            r"test-split is 'proportional', allowed with dp\.enabled: 'holdout', or with dp\.accuracies 'none' any",
+        ),
+        (
+            {**NO_COUNTS, "system": "subfedavg", "subfedavg.gate-split": "test", "test-split": "labels"},
+            r"subfedavg\.gate-split is 'test', allowed with dp\.enabled and test-split 'labels': 'none', 'validation'",
         ),
         (
             {"system": "fedavg", "augmentation": "crop-flip", "dp.secure-rng": True},
@@ -191,7 +255,7 @@ def test_a_gate_asks_for_noised_counts_and_each_is_charged(federation):
 
 
 def test_noised_evaluations_are_charged_and_are_counts(federation):
-    run = federation(system="standalone", **DP, dp_accuracies="noised", dp_count_scale=3.0, test_split="holdout")
+    run = federation(system="standalone", **DP | {"dp_accuracies": "noised"}, dp_count_scale=3.0)
     last = run.rows(2)
     for partition in range(4):
         # personal and validation accuracy at each evaluation, from the cache where the model has not changed
@@ -203,7 +267,7 @@ def test_noised_evaluations_are_charged_and_are_counts(federation):
 
 
 def test_without_accuracies_none_is_told(federation):
-    run = federation(system="dispfl", **DP, **ADMISSIBLE["dispfl"], dp_accuracies="none")
+    run = federation(system="dispfl", **DP | {"dp_accuracies": "none"}, **ADMISSIBLE["dispfl"])
     assert run.info["status"] == "completed"
     assert {row[name] for row in run.clients for name in row if name.startswith("accuracy")} == {None}
 
@@ -212,7 +276,7 @@ def test_without_accuracies_none_is_told(federation):
 
 
 def test_a_client_stops_before_its_budget_and_the_run_goes_on_without_it_until_nobody_is_left(federation):
-    budget = epsilon({STEP: ROUND_STEPS}, DELTA) * 1.01  # one round each
+    budget = cost(ROUND_STEPS) * 1.01  # one round each
     run = federation(system="fedavg", **DP | {"num_server_rounds": 9}, dp_epsilon_budget=budget)
     assert run.info["status"] == "completed"
     assert run.info["rounds_completed"] == 3
@@ -231,7 +295,7 @@ def test_a_budget_that_no_round_fits_in_stops_the_run_and_spends_nothing(federat
 
 
 def test_fine_tuning_stops_with_the_budget_too(federation):
-    budget = epsilon({STEP: 2 * ROUND_STEPS}, DELTA) * 1.01
+    budget = cost(2 * ROUND_STEPS) * 1.01
     run = federation(system="fedavg-ft", **DP, dp_epsilon_budget=budget)
     assert all(ledger(run, partition).epsilon(DELTA) <= budget for partition in range(4))
     assert all(row["accuracy_personal"] is not None for row in run.rows(2).values())
@@ -246,7 +310,7 @@ def test_a_target_is_reached_by_those_who_join_every_round_and_passed_by_nobody(
 
 
 GATE = {"system": "subfedavg", "dp_count_scale": 2.0, "subfedavg_mask_distance": 0.0}
-NOISED = {"system": "fedavg", "dp_accuracies": "noised", "test_split": "holdout", "shard_size": 0}
+NOISED = {"system": "fedavg", "dp_accuracies": "noised", "shard_size": 0}
 TARGET = DP | {"num_server_rounds": 3, "fraction_train": 1.0, "dp_noise_multiplier": 0.0, "dp_target_epsilon": 3.0}
 
 
@@ -272,10 +336,10 @@ def test_a_target_counts_what_will_be_counted(federation, settings, counts):
 
 
 def test_a_client_that_cannot_pay_for_its_gate_does_not_train(federation, tmp_path):
-    budget = epsilon({STEP: ROUND_STEPS}, DELTA) * 1.01  # the steps, but not the count after them
+    budget = min(cost(ROUND_STEPS, k) for k in range(4)) * 1.01  # the steps, but not the count after them
     with pytest.raises(TooFewReplies, match="no client could afford to train; first reason: the privacy budget is"):
         federation(**DP | GATE, dp_epsilon_budget=budget, fraction_train=1.0, out_dir=str(tmp_path))
-    assert not any(ledger_of.stat().st_size for ledger_of in tmp_path.glob("clients/*/ledger.jsonl"))
+    assert not any(Ledger(path).spent for path in tmp_path.glob("clients/*/ledger.jsonl"))
 
 
 def test_an_evaluation_leaves_out_what_the_budget_does_not_bear(federation):
@@ -301,7 +365,7 @@ def test_whoever_has_too_few_examples_declines_and_holds_up_nobody(federation):
     assert run.info["status"] == "completed"
     assert sorted(row["replies"] for row in run.rounds) == [0, 0, 0, 1, 1]
     assert all(row["failures"] == 0 for row in run.rounds)
-    assert [ledger(run, partition).spent.get(Steps(SIGMA, 10 / 112), 0) for partition in range(4)] == [0, 2 * 24, 0, 0]
+    assert ledger(run, 1).spent == {step_of(run.config, 1): 2 * ROUND_STEPS}
     assert not any(ledger(run, partition).spent for partition in (0, 2, 3))
     assert run.rounds[-1]["budgets_spent"] == 4
     sent = [next(iter(run.wiretap.of("train", round).values())).down.digest() for round in range(1, 6)]
@@ -313,7 +377,7 @@ def test_whoever_has_too_few_examples_declines_and_holds_up_nobody(federation):
 def test_a_score_that_cannot_be_paid_is_no_failure(federation):
     settings = {"system": "fedltp", "fedltp_tickets": 1, "fedltp_ticket_iterations": 5, "fraction_train": 0.25}
     settings |= DP | {"dp_count_scale": 1.0, "num_server_rounds": 8}
-    budget = epsilon({STEP: ROUND_STEPS, Laplace(1.0, 1.0): 1}, DELTA) * 1.01
+    budget = 1.01 * max(epsilon({step(k): ROUND_STEPS, Laplace(1.0, 1.0): 1}, DELTA) for k in range(4))
     run = federation(**settings, dp_epsilon_budget=budget)
     assert run.info["status"] == "completed"
     assert all(row["failures"] == 0 for row in run.rounds)
@@ -334,7 +398,7 @@ def test_a_private_round_whose_evaluation_fails_is_kept(federation, tmp_path, mo
             federation(**settings, out_dir=str(tmp_path))
     run = federation(**settings, resume_from=str(tmp_path))
     assert [row["round"] for row in run.rounds] == [1, 2]
-    assert all(ledger(run, partition).spent == {STEP: 2 * ROUND_STEPS} for partition in range(4))
+    assert all(ledger(run, partition).spent == {step(partition): 2 * ROUND_STEPS} for partition in range(4))
 
 
 # --- never forgotten --------------------------------------------------------------------------------------------------
@@ -349,7 +413,10 @@ def test_a_round_that_is_repeated_is_charged_again_and_gives_the_same_bits(feder
     assert again.sha256 == run.sha256
     for partition in range(4):
         repeated = ROUND_STEPS if partition in trained_in(run, 2) else 0
-        assert ledger(again, partition).spent.get(STEP, 0) == before[partition].get(STEP, 0) + repeated
+        assert (
+            ledger(again, partition).spent.get(step(partition), 0)
+            == before[partition].get(step(partition), 0) + repeated
+        )
     assert again.rounds[-1]["epsilon_max"] > run.rounds[0]["epsilon_max"]
 
 
@@ -385,11 +452,31 @@ def test_the_folder_of_the_ledgers_cannot_change_on_a_resume():
     check_resumable({**open_config.to_dict(), "state-dir": "/here"}, open_config)
 
 
-def test_one_ledger_can_serve_all_runs_on_the_same_data(federation, tmp_path):
-    for seed in (0, 1):
-        run = federation(system="standalone", fraction_train=1.0, seed=seed, **DP, dp_ledger_dir=str(tmp_path))
-    assert Ledger(tmp_path / "00002.jsonl").spent == {STEP: 2 * 2 * ROUND_STEPS}
-    assert run.rows(2)[2]["epsilon"] == pytest.approx(epsilon({STEP: 4 * ROUND_STEPS}, DELTA))
+def test_a_ledger_is_of_one_dealing_of_the_data_and_another_dealing_has_another(federation, tmp_path):
+    """Two seeds deal the same client other examples, so what one run spends is no spend of the other's examples."""
+    settings = {"system": "standalone", "fraction_train": 1.0, **DP, "dp_ledger_dir": str(tmp_path)}
+    federation(seed=0, **settings)
+    (first,) = tmp_path.glob("00002-*.jsonl")
+    federation(seed=1, **settings)
+    (second,) = set(tmp_path.glob("00002-*.jsonl")) - {first}
+    run = federation(seed=0, **settings, learning_rate=0.01)
+    assert len(list(tmp_path.glob("00002-*.jsonl"))) == 2
+    assert Ledger(first).spent == {step(2): 2 * 2 * ROUND_STEPS}
+    assert run.rows(2)[2]["epsilon"] == pytest.approx(cost(4 * ROUND_STEPS, 2))
+    assert sum(Ledger(second).spent.values()) == 2 * ROUND_STEPS
+    first_line = first.read_text().splitlines()[0]
+    assert "client 2 of 4, digits dealt by shards with seed 0" in first_line
+
+
+def test_a_ledger_of_other_data_is_refused_in_one_line(federation, tmp_path):
+    run = federation(system="standalone", fraction_train=1.0, fresh=True, **DP)
+    files = [run.folder / "clients" / f"{k:05d}" / "ledger.jsonl" for k in (1, 2)]
+    shutil.copy(files[1], files[0])
+    more = DP | {"num_server_rounds": 3, "resume_from": str(run.folder)}
+    whose = r"00001/ledger.jsonl' is of other data \(client 2 of 4, digits dealt by shards with seed 0\), allowed: "
+    with pytest.raises(TooFewReplies, match=whose) as error:
+        federation(system="standalone", fraction_train=1.0, fresh=True, **more)
+    assert "\n" not in str(error.value)
 
 
 def test_the_ledger_is_written_before_the_state_and_the_reply(federation, monkeypatch):
@@ -402,7 +489,7 @@ def test_the_ledger_is_written_before_the_state_and_the_reply(federation, monkey
     def save(self, round, state, accepted=None):
         path = self.folder / "ledger.jsonl"
         if path.exists():
-            seen.append((state.meta["charges"], len(path.read_bytes().splitlines())))
+            seen.append((state.meta["charges"], len(path.read_bytes().splitlines()) - 1))  # the first names the data
         real(self, round, state, accepted)
 
     monkeypatch.setattr(VersionedStore, "save", save)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedprune_app.privacy import noise
-from fedprune_app.privacy.noise import Seeded
+from tests.known_noise import KnownNoise
 from tests.strategies import reference_fedltp as reference
 
 COMMON = {
@@ -101,7 +101,7 @@ def finished(federation):
         if key not in runs:
 
             def stream(secure, seed, role, partition, round, inputs, settings):
-                return Seeded(reference.rng.generator(seed, f"shared noise of {role}", partition, round))
+                return KnownNoise(reference.rng.generator(seed, f"shared noise of {role}", partition, round))
 
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(noise, "noise_source", stream)

@@ -11,7 +11,7 @@ from fedprune_app.results import measures
 from fedprune_app.results.figures.common import Figure, Trace, Variant, text_of
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run
-from fedprune_app.results.tables import Group
+from fedprune_app.results.tables import Group, epsilon_remark
 
 Curve = Mapping[int, tuple[float, float]]  # round -> (x, y)
 _MARKERS_UP_TO = 25  # points; more of them would hide the line
@@ -44,7 +44,7 @@ def privacy(groups: Sequence[Group]) -> Figure:
         "privacy",
         "Accuracy by privacy",
         "Against the largest ε of any client so far, from the ledger of what ran: the smaller, the more private.",
-        _accuracy_variants(groups, _by_epsilon, "Largest ε so far"),
+        _accuracy_variants(groups, _by_epsilon, f"Largest ε so far{epsilon_remark(groups)}"),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fedprune_app.results.figures.common import Figure, Trace, Variant, text_of
 from fedprune_app.results.figures.curves import by_round, line_layout, lines, unless_a_point
-from fedprune_app.results.tables import Group
+from fedprune_app.results.tables import Group, epsilon_remark
 
 _CURVES_UP_TO = 100  # clients whose ε is drawn by itself
 
@@ -26,7 +26,7 @@ def epsilon(groups: Sequence[Group]) -> Figure:
 
 def _epsilon_variants(groups: Sequence[Group]) -> list[Variant]:
     """Return the largest ε of all clients, and each client's own, under the budget if the run had one."""
-    axes = {"x": "Round", "y": {"rangemode": "tozero", "title": {"text": "ε"}}}
+    axes = {"x": "Round", "y": {"rangemode": "tozero", "title": {"text": f"ε{epsilon_remark(groups)}"}}}
     budgets = [trace for index, group in enumerate(groups) if (trace := _budget_line(index, group))]
     views = lines(groups, by_round, "epsilon_max", "Largest of all clients", axes)
     own: list[Trace] = []

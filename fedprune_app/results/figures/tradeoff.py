@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from fedprune_app.results.figures.common import Figure, Trace, Variant, text_of
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run
-from fedprune_app.results.tables import Group, Statistic, accuracy
+from fedprune_app.results.tables import Group, Statistic, accuracy, epsilon_remark
 
 
 def tradeoff(groups: Sequence[Group]) -> Figure:
@@ -24,7 +24,7 @@ def tradeoff(groups: Sequence[Group]) -> Figure:
 def _tradeoff_variants(groups: Sequence[Group]) -> list[Variant]:
     """Return a view for each cost that some setting paid, with two settings or more: a single point shows no trade."""
     costs: dict[str, tuple[str, Callable[[Run], float | None]]] = {
-        "Privacy": ("Largest ε of any client", lambda run: run.last("epsilon_max")),
+        "Privacy": (f"Largest ε of any client{epsilon_remark(groups)}", lambda run: run.last("epsilon_max")),
         "Traffic": ("Measured traffic (MB)", _total_megabytes),
     }
     variants = []

@@ -1,0 +1,107 @@
+"""What a node's operator asks of every run; it wins over the run, and a run that asks for less is declined."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from fedprune_app.config.config import Config
+from fedprune_app.config.errors import ConfigError
+from fedprune_app.config.options import Kind, Option, option, option_of
+
+
+class PolicyError(ConfigError):
+    """A node declines a run, since the run asks for less than the node's policy does."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy holds a node's own settings; where none is given, the node takes part in every run.
+
+    ``epsilon-budget``, ``min-noise-multiplier`` and ``max-clip-norm`` ask for privacy by themselves: without
+    ``dp.enabled`` a run has no finite ε, no noise and no clipping.
+    """
+
+    require_dp: bool = option(False, "If true, the node declines runs without dp.enabled.")
+    epsilon_budget: float = option(
+        0.0, "The largest ε, at budget-delta, of all runs together. 0 means no limit of the node's own.", least=0
+    )
+    budget_delta: float = option(1e-5, "The δ of epsilon-budget, whatever dp.delta of a run is.", above=0, below=1)
+    min_noise_multiplier: float = option(
+        0.0, "The least noise multiplier, also of a run whose dp.target-epsilon chooses it.", least=0
+    )
+    max_clip_norm: float = option(0.0, "The largest dp.clip-norm. 0 means no limit.", least=0)
+    ledger_dir: str = option(
+        "", "The folder of the node's ledger; the run's dp.ledger-dir is ignored.", kind=Kind.STATE_FOLDER
+    )
+    secure_rng: bool = option(
+        True,
+        "If false, private noise derives from the run's seed, which the server knows: for rehearsals alone. If true, a"
+        " node of a deployment, or with data of its own, draws from the operating system whatever the run says.",
+    )
+    allowed_systems: str = option("", "The systems that the node runs, separated by spaces. Empty means all.")
+
+    @classmethod
+    def parse(cls, values: Mapping[str, object], where: str) -> Policy:
+        """Return the policy that ``values`` describe, which stand in ``where``.
+
+        Raises :class:`ConfigError` for an unknown key and for a value that cannot be.
+        """
+        for key, value in values.items():
+            if key not in POLICY_KEYS:
+                raise ConfigError(f"{where} has {key}={value!r}, allowed: {', '.join(POLICY_KEYS)}")
+        parsed: dict[str, Any] = {
+            key.replace("-", "_"): POLICY_KEYS[key].parse(f"{where}'s {key}", value) for key, value in values.items()
+        }
+        return cls(**parsed)
+
+    @property
+    def systems(self) -> tuple[str, ...]:
+        """The names in ``allowed-systems``; none means that every system is allowed."""
+        return tuple(self.allowed_systems.split())
+
+    @property
+    def why_private(self) -> str:
+        """The first key that asks for ``dp.enabled``; empty if none does."""
+        asking = ("require_dp", "epsilon_budget", "min_noise_multiplier", "max_clip_norm")
+        return next((name.replace("_", "-") for name in asking if getattr(self, name)), "")
+
+    def check(self, config: Config) -> None:
+        """Raise :class:`PolicyError` where a run asks for less, as far as its settings tell."""
+        if self.systems and config.system not in self.systems:
+            raise _declined(f"system is {config.system!r}", "allowed-systems", ", ".join(self.systems))
+        if self.why_private and not config.dp.enabled:
+            raise _declined("dp.enabled is False", self.why_private, "true")
+        if not config.dp.enabled:
+            return
+        if config.dp.noise_multiplier:  # dp.target-epsilon needs the number of examples: see check_noise
+            self.check_noise(config.dp.noise_multiplier, "dp.noise-multiplier")
+        if self.max_clip_norm and config.dp.clip_norm > self.max_clip_norm:
+            raise _declined(f"dp.clip-norm is {config.dp.clip_norm}", "max-clip-norm", f"at most {self.max_clip_norm}")
+
+    def check_noise(self, noise_multiplier: float, what: str) -> None:
+        """Raise :class:`PolicyError` where the noise that a run has is too little."""
+        if noise_multiplier < self.min_noise_multiplier:
+            least = f"at least {self.min_noise_multiplier}"
+            raise _declined(f"{what} is {noise_multiplier}", "min-noise-multiplier", least)
+
+    def over(self, config: Config) -> Config:
+        """Return the settings of a run as the policy leaves them.
+
+        A node that asks for privacy tells no open accuracies. They would say something of examples that are only
+        tested on, and whoever starts runs deals anew which examples these are.
+        """
+        if self.why_private and config.dp.accuracies == "open":
+            return replace(config, dp=replace(config.dp, accuracies="none"))
+        return config
+
+
+def _declined(given: str, key: str, allowed: str) -> PolicyError:
+    return PolicyError(f"the node declines the run: {given}, allowed by its {key}: {allowed}")
+
+
+POLICY_KEYS: Mapping[str, Option] = {item.name.replace("_", "-"): option_of(item) for item in fields(Policy)}
+"""Every key of a policy."""
+NO_POLICY = Policy()
+"""A node without a policy takes part in every run."""

@@ -1,0 +1,39 @@
+"""A client knows whether it is simulated by what only a simulation has: the in-process Grid, or Flower's Ray actors.
+
+Everything else counts as a node of a deployment, whatever the run's configuration says.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_answers_in_process: ContextVar[bool] = ContextVar("_answers_in_process", default=False)
+
+
+@contextmanager
+def answering_in_process() -> Iterator[None]:
+    """Let :func:`is_simulated` return True until the block ends; only the in-process Grid enters it."""
+    token = _answers_in_process.set(True)
+    try:
+        yield
+    finally:
+        _answers_in_process.reset(token)
+
+
+def is_simulated() -> bool:
+    """Return whether the client at work is one of a simulation: of the in-process Grid, or in one of Flower's actors.
+
+    Both of our Ray engine and of ``flwr run`` on a simulation, clients are in these actors.
+    """
+    return _answers_in_process.get() or _is_ray_actor()
+
+
+def _is_ray_actor() -> bool:
+    """Return whether this process is a Ray actor of Flower's simulation. Ray is not imported for the answer."""
+    ray = sys.modules.get("ray")
+    if ray is None or "flwr.simulation.ray_transport.ray_actor" not in sys.modules or not ray.is_initialized():
+        return False
+    return ray.get_runtime_context().get_actor_id() is not None

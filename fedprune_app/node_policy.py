@@ -1,0 +1,60 @@
+"""A node's policy is read from its node-config, or from a file of the node's own that the node-config names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from fedprune_app.config import POLICY_KEYS, ConfigError, Policy, read_toml
+from fedprune_app.registry import SYSTEMS
+
+POLICY_FILE = "policy-file"
+
+
+def read_policy(node_config: Mapping[str, object]) -> Policy:
+    """Return the policy of the node that was started with ``node_config``.
+
+    The file is read for every message, so that a change holds at once. Raises :class:`ConfigError` for a file that is
+    missing or damaged, an unknown key, a value that cannot be, and a key that stands in both places. A node without a
+    readable policy thus answers no message.
+    """
+    here = {key: value for key, value in node_config.items() if key in POLICY_KEYS}
+    policy = Policy.parse(here, "node-config")
+    if POLICY_FILE in node_config:
+        policy = _in_file(node_config[POLICY_FILE], here)
+    for name in policy.systems:
+        if name not in SYSTEMS:
+            raise ConfigError(f"allowed-systems of the node has {name!r}, allowed: {', '.join(SYSTEMS)}")
+    return policy
+
+
+def _in_file(name: object, here: Mapping[str, object]) -> Policy:
+    if not (isinstance(name, str) and Path(name).is_absolute()):
+        raise ConfigError(f"node-config has {POLICY_FILE}={name!r}, allowed: an absolute path")
+    try:
+        there = read_toml(Path(name))
+    except ConfigError as error:
+        raise ConfigError(f"{POLICY_FILE}: {error}") from None
+    for key in here:
+        if key in there:
+            raise ConfigError(f"{key} stands in node-config and in {POLICY_FILE} {name!r}, allowed: one of them")
+    return Policy.parse({**there, **here}, f"{POLICY_FILE} {name!r}")
+
+
+def ledger_folder(policy: Policy, node_config: Mapping[str, object]) -> str:
+    """Return the folder of the node's ledger; empty where the run says which it is.
+
+    The folder is ``ledger-dir`` of the policy. Without that key it is ``ledgers`` in the node's ``state-dir``, for all
+    runs, where the node has data of its own or a budget. Raises :class:`ConfigError` for a budget without a place of
+    the node's own for its ledger: every run could begin a fresh one.
+    """
+    if policy.ledger_dir:
+        return policy.ledger_dir
+    state_dir = node_config.get("state-dir")
+    if state_dir and (policy.epsilon_budget or "partition-id" not in node_config):
+        return str(Path(str(state_dir)) / "ledgers")
+    if policy.epsilon_budget:
+        raise ConfigError(
+            f"epsilon-budget of the node is {policy.epsilon_budget}, allowed with a ledger-dir or state-dir of its own"
+        )
+    return ""

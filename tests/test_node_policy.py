@@ -1,0 +1,316 @@
+"""What a node's operator asks of every run wins over the run, and a run that asks for less is declined."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from flwr.app import MessageType
+from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.supercore.task_identity import TaskIdentity
+
+from clients import images
+from fedprune_app import cli, client_app
+from fedprune_app.client_app import node_settings
+from fedprune_app.config import POLICY_KEYS, ConfigError, parse_config
+from fedprune_app.engine import inprocess, wire
+from fedprune_app.engine.exchange import TooFewReplies, message_to
+from fedprune_app.engine.inprocess import InProcessGrid
+from fedprune_app.node_policy import read_policy
+from fedprune_app.privacy.ledger import Ledger
+from tests.e2e.test_own_data import IMAGES, grid_of, image_folder
+
+KEY = "0123456789abcdef"
+PRIVATE = {"dp.enabled": True, "dp.noise-multiplier": 1.0, "dp.delta": 1e-3}
+SILENT = PRIVATE | {"dp.accuracies": "none"}  # no counts take what is left of a budget
+QUICK = {"system": "fedavg", "num_server_rounds": 1, "local_epochs": 1, "fraction_train": 1.0}
+
+
+@pytest.fixture
+def nodes(federate, monkeypatch):
+    """``nodes(node_configs, **settings)``: a finished run of nodes with these node-configs."""
+
+    def run(node_configs, name="run", **settings):
+        monkeypatch.setattr(inprocess, "InProcessGrid", grid_of(node_configs, range(1, len(node_configs) + 1)))
+        return federate(name, len(node_configs), **{**QUICK, **settings})
+
+    return run
+
+
+def dealt(*more):
+    """Node-configs of nodes that share the digits, each with more keys."""
+    return [{"partition-id": k, "num-partitions": len(more), **each} for k, each in enumerate(more)]
+
+
+# --- what is declined -------------------------------------------------------------------------------------------------
+
+DECLINED = [
+    ({"require-dp": True}, {}, "dp.enabled is False, allowed by its require-dp: true"),
+    ({"epsilon-budget": 3.0, "ledger-dir": "/l"}, {}, "dp.enabled is False, allowed by its epsilon-budget: true"),
+    ({"min-noise-multiplier": 1.0}, {}, "dp.enabled is False, allowed by its min-noise-multiplier: true"),
+    (
+        {"min-noise-multiplier": 1.1},
+        PRIVATE,
+        "dp.noise-multiplier is 1.0, allowed by its min-noise-multiplier: at least 1.1",
+    ),
+    (
+        {"max-clip-norm": 2.0},
+        {**PRIVATE, "dp.clip-norm": 10.0},
+        "dp.clip-norm is 10.0, allowed by its max-clip-norm: at most 2.0",
+    ),
+    (
+        {"allowed-systems": "dispfl ditto"},
+        {},
+        "system is 'fedavg', allowed by its allowed-systems: dispfl, ditto",
+    ),
+]
+
+
+@pytest.mark.parametrize(("policy", "run", "said"), DECLINED, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("kind", [MessageType.QUERY, MessageType.TRAIN, MessageType.EVALUATE])
+@pytest.mark.parametrize("from_file", [False, True], ids=["node-config", "policy-file"])
+def test_a_run_that_asks_for_less_is_declined_with_every_message_before_data_is_read(
+    tmp_path, monkeypatch, policy, run, said, kind, from_file
+):
+    """Whichever message a server sends first."""
+
+    def read(*_):
+        raise AssertionError("data was read")
+
+    monkeypatch.setattr(images, "dataset_of", read)
+    monkeypatch.setattr(images, "client_data", read)
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, SUPERLINK_NODE_ID, 1
+    config = parse_config({**IMAGES_HERE, "system": "fedavg", "out-dir": str(tmp_path / "run"), **run})
+    grid = InProcessGrid(client_app.app, 1, config.to_dict())
+    ((node, context),) = grid._contexts.items()
+    if from_file:
+        (tmp_path / "policy.toml").write_text("".join(f"{k} = {toml(v)}\n" for k, v in policy.items()))
+        policy = {"policy-file": str(tmp_path / "policy.toml")}
+    context.node_config = {"data-dir": str(tmp_path / "nowhere"), "state-dir": str(tmp_path / "state"), **policy}
+    request = wire.pack(None, {"round": 1, "run-key": KEY, "partition": 0})
+    (reply,) = grid.send_and_receive([message_to(node, request, kind, 1, 30.0)])
+    assert reply.error.reason == f"PolicyError: the node declines the run: {said}"
+    assert not (tmp_path / "state").exists()
+
+
+IMAGES_HERE = {key.replace("_", "-"): value for key, value in IMAGES.items()}
+
+
+def toml(value):
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def test_a_run_that_asks_for_enough_is_taken_part_in():
+    policy = {"require-dp": True, "min-noise-multiplier": 1.0, "max-clip-norm": 1.0, "allowed-systems": "ditto fedavg"}
+    config, found = node_settings({**PRIVATE, "system": "fedavg"}, {"partition-id": 0, "num-partitions": 2, **policy})
+    assert config.system == "fedavg"
+    assert found.systems == ("ditto", "fedavg")
+
+
+def test_who_declines_is_named_in_the_record_and_the_others_go_on(nodes):
+    run = nodes(dealt({"require-dp": True}, {}, {"allowed-systems": "dispfl"}))
+    assert run.info["status"] == "completed"
+    assert [row["partition"] for row in run.info["partition"]] == [1]
+    assert sorted(run.info["clients_left_out"]) == [
+        "node 1: PolicyError: the node declines the run: dp.enabled is False, allowed by its require-dp: true "
+        "(error code 2)",
+        "node 3: PolicyError: the node declines the run: system is 'fedavg', allowed by its allowed-systems: dispfl "
+        "(error code 2)",
+    ]
+
+
+def test_the_noise_that_a_target_chooses_is_held_to_the_least_noise_too(nodes):
+    target = {**PRIVATE, "dp.noise-multiplier": 0.0, "dp.target-epsilon": 50.0}
+    run = nodes(dealt({"min-noise-multiplier": 0.9}, {}), **target)
+    (left_out,) = run.info["clients_left_out"]
+    assert re.search(
+        r"the noise multiplier found for dp\.target-epsilon is 0\.\d+, allowed by its min-noise-multiplier: "
+        r"at least 0\.9 ",
+        left_out,
+    )
+    assert [row["partition"] for row in run.info["partition"]] == [1]
+
+
+# --- what the node says in the run's place ----------------------------------------------------------------------------
+
+
+def test_the_budget_of_the_node_holds_at_its_own_delta_whatever_the_run_says(nodes, tmp_path):
+    """At the run's delta of 0.1 the run's own budget would bear all rounds, and at the node's it bears one."""
+    lax = {**PRIVATE, "dp.delta": 0.1, "dp.epsilon-budget": 1000.0}
+    nodes(dealt({"ledger-dir": str(tmp_path / "one-round")}, {}), "first", **lax)
+    (path,) = (tmp_path / "one-round").iterdir()
+    budget = Ledger(path).epsilon(1e-5) * 1.01
+    place = {"epsilon-budget": budget, "ledger-dir": str(tmp_path / "ledgers")}
+    run = nodes(dealt(place, {}), **lax, num_server_rounds=3)
+    asked = [{row["partition"] for row in run.clients if row["round"] == round and row["bytes_up"]} for round in (1, 3)]
+    assert asked == [{0, 1}, {1}]
+    (path,) = (tmp_path / "ledgers").iterdir()
+    assert 0 < Ledger(path).epsilon(1e-5) <= budget
+    assert Ledger(run.folder / "clients" / "00001" / "ledger.jsonl").epsilon(1e-5) > budget
+    assert run.rounds[-1]["budgets_spent"] == 1
+
+
+def test_the_smaller_budget_of_run_and_node_holds(nodes, tmp_path):
+    small = {**PRIVATE, "dp.delta": 1e-5, "dp.epsilon-budget": 0.5}
+    with pytest.raises(TooFewReplies, match=r"the privacy budget is 0\.5 at delta 1e-05, 0 of it are spent"):
+        nodes(dealt({"epsilon-budget": 6.0, "ledger-dir": str(tmp_path / "ledgers")}), **small)
+
+
+@pytest.mark.parametrize("own", [{}, {"ledger-dir": "ledgers"}], ids=["beside the state", "where the node says"])
+def test_no_run_begins_a_fresh_ledger_on_a_node_of_own_data(nodes, tmp_path, own):
+    """Each run has another run-key, gives the node another number and names another dp.ledger-dir."""
+    mine, other = image_folder(tmp_path / "mine", 0), image_folder(tmp_path / "other", 1)
+    own = {key: str(tmp_path / value) for key, value in own.items()}
+    place = {"data-dir": str(mine), "state-dir": str(tmp_path / "state"), **own}
+    elsewhere = {"data-dir": str(other), "state-dir": str(tmp_path / "elsewhere")}
+    settings = {**IMAGES, **SILENT}
+    nodes([place, elsewhere], "first", **settings, **{"dp.ledger-dir": str(tmp_path / "one")})
+    (path,) = Path(own.get("ledger-dir", tmp_path / "state" / "ledgers")).iterdir()
+    spent, charges = Ledger(path).epsilon(1e-5), len(Ledger(path))
+    assert charges
+    place["epsilon-budget"] = spent * 1.01
+    run = nodes([elsewhere, place], "again", **settings, **{"dp.ledger-dir": str(tmp_path / "two")})
+    assert len(Ledger(path)) == charges
+    (note,) = run.rounds[0]["notes"]
+    assert note.startswith(f"client 1: the privacy budget is {spent * 1.01:g} at delta 1e-05, ")
+    assert not (tmp_path / "one").exists()
+    assert not (tmp_path / "two").exists()
+
+
+def test_a_run_that_deals_anew_begins_no_fresh_ledger_on_a_node_with_a_budget(nodes, tmp_path):
+    """Whoever starts runs chooses the dealing, so a node's budget counts what all dealings cost."""
+    place = {"ledger-dir": str(tmp_path / "ledgers")}
+    nodes(dealt({**place, "epsilon-budget": 100.0}, {}), "first", **SILENT)
+    (path,) = (tmp_path / "ledgers").iterdir()
+    spent, charges = Ledger(path).epsilon(1e-5), len(Ledger(path))
+    run = nodes(dealt({**place, "epsilon-budget": spent * 1.01}, {}), "again", **SILENT, seed=1)
+    assert list((tmp_path / "ledgers").iterdir()) == [path]
+    assert len(Ledger(path)) == charges
+    assert run.rounds[0]["replies"] == 1
+
+
+def test_a_budget_without_a_place_for_its_ledger_is_refused():
+    with pytest.raises(
+        ConfigError, match=r"^epsilon-budget of the node is 3\.0, allowed with a ledger-dir or state-dir"
+    ):
+        node_settings(PRIVATE, {"partition-id": 0, "num-partitions": 2, "epsilon-budget": 3.0})
+
+
+def test_the_ledger_of_a_node_is_where_its_operator_says():
+    run = {"dp.ledger-dir": "/theirs"}
+    part = {"partition-id": 0, "num-partitions": 2, "state-dir": "/state"}
+    own = {"data-dir": "/data", "state-dir": "/state"}
+
+    def place(node_config):
+        return node_settings(run, node_config)[0].dp.ledger_dir
+
+    assert place(part) == "/theirs", "a part of shared data, and no policy"
+    assert place({**part, "ledger-dir": "/mine"}) == "/mine"
+    assert place(own) == "/state/ledgers"
+    assert place({**own, "ledger-dir": "/mine"}) == "/mine"
+
+
+def test_a_node_that_asks_for_privacy_tells_no_open_accuracies(nodes):
+    run = nodes(dealt({"require-dp": True}, {}), **PRIVATE, **{"dp.accuracies": "open"})
+    told = {row["partition"]: row["accuracy_personal"] for row in run.clients}
+    assert told[0] is None
+    assert 0 <= told[1] <= 1
+
+
+# --- what a policy may hold -------------------------------------------------------------------------------------------
+
+
+def one_line(node_config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_policy(node_config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        ("requre-dp = true", "has requre-dp=True, allowed: require-dp, epsilon-budget, budget-delta, "),
+        ("require-dp = 1", "require-dp is 1, allowed: true or false"),
+        ("epsilon-budget = -1", "epsilon-budget is -1.0, allowed: at least 0"),
+        ("budget-delta = 1.0", "budget-delta is 1.0, allowed: above 0 and below 1"),
+        ('ledger-dir = "ledgers"', "ledger-dir is 'ledgers', allowed: an absolute path"),
+        ('allowed-systems = ["fedavg"]', "allowed-systems is ['fedavg'], allowed: a text"),
+        ('allowed-systems = "fedavg fedafg"', "allowed-systems of the node has 'fedafg', allowed: subfedavg, "),
+        ("require-dp = ", "cannot be read"),
+        ("partition-id = 3", "has partition-id=3, allowed: require-dp, "),
+    ],
+)
+def test_a_wrong_policy_file_is_one_line_and_answers_nothing(tmp_path, policy, said):
+    (tmp_path / "policy.toml").write_text(policy)
+    assert said in one_line({"policy-file": str(tmp_path / "policy.toml")})
+
+
+def test_a_policy_file_that_is_missing_or_contradicts_the_node_config_is_one_line(tmp_path):
+    path = tmp_path / "policy.toml"
+    assert one_line({"policy-file": str(path)}) == f"policy-file: config file '{path}' does not exist"
+    assert (
+        one_line({"policy-file": "policy.toml"})
+        == "node-config has policy-file='policy.toml', allowed: an absolute path"
+    )
+    path.write_text("require-dp = false\n")
+    said = one_line({"policy-file": str(path), "require-dp": True})
+    assert said == f"require-dp stands in node-config and in policy-file '{path}', allowed: one of them"
+
+
+def test_a_policy_file_and_the_node_config_hold_together(tmp_path):
+    path = tmp_path / "policy.toml"
+    path.write_text("max-clip-norm = 2\n")
+    policy = read_policy({"policy-file": str(path), "require-dp": True, "data-dir": "/data"})
+    assert (policy.require_dp, policy.max_clip_norm) == (True, 2.0)
+    path.write_text("max-clip-norm = 1\n")
+    assert read_policy({"policy-file": str(path)}).max_clip_norm == 1.0
+
+
+def test_a_private_rehearsal_says_where_noise_of_shared_data_comes_from(fedprune, monkeypatch, tmp_path):
+    """Nodes with data or a policy of their own, and runs that are not private, are told nothing."""
+    started = []
+    monkeypatch.setattr(cli, "_run_once", lambda placement, *_: started.append(placement))
+    (tmp_path / "a.toml").write_text("require-dp = true\n")
+    (tmp_path / "data").mkdir()
+    private = ["deploy", "local", "--nodes", "1", "--out", "run"]
+    private += ["system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1.0"]
+    for arguments in (
+        private,
+        [*private, "dp.secure-rng=true"],
+        [*private, "--policies", "a.toml"],
+        [*private, "--data-dirs", "data", "dataset=image-folder"],
+        ["deploy", "local", "--nodes", "1", "--out", "run"],
+    ):
+        assert fedprune(*arguments) == (0, "")
+    assert [placement.nodes[0].get("secure-rng") for placement in started] == [False, True, None, None, None]
+
+
+def test_a_rehearsal_gives_each_node_its_policy(fedprune, monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(cli, "_run_once", lambda placement, *_: started.append(placement))
+    for name in "ab":
+        (tmp_path / f"{name}.toml").write_text("require-dp = true\n")
+    assert fedprune("deploy", "local", "--policies", "a.toml, b.toml", "--out", "run") == (0, "")
+    (placement,) = started
+    assert [node["policy-file"] for node in placement.nodes] == [str(tmp_path / f"{name}.toml") for name in "ab"]
+    code, said = fedprune("deploy", "local", "--policies", "a.toml", "--nodes", "3", "--out", "run")
+    assert (code, said.strip()) == (2, "error: --policies has 1 files, allowed: one per node, 3")
+    code, said = fedprune("deploy", "local", "--policies", "c.toml", "--out", "run")
+    assert (code, len(said.splitlines())) == (2, 1)
+    assert f"policy-file: config file '{tmp_path / 'c.toml'}' does not exist" in said
+
+
+def test_every_key_of_a_policy_is_documented():
+    page = (Path(__file__).parents[1] / "docs" / "deploy.md").read_text()
+    for key in ("policy-file", *POLICY_KEYS):
+        assert f"\n| `{key}`" in page, key
+
+
+def test_the_documented_policy_is_one(tmp_path):
+    page = (Path(__file__).parents[1] / "docs" / "deploy.md").read_text()
+    (tmp_path / "policy.toml").write_text(page.split("```toml\n")[1].split("```")[0])
+    policy = read_policy({"policy-file": str(tmp_path / "policy.toml")})
+    assert policy.require_dp
+    assert policy.systems == ("fedavg", "dispfl", "ditto")
