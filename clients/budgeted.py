@@ -20,7 +20,8 @@ from fedprune_app.engine.store import State
 if TYPE_CHECKING:  # dp-accounting takes seconds to import, and most runs do without
     from fedprune_app.privacy.ledger import Data
 
-_SPENT = frozenset({"epsilon", "epsilon-paper", "epsilon-second", "epsilon-simulated", "budget-spent"})
+_EPSILONS = frozenset({"epsilon", "epsilon-pld", "epsilon-rdp", "epsilon-paper", "epsilon-second"})
+_SPENT = _EPSILONS | {"epsilon-simulated", "budget-spent"}
 
 
 class BudgetedNode(Node[AnUpdate]):
@@ -144,7 +145,7 @@ class BudgetedNode(Node[AnUpdate]):
         """This loads the state as every client does, and raises ``ValueError`` where the ledger has lost a charge."""
         state, lost = super().load_state(task, before)
         if self.privacy is not None:
-            told = float(task.fields.get("epsilon", 0.0))
+            told = float(task.fields.get("epsilon-rdp", 0.0))
             self.privacy.require_memory(int(state.meta.get("charges", 0)), told)
         return state, lost
 

@@ -170,17 +170,17 @@ class ClientPrivacy:
         """Raise ``ValueError`` where the ledger holds less than is known of it.
 
         The client's state has seen ``charges``. The server remembers the ε that the client has ``told``, since ledger
-        and state may be lost together.
+        and state may be lost together. That one is by Rényi divergences: adding them up rounds nothing on a grid.
         """
         if len(self.ledger) < charges:
             raise ValueError(
                 f"ledger '{self.ledger.path}' holds {len(self.ledger)} charges, the client's state knows of {charges}: "
                 "what was spent is not known"
             )
-        spent = self.ledger.epsilon(self.options.delta)
+        spent = self.ledger.epsilon(self.options.delta, "rdp")
         if spent < told * (1 - _ROUNDING):
             raise ValueError(
-                f"ledger '{self.ledger.path}' holds epsilon {spent:.4g}, the client has told {told:.4g}: "
+                f"ledger '{self.ledger.path}' holds epsilon {spent:.4g} by RDP, the client has told {told:.4g}: "
                 "what was spent is not known"
             )
 
@@ -189,15 +189,18 @@ class ClientPrivacy:
         return {**self.report(round), "budget-spent": True, "declined": str(why)}
 
     def report(self, round: int) -> dict[str, Any]:
-        """This tells ε so far, Fed-LTP's printed figure beside it, and whether the budget bears no other round.
+        """This tells ε so far, by the run's accountant and by each, and whether the budget bears no other round.
 
-        ``epsilon-simulated`` is 1 where the noise derives from the seed, and 0 where nobody else can know it.
+        Fed-LTP's printed figure is beside them. ``epsilon-simulated`` is 1 where the noise derives from the seed, and 0
+        where nobody else can know it.
         """
+        from fedprune_app.privacy.accounting import ACCOUNTANTS
         from fedprune_app.privacy.paper import paper_epsilon
 
         options = self.options
         paper = paper_epsilon(round, self.noise_multiplier, self.sample_rate, options.delta, self.round_scale)
         figures = {"epsilon": self.ledger.epsilon(options.delta), "epsilon-paper": paper}
+        figures |= {f"epsilon-{name}": self.ledger.epsilon(options.delta, name) for name in ACCOUNTANTS}
         if options.second_delta:
             figures["epsilon-second"] = self.ledger.epsilon(options.second_delta)
         told: dict[str, Any] = {name: value for name, value in figures.items() if math.isfinite(value)}

@@ -9,7 +9,8 @@ Edge Computing", Algorithms 1 and 2. The client half is ``clients/fedltp.py``; t
   who gets which depend on anything private. Each has a P2 share of the survivors less than the one before it
   (equation 15; equation 12 with rule 9 would remove nothing), the server's model has the structure of the first.
 * A client keeps the sub-model that it drew when it was first sampled, among those that nobody else in the round has.
-* A coordinate is averaged over those participants that have it, as the text says; line 9 divides by all.
+* A coordinate is averaged over those participants that have it, as the text says. Line 9 divides by all K, as if
+  the others had not moved it: ``fedltp.average=participants``. Lost replies count in neither.
 * Every round's model is scored *after* the round, by all clients (``fedltp.validators``; the formulas say the round's).
   A score is the share of correct predictions among the validation examples of those who answered: with equal answers
   the order is that of the sum (18), and rounds with missing answers compare fairly. Under ``robust`` it is the mean of
@@ -127,7 +128,9 @@ class FedLTP(DPFed):
 
     def receive(self, round: Round, client: int, update: Payload) -> None:
         masks = self.masks(self.drawn[client])
-        super().receive(round, client, Payload(unpacked(update.tensors, masks, self.model), masks))
+        tensors = unpacked(update.tensors, masks, self.model)  # where the client has nothing, it moved nothing
+        counted = masks if self.options.average == "holders" else self.masks(1)
+        super().receive(round, client, Payload(tensors, counted))
 
     # --- equations 17 to 19: validation -----------------------------------------------------------------------------
 

@@ -92,6 +92,14 @@ class FedLTPOptions(Table):
     further_pruned: float = option(
         0.1, "The share of the survivors that each nested sub-model loses (P2).", least=0, below=1
     )
+    average: str = option(
+        "holders",
+        "The clients of a round over which each coordinate's update is averaged.",
+        choices={
+            "holders": "those whose sub-model has the coordinate, as the paper's text says",
+            "participants": "all of the round, as line 9 of Algorithm 2 is printed",
+        },
+    )
     validators: str = option(
         "all",
         "The clients that score each round's model. The model of the best round is the final one.",

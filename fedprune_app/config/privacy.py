@@ -46,9 +46,12 @@ class DPOptions(Table):
         0.0, "The budget: a client stops before its ε exceeds this number. 0 means no limit.", least=0
     )
     accountant: str = option(
-        "rdp",
-        "The accountant that adds up releases.",
-        choices={"rdp": "Rényi divergences", "pld": "privacy loss distributions: tighter and slower"},
+        "pld",
+        "The accountant that adds up releases for ε and for budgets. Both figures are reported.",
+        choices={
+            "pld": "privacy loss distributions, the tighter figure",
+            "rdp": "Rényi divergences, which say more",
+        },
     )
     accuracies: str = option(
         "noised",

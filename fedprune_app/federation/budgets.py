@@ -9,8 +9,15 @@ from fedprune_app.engine import wire
 from fedprune_app.results import measures
 from fedprune_app.results.measures import Reply
 
-_KEPT_AS = {"epsilon": "epsilons", "epsilon_paper": "paper-epsilons", "epsilon_second": "second-epsilons"}
-"""Epsilons by the client's ledger, by the paper's formula and at dp.second-delta: columns, and names on disk."""
+_KEPT_AS = {
+    "epsilon": "epsilons",
+    "epsilon_pld": "pld-epsilons",
+    "epsilon_rdp": "rdp-epsilons",
+    "epsilon_paper": "paper-epsilons",
+    "epsilon_second": "second-epsilons",
+}
+"""Epsilons by the ledger, by each accountant, by the paper's formula and at dp.second-delta: columns, names on disk."""
+_LOST = 1e-3  # a figure that fell by this share; the grid of privacy losses moves one by less
 _SIMULATED = "epsilon_simulated"
 
 
@@ -31,8 +38,8 @@ class Budgets:
         return self.spent.get(client, round) >= round
 
     def epsilon_of(self, client: int) -> float | None:
-        """Return what the client last said it had spent; None if it said nothing."""
-        return self.epsilons["epsilon"].get(client)
+        """Return what the client last said it had spent, by Rényi divergences; None if it said nothing."""
+        return self.epsilons["epsilon_rdp"].get(client)
 
     @staticmethod
     def check(fields: wire.Fields) -> dict[str, float]:
@@ -58,7 +65,7 @@ class Budgets:
             self.simulated[client] = simulated or self.simulated.get(client, False)
         for column, now in told.items():
             known = self.epsilons[column]
-            if now < known.get(client, 0.0) * (1 - 1e-6):
+            if now < known.get(client, 0.0) * (1 - _LOST):
                 name = measures.MEASURES.of_clients[column].wire_name
                 note(client, f"its {name} was {known[client]:.4g} and is {now:.4g}: a ledger is lost")
             known[client] = now

@@ -40,7 +40,7 @@ def messages(
             "evaluates": round.evaluates,
         }
         if (epsilon := budgets.epsilon_of(client.id)) is not None:
-            fields["epsilon"] = epsilon  # the client's ledger must hold as much
+            fields["epsilon-rdp"] = epsilon  # the client's ledger must hold as much
         if client.own_data:
             fields["partition"] = client.id  # its operator gave it none
         content = wire.pack(arrays, fields, each.peer_updates)

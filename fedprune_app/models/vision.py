@@ -155,13 +155,24 @@ def _resnet18(image_shape: ImageShape, num_classes: int, norm: Callable[[int], n
     """Return torchvision's ResNet-18 with the given norm, and a stem for small images: 3x3, stride 1, no pooling.
 
     Its last pooling is adaptive, so images of any size fit. Source: Dis-PFL's released code (its text says
-    "PyTorch's implementation", whose 7x7 stem was made for ImageNet).
+    "PyTorch's implementation", whose 7x7 stem was made for ImageNet). No operation overwrites its input, because
+    private training differentiates by the outputs of layers. Values and gradients are torchvision's.
     """
-    from torchvision.models import resnet18
+    from torchvision.models.resnet import BasicBlock, ResNet
 
-    model: nn.Module = resnet18(num_classes=num_classes, norm_layer=norm)
+    class Block(BasicBlock):  # type: ignore[misc]  # torchvision has no types
+        def forward(self, x: Tensor) -> Tensor:
+            inner = self.relu(self.bn1(self.conv1(x)))
+            skipped = x if self.downsample is None else self.downsample(x)
+            activated: Tensor = self.relu(self.bn2(self.conv2(inner)) + skipped)
+            return activated
+
+    model: nn.Module = ResNet(Block, [2, 2, 2, 2], num_classes=num_classes, norm_layer=norm)
     model.conv1 = nn.Conv2d(image_shape[0], 64, kernel_size=3, padding=1, bias=False)
     model.maxpool = nn.Identity()
+    for module in model.modules():
+        if isinstance(module, nn.ReLU):
+            module.inplace = False
     return model
 
 

@@ -15,10 +15,11 @@ from functools import lru_cache
 
 import dp_accounting
 import numpy as np
-from dp_accounting.pld import PLDAccountant
+from dp_accounting.pld import privacy_loss_distribution
+from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 from dp_accounting.rdp.rdp_privacy_accountant import RdpAccountant, compute_epsilon
 
-ACCOUNTANTS = ("rdp", "pld")
+ACCOUNTANTS = ("pld", "rdp")
 ORDERS = tuple([1 + x / 10 for x in range(1, 100)] + [float(x) for x in range(11, 64)] + [80, 96, 128, 256, 512, 1024])
 """The Rényi orders: the more orders there are, the tighter ε is. Orders above 64 serve small ε."""
 
@@ -79,22 +80,29 @@ class Laplace:
 
 
 Release = Steps | Laplace
+_LONGEST = 1000.0
+"""Above this ε, which protects nothing, privacy loss distributions are too long to be worth their time."""
+_COARSEST = 2.0**-7
+_PER_DEVIATION = 0.1
 Spent = Mapping[Release, int]
 """A count says how often each release was made. Order does not matter, so n releases at once are n times one."""
 
 
-def epsilon(spent: Spent, delta: float, accountant: str = "rdp") -> float:
+def epsilon(spent: Spent, delta: float, accountant: str = "pld") -> float:
     """Return the ε for which everything in ``spent`` together is (ε, ``delta``)-DP: 0 for nothing, inf without noise.
 
+    * ``pld`` composes privacy loss distributions. The figure is never above that of ``rdp``, which holds as well.
     * ``rdp`` composes Rényi divergences and converts once (Balle et al. 2020), by the exact divergence of each kind.
-    * ``pld`` composes privacy loss distributions; it is tighter, and seconds slower.
+      This takes no time, but says more than is lost: by a tenth to a third in usual trainings.
 
     Raises ``ValueError`` for another ``accountant``, and for ``delta`` outside (0, 1).
 
     >>> one_epoch = {Steps(noise_multiplier=1.0, sample_rate=0.01): 100}
     >>> two_epochs = {Steps(noise_multiplier=1.0, sample_rate=0.01): 200}
     >>> round(epsilon(one_epoch, delta=1e-5), 2), round(epsilon(two_epochs, delta=1e-5), 2)
-    (1.21, 1.34)
+    (0.72, 0.91)
+    >>> round(epsilon(one_epoch, delta=1e-5, accountant="rdp"), 2)
+    1.21
     >>> epsilon({Laplace(scale=0.0, sensitivity=1.0): 1}, delta=1e-5)
     inf
     """
@@ -105,20 +113,69 @@ def epsilon(spent: Spent, delta: float, accountant: str = "rdp") -> float:
     counted = tuple(sorted(((r, n) for r, n in spent.items() if n > 0), key=repr))
     if not counted:
         return 0.0
-    return _epsilon(counted, delta, accountant)
+    return (_by_losses if accountant == "pld" else _by_divergences)(counted, delta)
+
+
+def affords(spent: Spent, delta: float, limit: float, accountant: str = "pld") -> bool:
+    """Return whether :func:`epsilon` is at most ``limit``: mostly by Rényi divergences, which are never below it."""
+    return epsilon(spent, delta, "rdp") <= limit or epsilon(spent, delta, accountant) <= limit
+
+
+Counted = tuple[tuple[Release, int], ...]
 
 
 @lru_cache(maxsize=512)  # clients of equal volume spend the same
-def _epsilon(counted: tuple[tuple[Release, int], ...], delta: float, accountant: str) -> float:
-    if accountant == "pld":
-        composed = PLDAccountant()
-        for release, count in counted:
-            composed.compose(release.event, count)
-        return float(composed.get_epsilon(delta))
+def _by_divergences(counted: Counted, delta: float) -> float:
     rho = sum((count * divergence(release) for release, count in counted), np.zeros(len(ORDERS)))
     if not np.isfinite(rho).any():
         return math.inf
     return float(compute_epsilon(ORDERS, rho, delta)[0])
+
+
+@lru_cache(maxsize=512)
+def _by_losses(counted: Counted, delta: float) -> float:
+    enough = _by_divergences(counted, delta)
+    return enough if enough > _LONGEST else min(enough, float(_losses(counted).get_epsilon_for_delta(delta)))
+
+
+@lru_cache(maxsize=4)  # for the second delta
+def _losses(counted: Counted) -> PrivacyLossDistribution:
+    grid = _interval(counted)
+    composed = privacy_loss_distribution.identity(grid)
+    for release, count in counted:
+        if not isinstance(release, Steps) or release.sample_rate:
+            composed = composed.compose(_losses_of(release, grid).self_compose(count))
+    return composed
+
+
+@lru_cache(maxsize=64)  # a client's are the same in every round
+def _losses_of(release: Release, grid: float) -> PrivacyLossDistribution:
+    """Return the distribution of one release's privacy loss, which is finite, on a grid of this width."""
+    if isinstance(release, Laplace):
+        return privacy_loss_distribution.from_laplace_mechanism(
+            release.scale / release.sensitivity, value_discretization_interval=grid
+        )
+    return privacy_loss_distribution.from_gaussian_mechanism(
+        release.noise_multiplier, value_discretization_interval=grid, sampling_prob=release.sample_rate
+    )
+
+
+def _interval(counted: Counted) -> float:
+    """Return the width of the grid on which privacy losses are counted, a power of 2: they are rounded up.
+
+    A step's loss has the variance 2 D, with its divergence D of order 1. A grid of a tenth of the releases' mean
+    deviation makes ε too large by a few hundredths of a percent, at most by two tenths. The library's fixed 1e-4 takes
+    ten times as long where losses are large, and is too wide where they are small.
+    """
+    variance = sum(count * 2 * _per_order(divergence(release)) for release, count in counted)
+    deviation = math.sqrt(variance / sum(count for _, count in counted))
+    return min(_COARSEST, 2.0 ** math.floor(math.log2(_PER_DEVIATION * deviation))) if deviation else _COARSEST
+
+
+def _per_order(divergences: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
+    """Return ``D_α / α`` for the lowest order that was found: the divergence of order 1, or a little more."""
+    lowest = int(np.isfinite(divergences).argmax())
+    return float(divergences[lowest]) / ORDERS[lowest]
 
 
 @lru_cache(maxsize=128)
@@ -141,7 +198,7 @@ def noise_for(
     delta: float,
     sample_rate: float,
     steps: int,
-    accountant: str = "rdp",
+    accountant: str = "pld",
     besides: tuple[tuple[Release, int], ...] = (),
 ) -> float:
     """Return the least noise multiplier, of three decimals, for which ``steps`` steps are (target_epsilon, delta)-DP.
@@ -151,10 +208,11 @@ def noise_for(
     """
     enough, too_little = 1000, 0  # whole thousandths, so every machine finds the same
 
-    def spends(thousandths: int) -> float:
-        return epsilon({Steps(thousandths / 1000, sample_rate): steps, **dict(besides)}, delta, accountant)
+    def is_enough(thousandths: int) -> bool:
+        spent = {Steps(thousandths / 1000, sample_rate): steps, **dict(besides)}
+        return affords(spent, delta, target_epsilon, accountant)
 
-    while spends(enough) > target_epsilon:
+    while not is_enough(enough):
         too_little, enough = enough, enough * 2
         if enough > 1_000_000:
             counts = f" beside {sum(count for _, count in besides)} noised counts" if besides else ""
@@ -162,7 +220,7 @@ def noise_for(
             raise ValueError(f"target_epsilon is {target_epsilon}, which {what}")
     while enough - too_little > 1:
         middle = (enough + too_little) // 2
-        too_little, enough = (too_little, middle) if spends(middle) <= target_epsilon else (middle, enough)
+        too_little, enough = (too_little, middle) if is_enough(middle) else (middle, enough)
     return enough / 1000
 
 

@@ -110,14 +110,19 @@ class DPSGD:
         """Give an object that puts private gradients into ``gradients``, for the time of a training.
 
         The names of ``gradients`` are the trained parameters. ``kept`` are 1 or 0 by name, in the gradients' shapes.
-        Raises ``ValueError`` for a model that cannot be trained privately.
+        Raises ``ValueError`` for a model that cannot be trained privately. One whose own code overwrites what a layer
+        took or gave is refused as soon as it is seen to.
         """
         check_model(model)
         parameters = dict(model.named_parameters())
         trained = {name: parameters[name] for name in gradients}
         masks = _masks(kept)
         method = _METHODS["one-pass" if self.grad_sample == "auto" else self.grad_sample]
-        with warnings.catch_warnings(), method(model, trained, masks, self.clip_norm) as clipped_sum:
+        with (
+            warnings.catch_warnings(),
+            _out_of_place(model),
+            method(model, trained, masks, self.clip_norm) as clipped_sum,
+        ):
             # Inputs need no gradient, so hooks on the first layer see gradients of outputs alone. No more is needed.
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
             warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet")
@@ -181,6 +186,65 @@ def check_model(model: nn.Module, name: str = "") -> None:
             raise ValueError(f"layer '{key}' of type {type(layer).__name__} has no rule for gradients per example")
 
 
+@contextmanager
+def _out_of_place(model: nn.Module) -> Iterator[None]:
+    """Let modules with ``inplace=True`` give new tensors meanwhile: gradients per example need what layers gave."""
+    modules: list[Any] = [module for module in model.modules() if getattr(module, "inplace", False) is True]
+    for module in modules:
+        module.inplace = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.inplace = True
+
+
+class _Watched:
+    """Layers are watched by hooks, which keep each layer's input and output of a forward pass.
+
+    Torch counts how often a tensor was written. So :meth:`check` finds a kept tensor that was overwritten later, by
+    ``F.relu_(x)`` or ``x += y`` in the network's own code. Whatever is computed from such a tensor is wrong.
+    """
+
+    def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
+        parameters = set(trained.values())
+        self.layers = {
+            layer: name for name, layer in model.named_modules() if parameters & {*layer.parameters(recurse=False)}
+        }
+        self.seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._written: list[tuple[nn.Module, str, Tensor, int]] = []
+
+    @contextmanager
+    def forward(self, once: bool = False) -> Iterator[None]:
+        """Watch forward passes, and forget them afterwards. With ``once`` a layer that is used twice is refused."""
+
+        def keep(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if once and layer in self.seen:
+                kind = type(layer).__name__
+                raise ValueError(f"a layer of type {kind} is used twice, allowed: dp.grad-sample 'hooks'")
+            self.seen[layer] = inputs[0], output
+            for what, tensor in (("input", inputs[0]), ("output", output)):
+                self._written.append((layer, what, tensor, tensor._version))
+
+        handles = [layer.register_forward_hook(keep) for layer in self.layers]
+        try:
+            yield
+        finally:
+            self.seen.clear()
+            self._written.clear()
+            for handle in handles:
+                handle.remove()
+
+    def check(self) -> None:
+        """Raise ``ValueError`` that names the layer whose input or output was overwritten since the hook saw it."""
+        for layer, what, tensor, version in self._written:
+            if tensor._version != version:
+                raise ValueError(
+                    f"the {what} of layer '{self.layers[layer]}' is overwritten in place, allowed with dp.enabled: "
+                    "networks whose own code makes new tensors, such as F.relu(x) and x + y"
+                )
+
+
 def clip_factors(squared_norms: Tensor, clip_norm: float) -> Tensor:
     """Return ``min(1, C / ‖g‖)`` per example (n,); NaN where the norm is not a number or not finite.
 
@@ -237,10 +301,11 @@ def _materialised(
         def clipped_sum(images: Tensor, labels: Tensor) -> dict[str, Tensor]:
             wrapped.zero_grad()
             _no_gradients(trained)
-            F.cross_entropy(wrapped(images), labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
-            samples: dict[str, Tensor] = {name: p.grad_sample for name, p in trained.items()}  # type: ignore[attr-defined]
-            for name, mask in masks.items():
-                samples[name].mul_(mask)
+            with _overwriting_named(model, trained, images):
+                F.cross_entropy(wrapped(images), labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
+            samples = _by_opacus("grad_sample", trained)
+            for name in samples.keys() & masks.keys():
+                samples[name].mul_(masks[name])
             factors = clip_factors(_over_tensors(_squared_norms(each) for each in samples.values()), clip_norm)
             fewer = _without(clipped_sum, factors, images, labels)
             if fewer is not None:
@@ -267,9 +332,11 @@ def _ghost(
 
         def clipped_sum(images: Tensor, labels: Tensor) -> dict[str, Tensor]:
             _no_gradients(trained)
-            losses = F.cross_entropy(wrapped(images), labels, reduction="none")
-            losses.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
-            factors = clip_factors(wrapped.get_norm_sample().square(), clip_norm)
+            with _overwriting_named(model, trained, images):
+                losses = F.cross_entropy(wrapped(images), labels, reduction="none")
+                losses.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
+            norms = _by_opacus("_norm_sample", trained)
+            factors = clip_factors(_over_tensors(norm.square() for norm in norms.values()), clip_norm)
             fewer = _without(clipped_sum, factors, images, labels)
             if fewer is not None:
                 return fewer
@@ -303,13 +370,7 @@ def _one_pass(
 ) -> Iterator[ClippedSum]:
     """Give a clipped sum that keeps inputs and outputs of every layer and stops the backward pass at the outputs."""
     name_of: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
-    layers = [layer for layer in model.modules() if any(p in name_of for p in layer.parameters(recurse=False))]
-    seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-
-    def keep(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if layer in seen:
-            raise ValueError(f"a layer of type {type(layer).__name__} is used twice, allowed: dp.grad-sample 'hooks'")
-        seen[layer] = inputs[0].detach(), output
+    watched = _Watched(model, trained)
 
     def clipped_sum(
         images: Tensor,
@@ -317,15 +378,13 @@ def _one_pass(
         network: Callable[[Tensor], Tensor] = model,
         masks: Mapping[str, Tensor] = masks,
     ) -> dict[str, Tensor]:
-        handles = [layer.register_forward_hook(keep) for layer in layers]
-        try:
+        with watched.forward(once=True):
             loss = F.cross_entropy(network(images), labels, reduction="sum")
-            backprops = torch.autograd.grad(loss, [seen[layer][1] for layer in layers])
-            inputs = [seen[layer][0] for layer in layers]
-        finally:
-            seen.clear()
-            for handle in handles:
-                handle.remove()
+            watched.check()
+            layers = [layer for layer in watched.layers if layer in watched.seen]  # one without use has no gradient
+            inputs = [watched.seen[layer][0].detach() for layer in layers]
+            outputs = [watched.seen[layer][1] for layer in layers]
+            backprops = torch.autograd.grad(loss, outputs, materialize_grads=True)
         squared: list[Tensor] = []
         sums: dict[str, ClippedTensor] = {}
         for layer, a, b in zip(layers, inputs, backprops, strict=True):
@@ -387,10 +446,33 @@ def _over_tensors(squared: Any) -> Tensor:
     return torch.stack(list(squared)).sum(0)
 
 
+def _by_opacus(attribute: str, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return what Opacus left at the parameters, by name; there is nothing at those without use in the network."""
+    found = {name: getattr(parameter, attribute, None) for name, parameter in trained.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def _no_gradients(trained: Mapping[str, nn.Parameter]) -> None:
-    """Remove the gradients that autograd accumulated: they are not private and must not reach the optimiser."""
+    """Remove the gradients that autograd accumulated: they are not private and must not reach the optimiser.
+
+    Opacus' norms are removed too, so that none of another batch is left at a layer that this one does not use.
+    """
     for parameter in trained.values():
         parameter.grad = None
+        vars(parameter).pop("_norm_sample", None)
+
+
+@contextmanager
+def _overwriting_named(model: nn.Module, trained: Mapping[str, nn.Parameter], images: Tensor) -> Iterator[None]:
+    """Find the layer where torch refuses a tensor that was overwritten, for a ``ValueError`` on one line."""
+    try:
+        yield
+    except RuntimeError:
+        watched = _Watched(model, trained)
+        with watched.forward(), torch.no_grad():
+            model(images[:1])
+            watched.check()
+        raise
 
 
 @contextmanager

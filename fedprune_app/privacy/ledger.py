@@ -22,7 +22,7 @@ from typing import BinaryIO, Self
 
 from fedprune_app.files import appending
 from fedprune_app.privacy import accounting
-from fedprune_app.privacy.accounting import Laplace, Release, Spent, Steps, total
+from fedprune_app.privacy.accounting import Laplace, Release, Spent, Steps, affords, total
 
 
 class Overspent(ValueError):
@@ -74,7 +74,7 @@ class Ledger:
     """A ledger holds the releases of one client's data, in the file ``path``, or in memory if ``path`` is None.
 
     Several processes may hold the same file: each charge is made under a lock, after reading the other processes'
-    charges. ``accountant`` is ``rdp`` or ``pld``. No charge passes any of the ``budgets``. ``data`` says whose ledger
+    charges. ``accountant`` is ``pld`` or ``rdp``. No charge passes any of the ``budgets``. ``data`` says whose ledger
     this has to be; None reads a ledger of any data. Raises ``ValueError`` for a damaged file, and for a ledger of other
     data.
 
@@ -90,7 +90,7 @@ class Ledger:
         self,
         path: Path | None = None,
         *,
-        accountant: str = "rdp",
+        accountant: str = "pld",
         budgets: Sequence[Budget] = (),
         data: Data | None = None,
     ) -> None:
@@ -136,9 +136,9 @@ class Ledger:
         """Charge one number with Laplace noise, see :class:`accounting.Laplace`; otherwise as :meth:`charge_steps`."""
         self._charge(Laplace(scale, sensitivity), 1, what)
 
-    def epsilon(self, delta: float) -> float:
-        """Return the ε at ``delta`` of all charges so far together."""
-        return accounting.epsilon(self._spent, delta, self.accountant)
+    def epsilon(self, delta: float, accountant: str = "") -> float:
+        """Return the ε at ``delta`` of all charges so far together, by the ledger's accountant or another one."""
+        return accounting.epsilon(self._spent, delta, accountant or self.accountant)
 
     def affords(self, more: Spent) -> bool:
         """Return whether ``more`` would stay within every budget; True without a budget."""
@@ -198,7 +198,8 @@ class Ledger:
 
     def _passed(self, more: Spent) -> Budget | None:
         """Return the first budget that ``more`` would pass."""
-        return next((each for each in self.budgets if self._cost(more, each.delta) > each.epsilon), None)
+        spent = total(self._spent, more)
+        return next((b for b in self.budgets if not affords(spent, b.delta, b.epsilon, self.accountant)), None)
 
     def _cost(self, more: Spent, delta: float) -> float:
         return accounting.epsilon(total(self._spent, more), delta, self.accountant)

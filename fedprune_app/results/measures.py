@@ -525,7 +525,27 @@ MEASURES = Measures(
                 ),
             ),
         ),
-        # the same at dp.second-delta
+        # the same by each accountant: privacy loss distributions and Rényi divergences
+        Measure(
+            "epsilon_pld",
+            optional=_PRIVACY,
+            least=0,
+            columns=(Column("epsilon_pld_max", largest, table=InTable("pld_epsilon", "ε by PLD", place=122)),),
+        ),
+        Measure(
+            "epsilon_rdp",
+            optional=_PRIVACY,
+            least=0,
+            columns=(
+                Column(
+                    "epsilon_rdp_max",
+                    largest,
+                    table=InTable("rdp_epsilon", "ε by RDP", place=124),
+                    line=InLine("epsilon by RDP", format=".3g"),
+                ),
+            ),
+        ),
+        # epsilon at dp.second-delta
         Measure(
             "epsilon_second",
             optional=_PRIVACY,

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -225,6 +226,25 @@ def test_resnet18_is_dis_pfls():
         logits = hidden.mean(dim=(2, 3)) @ state["fc.weight"].T + state["fc.bias"]
         torch.testing.assert_close(model(images), logits, atol=1e-5, rtol=1e-4)
     assert len(prunable_names(model)) == 21  # stem, 16 in blocks, 3 shortcuts, linear
+
+
+@pytest.mark.parametrize("name", ["resnet18-gn", "resnet18-bn"])
+def test_resnet18_out_of_place_has_the_bits_of_torchvisions_in_place(name):
+    from torchvision.models import resnet18
+
+    model = build_model(name, (3, 16, 16), 10, rng=generator())
+    assert not any(getattr(module, "inplace", False) for module in model.modules())
+    norm = partial(nn.GroupNorm, 32) if name.endswith("-gn") else nn.BatchNorm2d
+    theirs = resnet18(num_classes=10, norm_layer=norm)
+    theirs.conv1, theirs.maxpool = nn.Conv2d(3, 64, kernel_size=3, padding=1, bias=False), nn.Identity()
+    theirs.load_state_dict(model.state_dict())
+    images = torch.randn(2, 3, 16, 16, generator=generator(1))
+    logits, expected = model(images), theirs(images)
+    assert torch.equal(logits, expected)
+    logits.square().sum().backward()
+    expected.square().sum().backward()
+    own = dict(model.named_parameters())
+    assert all(torch.equal(own[key].grad, parameter.grad) for key, parameter in theirs.named_parameters())
 
 
 def test_the_small_group_norm_network_pools_before_it_normalises():

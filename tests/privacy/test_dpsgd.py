@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,12 +19,15 @@ from fedprune_app.core.structured import extents, hidden_groups, leading_masks
 from fedprune_app.learning.parts import Part
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
-from fedprune_app.models import build_model, prunable_names
+from fedprune_app.models import MODELS, build_model, prunable_names
+from fedprune_app.models.vision import architecture
 from fedprune_app.privacy.accounting import ACCOUNTANTS
 from fedprune_app.privacy.dpsgd import DPSGD, GRAD_SAMPLES, check_model, clip_factors
 from fedprune_app.privacy.noise import KeyedNoise, Noise
 
 METHODS = ("one-pass", "hooks", "functorch", "ghost")
+UNUSED = ("unused.weight", "unused.bias")
+SMALLEST = {"cnn-small": (1, 8, 8), "cnn-gn": (3, 16, 16), "resnet18-gn": (3, 8, 8), "vgg11-gn": (3, 32, 32)}
 
 
 def keyed(number: int) -> Noise:
@@ -73,23 +77,128 @@ def one_by_one(model: nn.Module, clip: float, images, labels, masks=None, frozen
     return found
 
 
-@pytest.mark.parametrize("method", METHODS)
+def assert_every_method_clips_one_by_one(model: nn.Module, images, labels, masks=None) -> None:
+    """Some examples' gradients are below the clipping norm and some above."""
+    whole = one_by_one(model, math.inf, images, labels, masks)
+    norms = sorted(math.sqrt(sum(float(g.square().sum()) for g in each.values())) for each in whole)
+    clip = (norms[len(norms) // 2 - 1] + norms[len(norms) // 2]) / 2
+    reference = one_by_one(model, clip, images, labels, masks)
+    for method in METHODS:
+        for key, total in gradients_of(model, dp(clip=clip, grad_sample=method), images, labels, masks).items():
+            expected = sum(each[key] for each in reference)
+            told = f"{method}, {key}: "
+            torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-5, msg=lambda text, told=told: told + text)
+
+
+def admitted(name: str) -> bool:
+    try:
+        check_model(architecture(name, (3, 32, 32), 10), name)
+    except ValueError:
+        return False
+    return True
+
+
+PRIVATE_MODELS = [name for name in MODELS if admitted(name)]
+
+
+def test_models_are_refused_for_their_batch_norm_alone():
+    assert {name for name in MODELS if name not in PRIVATE_MODELS} == {name for name in MODELS if "-bn" in name}
+
+
+@pytest.mark.parametrize("name", PRIVATE_MODELS)
+def test_every_method_is_clipping_one_example_at_a_time_for_every_model(name):
+    shape = SMALLEST.get(name, (1, 28, 28))
+    images, labels = data(2, shape)
+    images[0] *= 0.05
+    assert_every_method_clips_one_by_one(network(name, shape), images, labels)
+
+
 @pytest.mark.parametrize(
     ("name", "shape"), [("cnn-small", (1, 8, 8)), ("cnn-gn", (3, 16, 16)), ("lenet5", (3, 32, 32))]
 )
-@pytest.mark.parametrize("masked", [False, True])
-def test_every_method_is_clipping_one_example_at_a_time(method, name, shape, masked):
+def test_every_method_is_masking_then_clipping_one_example_at_a_time(name, shape):
     model = network(name, shape)
     images, labels = data(6, shape)
-    images[:3] *= 0.05  # some gradients below the clipping norm, some above
-    masks = half_masks(model) if masked else None
-    whole = one_by_one(model, math.inf, images, labels, masks)
-    norms = sorted(math.sqrt(sum(float(g.square().sum()) for g in each.values())) for each in whole)
-    clip = (norms[2] + norms[3]) / 2
-    reference = one_by_one(model, clip, images, labels, masks)
-    sums = gradients_of(model, dp(clip=clip, grad_sample=method), images, labels, masks)
-    for key, total in sums.items():
-        torch.testing.assert_close(total, sum(each[key] for each in reference), rtol=1e-4, atol=1e-5)
+    images[:3] *= 0.05
+    assert_every_method_clips_one_by_one(model, images, labels, half_masks(model))
+
+
+class OwnNetwork(nn.Module):
+    """A network as somebody may write it: a layer that is not used, and operations in place."""
+
+    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor] = nn.functional.relu) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 4, 3, padding=1)
+        self.conv2 = nn.Conv2d(4, 4, 3, padding=1)
+        self.relu = nn.ReLU(inplace=True)
+        self.unused = nn.Linear(3, 3)
+        self.dropout = nn.Dropout(0.0, inplace=True)
+        self.fc = nn.Linear(4 * 64, 10)
+        self.act = act
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.relu(self.conv1(images))
+        x = self.act(self.conv2(x)) + x
+        return self.dropout(self.fc(x.flatten(1)))
+
+
+def own_network(act: Callable[[torch.Tensor], torch.Tensor] = nn.functional.relu) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return OwnNetwork(act)
+
+
+def test_modules_that_work_in_place_are_made_harmless_for_the_time_of_a_private_training():
+    model, (images, labels) = own_network(), data(4)
+    model.unused.requires_grad_(False)
+    images[:2] *= 0.05
+    for method in METHODS:
+        total = gradients_of(model, dp(clip=0.5, grad_sample=method), images, labels, frozen=UNUSED)
+        assert model.relu.inplace
+        assert model.dropout.inplace
+        reference = one_by_one(model, 0.5, images, labels, frozen=UNUSED)
+        for key, found in total.items():
+            torch.testing.assert_close(found, sum(each[key] for each in reference), rtol=1e-4, atol=1e-5)
+
+
+def add_one_later(x: torch.Tensor) -> torch.Tensor:
+    x += 1
+    return x
+
+
+class Overwriter(OwnNetwork):
+    """What the second convolution took is overwritten afterwards."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.relu(self.conv1(images))
+        y = self.conv2(x)
+        x.mul_(0.5)
+        return self.fc((y + x).flatten(1))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("act", [nn.functional.relu_, add_one_later, lambda x: x.view(-1).tanh_().view(x.shape)])
+def test_a_network_whose_own_code_overwrites_an_output_is_refused_by_the_layers_name(method, act):
+    with pytest.raises(ValueError, match=r"the output of layer 'conv2' is overwritten in place, allowed with") as found:
+        gradients_of(own_network(act), dp(grad_sample=method), *data(3), frozen=UNUSED)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_network_whose_own_code_overwrites_an_input_is_refused_by_the_layers_name(method):
+    with pytest.raises(ValueError, match=r"the input of layer 'conv2' is overwritten in place, allowed with") as found:
+        gradients_of(Overwriter(), dp(grad_sample=method), *data(3), frozen=UNUSED)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_that_the_network_does_not_use_has_no_gradient(method):
+    model, (images, labels) = own_network(), data(3)
+    sums = gradients_of(model, dp(clip=1e6, grad_sample=method), images, labels)
+    assert not bool(sums["unused.weight"].any())
+    model.zero_grad()
+    nn.functional.cross_entropy(model(images), labels, reduction="sum").backward()
+    torch.testing.assert_close(sums["conv1.weight"], model.conv1.weight.grad, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -138,7 +138,8 @@ def fedltp(config, num_clients):
         for n, old in model.items():
             holders = sum(chain[outcome.models[k]].get(n, torch.ones_like(old)) for k in chosen)
             gone = sum(((after[k][n] - old) * chain[outcome.models[k]].get(n, 1)).double() for k in chosen)
-            moved[n] = (old.double() + gone / holders.clamp(min=1)).float()
+            counted = holders.clamp(min=1) if options.average == "holders" else len(chosen)
+            moved[n] = (old.double() + gone / counted).float()
         model = moved
         asked = {"all": range(num_clients), "selected": chosen, "none": []}[options.validators]
         total = [0, 0]

@@ -94,6 +94,27 @@ def test_a_coordinate_is_the_mean_of_those_who_have_it_and_stays_where_nobody_ha
     assert alone > 0
 
 
+def test_line_9_as_printed_divides_by_all_participants_and_is_the_same_where_all_have_the_ticket(federation):
+    quick = {"system": "fedltp", "clients": 6, "num_server_rounds": 2, "fedltp_validators": "none", **QUICK}
+    run = federation(**quick, **ITERATIVE, fedltp_average="participants")
+    second = run.wiretap.of("train", 2)
+    own = {k: run.client(k)[1].group("weights") for k in second}
+    fullest = max(second.values(), key=lambda message: sum(int(m.sum()) for m in message.down.masks.values())).down
+    fewer = 0
+    for name, final in run.server.items():
+        masks = {k: m.down.masks.get(name, torch.ones_like(final, dtype=torch.bool)) for k, m in second.items()}
+        moved = sum(torch.where(masks[k], own[k][name] - fullest.tensors[name], 0).double() for k in second)
+        expected = (fullest.tensors[name] + moved / len(second)).float()
+        seen = fullest.masks.get(name, torch.ones_like(final, dtype=torch.bool))  # the server's structure is as large
+        torch.testing.assert_close(final[seen], expected[seen], rtol=1e-6, atol=1e-7)
+        fewer += int((sum(mask.long() for mask in masks.values()) == 1).sum())
+    assert fewer > 0
+    hashes = {
+        federation(**quick, density=0.4, fedltp_average=average).sha256 for average in ("holders", "participants")
+    }
+    assert len(hashes) == 1
+
+
 @pytest.mark.parametrize("pruning", ["one-shot", "iterative"])
 def test_nothing_grows_outside_of_the_ticket_and_retention_is_exact(federation, pruning):
     run = federation(
@@ -111,7 +132,7 @@ def test_nothing_grows_outside_of_the_ticket_and_retention_is_exact(federation, 
     assert run.rounds[0]["paper_bytes_up"] == pytest.approx(paper)
 
 
-@pytest.mark.parametrize(("more", "seed"), [({}, 1), (ITERATIVE | PRIVATE, 2)], ids=["one-shot", "private"])
+@pytest.mark.parametrize(("more", "seed"), [({}, 1), (ITERATIVE | PRIVATE, 3)], ids=["one-shot", "private"])
 def test_a_run_resumed_after_its_best_round_is_the_uninterrupted_one(federation, tmp_path, more, seed):
     common = {"system": "fedltp", "clients": 6, **QUICK, **more, "learning_rate": 0.3, "seed": seed}
     whole = federation(num_server_rounds=4, **common)

@@ -131,7 +131,7 @@ def test_each_upload_is_one_entry_and_epsilon_is_that_of_the_sampled_gaussian(fe
         row = run.rows(3)[partition]
         expected = renyi_epsilon(len(joined) * steps, sigma, BATCH / EXAMPLES, DELTA)
         # of whole orders alone, so at most a little above the product's
-        assert expected / 1.01 < row["epsilon"] <= expected * (1 + 1e-6) or not joined
+        assert expected / 1.01 < row["epsilon_rdp"] <= expected * (1 + 1e-6) or not joined
 
 
 def renyi_epsilon(steps, sigma, q, delta):
@@ -188,7 +188,8 @@ def test_a_reply_holds_one_nth_of_the_values_and_nothing_else(federate):
         assert {name: tuple(t.shape) for name, t in payload.tensors.items()} == {"part": (dimension // 6,)}
         assert not payload.masks
         assert reply.keys() == {"payload", "fields"}
-        told = {"density", "flops", "num-examples", "epsilon", "epsilon-paper", "budget-spent"}
+        told = {"density", "flops", "num-examples", "budget-spent"}
+        told |= {"epsilon", "epsilon-pld", "epsilon-rdp", "epsilon-paper", "epsilon-simulated"}
         assert set(reply["fields"]) == told
         up = len(recorddict_to_proto(reply).SerializeToString())
         assert 4 * dimension / 6 < up < 4 * dimension / 6 + 500

@@ -76,9 +76,13 @@ def test_every_client_is_charged_for_the_steps_it_ran(federation, system):
         steps = len(rounds) * ROUND_STEPS + (2 * ROUND_STEPS if system == "fedavg-ft" else 0)  # both evaluations
         assert ledger(run, partition).spent == ({step(partition, system): steps} if steps else {})
         row = run.rows(2)[partition]
-        assert row["epsilon"] == pytest.approx(epsilon({step(partition, system): steps}, DELTA))
+        spent = {step(partition, system): steps}
+        assert row["epsilon"] == row["epsilon_pld"] == pytest.approx(epsilon(spent, DELTA, "pld"))
+        assert row["epsilon_rdp"] == pytest.approx(epsilon(spent, DELTA, "rdp"))
+        assert row["epsilon_pld"] < row["epsilon_rdp"] or steps == 0
     last = run.rounds[-1]
-    assert last["epsilon_max"] == max(row["epsilon"] for row in run.rows(2).values())
+    for name in ("epsilon", "epsilon_pld", "epsilon_rdp"):
+        assert last[f"{name}_max"] == max(row[name] for row in run.rows(2).values())
     assert last["epsilon_paper_max"] >= 0
     assert last["budgets_spent"] == 0
     if run.config.system != "standalone":
@@ -355,7 +359,9 @@ def test_whoever_has_too_few_examples_declines_and_holds_up_nobody(federation):
     """Fewer examples are sampled more often each. A round in which nobody can pay leaves the model as it is."""
     settings = {"partition": "dirichlet-class", "dirichlet_alpha": 0.1, "samples_per_client": 60, "shard_size": 0}
     settings |= DP | {"system": "fedavg", "fraction_train": 0.25, "num_server_rounds": 12, "evaluate_every": 0}
-    run = federation(**settings, dp_epsilon_budget=2.5)  # two rounds for the second client, none for the others
+    run = federation(
+        **settings, dp_epsilon_budget=2.5, dp_accountant="rdp"
+    )  # two for the second client, none for others
     assert run.info["status"] == "completed"
     assert sorted(row["replies"] for row in run.rounds) == [0, 0, 0, 1, 1]
     assert all(row["failures"] == 0 for row in run.rounds)
@@ -433,8 +439,8 @@ def test_a_client_that_lost_ledger_and_state_trains_no_more(federation):
     again = federation(**settings | more, accept_loss=True)
     last = again.rounds[-1]
     assert (last["round"], last["replies"], last["failures"], last["evaluation_failures"]) == (3, 3, 1, 1)
-    told = f"{run.rows(2)[1]['epsilon']:.4g}"
-    assert f"holds epsilon 0, the client has told {told}: what was spent is not" in last["failure_reasons"][0]
+    told = f"{run.rows(2)[1]['epsilon_rdp']:.4g}"
+    assert f"holds epsilon 0 by RDP, the client has told {told}: what was spent is not" in last["failure_reasons"][0]
     assert not ledger(again, 1).spent
 
 

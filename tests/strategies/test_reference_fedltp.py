@@ -39,6 +39,13 @@ FEDLTP = {
     "one-shot": {"density": 0.4},
     "one-shot, private": {"density": 0.4, **PRIVATE},
     "iterative, private": {"density": 0.8, "fedltp_pruning": "iterative", "fedltp_further_pruned": 0.4, **PRIVATE},
+    "iterative, private, line 9 as printed": {
+        "density": 0.8,
+        "fedltp_pruning": "iterative",
+        "fedltp_further_pruned": 0.4,
+        "fedltp_average": "participants",
+        **PRIVATE,
+    },
     "iterative, the round's clients validate, trained values, the best ticket": {
         "density": 0.7,
         "fedltp_pruning": "iterative",
