@@ -16,7 +16,7 @@ from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import exchange, wire
 from fedprune_app.engine.inprocess import InProcessGrid
-from tests.conformance.conftest import SYSTEM
+from tests.conformance.conftest import ROUNDS, SYSTEM
 
 ROUND = 2  # exchange in which the clients misbehave: there is something to spoil before and after it
 ANYTHING = 10**7
@@ -116,7 +116,7 @@ def clock(monkeypatch):
 @pytest.mark.parametrize("grid", [Malformed, Late])
 @SYSTEM
 def test_a_bad_reply_leaves_everything_as_if_its_client_had_not_been_asked(conform, clock, system, grid):
-    without, with_bad = (conform(system, grid=kind, deadline_seconds=5.0) for kind in (Failing, grid))
+    without, with_bad = (conform(system, grid=kind, deadline_seconds=5.0, evaluate_every=ROUNDS) for kind in (Failing, grid))
     failures = [[row["failures"] for row in run.rounds] for run in (with_bad, without)]
     assert failures[0] == failures[1]
     assert sum(failures[0]) == len(Failing.misbehaving)
