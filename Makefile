@@ -13,7 +13,7 @@ demo: $(STAMP)
 
 # Two workers: the tests of a file share their federations in one of them, and so does the conformance of a system.
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 # What waits for Flower's and Ray's own programs more than it computes: three workers hide the waiting.
 programs: $(DEV_STAMP)

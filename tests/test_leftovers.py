@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -33,7 +34,9 @@ def test_an_interrupted_test_run_ends_orphans_of_its_tests(tmp_path, number):
     (tmp_path / "test_it.py").write_text(LEAVES_A_PROCESS)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "test_it.py"]
     environment = {**os.environ, "PYTHONPATH": str(Path(leftovers.__file__).parents[1])}
-    run = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
+    # whoever runs the tests in the background has SIGINT ignored, and so would the child
+    listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    run = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL, preexec_fn=listens)
     orphan = tmp_path / "orphan"
     until(lambda: run.poll() is not None or (orphan.exists() and orphan.read_text().endswith("\n")))
     assert run.poll() is None
