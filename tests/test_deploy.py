@@ -235,6 +235,7 @@ def test_a_certificate_of_tomorrow_or_none_at_all_is_named(tmp_path):
         valid_until(path)
 
 
+@pytest.mark.programs
 def test_the_containers_set_up_is_made_good_after_a_cut_and_then_left_alone(tmp_path, power_cut):
     """docker/setup.sh, with its volumes in a folder of this machine."""
     for volume in ("superlink", "secrets", "certificates", "node/0", "node/1"):

@@ -65,6 +65,7 @@ def test_a_run_that_fails_exits_1(fedprune, tmp_path):
     assert json.loads((tmp_path / "a" / "run.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("engine", ["inprocess", pytest.param("ray", marks=pytest.mark.slow)])
 def test_a_refusal_within_a_run_exits_2(tmp_path, engine):
     """What cannot be told before: here because the check before the start is left out."""

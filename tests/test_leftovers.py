@@ -28,6 +28,7 @@ def test_that_is_interrupted():
 """
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_test_run_ends_orphans_of_its_tests(tmp_path, number):
     (tmp_path / "conftest.py").write_text("from tests.leftovers import pytest_configure, pytest_unconfigure\n")

@@ -18,12 +18,12 @@ from fedprune_app.engine import exchange, wire
 from fedprune_app.engine.inprocess import InProcessGrid
 from tests.conformance.conftest import ROUNDS, SYSTEM
 
-ROUND = 2  # exchange in which the clients misbehave: there is something to spoil before and after it
+LATE, MALFORMED = "2", "3"  # exchanges in which clients misbehave: there is something to spoil before and after each
 ANYTHING = 10**7
 
 
 class Failing(InProcessGrid):
-    """Clients 1 to 3 raise when they are asked to train in round 2: as if they had not been asked."""
+    """Clients 1 to 3 raise when they are asked to train in rounds 2 and 3: as if they had not been asked."""
 
     misbehaving = (1, 2, 3)
 
@@ -34,12 +34,13 @@ class Failing(InProcessGrid):
                 continue
             partition = self._contexts[message.metadata.dst_node_id].node_config["partition-id"]
             is_training = message.metadata.message_type == MessageType.TRAIN
-            if not (is_training and message.metadata.group_id == str(ROUND) and partition in self.misbehaving):
+            exchange = message.metadata.group_id
+            if not (is_training and exchange in (LATE, MALFORMED) and partition in self.misbehaving):
                 yield from super().pull_messages([message_id])
             else:
-                yield from self.bad(partition, message_id)
+                yield from self.bad(exchange, partition, message_id)
 
-    def bad(self, partition, message_id):
+    def bad(self, exchange, partition, message_id):
         message = self._pending.pop(message_id)
         reply = Message(Error(2, "ValueError: no"), reply_to=message)
         reply.metadata.__dict__["_reply_to_message_id"] = message_id
@@ -74,19 +75,18 @@ def malformed(reply):
     return reply
 
 
-class Malformed(Failing):
-    """Client 1 sends bytes that no codec wrote, client 2 values that are not finite, client 3 values that are huge."""
+class Misbehaving(Failing):
+    """Late in round 2, malformed in round 3.
 
-    def bad(self, partition, message_id):
-        reply = self.honest(message_id)
-        yield {1: malformed, 2: lambda r: with_values(r, math.nan), 3: lambda r: with_values(r, 1e30)}[partition](reply)
+    In round 2 client 1 answers an hour late, client 2 answers another message than it was sent, client 3 never answers.
+    In round 3 client 1 sends bytes that no codec wrote, client 2 values that are not finite, client 3 huge values.
+    """
 
-
-class Late(Failing):
-    """Client 1 answers an hour late, client 2 answers another message than it was sent, client 3 never answers."""
-
-    def bad(self, partition, message_id):
-        if partition == 2 and message_id in self._pending:
+    def bad(self, exchange, partition, message_id):
+        if exchange == MALFORMED:
+            spoil = {1: malformed, 2: lambda r: with_values(r, math.nan), 3: lambda r: with_values(r, 1e30)}[partition]
+            yield spoil(self.honest(message_id))
+        elif partition == 2 and message_id in self._pending:
             reply = self.honest(message_id)
             reply.metadata.__dict__["_reply_to_message_id"] = "1"  # of the first query, long answered
             yield reply
@@ -113,13 +113,13 @@ def clock(monkeypatch):
     monkeypatch.setattr(exchange, "time", SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep))
 
 
-@pytest.mark.parametrize("grid", [Malformed, Late])
 @SYSTEM
-def test_a_bad_reply_leaves_everything_as_if_its_client_had_not_been_asked(conform, clock, system, grid):
-    without, with_bad = (conform(system, grid=kind, deadline_seconds=5.0, evaluate_every=ROUNDS) for kind in (Failing, grid))
+def test_bad_replies_leave_everything_as_if_their_clients_had_not_been_asked(conform, clock, system):
+    settings = {"deadline_seconds": 5.0, "evaluate_every": ROUNDS}
+    without, with_bad = (conform(system, grid=grid, **settings) for grid in (Failing, Misbehaving))
     failures = [[row["failures"] for row in run.rounds] for run in (with_bad, without)]
     assert failures[0] == failures[1]
-    assert sum(failures[0]) == len(Failing.misbehaving)
+    assert sum(failures[0]) == 2 * len(Failing.misbehaving)
     assert with_bad.sha256 == without.sha256
     assert with_bad.sha256 != conform(system).sha256
 

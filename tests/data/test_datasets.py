@@ -66,6 +66,7 @@ def test_a_dataset_is_loaded_once_and_cannot_be_written_to():
         data.train_images[0] = 0
 
 
+@pytest.mark.programs
 def test_importing_and_digits_need_no_torchvision():
     code = (
         "import sys; from fedprune_app.data.datasets import load_dataset; load_dataset('digits');"
@@ -322,6 +323,7 @@ def test_without_any_place_for_a_cache_images_are_decoded_in_memory(folder, tmp_
     assert len(load_dataset("image-folder", folder).train_images) == 6
 
 
+@pytest.mark.programs
 def test_processes_that_load_a_folder_at_once_agree(folder):
     code = (
         "import sys; from fedprune_app.data.datasets import load_dataset;"

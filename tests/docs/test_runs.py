@@ -105,6 +105,7 @@ def run(line: str, place: Path, *, seconds: float = 1500) -> str:
     return text.strip().splitlines()[-1] if text.strip() else ""
 
 
+@pytest.mark.programs
 @pytest.mark.parametrize("text", ["fedprune list", "fedprune list --keys"])
 def test_the_lists_are_quick(text, place):
     assert f"`{text}`" in (ROOT / "README.md").read_text()

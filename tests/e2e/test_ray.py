@@ -168,6 +168,7 @@ def test_ctrl_c_ends_everything_the_run_started_and_says_so(tmp_path):
     assert info["rounds_completed"] == len(read(out, "rounds.jsonl"))
 
 
+@pytest.mark.programs
 def test_a_failed_run_exits_non_zero_with_the_reason_on_one_line(tmp_path):
     command = [*COMMAND, "run", "learning-rate=1e30", "--clients", "3", "--out", str(tmp_path / "r")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1000)

@@ -84,6 +84,7 @@ def test_a_writer_that_dies_leaves_the_old_file_whole(tmp_path):
     assert store.load()[1].group("weights")["w"][0] == 1
 
 
+@pytest.mark.programs
 def test_a_folder_belongs_to_one_process_at_a_time(tmp_path):
     claim = (
         "import sys; from pathlib import Path; from fedprune_app.engine.store import exclusive\n"

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from fedprune_app.models.checkpoints import TensorFiles, resolve_checkpoint
 from fedprune_app.models.llm import LanguageModel
 from tests.models.hub import local_hub
-from tests.models.tiny_llm import text_folder, tiny_byte_model
+from tests.models.tiny_llm import FAMILIES, text_folder, tiny_byte_model
 
 NAME = "someone/tiny"
 ASK = f"""
@@ -64,7 +64,8 @@ def answers(processes):
     return [out.strip() for out, _ in told]
 
 
-@pytest.mark.parametrize("family", ["opt", pytest.param("llama", marks=pytest.mark.programs)])
+@pytest.mark.programs
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_model_that_the_hub_has_as_pickle_alone_is_converted_once_for_all_who_ask_at_once(family, tmp_path):
     own = tiny_byte_model(tmp_path / "own", family, dtype=torch.float16)
     with local_hub(NAME, branches(own, trap=tmp_path / "unpickled"), seconds=1.0) as hub:

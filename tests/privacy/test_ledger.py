@@ -418,6 +418,7 @@ def _charge_many(path: Path, count: int) -> None:
         ledger.charge_steps(1.0, 0.1, 1)
 
 
+@pytest.mark.programs
 def test_processes_at_once_lose_nothing(tmp_path):
     path = tmp_path / "ledger.jsonl"
     spawn = multiprocessing.get_context("spawn")
