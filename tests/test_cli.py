@@ -45,12 +45,9 @@ def test_all_settings_are_listed_with_default_range_and_the_words_of_each_choice
         assert "common: all clients have the same mask per-client: each client has its own" in shown
 
 
-def test_a_run_in_a_process_of_its_own_leaves_its_folder_and_a_second_into_it_is_refused(tmp_path):
-    def fedprune(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "fedprune_app.cli", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=1000, cwd=tmp_path)
-
-    done = fedprune("run", "system=fedavg", *SMALL, *HERE, "--out", "runs/a")
+def test_a_run_in_a_process_of_its_own_leaves_its_folder_and_a_second_into_it_is_refused(fedprune, tmp_path):
+    command = [sys.executable, "-m", "fedprune_app.cli", "run", "system=fedavg", *SMALL, *HERE, "--out", "runs/a"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1000, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "a"
     info = json.loads((folder / "run.json").read_text())
@@ -58,10 +55,10 @@ def test_a_run_in_a_process_of_its_own_leaves_its_folder_and_a_second_into_it_is
     assert len(info["final_sha256"]) == 64
     assert (folder / "models" / "global.safetensors").exists()
     before = sorted((p, p.stat().st_mtime_ns) for p in folder.rglob("*"))
-    again = fedprune("run", *SMALL, *HERE, "--out", "runs/a")
-    assert again.returncode == 2
-    assert again.stderr.count("\n") == 1
-    assert "already holds a run, allowed: a new folder, or --resume" in again.stderr
+    again, told = fedprune("run", *SMALL, *HERE, "--out", "runs/a")
+    assert again == 2
+    assert told.count("\n") == 1
+    assert "already holds a run, allowed: a new folder, or --resume" in told
     assert sorted((p, p.stat().st_mtime_ns) for p in folder.rglob("*")) == before
 
 

@@ -112,6 +112,7 @@ def test_the_lists_are_quick(text, place):
     run(text, place)
 
 
+@pytest.mark.programs
 def test_a_nodes_key_and_certificates_are_made_as_the_page_says(place):
     run(NODE_KEY.text.strip(), place)
     assert (place / "hospital-a.key.pub").exists()

@@ -80,6 +80,7 @@ def test_wherever_the_run_folders_disk_fills_up_the_run_stops_on_one_line_and_re
     assert run.info["status"] == "completed"
 
 
+@pytest.mark.programs
 def test_the_command_line_says_that_the_disk_is_full(small_disk, tmp_path):
     """Not that run.json could not be written because of it; and what says so is a failed run, not a wrong setting."""
     disk = small_disk(tmp_path / "run", 2048)

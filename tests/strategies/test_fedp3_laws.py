@@ -150,7 +150,7 @@ def test_in_the_last_round_the_last_layer_alone_is_trained_where_the_code_is_fol
 
 def test_the_last_layers_epochs_are_charged_and_planned(federation):
     private = {"dp_enabled": True, "dp_target_epsilon": 3.0, "dp_delta": 1e-3, "num_server_rounds": 2}
-    settings = {**GN, **private, "fedp3_layer_set": "lowerb", "fraction_train": 1.0, "clients": 3}
+    settings = {**GN, **private, "fedp3_layer_set": "lowerb", "fraction_train": 1.0, "clients": 2}
     run = federation(**settings, fedp3_head_epochs=4)
     assert all(2.97 < row["epsilon"] <= 3.0 for row in run.rows(2).values())
 
