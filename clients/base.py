@@ -103,7 +103,7 @@ class ImageClient(ImageNode[Update]):
     def names_from_server(
         cls, config: Config, names: Iterable[str], prunable: Iterable[str], trained_in: int
     ) -> list[str]:
-        """This says which tensors of a personal model, trained last in ``trained_in``, are the server's: none."""
+        """This returns the names of a personal model's tensors that are the server's; by default there are none."""
         return []
 
     def received_scores(self, task: Task, state: State) -> Scores:
@@ -118,7 +118,7 @@ class ImageClient(ImageNode[Update]):
         return scores
 
     def evaluation_counts(self) -> int:
-        """This counts the personal, received and global model, what is validated, and a start that is tested."""
+        """This counts all accuracies of an evaluation: personal, received, global, validation, and a tested start."""
         return 4 + (self.validates == "received")
 
     # --- local work ---------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class ImageClient(ImageNode[Update]):
         return len(self.data.test_labels), told
 
     def _personal_scores(self, task: Task, personal: Payload) -> Scores:
-        """These are the personal model's, from disk if neither it nor the data changed since it was last tested."""
+        """This returns the personal model's accuracies, from disk if model and data are those of the last test."""
         digest = f"{personal.digest()} {self.data_config} {self.place.share[1]}"
         path = self.store.folder / "scores.json"
         scores = remembered_scores(path, digest)

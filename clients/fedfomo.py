@@ -84,5 +84,5 @@ class FedFomoClient(ImageClient):
 
 
 def _norm(a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: list[str]) -> float:
-    """Euclidean distance of two models, over the tensors that travel."""
+    """This returns the Euclidean distance of two models, over the tensors that travel."""
     return float(torch.stack([(a[name] - b[name]).double().square().sum() for name in names]).sum().sqrt())

@@ -30,7 +30,7 @@ class FedSPAClient(FedAvgClient):
         return ""
 
     def coordinates(self, task: Task) -> dict[str, Tensor]:
-        """This is the round's set, of the tensors that travel. Raises ``ValueError`` for a seed that is none."""
+        """This returns the round's set of coordinates. Raises ``ValueError`` for a seed that cannot be."""
         seed = int(wire.number(task.fields, "coordinates", 0, 2**63 - 1))
         tensors = vision.named_tensors(self.model)
         return random_coordinates({name: tensors[name].shape for name in self.shared}, self.config.fedspa.share, seed)

@@ -1,6 +1,7 @@
-"""FedP3's Q_i: what of the layers a client does not train in full one local step trains. FjORD's ordered dropout.
+"""FedP3's Q_i says which part of the network one local step trains; FjORD's ordered dropout is one such rule.
 
-Each call is one step's part, drawn anew; ``flops`` is what the steps so far took, forward and backward.
+Each call draws the part of one step. The client's own layers are always trained in full. ``flops`` counts what the
+steps so far took, forward and backward.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ class SubFedAvgClient(ImageClient):
         return self.config.subfedavg.target_rate if self.place.capacity is None else 100 * (1 - self.place.capacity)
 
     def _percent_pruned(self, mask: dict[str, Tensor]) -> float:
-        """Of all parameters, biases included, as the released code counts; whole numbers, so a target can be met."""
+        """This returns the pruned percentage of all parameters, biases included, as the released code counts."""
         gone = sum(int((~m).sum()) for name, m in mask.items() if name in self.sizes)
         return 100 * gone / sum(self.sizes.values())
 

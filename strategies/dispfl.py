@@ -32,7 +32,7 @@ class DisPFL(Gossip):
         return Schema.like(self.model, masked=self.prunable)
 
     def finish(self) -> None:
-        """How far the final masks are apart, client by client: the paper's Figure 5 (b).
+        """Record how far the clients' final masks are apart, pair by pair: the paper's Figure 5 (b).
 
         The share of coordinates that one keeps and the other does not, in tensors that somebody prunes.
         """

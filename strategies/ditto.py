@@ -10,6 +10,6 @@ from strategies.fedavg import FedAvg
 
 
 class Ditto(FedAvg):
-    """What is judged is each client's personal model."""
+    """Ditto is judged by each client's personal model."""
 
     headline = "accuracy_personal_mean"

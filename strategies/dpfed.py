@@ -14,7 +14,7 @@ log = logging.getLogger("flwr.fedprune")
 
 
 class DPFed(FedAvg):
-    """``θ^{t+1} = θ^t + 1/K Σ_i Δ_i^t``: clients count alike, whatever their numbers of examples."""
+    """The server computes ``θ^{t+1} = θ^t + 1/K Σ_i Δ_i^t``; all clients count alike."""
 
     by_examples = False
 

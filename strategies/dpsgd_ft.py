@@ -9,6 +9,6 @@ from strategies.dpsgd import DPSGD
 
 
 class DPSGDFT(DPSGD):
-    """What is judged is each client's fine-tuned model, which nobody else ever sees."""
+    """D-PSGD-FT is judged by each client's fine-tuned model, which nobody else ever sees."""
 
     headline = "accuracy_personal_mean"

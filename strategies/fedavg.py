@@ -14,7 +14,7 @@ from strategies.averaging import AveragingStrategy
 
 
 class FedAvg(AveragingStrategy):
-    """``w_{t+1} = Σ_k n_k w_k / Σ_k n_k`` over the clients that replied; under ``robust`` every n_k is 1."""
+    """The server computes ``w_{t+1} = Σ_k n_k w_k / Σ_k n_k`` over the replies; under ``robust`` every n_k is 1."""
 
     by_examples = True
     headline = "accuracy_global"

@@ -9,6 +9,6 @@ from strategies.fedavg import FedAvg
 
 
 class FedAvgFT(FedAvg):
-    """What is judged is each client's fine-tuned model, which nobody else ever sees."""
+    """FedAvg-FT is judged by each client's fine-tuned model, which nobody else ever sees."""
 
     headline = "accuracy_personal_mean"

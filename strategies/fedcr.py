@@ -25,7 +25,7 @@ _MOST_PRECISE = 1e30  # σ of 1e-15: divergences from it are finite in float32
 
 
 class FedCR(FedP3):
-    """FedP3 of all layers, the head personal, and beside the layers each client's experts per class."""
+    """FedCR averages all layers but the head, as FedP3 does, and multiplies the clients' experts of each class."""
 
     headless = frozenset({MEAN, STD})
 

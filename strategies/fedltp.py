@@ -50,7 +50,7 @@ _SCALES = 40  # how far noise may take a score: beyond with probability e^-40, o
 
 
 class FedLTP(DPFed):
-    """One sub-model for all, or as many nested ones as clients take part in a round."""
+    """Fed-LTP has one sub-model for all clients, or as many nested ones as clients take part in a round."""
 
     paper_formula = "32 bits per parameter times the mean retention rate p, both ways"
 
@@ -95,7 +95,7 @@ class FedLTP(DPFed):
         return at_level(self.levels, model)
 
     def retention(self) -> list[float]:
-        """The share of the weights that each sub-model keeps (p^i)."""
+        """Return the share of the weights that each sub-model keeps (p^i)."""
         size = sum(level.numel() for level in self.levels.values())
         return [sum(int(mask.count_nonzero()) for mask in self.masks(i).values()) / size for i in self.models]
 
@@ -190,7 +190,7 @@ class FedLTP(DPFed):
     # --- what it costs, resume --------------------------------------------------------------------------------------
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
-        """``p · d · 32`` bits with the mean p (16) and the dense d; validation is not counted there."""
+        """Return ``p · d · 32`` bits with the mean retention p (16) and d parameters; scores are not counted there."""
         size = sum(tensor.numel() for tensor in self.model.values())
         sent = 4.0 * len(round.participants) * size * sum(self.retention()) / self.num_models
         return sent, sent

@@ -36,7 +36,7 @@ Assigned = tuple[tuple[str, ...], float]  # the hidden layers L_i, and the densi
 
 
 class FedP3(AveragingStrategy):
-    """Layers are averaged one by one, over the clients that train them; a layer that nobody sent stays as it is."""
+    """FedP3 averages layer by layer, over the clients that train it; a layer that nobody sent stays as it is."""
 
     paper_formula = "32 bits per parameter: down own layers, last layer, ratio of the others; up own layers, last layer"
 
@@ -66,14 +66,14 @@ class FedP3(AveragingStrategy):
             self.assigned(client)  # what cannot be met is refused before anything is sent
 
     def _in_table(self, names: tuple[str, ...]) -> int:
-        """Parameters of a layer as the paper's Table 4 counts: with biases for convolutions, without for linear."""
+        """Count a layer's parameters as the paper's Table 4 does: biases of convolutions, but none of linear layers."""
         is_linear = any(n in self.prunable and self.model[n].dim() == 2 for n in names)
         return sum(self.model[n].numel() for n in names if not is_linear or n in self.prunable)
 
     # --- line 2: L_i and P_i ----------------------------------------------------------------------------------------
 
     def assigned(self, client: int) -> Assigned:
-        """What a client trains this round, and the density of the rest. ``ConfigError`` where that cannot be."""
+        """Return what a client trains in this round, and the density of the rest. Raises :class:`ConfigError`."""
         try:
             return self._assigned(client)
         except ConfigError:
@@ -102,13 +102,13 @@ class FedP3(AveragingStrategy):
         return layers.drawn(hidden, counts, draw), density
 
     def travelling(self, chosen: tuple[str, ...]) -> list[str]:
-        """Names of the tensors of these hidden layers and of the last one, if it travels."""
+        """Return the names of the tensors of these hidden layers, and of the last layer if that travels."""
         return [n for layer in (*chosen, self.head) for n in self.layers[layer] if n in self.model]
 
     # --- lines 4 to 6: what is sent ---------------------------------------------------------------------------------
 
     def pruned_for(self, client: int, assigned: Assigned) -> Payload:
-        """``W^l`` for l ∈ L_i and the last layer, ``P_i ⊙ W^l`` for the others."""
+        """Return ``W^l`` for the layers l ∈ L_i and the last one, and ``P_i ⊙ W^l`` for the others."""
         chosen, density = assigned
         dense = {*self.travelling(chosen), *self.layers[self.head]}
         weights = {n: t for n, t in self.model.items() if n in self.prunable and n not in dense}
@@ -151,7 +151,7 @@ class FedP3(AveragingStrategy):
         self.contributed = dict.fromkeys(self.layers, 0)  # Σ N_i over the clients of each layer
 
     def num_layers(self, client: int) -> int:
-        """N_i, the layers that weighted averaging counts."""
+        """Return N_i, the number of layers that weighted averaging counts."""
         return len(self.assigned(client)[0]) + (self.options.aggregation == "weighted-with-head")
 
     def receive(self, round: Round, client: int, update: Payload) -> None:
@@ -192,7 +192,7 @@ class FedP3(AveragingStrategy):
     # --- what it costs ----------------------------------------------------------------------------------------------
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
-        """Appendix B.5, whose sizes count no biases of linear layers; without masks."""
+        """Return the bytes of appendix B.5, which counts neither masks nor biases of linear layers."""
         down = up = 0.0
         sizes = self.table_sizes
         for client in round.participants:
@@ -203,7 +203,7 @@ class FedP3(AveragingStrategy):
         return down, up
 
     def finish(self) -> None:
-        """Figure 6, measured: what a client of each layer set receives and sends in a round."""
+        """Record what a client of each layer set receives and sends in a round: Figure 6, measured."""
         if self.bytes_by_set:
             up = [sent for _, sent in self.bytes_by_set.values()]
             sets = {chosen: {"bytes_down": d, "bytes_up": u} for chosen, (d, u) in sorted(self.bytes_by_set.items())}

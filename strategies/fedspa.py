@@ -30,7 +30,7 @@ from strategies.dpfed import DPFed
 
 
 class FedSPA(DPFed):
-    """``θ^{t+1} = θ^t + step(1/K Σ_i Δ_i^t)``, Δ_i sparse."""
+    """The server computes ``θ^{t+1} = θ^t + step(1/K Σ_i Δ_i^t)`` with sparse Δ_i."""
 
     paper_formula = "32 bits per parameter down, per chosen parameter up"
 
@@ -40,7 +40,7 @@ class FedSPA(DPFed):
         return self.config.fedspa
 
     def check_robust(self) -> None:
-        """Where no more clients have a coordinate than are left out at an end, these are the ones left out."""
+        """Refuse a trimmed mean that would leave out every client that has a coordinate."""
         super().check_robust()
         if self.config.robust == "trimmed-mean" and self.options.share <= self.config.robust_trim:
             raise ConfigError(
@@ -90,7 +90,7 @@ class FedSPA(DPFed):
         self.model = {name: old + rate * step[name] for name, old in self.model.items()}
 
     def step(self, change: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Where the mean update leads, after those before it."""
+        """Return the step for a mean update, after those of earlier rounds (momentum, or Adam)."""
         options = self.options
         beta1, beta2 = options.server_momentum, options.adam_beta2
         if options.acceleration == "none":

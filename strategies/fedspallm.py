@@ -73,7 +73,7 @@ Write = Callable[[Path, Layers], Mapping[str, Any]]
 
 
 class FedSpaLLM(FederatedStrategy):
-    """Its state between layers is on disk: ``layers/``, one packed file per layer and round, and ``progress/``."""
+    """FedSpaLLM keeps its state between layers on disk: packed layers in ``layers/``, and ``progress/``."""
 
     headline = "perplexity_global"
     paper_formula = "16 or 32 bits per kept weight and one per mask entry up; sampled layers, dense or masked, down"
@@ -123,14 +123,14 @@ class FedSpaLLM(FederatedStrategy):
 
     @property
     def kept_share(self) -> float:
-        """Of every matrix, what is kept: ``density``, or what the pattern says in its place."""
+        """Return the share of every matrix that is kept: ``density``, or the pattern's share."""
         pattern = self.options.n_of_m()
         return pattern[0] / pattern[1] if pattern else self.config.density
 
     # --- a round ------------------------------------------------------------------------------------------------
 
     def pruners(self, round: Round) -> dict[int, list[int]]:
-        """Lines 5 to 7: for each layer the clients that prune it, each client a share of the layers."""
+        """Return for each layer the clients that prune it; each client prunes a share of the layers (lines 5 to 7)."""
         shares = {client: layer_share(self.config, self.clients[client]) for client in round.participants}
         draw = rng.numpy_generator(self.config.seed, "layers", round=round.number)
         assigned = assign_layers(self.dense.num_layers, shares, draw, first=self.global_model.never_pruned())
@@ -141,7 +141,7 @@ class FedSpaLLM(FederatedStrategy):
         return (round - 1) * self.dense.num_layers + layer + 1
 
     def train(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
-        """Lines 5 to 20, layer after layer, from where an interrupted round was left."""
+        """Exchange layer after layer (lines 5 to 20), from where an interrupted round was left."""
         self._number, self._pruners = round.number, self.pruners(round)
         self._receiving = [self._receivers(round, layer) for layer in self._pruners]
         self._by_layer, self._distances = {}, MaskDistances()
@@ -177,7 +177,7 @@ class FedSpaLLM(FederatedStrategy):
         return self._pruners[layer]
 
     def send(self, round: Round) -> Iterator[Outgoing]:
-        """Line 8: the layer in work; nothing while it is the dense one, which clients have in their cache.
+        """Yield the layer in work (line 8), or nothing where it is the dense layer, which clients have in their cache.
 
         A client whose cached layer is not the server's gets the whole layer.
         """
@@ -200,7 +200,7 @@ class FedSpaLLM(FederatedStrategy):
         self._show_progress(round, arrived=1)
 
     def receive(self, round: Round, client: int, update: Payload) -> None:
-        """Line 17, streamed: the reply is added to the layer's sums."""
+        """Add the reply to the layer's sums (line 17), as it comes in."""
         if not update.tensors:
             return
         self._mean.add(update, self._weight(client))
@@ -211,7 +211,7 @@ class FedSpaLLM(FederatedStrategy):
         return self.clients[client].num_examples if self.options.weights == "segments" else 1
 
     def _close_layer(self, round: Round, layer: int) -> None:
-        """Lines 18 to 20."""
+        """Make the new layer (lines 18 to 20)."""
         row: dict[str, Any] = {"pruners": len(self._pruners[layer]), "density": {}}
         self._by_layer[str(layer)] = row
         mean = self._mean.mean()
@@ -247,7 +247,7 @@ class FedSpaLLM(FederatedStrategy):
         }
 
     def _oldest_needed(self, layer: int) -> int:
-        """The version of a layer that the oldest checkpoint knows: if later ones are damaged, a run goes on there."""
+        """Return the version of a layer that the oldest checkpoint knows, from which a run can go on."""
         checkpoints = self.context.checkpoints
         for round in checkpoints.rounds():
             with suppress(ValueError):
@@ -255,7 +255,7 @@ class FedSpaLLM(FederatedStrategy):
         return self.global_model.versions[layer]
 
     def _expand_together(self, round: int) -> None:
-        """Lines 18 to 20 with all matrices as one; may be begun again, since the means stay until the next round."""
+        """Expand all matrices as one (lines 18 to 20). That can be begun again: the means stay until the next round."""
         waiting = [layer for layer in range(self.dense.num_layers) if "weights" in self._by_layer[str(layer)]]
 
         def votes(layer: int) -> Votes:
@@ -307,7 +307,7 @@ class FedSpaLLM(FederatedStrategy):
         }
 
     def _kept(self, when: str) -> int:
-        """Kept weights of the global model's matrices; layers that nobody pruned in this round are as they were."""
+        """Return the numbers of kept weights in the global model; layers that nobody pruned are as they were."""
         total = 0
         for layer in range(self.dense.num_layers):
             row = self._by_layer[str(layer)]
@@ -315,7 +315,7 @@ class FedSpaLLM(FederatedStrategy):
         return total
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
-        """(down, up): dense matrices down, cached in round 1; kept values and a bit per entry up."""
+        """Return (down, up): dense matrices, which are cached after round 1; kept values and a bit per entry."""
         size = next(iter(self.dense.layer_like(0).values())).dtype.itemsize
         up = down = 0.0
         for layer, pruners in self._pruners.items():
@@ -364,7 +364,7 @@ class FedSpaLLM(FederatedStrategy):
     def resume_points(
         cls, folder: Path, run_key: str, round: int, meta: Mapping[str, Any], config: Config
     ) -> Iterator[ResumePoint]:
-        """After the layers of the next round that are finished, and after the round itself.
+        """Yield the point after the finished layers of the next round, and the one after the round itself.
 
         Where everybody prunes all layers in every round, a round needs nothing of what clients kept of those before.
         """

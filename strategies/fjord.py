@@ -31,7 +31,7 @@ from strategies.averaging import AveragingStrategy
 
 
 class FjORD(AveragingStrategy):
-    """What is judged is the network at full width; clients also answer for the width that they can bear."""
+    """FjORD is judged by the network at full width; clients also answer for the width that they can bear."""
 
     by_examples = True
     headline = "accuracy_global"

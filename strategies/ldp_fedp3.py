@@ -75,6 +75,6 @@ class LDPFedP3(FederatedStrategy):
         self.model = {name: averaged[name].view(old.shape).clone() for name, old in self.model.items()}
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
-        """Theorem 2: d/n per client and round, so d from all; it does not count what the server sends."""
+        """Return Theorem 2's bytes: d/n per client and round, so d from all, and nothing that the server sends."""
         dense = 4.0 * sum(self.sizes)
         return len(round.participants) * dense, dense

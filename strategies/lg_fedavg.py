@@ -21,7 +21,7 @@ from strategies.fedavg import FedAvg
 
 
 class LGFedAvg(FedAvg):
-    """FedAvg of the last ``lgfedavg.global-layers`` layers; the server's model is those alone.
+    """LG-FedAvg averages the last ``lgfedavg.global-layers`` layers, which are all of the server's model.
 
     With ``lgfedavg.pretrain-rounds`` the server's model is complete: its lower layers are those that FedAvg left, from
     which every client's own lower layers begin.
@@ -44,7 +44,7 @@ class LGFedAvg(FedAvg):
         return self.upper_layers_to(round.participants)
 
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
-        """Every client is tested with the upper layers as they are averaged now, on its own lower ones."""
+        """Yield the upper layers as they are averaged now; each client is tested with them on its own lower ones."""
         return self.upper_layers_to(self.clients)
 
     def upper_layers_to(self, clients: Iterable[int]) -> Iterator[Outgoing]:

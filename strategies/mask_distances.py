@@ -14,7 +14,7 @@ _MOST_CLIENTS = 64  # whose masks of one layer are compared with each other
 
 
 class MaskDistances:
-    """Masks of the layer in work, a bit per entry and client, and the differing entries of the layers before it."""
+    """Mask distances hold the clients' masks of the layer in work, and count the entries that differ so far."""
 
     def __init__(self) -> None:
         self.masks: dict[int, np.ndarray[Any, Any]] = {}
@@ -27,7 +27,7 @@ class MaskDistances:
 
     @staticmethod
     def compares(client: int, clients: Collection[int]) -> bool:
-        """Whether this client is among the first of all ``clients``, as many as are compared with each other."""
+        """Return whether this client is one of those that are compared: the first few of all ``clients``."""
         return client in list(clients)[:_MOST_CLIENTS]
 
     def close_layer(self, num_entries: int) -> float | None:

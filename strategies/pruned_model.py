@@ -98,7 +98,7 @@ class PrunedModel:
         return _unpacked(self.pending.load(layer, round, max_bytes))
 
     def forget_pending(self) -> None:
-        """Delete what was held back: no round needs it any more."""
+        """Delete the files that were held back, because no round needs them any more."""
         shutil.rmtree(self.pending.folder, ignore_errors=True)
 
 

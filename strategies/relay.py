@@ -21,7 +21,7 @@ _NOTHING = Payload({})
 
 
 class Relay(FederatedStrategy):
-    """Replies go to the update store as they came; :meth:`update_of` gives them out again in the rounds that follow."""
+    """A relay puts replies into the update store as they came; :meth:`update_of` returns them in later rounds."""
 
     has_global_model = False
     reads_updates = True  # whether the server checks what it passes on
@@ -37,7 +37,7 @@ class Relay(FederatedStrategy):
         self.release_updates()
 
     def release_updates(self) -> None:
-        """From now on pass on the updates received so far; replies of a round are for the next."""
+        """Pass on, from now on, the updates received so far; the replies of a round are for the next one."""
         self.update_rounds = dict(self.state_rounds)
         self.update_bytes = dict(self._received_bytes)
 

@@ -17,7 +17,7 @@ _NOTHING = Payload({})
 
 
 class Standalone(FederatedStrategy):
-    """No server model."""
+    """Standalone has no model on the server."""
 
     has_global_model = False
     paper_formula = "nothing is sent"

@@ -15,7 +15,7 @@ from strategies.averaging import AveragingStrategy
 
 
 class SubFedAvg(AveragingStrategy):
-    """``w_g[i] = Σ_k w_k[i] / Σ_k m_k[i]``; a coordinate that no participant kept stays where it was.
+    """The server computes ``w_g[i] = Σ_k w_k[i] / Σ_k m_k[i]``; a coordinate that nobody kept stays where it was.
 
     Not weighted by sample counts, as in the released code ("the intersection of unpruned parameters" in the text is
     this count per element). Biases carry no mask: their plain mean. The server's model stays dense and is sent dense.
@@ -30,7 +30,7 @@ class SubFedAvg(AveragingStrategy):
         return Schema.like(self.model, masked=self.prunable)
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
-        """Table 1's cost: dense down; up 32 bits per kept and 1 bit per pruned weight, at the target rate throughout.
+        """Return Table 1's cost: dense down; up 32 bits per kept weight and 1 bit per pruned one, at the target rate.
 
         The paper's formula omits the number of clients per round; its table includes it, and so does this.
         """
