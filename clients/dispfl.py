@@ -42,7 +42,7 @@ class DisPFLClient(GossipClient):
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
-        """The first masks are drawn. Later ones are made of private weights, or, with growth by gradient, of raw gradients."""
+        """The first masks are drawn. Later ones are made of private weights, or with growth by gradient of raw ones."""
         growth = config.dispfl.growth
         if growth == "random":
             return ""
