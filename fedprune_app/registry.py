@@ -149,8 +149,8 @@ def _check_private(config: Config) -> None:
         )
     if config.dp.accuracies != "none" and config.test_split != "holdout":
         raise ConfigError(
-            f"test-split is {config.test_split!r}, allowed with dp.enabled: 'holdout', or with dp.accuracies 'none' "
-            "any; the labels that a client trains on decide what it is tested on, so its accuracy tells of them"
+            f"test-split is {config.test_split!r}, allowed with dp.enabled: 'holdout' (with dp.accuracies 'none' "
+            "every split); the labels that a client trains on decide what it is tested on, so an accuracy tells them"
         )
     name = chosen_name(config.model, config.dataset)
     layers = architecture(name, (3, 64, 64), 2).modules()  # the size of the images does not matter here

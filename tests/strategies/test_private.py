@@ -211,11 +211,11 @@ NO_COUNTS = {"dp.accuracies": "none", "dp.count-scale": 0.0}
         ({"system": "fedavg", "dp.count-scale": 0.0}, r"dp\.count-scale is 0\.0, allowed with dp\.accuracies"),
         (
             {"system": "fedavg", "test-split": "labels"},
-            r"test-split is 'labels', allowed with dp\.enabled: 'holdout', or with dp\.accuracies 'none' any",
+            r"test-split is 'labels', allowed with dp\.enabled: 'holdout' \(with dp\.accuracies 'none' every split\)",
         ),
         (
             {"system": "fedavg", "test-split": "proportional", "dp.accuracies": "open"},
-            r"test-split is 'proportional', allowed with dp\.enabled: 'holdout', or with dp\.accuracies 'none' any",
+            r"test-split is 'proportional', allowed with dp\.enabled: 'holdout' \(with dp\.accuracies 'none' every split\)",
         ),
         (
             {**NO_COUNTS, "system": "subfedavg", "subfedavg.gate-split": "test", "test-split": "labels"},
