@@ -215,7 +215,7 @@ NO_COUNTS = {"dp.accuracies": "none", "dp.count-scale": 0.0}
         ),
         (
             {"system": "fedavg", "test-split": "proportional", "dp.accuracies": "open"},
-            r"test-split is 'proportional', allowed with dp\.enabled: 'holdout' \(with dp\.accuracies 'none' every split\)",
+            r"test-split is 'proportional', allowed with dp\.enabled: 'holdout' \(with dp\.accuracies 'none'",
         ),
         (
             {**NO_COUNTS, "system": "subfedavg", "subfedavg.gate-split": "test", "test-split": "labels"},
