@@ -93,9 +93,7 @@ def test_a_node_with_trusted_entities_runs_what_they_signed_and_nothing_else(tmp
 
             def run(name: str, source: Path) -> DeployedRun:
                 config = parse_config({**SETTINGS, "out-dir": str(tmp_path / name)}).to_dict()
-                return DeployedRun(
-                    deployment, tmp_path / name, config, launch.submit(deployment.link, source, config, None)
-                )
+                return DeployedRun(deployment, tmp_path / name, config, launch.submit(deployment.link, source, config))
 
             def refusal(name: str, source: Path) -> str:
                 refused = run(name, source)
