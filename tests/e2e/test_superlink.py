@@ -225,7 +225,11 @@ def test_a_run_whose_folder_is_on_the_server_alone_outlives_its_terminal_and_is_
         environment = dict(deployment.link.environment)
         command = elsewhere(server, *COMMAND, "--out", str(out))
         call = functools.partial(subprocess.run, env=environment, capture_output=True, text=True, timeout=1800)
-        process = subprocess.Popen([*command, *settings], env=environment, stderr=subprocess.PIPE, text=True)
+        # whoever runs the tests under nohup has SIGHUP ignored, and so would the child
+        listens = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
+        process = subprocess.Popen(
+            [*command, *settings], env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=listens
+        )
         until(lambda: (out / "rounds.jsonl").exists())
         process.send_signal(signal.SIGHUP)
         _, said = process.communicate(timeout=1000)
