@@ -329,6 +329,12 @@ def _megabytes(key: str, title: str, of_rounds: Literal["total", "mean"], place:
     return InTable(key, title, decimals, 1 / MEGABYTE, of_rounds, is_cost=True, place=place)
 
 
+def _epsilon(name: str, table: InTable, line: InLine | None = None) -> Measure:
+    """The largest ε of all clients stands for the round, and says beside itself where noise derives from the seed."""
+    column = Column(f"{name}_max", largest, table=table, line=line, remark=noise_remark)
+    return Measure(name, optional=_PRIVACY, least=0, columns=(column,))
+
+
 MEASURES = Measures(
     (
         Column("round"),
@@ -511,68 +517,14 @@ MEASURES = Measures(
         Measure("bytes_up"),
         Measure("bytes_down"),
         # what each client has spent of its privacy so far; null without dp.enabled
-        Measure(
-            "epsilon",
-            optional=_PRIVACY,
-            least=0,
-            columns=(
-                Column(
-                    "epsilon_max",
-                    largest,
-                    table=InTable("epsilon", "ε", place=120),
-                    line=InLine("epsilon", "ε", format=".3g"),
-                    remark=noise_remark,
-                ),
-            ),
-        ),
+        _epsilon("epsilon", InTable("epsilon", "ε", place=120), InLine("epsilon", "ε", format=".3g")),
         # the same by each accountant: privacy loss distributions and Rényi divergences
-        Measure(
-            "epsilon_pld",
-            optional=_PRIVACY,
-            least=0,
-            columns=(Column("epsilon_pld_max", largest, table=InTable("pld_epsilon", "ε by PLD", place=122)),),
-        ),
-        Measure(
-            "epsilon_rdp",
-            optional=_PRIVACY,
-            least=0,
-            columns=(
-                Column(
-                    "epsilon_rdp_max",
-                    largest,
-                    table=InTable("rdp_epsilon", "ε by RDP", place=124),
-                    line=InLine("epsilon by RDP", format=".3g"),
-                ),
-            ),
-        ),
+        _epsilon("epsilon_pld", InTable("pld_epsilon", "ε by PLD", place=122)),
+        _epsilon("epsilon_rdp", InTable("rdp_epsilon", "ε by RDP", place=124), InLine("epsilon by RDP", format=".3g")),
         # epsilon at dp.second-delta
-        Measure(
-            "epsilon_second",
-            optional=_PRIVACY,
-            least=0,
-            columns=(
-                Column(
-                    "epsilon_second_max",
-                    largest,
-                    table=InTable("second_epsilon", "ε at the second δ", place=130),
-                    remark=noise_remark,
-                ),
-            ),
-        ),
+        _epsilon("epsilon_second", InTable("second_epsilon", "ε at the second δ", place=130)),
         # Fed-LTP's printed formula, which is no guarantee
-        Measure(
-            "epsilon_paper",
-            optional=_PRIVACY,
-            least=0,
-            columns=(
-                Column(
-                    "epsilon_paper_max",
-                    largest,
-                    table=InTable("paper_epsilon", "ε, Fed-LTP's formula", 3, place=140),
-                    remark=noise_remark,
-                ),
-            ),
-        ),
+        _epsilon("epsilon_paper", InTable("paper_epsilon", "ε, Fed-LTP's formula", 3, place=140)),
         # 1 where the client's noise derives from the run's seed, 0 where it comes from the operating system
         Measure(
             "epsilon_simulated",

@@ -243,6 +243,14 @@ def test_a_round_is_told_in_one_line_of_the_numbers_that_it_has(numbers, log, te
     assert measures.progress_line({**ROW, **recorded}) == terminal
 
 
+def test_every_epsilon_that_people_read_says_where_its_noise_is_simulated():
+    epsilons = [column for name, column in MEASURES.columns.items() if name.startswith("epsilon_") and column.table]
+    assert len(epsilons) == 5
+    for column in epsilons:
+        assert column.remarked({column.name: 2.0, "epsilon_simulated": 1.0}) == " (simulated)"
+        assert column.remarked({column.name: 2.0, "epsilon_simulated": 0.0}) == ""
+
+
 def test_what_is_declared_as_of_the_round_alone_is_not_in_a_clients_row():
     assert MEASURES.of_the_round_alone == {"density_by_layer", "relative_error"}
     assert not MEASURES.of_the_round_alone & {*MEASURES.client_fields}
