@@ -6,6 +6,7 @@ size of CIFAR-10. What needs other machines, Docker or a day is parsed alone, in
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -81,7 +82,7 @@ def rounds_below(folder: Path) -> int:
     return found
 
 
-def run(line: str, place: Path, *, seconds: float = 1500) -> str:
+def run(line: str, place: Path, *, seconds: float = 5000) -> str:
     """Run a line as it stands; unless it is one that ends, interrupt it when it has done a round. Its last line."""
     words = line.split("#")[0].split()
     out = place / words[words.index("--out") + 1] if "--out" in words else place / "none"
@@ -89,16 +90,28 @@ def run(line: str, place: Path, *, seconds: float = 1500) -> str:
     before, started = rounds_below(out), time.monotonic()
     with (place / "said.txt").open("w+") as said:
         command = ["bash", "-c", f"exec {line}"]
+        listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # where the tests run under nohup
         process = subprocess.Popen(
-            command, cwd=place, env=environment(place), stderr=said, stdout=said, start_new_session=True
+            command,
+            cwd=place,
+            env=environment(place),
+            stderr=said,
+            stdout=said,
+            start_new_session=True,
+            preexec_fn=listens,
         )
         interrupted = False
-        while process.poll() is None:
-            assert time.monotonic() - started < seconds, f"{line} takes too long"
-            if not (ends or interrupted) and rounds_below(out) > before:
-                process.send_signal(signal.SIGINT)
-                interrupted = True
-            time.sleep(0.2)
+        try:
+            while process.poll() is None:
+                assert time.monotonic() - started < seconds, f"{line} takes too long"
+                if not (ends or interrupted) and rounds_below(out) > before:
+                    process.send_signal(signal.SIGINT)
+                    interrupted = True
+                time.sleep(0.2)
+        finally:
+            if process.poll() is None:
+                process.kill()  # what it started ends with it
+                process.wait()
         said.seek(0)
         text = said.read()
     assert process.returncode in ((0, 130) if interrupted else (0,)), f"{line}\n{text}"
