@@ -24,7 +24,8 @@ from fedprune_app.core.flops import sparse_flops
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.learning.sgd import SGD
-from fedprune_app.learning.train import HowToTrain, TrainingResult, train
+from fedprune_app.learning.train import HowToTrain, train
+from fedprune_app.learning.training import TrainingResult
 from fedprune_app.models import vision
 
 

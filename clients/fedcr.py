@@ -25,7 +25,7 @@ from fedprune_app.core.gaussians import experts_by_class, kl_divergence
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
 from fedprune_app.learning.parts import Network
-from fedprune_app.learning.train import TrainingResult
+from fedprune_app.learning.training import TrainingResult
 from fedprune_app.models.variational import Variational
 
 

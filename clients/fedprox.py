@@ -11,7 +11,7 @@ from clients.base import LocalTraining
 from clients.fedavg import FedAvgClient
 from clients.task import Task
 from fedprune_app.learning.hooks import proximal
-from fedprune_app.learning.train import TrainingResult
+from fedprune_app.learning.training import TrainingResult
 
 
 class FedProxClient(FedAvgClient):

@@ -35,7 +35,7 @@ from fedprune_app.engine import wire
 from fedprune_app.engine.inprocess import quiet, run_in_process
 from fedprune_app.files import scratch_folder
 from fedprune_app.launch import LaunchError
-from fedprune_app.learning.train import TrainingResult
+from fedprune_app.learning.training import TrainingResult
 from fedprune_app.models import vision
 from fedprune_app.privacy.audit import Evidence, Finding
 from fedprune_app.privacy.noise import Noise

@@ -35,7 +35,7 @@ from fedprune_app.deploy import (
     node_config_text,
     valid_until,
 )
-from fedprune_app.engine.simulated import answering_in_process
+from fedprune_app.engine.simulated import answering_in_simulation
 from fedprune_app.files import replace_file
 from fedprune_app.launch import LaunchError
 
@@ -300,7 +300,7 @@ def test_noise_comes_from_the_seed_in_simulations_alone_unless_the_operator_says
     assert is_secure(dealt, **wish)  # a node of a deployment: nothing says that it is simulated
     assert not is_secure({**dealt, "secure-rng": False})
     assert not is_secure({**own, "secure-rng": False}, **{"dp.secure-rng": True})
-    with answering_in_process():
+    with answering_in_simulation():
         assert not is_secure(dealt, **wish)
         assert is_secure(dealt, **{"dp.secure-rng": True})
         assert is_secure(own, **wish)

@@ -218,6 +218,13 @@ class CommonOptions:
     num_threads: int = option(
         1, "The number of torch threads of a client. Another number changes floating-point sums.", least=1
     )
+    cohort: int = option(
+        0,
+        "The largest number of clients that a simulation trains in one step; 0 means eight. No result depends on that.",
+        least=0,
+        changes_results=False,
+        resumable=True,
+    )
     tracking: str = option(
         "none",
         "The tracking files that are written beside the run's records.",

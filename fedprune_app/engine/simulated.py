@@ -1,4 +1,4 @@
-"""A client knows whether it is simulated by what only a simulation has: the in-process Grid, or Flower's Ray actors.
+"""A client knows whether it is simulated by what only a simulation has: a Grid of ours, or Flower's Ray actors.
 
 Everything else counts as a node of a deployment, whatever the run's configuration says.
 """
@@ -10,25 +10,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-_answers_in_process: ContextVar[bool] = ContextVar("_answers_in_process", default=False)
+_answers_in_simulation: ContextVar[bool] = ContextVar("_answers_in_simulation", default=False)
 
 
 @contextmanager
-def answering_in_process() -> Iterator[None]:
-    """Let :func:`is_simulated` return True until the block ends; only the in-process Grid enters it."""
-    token = _answers_in_process.set(True)
+def answering_in_simulation() -> Iterator[None]:
+    """Let :func:`is_simulated` return True until the block ends; only our simulations enter it."""
+    token = _answers_in_simulation.set(True)
     try:
         yield
     finally:
-        _answers_in_process.reset(token)
+        _answers_in_simulation.reset(token)
 
 
 def is_simulated() -> bool:
-    """Return whether the client at work is one of a simulation: of the in-process Grid, or in one of Flower's actors.
-
-    Both of our Ray engine and of ``flwr run`` on a simulation, clients are in these actors.
-    """
-    return _answers_in_process.get() or _is_ray_actor()
+    """Return whether the client at work is one of a simulation of ours, or in one of Flower's actors."""
+    return _answers_in_simulation.get() or _is_ray_actor()
 
 
 def _is_ray_actor() -> bool:

@@ -1,60 +1,119 @@
-"""The trained parameters of a network become one flat tensor, with their masks in the same layout."""
+"""The trained parameters of one network, or of several alike, become one flat tensor, with masks in the same layout."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
 import torch
 from torch import Tensor, nn
 
+_ALIGNMENT = 64  # bytes; torch aligns tensors so, and kernels then give the same bits as on a tensor's own memory
+
+
+def trained_names(model: nn.Module, frozen: Collection[str] = ()) -> list[str]:
+    """This returns the names of the parameters that need a gradient and are not in ``frozen``, in order."""
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in frozen]
+
+
+class FlatLayout:
+    """A layout gives the parameters ``names`` of ``clients`` networks alike their places in one flat tensor.
+
+    The parameters of one name stand beside each other, one client's after another's, so that all of them together are
+    one tensor as well, see :meth:`stacked`. Strides are those of the parameters of ``model``.
+
+    Raises ``ValueError`` if the parameters differ in dtype or device, or there is none.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str], clients: int = 1) -> None:
+        parameters = dict(model.named_parameters())
+        chosen = {name: parameters[name] for name in names}
+        kinds = {(p.dtype, p.device) for p in chosen.values()}
+        if len(kinds) != 1:
+            found = ", ".join(f"{dtype} on {device}" for dtype, device in kinds) or "none"
+            raise ValueError(f"parameters to train are {found}, allowed: one dtype on one device")
+        self.dtype, self.device = kinds.pop()
+        self.clients = clients
+        self._shapes: dict[str, torch.Size] = {}
+        self._strides: dict[str, tuple[int, ...]] = {}
+        self._offsets: dict[str, int] = {}
+        self._steps: dict[str, int] = {}  # from one client's parameter to the next one's
+        slot = _ALIGNMENT // self.dtype.itemsize
+        self.size = 0
+        for name, parameter in chosen.items():
+            self._shapes[name] = parameter.shape
+            self._strides[name] = torch.empty_like(parameter, device="meta").stride()  # dense, same order
+            self._offsets[name] = self.size
+            whole_slots = math.ceil(parameter.numel() / slot) * slot
+            # a matrix is aligned for each client; other parameters leave no gap, so that all clients' make one tensor
+            self._steps[name] = whole_slots if parameter.dim() == 2 else parameter.numel()
+            self.size += math.ceil(clients * self._steps[name] / slot) * slot
+
+    @property
+    def names(self) -> list[str]:
+        """This returns the names of the parameters that have a place, in the network's order."""
+        return list(self._shapes)
+
+    def zeros(self) -> Tensor:
+        """This returns a flat tensor of zeros."""
+        return torch.zeros(self.size, dtype=self.dtype, device=self.device)
+
+    def views(self, flat: Tensor, client: int = 0) -> dict[str, Tensor]:
+        """This returns one client's parts of a flat tensor, by parameter name and in its shape."""
+        return {
+            name: flat.as_strided(shape, self._strides[name], self._offsets[name] + client * self._steps[name])
+            for name, shape in self._shapes.items()
+        }
+
+    def rows(self, flat: Tensor, name: str, clients: int) -> Tensor:
+        """This returns the parameters ``name`` of the first ``clients`` as (clients, elements)."""
+        elements = math.prod(self._shapes[name])
+        return flat.as_strided((clients, elements), (self._steps[name], 1), self._offsets[name])
+
+    def stacked(self, flat: Tensor, name: str, clients: int) -> Tensor:
+        """This returns the parameters ``name`` of the first ``clients`` as one tensor, as a grouped layer takes them.
+
+        Matrices are stacked in a new first dimension. Of all other parameters the first dimensions are joined.
+        """
+        shape, strides, offset = self._shapes[name], self._strides[name], self._offsets[name]
+        if len(shape) == 2:
+            return flat.as_strided((clients, *shape), (self._steps[name], *strides), offset)
+        return flat.as_strided((clients * shape[0], *shape[1:]), strides, offset)
+
+
+class Flat:
+    """These are the flat tensors of a training: values, gradients, and where they are asked for velocity and masks.
+
+    Masks are 1 or 0, at first 1 everywhere.
+    """
+
+    def __init__(self, layout: FlatLayout, momentum: bool = False, masked: bool = False) -> None:
+        self.layout = layout
+        self.values = layout.zeros()
+        self.gradients = layout.zeros()
+        self.velocity = layout.zeros() if momentum else None
+        self.kept = torch.ones_like(self.values) if masked else None
+
 
 class FlatParameters:
-    """While entered, this makes a model's trained parameters views of one flat tensor, their gradients of another.
+    """While entered, this makes the parameters of one client's model views of flat tensors, gradients of another.
 
     A training step's own arithmetic (zero, clip, mask, momentum, update) is then one operation each on
     ``values`` and ``gradients`` instead of one per parameter. The model works as usual meanwhile; on exit
     every parameter is back in its own memory, with the new values and without a gradient.
 
-    Parameters that need no gradient, or are in ``frozen`` (which then need none while entered), stay out. A
+    Parameters without a place in the ``layout`` stay out, and need no gradient while this is entered. A
     parameter the loss does not reach has gradient zero rather than none. Strides stay as they are.
-
-    Raises ``ValueError`` if the parameters differ in dtype or device, or none is left to train.
     """
 
-    ALIGNMENT = 64  # bytes; torch aligns tensors so, and kernels then give the same bits as on a tensor's own memory
-
-    def __init__(self, model: nn.Module, frozen: Collection[str] = ()) -> None:
+    def __init__(self, model: nn.Module, flat: Flat, client: int = 0) -> None:
         parameters = dict(model.named_parameters())
-        _check_names("frozen", frozen, parameters)
-        self._frozen = [p for name, p in parameters.items() if name in frozen and p.requires_grad]
-        self._trained = {n: p for n, p in parameters.items() if p.requires_grad and n not in frozen}
-        kinds = {(p.dtype, p.device) for p in self._trained.values()}
-        if len(kinds) != 1:
-            found = ", ".join(f"{dtype} on {device}" for dtype, device in kinds) or "none"
-            raise ValueError(f"parameters to train are {found}, allowed: one dtype on one device")
-        dtype, device = kinds.pop()
-        self._strides: dict[str, tuple[int, ...]] = {}
-        self._offsets: dict[str, int] = {}
-        slot = self.ALIGNMENT // dtype.itemsize
-        size = 0
-        for name, parameter in self._trained.items():
-            self._strides[name] = torch.empty_like(parameter, device="meta").stride()  # dense, same order
-            self._offsets[name] = size
-            size += math.ceil(parameter.numel() / slot) * slot
-        self.values = torch.zeros(size, dtype=dtype, device=device)
-        self.gradients = torch.zeros_like(self.values)
-        self.named_values = self.views(self.values)
-        self.named_gradients = self.views(self.gradients)
-
-    def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """This returns the parts of a tensor laid out like ``values``, by parameter name and in its shape."""
-        return {
-            name: flat.as_strided(parameter.shape, self._strides[name], self._offsets[name])
-            for name, parameter in self._trained.items()
-        }
+        self.named_values = flat.layout.views(flat.values, client)
+        self.named_gradients = flat.layout.views(flat.gradients, client)
+        self._trained = {name: parameters[name] for name in flat.layout.names}
+        self._frozen = [p for name, p in parameters.items() if name not in self._trained and p.requires_grad]
 
     def bind_gradients(self) -> None:
         """This makes autograd accumulate into ``gradients``, also after someone called ``model.zero_grad()``."""
@@ -81,27 +140,27 @@ class FlatParameters:
             parameter.requires_grad_(True)
 
 
-def flat_masks(model: nn.Module, flat: FlatParameters, masks: Mapping[str, Tensor]) -> Tensor:
-    """This returns the masks of the trained weights as 1 or 0, laid out like ``flat.values``.
-
-    Raises ``ValueError`` for a mask that does not fit the model.
-    """
+def check_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
+    """Raise ``ValueError`` for a mask that does not fit the model."""
+    check_names("masks", masks, model)
     parameters = dict(model.named_parameters())
-    _check_names("masks", masks, parameters)
     for name, mask in masks.items():
         if mask.dtype != torch.bool:
             raise ValueError(f"mask '{name}' has dtype {mask.dtype}, allowed: torch.bool")
         if mask.shape != parameters[name].shape:
             shapes = f"{tuple(mask.shape)}, allowed: {tuple(parameters[name].shape)}"
             raise ValueError(f"mask '{name}' has shape {shapes}")
-    kept = torch.ones_like(flat.values)
-    kept_views = flat.views(kept)
+
+
+def write_masks(masks: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
+    """This writes the masks of the trained weights into ``kept``, by name, as 1 or 0; weights without a mask stay."""
     for name, mask in masks.items():
-        if name in kept_views:
-            kept_views[name].copy_(mask)
-    return kept
+        if name in kept:
+            kept[name].copy_(mask)
 
 
-def _check_names(kind: str, names: Collection[str], parameters: Collection[str]) -> None:
+def check_names(kind: str, names: Collection[str], model: nn.Module) -> None:
+    """Raise ``ValueError`` for a name that no parameter of the model has."""
+    parameters = dict(model.named_parameters())
     if unknown := [name for name in names if name not in parameters]:
         raise ValueError(f"{kind} names '{unknown[0]}', allowed: {', '.join(parameters)}")

@@ -5,7 +5,7 @@ What a step leaves out is as it was when the step is over: its values, momentum 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -35,23 +35,40 @@ class Part:
     student: Extents | None = None
 
 
-@dataclass(frozen=True)
-class Work:
-    """This is what one step computes with, and the tensors that the step changes.
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """This is what one step changes, of one client or of several at once.
 
-    ``values``, ``gradients``, ``velocity`` and ``kept`` are parallel lists. The gradients are zero before the step.
+    ``values``, ``gradients``, ``velocity`` and ``kept`` are parallel lists. ``by_client`` has the values and gradients
+    of each client by name. ``rows`` has the gradients of several clients by parameter, each (clients, elements).
     """
 
-    network: Network
-    named_values: Mapping[str, Tensor]
-    named_gradients: Mapping[str, Tensor]
+    by_client: Sequence[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]]
     values: list[Tensor]
     gradients: list[Tensor]
     velocity: list[Tensor] | None
     kept: list[Tensor] | None
     keep: Mapping[str, Tensor] = field(default_factory=dict)  # by name, 1 where the step has a weight, 0 elsewhere
+    rows: Sequence[Tensor] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work(Changes):
+    """This is what one step of one client computes with, and what the step changes. Its gradients are zero before."""
+
+    network: Network
     named_kept: Mapping[str, Tensor] = field(default_factory=dict)  # kept, by name; empty without masks
     student: Network | None = None  # its gradients add up with the network's
+
+    @property
+    def named_values(self) -> Mapping[str, Tensor]:
+        """These are the values of the trained parameters by name."""
+        return self.by_client[0][0]
+
+    @property
+    def named_gradients(self) -> Mapping[str, Tensor]:
+        """These are the gradients of the trained parameters by name."""
+        return self.by_client[0][1]
 
     def trained(self) -> dict[str, Tensor]:
         """This returns, by name, 1 where the step changes a weight by its gradient and 0 elsewhere."""
@@ -120,13 +137,12 @@ def leading_network(
         norm.num_groups = count  # type: ignore[assignment]
     try:
         yield Work(
-            network_of(part.extents),
-            cut,
-            gradients,
-            list(cut.values()),
-            list(gradients.values()),
-            cut_velocity,
-            None if kept is None else list(cut_kept.values()),
+            network=network_of(part.extents),
+            by_client=[(cut, gradients)],
+            values=list(cut.values()),
+            gradients=list(gradients.values()),
+            velocity=cut_velocity,
+            kept=None if kept is None else list(cut_kept.values()),
             named_kept=cut_kept,
             student=None if part.student is None else network_of(part.student),
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedprune_app.learning.parts import Work
+from fedprune_app.learning.parts import Changes
 
 
 @dataclass(frozen=True)
@@ -49,23 +49,33 @@ class SGD:
         rounds, rest = divmod(self.steps_per_epoch, math.ceil(num_examples / self.batch_size))
         return rounds * num_examples + min(rest * self.batch_size, num_examples)
 
+    def steps_of(self, num_examples: int) -> int:
+        """This returns how many steps an epoch has."""
+        return self.steps_per_epoch or math.ceil(num_examples / self.batch_size)
+
     def batches(self, num_examples: int, rng: torch.Generator, device: torch.device | None = None) -> Iterator[Tensor]:
         """This yields the positions of each step's examples in one epoch: permutations from ``rng``, cut into batches.
 
         Each permutation goes to ``device`` whole, not batch by batch.
         """
-        left = self.steps_per_epoch or math.ceil(num_examples / self.batch_size)
+        left = self.steps_of(num_examples)
         while left > 0:
             order = torch.randperm(num_examples, generator=rng).to(device)
             yield from torch.split(order, self.batch_size)[:left]
             left -= math.ceil(num_examples / self.batch_size)
 
 
-def sgd_step(work: Work, sgd: SGD) -> None:
+def sgd_step(work: Changes, sgd: SGD) -> None:
     """This does one step of ``torch.optim.SGD``, in its order of operations. The gradients are spoilt afterwards."""
     for name, keep in work.keep.items():
-        work.named_gradients[name].mul_(keep)
-    if sgd.max_grad_norm is not None:
+        for _, gradients in work.by_client:
+            gradients[name].mul_(keep)
+    if sgd.max_grad_norm is not None and work.rows:
+        by_parameter = torch.stack([torch.linalg.vector_norm(rows, dim=1) for rows in work.rows], dim=1)
+        scales = (sgd.max_grad_norm / (torch.linalg.vector_norm(by_parameter, dim=1) + 1e-6)).clamp_(max=1)
+        for rows in work.rows:
+            rows.mul_(scales[:, None])
+    elif sgd.max_grad_norm is not None:
         norms = [torch.linalg.vector_norm(gradient) for gradient in work.gradients]
         norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
         scale = (sgd.max_grad_norm / (norm + 1e-6)).clamp_(max=1)  # as torch's clip_grad_norm_

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Self, TypedDict
 
 import torch
 from torch import Tensor, nn
 
+from fedprune_app.core.cohort import together
 from fedprune_app.learning.device import fast_layout, module_mode, move_to_device
-from fedprune_app.learning.evaluate import check_examples
-from fedprune_app.learning.flat import FlatParameters, flat_masks
-from fedprune_app.learning.hooks import GradientHook, Objective, StepHook, cross_entropy, self_distillation
-from fedprune_app.learning.parts import Part, Work, leading_network, weights_set_aside
+from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names, write_masks
+from fedprune_app.learning.hooks import GradientHook, Objective, StepHook, cross_entropy
+from fedprune_app.learning.parts import Part
 from fedprune_app.learning.sgd import SGD, sgd_step
+from fedprune_app.learning.training import Augmenter, Training, TrainingResult
+from fedprune_app.learning.work import Alone, Grouped
 
 if TYPE_CHECKING:  # Opacus takes seconds to import, and most runs do without
     from fedprune_app.privacy.dpsgd import DPSGD
-
-Augmenter = Callable[[Tensor, torch.Generator], Tensor]
-"""An augmenter maps the positions (B,) of a batch's examples to images (B, ...), with draws from a CPU generator."""
 
 
 class HowToTrain(TypedDict, total=False):
@@ -36,26 +33,6 @@ class HowToTrain(TypedDict, total=False):
     after_epoch: Callable[[int], None] | None
     objective: Objective
     part: Callable[[int], Part] | None
-
-
-@dataclass(frozen=True)
-class TrainingResult:
-    """A training result says what one call of :func:`train` did.
-
-    ``loss_mean`` is over all examples of all epochs, each loss taken just before the step that it caused. It is nan or
-    inf if training diverged; the caller decides what follows. Private training has no ``loss_mean``, since the loss is
-    not private: there the weights tell whether training diverged.
-    """
-
-    loss_mean: float | None
-    num_steps: int
-    num_examples: int
-    finite: bool = True  # the trained weights
-
-    @property
-    def diverged(self) -> bool:
-        """This says whether the weights or the loss are not finite."""
-        return not self.finite or (self.loss_mean is not None and not math.isfinite(self.loss_mean))
 
 
 def train(
@@ -81,7 +58,7 @@ def train(
 
     Every epoch takes the examples in a fresh permutation from ``rng``, a CPU generator. With ``sgd.steps_per_epoch`` an
     epoch takes as many permutations as that needs. The last batch of a permutation may be smaller. With ``augment``
-    the images of a batch are ``augment(positions, rng)``, in place of rows of ``images``. The optimiser starts fresh.
+    the images of a batch are ``augment(positions, rng)``, of the shape of ``images``' rows. The optimiser starts fresh.
 
     A step is, in this order:
 
@@ -112,104 +89,130 @@ def train(
     The same arguments give the same bits, for one torch thread count. Raises ``ValueError`` for no examples, unequal
     counts, or a mask or frozen name that does not fit the model.
     """
-    check_examples(images, labels)
-    if masks and active:
-        raise ValueError("masks and active are given, allowed: one of them")
-    if private is not None and objective is not cross_entropy:
-        raise ValueError("private training has no other objective than cross entropy")
-    if private is not None and part is not None and not private.takes_parts:
-        raise ValueError(f"grad_sample is {private.grad_sample!r}, allowed with parts of a network: auto, one-pass")
-    num_examples = len(labels)
-    device = move_to_device(model, device)
-    labels = labels.to(device)
-    if augment is None:
-        images = images.to(device)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-    num_steps = 0
-
-    def examples(batch: Tensor) -> tuple[Tensor, Tensor]:
-        return images.index_select(0, batch) if augment is None else augment(batch, rng), labels.index_select(0, batch)
-
-    with (
-        module_mode(model, training=True),
-        fast_layout(model),
-        FlatParameters(model, frozen) as flat,
-        ExitStack() as on,
-    ):
-        kept = flat_masks(model, flat, masks or active or {}) if masks or active else None
-        if masks:
-            _prune(model, masks)
-        velocity = torch.zeros_like(flat.values) if sgd.momentum else None
-        whole = Work(
-            model,
-            flat.named_values,
-            flat.named_gradients,
-            [flat.values],
-            [flat.gradients],
-            None if velocity is None else [velocity],
-            None if kept is None else [kept],
-            named_kept={} if kept is None else flat.views(kept),
-        )
-        if private is not None:
-            gradient = on.enter_context(private.attached(model, flat.named_gradients, whole.trained()))
-        for epoch in range(sgd.epochs):
-            if private is not None:
-                batches = private.batches(num_examples)
-            else:
-                batches = sgd.batches(num_examples, rng, device)
-            for batch in batches:
-                size = len(batch) if private is None else round(private.sample_rate * num_examples)
-                with _work(whole, model, flat, velocity, kept, part and part(size)) as work:
-                    if private is not None:
-                        if work.student is not None:
-                            raise ValueError("private training has no students")
-                        summed = gradient
-                        if part is not None:
-                            summed = gradient.of_part(work.network, work.named_gradients, work.trained())
-                        for some in torch.split(batch.to(device), private.physical_batch):
-                            if len(some):
-                                summed.add(*examples(some))
-                        summed.finish(private.sample_rate * num_examples)
-                    else:
-                        image_batch, label_batch = examples(batch)
-                        if work.student is None:
-                            loss = objective(work.network, image_batch, label_batch)
-                        else:
-                            loss = self_distillation(work.network, work.student, image_batch, label_batch)
-                        loss.backward()  # type: ignore[no-untyped-call]
-                        loss_sum.add_(loss.detach(), alpha=len(label_batch))
-                    if adjust_gradients is not None:
-                        adjust_gradients(work.named_values, work.named_gradients)
-                    sgd_step(work, sgd)
-                    if after_step is not None:
-                        after_step(work.named_values)
-                num_steps += 1
-            if after_epoch is not None:
-                after_epoch(epoch)
-                flat.bind_gradients()
-        finite = private is None or bool(flat.values.isfinite().all())
-    num_taken = sgd.epochs * sgd.examples_per_epoch(num_examples)
-    loss_mean = float(loss_sum) / num_taken if private is None else None
-    return TrainingResult(loss_mean, num_steps, num_examples, finite)
+    training = Training(
+        model,
+        images,
+        labels,
+        sgd,
+        rng,
+        masks=masks or {},
+        active=active or {},
+        frozen=frozenset(frozen),
+        augment=augment,
+        adjust_gradients=adjust_gradients,
+        after_step=after_step,
+        after_epoch=after_epoch,
+        objective=objective,
+        part=part,
+        private=private,
+        device=move_to_device(model, device),
+    )
+    if training.form is None:  # nobody can train with this client
+        return train_alone(training)
+    return together(training, train_together)
 
 
-@contextmanager
-def _work(
-    whole: Work, model: nn.Module, flat: FlatParameters, velocity: Tensor | None, kept: Tensor | None, part: Part | None
-) -> Iterator[Work]:
-    """The context gives what a step works on: the whole network as two flat tensors, or a part of the network."""
-    named_velocity = None if part is None or velocity is None else flat.views(velocity)
-    if part is not None and (part.extents or part.student is not None):
-        named_kept = None if kept is None else flat.views(kept)
-        with leading_network(model, part, flat.named_values, named_velocity, named_kept) as work:
-            yield work
-        return
-    flat.gradients.zero_()
-    if part is None:
-        yield whole
-        return
-    with weights_set_aside(part.masks, flat.named_values, named_velocity) as keep:
-        yield replace(whole, keep=keep)
+def train_alone(training: Training) -> TrainingResult:
+    """This does one client's training, and raises the exception of its hooks."""
+    (result,) = _train([training])
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def train_together(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
+    """This does several clients' trainings, those that go together as one; the results are in the given order.
+
+    The exception of a client's hook is the client's result. It ends nobody else's training.
+    """
+    torch.set_num_threads(trainings[0].num_threads)  # each thread of this process has a number of its own
+    results: dict[int, TrainingResult | Exception] = {}
+    left = dict(enumerate(trainings))
+    while left:
+        first = next(iter(left.values()))
+        chosen = [i for i, each in left.items() if each is first or each.goes_with(first)]
+        chosen.sort(key=lambda i: -trainings[i].num_steps)  # clients that end first leave the others a leading block
+        try:
+            results |= zip(chosen, _train([trainings[i] for i in chosen]), strict=True)
+        except Exception as error:
+            results |= dict.fromkeys(chosen, error)
+        left = {i: each for i, each in left.items() if i not in results}
+    return [results[i] for i in range(len(trainings))]
+
+
+def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
+    """This does trainings that go together; those with more steps come first."""
+    first, sgd = trainings[0], trainings[0].sgd
+    with ExitStack() as on:
+        learners = [on.enter_context(_Learner(training)) for training in trainings]
+        layout = FlatLayout(first.model, trained_names(first.model, first.frozen), len(trainings))
+        flat = Flat(layout, sgd.momentum > 0, any(training.kept for training in trainings))
+        for number, learner in enumerate(learners):
+            learner.take_place(flat, number)
+        steps: Alone | Grouped = Alone(first, flat) if first.form is None else Grouped(trainings, flat)
+        on.enter_context(steps)
+        active = learners
+        while active:
+            taken = [next(learner.batches) for learner in active]
+            with steps.step([batch for batch, _ in taken]) as work:
+                for learner, (values, gradients) in zip(active, work.by_client, strict=True):
+                    learner.call(learner.training.adjust_gradients, values, gradients)
+                sgd_step(work, sgd)
+                for learner, (values, _) in zip(active, work.by_client, strict=True):
+                    learner.call(learner.training.after_step, values)
+            for number, (learner, (_, epoch)) in enumerate(zip(active, taken, strict=True)):
+                if epoch is not None:
+                    learner.end_epoch(epoch, steps.loss_sums, number)
+            active = [learner for learner in active if learner.result is None]
+    return [learner.result for learner in learners if learner.result is not None]
+
+
+class _Learner:
+    """A learner is one client's training under way.
+
+    While entered, its model is in train mode, and its parameters are views of the flat tensors in which it took its
+    place. Afterwards the model is as it was before, but for its values.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.batches = training.batches()
+        self.result: TrainingResult | Exception | None = None
+        self._error: Exception | None = None
+        self._on = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._on.enter_context(module_mode(self.training.model, training=True))
+        self._on.enter_context(fast_layout(self.training.model))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._on.close()
+
+    def take_place(self, flat: Flat, number: int) -> None:
+        """This puts the values and masks in the flat tensors; weights whose mask in ``masks`` is False become 0."""
+        training = self.training
+        self._flat = self._on.enter_context(FlatParameters(training.model, flat, number))
+        if flat.kept is not None:
+            write_masks(training.kept, flat.layout.views(flat.kept, number))
+        _prune(training.model, training.masks)
+
+    def call(self, hook: Callable[..., object] | None, *arguments: object) -> None:
+        """This calls a hook, if there is one. After an error no hook is called again, and the error is the result."""
+        if hook is None or self._error is not None:
+            return
+        try:
+            hook(*arguments)
+        except Exception as error:
+            self._error = error
+
+    def end_epoch(self, epoch: int, loss_sums: Tensor, number: int) -> None:
+        """This calls the hook, and after the last epoch sets the result."""
+        training = self.training
+        self.call(training.after_epoch, epoch)
+        self._flat.bind_gradients()
+        if epoch == training.sgd.epochs - 1:
+            self.result = self._error or training.result(float(loss_sums[number]))
 
 
 def _prune(model: nn.Module, masks: Mapping[str, Tensor]) -> None:

@@ -26,7 +26,7 @@ FILE = Path(__file__).with_name("recorded.json")
 
 @functools.cache
 def arithmetic() -> str:
-    """The digest of what this machine computes: convolutions, norms, linear layers, SGD steps, matrix functions."""
+    """The digest of what this machine computes: convolutions and products, SGD steps, matrix functions."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -43,11 +43,18 @@ def arithmetic() -> str:
                 network.parameters(), torch.autograd.grad(loss, list(network.parameters())), strict=True
             ):
                 parameter.data.add_(gradient, alpha=-0.1)
+        images = torch.randn(10, 12, 8, 8, generator=draw).requires_grad_()
+        kernels = torch.randn(32, 3, 3, 3, generator=draw).requires_grad_()  # four clients' convolutions in one
+        grouped = nn.functional.conv2d(images, kernels, groups=4)
+        vectors = grouped.reshape(10, 4, -1).transpose(0, 1)
+        matrices = torch.randn(4, vectors.shape[2], 10, generator=draw).requires_grad_()
+        together = torch.autograd.grad((vectors @ matrices).square().sum(), (images, kernels, matrices))
         square = torch.randn(24, 200, generator=draw).double()
         values, _ = torch.linalg.eigh(square @ square.T)
         factor = torch.linalg.cholesky((square @ square.T).float() + torch.eye(24))
         total = hashlib.sha256(torch.__version__.encode())
-        for tensor in (*network.parameters(), values, factor, torch.nn.functional.softmax(square.float(), dim=1)):
+        softmax = nn.functional.softmax(square.float(), dim=1)
+        for tensor in (*network.parameters(), *together, values, factor, softmax):
             total.update(tensor.detach().numpy().tobytes())
         return total.hexdigest()
     finally:

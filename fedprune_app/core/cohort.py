@@ -1,0 +1,137 @@
+"""A cohort is several clients of one process that train together: one that wants to train waits until all others do.
+
+Each client of a cohort does its work in a thread of its own, as if it were alone. One thread works at a time, until it
+wants to train or is done. When no other is left to work, all that want to train are trained together, and go on. So
+no system has to know of cohorts. A client's result does not depend on who trains beside it, so it does not depend on
+how long anybody works either.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar, copy_context
+from typing import Any, Generic, TypeVar
+
+Asked = TypeVar("Asked")
+Got = TypeVar("Got")
+PATIENCE_SECONDS = 5.0
+_HARDLY_ANY_SECONDS = 1e-3
+TrainTogether = Callable[[Sequence[Asked]], list["Got | Exception"]]
+
+
+def together(asked: Asked, train_together: TrainTogether[Asked, Got]) -> Got:
+    """Train with the other clients of this thread's cohort, or alone where there is none; return this one's result.
+
+    Raises the exception that is this one's result.
+    """
+    member = _member.get()
+    result = train_together([asked])[0] if member is None else member.trained(asked, train_together)
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def work_in_cohort(works: Sequence[Callable[[], Got]], patience: float = PATIENCE_SECONDS) -> Iterator[tuple[int, Got]]:
+    """Do several clients' works as a cohort; yield the number of each and what it returned, once it is done.
+
+    The works handle their errors themselves: one that raises ends the cohort. A client that takes no CPU time for
+    ``patience`` seconds hangs or waits for something. It is no longer waited for: the others go on, and it does what is
+    left alone.
+    """
+    if len(works) == 1:
+        yield 0, works[0]()
+        return
+    members = {number: _Member(work) for number, work in enumerate(works)}
+    while members:
+        for member in members.values():
+            member.go_on(patience)
+        for number in [number for number, member in members.items() if member.is_done]:
+            yield number, members.pop(number).outcome()
+        waiting = [member for member in members.values() if not member.is_on_its_own]
+        if waiting:
+            results = waiting[0].train_together([member.asked for member in waiting])
+            for member, result in zip(waiting, results, strict=True):
+                member.got = result
+        else:
+            for number, member in members.items():
+                yield number, member.outcome()
+            return
+
+
+class _Member(Generic[Got]):
+    """A member works in a thread of its own while :meth:`go_on` waits, until it is done or wants to train."""
+
+    asked: Any
+    got: Any = None
+    train_together: Callable[[Sequence[Any]], list[Any]]
+
+    def __init__(self, work: Callable[[], Got]) -> None:
+        self.is_done = self.is_on_its_own = False
+        self._clock: int | None = None  # of its thread's CPU time
+        self._work = work
+        self._outcome: list[Got] = []
+        self._error: BaseException | None = None
+        self._may_go, self._stopped, self._lock = threading.Semaphore(0), threading.Semaphore(0), threading.Lock()
+        self._thread = threading.Thread(target=copy_context().run, args=(self._run,), daemon=True)
+
+    def go_on(self, patience: float) -> None:
+        """Let the member work until it stops, or is on its own since it hangs."""
+        if self.is_on_its_own:
+            return
+        if self._thread.ident is None:
+            self._thread.start()
+        else:
+            self._may_go.release()
+        worked = self._cpu_seconds()
+        while not self._stopped.acquire(timeout=patience):
+            before, worked = worked, self._cpu_seconds()
+            if worked - before < _HARDLY_ANY_SECONDS:
+                with self._lock:
+                    self.is_on_its_own = not self._stopped.acquire(blocking=False)
+                return
+
+    def _cpu_seconds(self) -> float:
+        """Return the CPU time of the member's thread so far; where no system call tells it, time goes on."""
+        if self._clock is None:
+            return time.monotonic()
+        try:
+            return time.clock_gettime(self._clock)
+        except OSError:  # the thread has just ended
+            return math.inf
+
+    def outcome(self) -> Got:
+        """Wait for the end of the member's work, and return what it returned or raise what it raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._outcome[0]
+
+    def trained(self, asked: Any, train_together: Callable[[Sequence[Any]], list[Any]]) -> Any:
+        """Stop until the cohort has trained, and return this member's result; its own thread calls this."""
+        with self._lock:
+            if not self.is_on_its_own:
+                self.asked, self.train_together = asked, train_together
+                self._stopped.release()
+        if self.is_on_its_own:
+            return train_together([asked])[0]
+        self._may_go.acquire()
+        got, self.asked, self.got = self.got, None, None
+        return got
+
+    def _run(self) -> None:
+        _member.set(self)
+        if hasattr(time, "pthread_getcpuclockid"):
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        try:
+            self._outcome.append(self._work())
+        except BaseException as error:
+            self._error = error
+        with self._lock:
+            self.is_done = True
+            self._stopped.release()
+
+
+_member: ContextVar[_Member[Any] | None] = ContextVar("_member", default=None)

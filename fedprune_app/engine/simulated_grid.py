@@ -1,0 +1,90 @@
+"""A Grid of simulated clients knows their contexts and holds messages until they are answered; engines differ in where.
+
+The same ServerApp and ClientApp objects run as anywhere, and messages are encoded as on any other engine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+
+from fedprune_app.core.cohort import work_in_cohort
+from fedprune_app.core.rng import derive_seed
+from fedprune_app.engine.simulated import answering_in_simulation
+
+RUN_ID = 1
+LARGEST_COHORT = 8
+"""So many clients are trained together at most, if the configuration does not say; more gain little."""
+
+
+class SimulatedGrid(Grid):
+    """The grid has ``num_clients`` nodes with partition ids 0, 1, ...; node ids are arbitrary, as Flower's are."""
+
+    def __init__(self, num_clients: int, run_config: Mapping[str, Any]) -> None:
+        if num_clients < 1:
+            raise ValueError(f"num-supernodes is {num_clients}, allowed: at least 1")
+        self._contexts = {}
+        for client in range(num_clients):
+            node_id = derive_seed(client, "node-id")
+            node_config: dict[str, Any] = {"partition-id": client, "num-partitions": num_clients}
+            self._contexts[node_id] = Context(RUN_ID, node_id, node_config, RecordDict(), dict(run_config))
+        self._largest_cohort = int(run_config.get("cohort", 0)) or LARGEST_COHORT
+        self._pending: dict[str, Message] = {}
+        self._ids = itertools.count(1)
+
+    def set_run(self, run: Run) -> None:
+        """Do nothing, since there is only one run."""
+
+    @property
+    def run(self) -> Run:
+        return Run.create_empty(RUN_ID)
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self._contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        accepted = []
+        for message in messages:
+            message_id = str(next(self._ids))
+            message.metadata.__dict__["_message_id"] = message_id
+            self._pending[message_id] = message
+            accepted.append(message_id)
+        return accepted
+
+    def _context(self, message: Message) -> Context:
+        return self._contexts[message.metadata.dst_node_id]
+
+
+def answers(app: ClientApp, asked: Sequence[tuple[Message, Context]]) -> Iterator[tuple[int, Message]]:
+    """Yield the number of each message and the reply to it; the clients work as a cohort.
+
+    As on the other engines, a client's failure is a reply.
+    """
+
+    def answer(message: Message, context: Context) -> Message:
+        try:
+            with answering_in_simulation():
+                return app(message, context)
+        except Exception as error:
+            code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION
+            return Message(Error(code, f"{type(error).__name__}: {error}"), reply_to=message)
+
+    works = [lambda each=each: answer(*each) for each in asked]
+    yield from work_in_cohort(works)

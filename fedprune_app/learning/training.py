@@ -1,0 +1,169 @@
+"""A training is asked for with settings, hooks and data, and ends with a result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fedprune_app.learning.evaluate import check_examples
+from fedprune_app.learning.flat import check_masks, check_names
+from fedprune_app.learning.grouped import GroupedForm, NoGroupedForm, grouped_form
+from fedprune_app.learning.hooks import GradientHook, Objective, StepHook, cross_entropy
+from fedprune_app.learning.parts import Part
+from fedprune_app.learning.sgd import SGD
+
+if TYPE_CHECKING:  # Opacus takes seconds to import, and most runs do without
+    from fedprune_app.privacy.dpsgd import DPSGD
+
+_CPU = torch.device("cpu")
+Augmenter = Callable[[Tensor, torch.Generator], Tensor]
+"""An augmenter maps the positions (B,) of a batch's examples to images (B, ...), with draws from a CPU generator."""
+
+
+MOST_FLOPS, MOST_PARAMETERS = 100_000_000, 250_000
+"""Clients whose steps' forward passes and networks are at most so large are trained faster together than one by one.
+
+These bounds are by benchmarks/cohort_step.py, on a CPU.
+"""
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """A training result says what one call of :func:`train` did.
+
+    ``loss_mean`` is over all examples of all epochs, each loss taken just before the step that it caused. It is nan or
+    inf if training diverged; the caller decides what follows. Private training has no ``loss_mean``, since the loss is
+    not private: there the weights tell whether training diverged.
+    """
+
+    loss_mean: float | None
+    num_steps: int
+    num_examples: int
+    finite: bool = True  # the trained weights
+
+    @property
+    def diverged(self) -> bool:
+        """This says whether the weights or the loss are not finite."""
+        return not self.finite or (self.loss_mean is not None and not math.isfinite(self.loss_mean))
+
+
+@dataclass(frozen=True, eq=False)
+class Training:
+    """A training is what one call of :func:`train` asks for."""
+
+    model: nn.Module
+    images: Tensor
+    labels: Tensor
+    sgd: SGD
+    rng: torch.Generator
+    masks: Mapping[str, Tensor] = field(default_factory=dict)
+    active: Mapping[str, Tensor] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
+    augment: Augmenter | None = None
+    adjust_gradients: GradientHook | None = None
+    after_step: StepHook | None = None
+    after_epoch: Callable[[int], None] | None = None
+    objective: Objective = cross_entropy
+    part: Callable[[int], Part] | None = None
+    private: DPSGD | None = None
+    device: torch.device = _CPU
+    num_threads: int = field(default_factory=torch.get_num_threads)
+
+    def __post_init__(self) -> None:
+        check_examples(self.images, self.labels)
+        if self.masks and self.active:
+            raise ValueError("masks and active are given, allowed: one of them")
+        if self.private is not None and self.objective is not cross_entropy:
+            raise ValueError("private training has no other objective than cross entropy")
+        if self.private is not None and self.part is not None and not self.private.takes_parts:
+            grad_sample = self.private.grad_sample
+            raise ValueError(f"grad_sample is {grad_sample!r}, allowed with parts of a network: auto, one-pass")
+        check_names("frozen", self.frozen, self.model)
+        check_masks(self.model, self.kept)
+
+    @property
+    def kept(self) -> Mapping[str, Tensor]:
+        """These masks say which weights a step changes."""
+        return self.masks or self.active
+
+    @property
+    def num_steps(self) -> int:
+        """This is how many steps all epochs have."""
+        per_epoch = self.sgd.steps_of(len(self.labels)) if self.private is None else self.private.steps_per_epoch
+        return self.sgd.epochs * per_epoch
+
+    @property
+    def batch_size(self) -> int:
+        """This is the size of all batches but the last one of a permutation."""
+        return min(self.sgd.batch_size, len(self.labels))
+
+    def batches(self) -> Iterator[tuple[Tensor, int | None]]:
+        """This yields the positions of each step's examples, and the number of the epoch that ends with the step."""
+        num_examples = len(self.labels)
+        for epoch in range(self.sgd.epochs):
+            if self.private is None:
+                batches = self.sgd.batches(num_examples, self.rng, self.device)
+            else:
+                batches = self.private.batches(num_examples)
+            left = self.num_steps // self.sgd.epochs
+            for batch in batches:
+                left -= 1
+                yield batch, None if left else epoch
+
+    @cached_property
+    def _on_device(self) -> tuple[Tensor, Tensor]:
+        return self.images if self.augment else self.images.to(self.device), self.labels.to(self.device)
+
+    def examples(self, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """This returns the images and labels of the examples at these positions."""
+        images, labels = self._on_device
+        chosen = images.index_select(0, batch) if self.augment is None else self.augment(batch, self.rng)
+        return chosen, labels.index_select(0, batch)
+
+    def put_examples(self, batch: Tensor, images: Tensor, labels: Tensor) -> None:
+        """This puts the examples at these positions first in ``images`` and ``labels``."""
+        if self.augment is None and len(batch) == len(images):
+            torch.index_select(self._on_device[0], 0, batch, out=images)
+            torch.index_select(self._on_device[1], 0, batch, out=labels)
+        else:
+            images[: len(batch)], labels[: len(batch)] = self.examples(batch)
+
+    def result(self, loss_sum: float) -> TrainingResult:
+        """This returns the result, once the training is over, from the sum of the examples' losses."""
+        num_examples, private = len(self.labels), self.private is not None
+        finite = not private or all(bool(p.isfinite().all()) for p in self.model.parameters())
+        loss_mean = None if private else loss_sum / (self.sgd.epochs * self.sgd.examples_per_epoch(num_examples))
+        return TrainingResult(loss_mean, self.num_steps, num_examples, finite)
+
+    @cached_property
+    def form(self) -> GroupedForm | None:
+        """This is the grouped form in which the network is trained; None where it is trained as it is.
+
+        Whether there is one depends on this training alone. So a client's result does not depend on who else trains.
+        A large step gains nothing: arithmetic and memory take its time, and not the start of operations.
+        """
+        if self.part is not None or self.private is not None or self.objective is not cross_entropy:
+            return None
+        try:
+            form = grouped_form(self.model, self.images.shape[1:])
+        except NoGroupedForm:
+            return None
+        is_small = form.parameters <= MOST_PARAMETERS and form.flops * self.batch_size <= MOST_FLOPS
+        return form if is_small else None
+
+    def goes_with(self, other: Training) -> bool:
+        """This says whether both trainings can be one."""
+        return (
+            self.form is not None
+            and self.form is other.form
+            and self.sgd == other.sgd
+            and self.batch_size == other.batch_size
+            and self.frozen == other.frozen
+            and self.device == other.device
+        )

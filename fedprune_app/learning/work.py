@@ -1,0 +1,203 @@
+"""A step finds the gradients of one client's network as it is, or of several clients' in their grouped form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fedprune_app.learning.flat import Flat, FlatLayout
+from fedprune_app.learning.hooks import self_distillation
+from fedprune_app.learning.parts import Changes, Work, leading_network, weights_set_aside
+from fedprune_app.learning.training import Training
+
+
+class Alone:
+    """One client's network computes as it is, or a part of it does. Private gradients are made here too.
+
+    ``loss_sums`` (1,) is the sum of the examples' losses so far.
+    """
+
+    def __init__(self, training: Training, flat: Flat) -> None:
+        self._training = training
+        self._flat = flat
+        layout = flat.layout
+        self._whole = Work(
+            network=training.model,
+            by_client=[(layout.views(flat.values), layout.views(flat.gradients))],
+            values=[flat.values],
+            gradients=[flat.gradients],
+            velocity=None if flat.velocity is None else [flat.velocity],
+            kept=None if flat.kept is None else [flat.kept],
+            named_kept={} if flat.kept is None else layout.views(flat.kept),
+        )
+        self.loss_sums = torch.zeros(1, dtype=torch.float64, device=training.device)
+        self._on = ExitStack()
+
+    def __enter__(self) -> Self:
+        if (private := self._training.private) is not None:
+            model, whole = self._training.model, self._whole
+            self._private_step = self._on.enter_context(private.attached(model, whole.named_gradients, whole.trained()))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._on.close()
+
+    @contextmanager
+    def step(self, batches: Sequence[Tensor]) -> Iterator[Changes]:
+        """The context gives what a step on the examples at these positions changes, with the gradients."""
+        (batch,) = batches
+        with self._work(batch) as work:
+            if self._training.private is None:
+                self._find_gradients(work, batch)
+            else:
+                self._find_private_gradients(work, batch)
+            yield work
+
+    @contextmanager
+    def _work(self, batch: Tensor) -> Iterator[Work]:
+        """The context gives what a step works on: the whole network as two flat tensors, or a part of the network."""
+        training, flat = self._training, self._flat
+        if training.part is None:
+            flat.gradients.zero_()
+            yield self._whole
+            return
+        # the size of a private batch is itself private
+        private = training.private
+        part = training.part(len(batch) if private is None else round(private.sample_rate * len(training.labels)))
+        velocity = None if flat.velocity is None else flat.layout.views(flat.velocity)
+        if part.extents or part.student is not None:
+            kept = None if flat.kept is None else self._whole.named_kept
+            with leading_network(training.model, part, self._whole.named_values, velocity, kept) as work:
+                yield work
+            return
+        flat.gradients.zero_()
+        with weights_set_aside(part.masks, self._whole.named_values, velocity) as keep:
+            yield replace(self._whole, keep=keep)
+
+    def _find_gradients(self, work: Work, batch: Tensor) -> None:
+        images, labels = self._training.examples(batch)
+        if work.student is None:
+            loss = self._training.objective(work.network, images, labels)
+        else:
+            loss = self_distillation(work.network, work.student, images, labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.loss_sums.add_(loss.detach(), alpha=len(labels))
+
+    def _find_private_gradients(self, work: Work, batch: Tensor) -> None:
+        training, private, summed = self._training, self._training.private, self._private_step
+        assert private is not None
+        if work.student is not None:
+            raise ValueError("private training has no students")
+        if training.part is not None:
+            summed = summed.of_part(work.network, work.named_gradients, work.trained())
+        for some in torch.split(batch.to(training.device), private.physical_batch):
+            if len(some):
+                summed.add(*training.examples(some))
+        summed.finish(private.sample_rate * len(training.labels))
+
+
+class Grouped:
+    """Clients' networks compute as one, each on a batch of its own.
+
+    Those whose training is over are the last ones. Where the batches of some are smaller than the others', which is at
+    the end of their epochs, examples without weight fill them up. ``loss_sums`` (clients,) are the sums of the
+    examples' losses so far.
+    """
+
+    def __init__(self, trainings: Sequence[Training], flat: Flat) -> None:
+        first = trainings[0]
+        assert first.form is not None
+        self._form = first.form
+        self._trainings = trainings
+        self._flat = flat
+        clients, size, device = len(trainings), first.batch_size, first.device
+        self._images = torch.zeros(clients, size, *first.images.shape[1:], dtype=first.images.dtype, device=device)
+        self._labels = torch.zeros(clients, size, dtype=torch.int64, device=device)
+        self._sizes: list[int] = []
+        self._networks: dict[int, tuple[dict[str, Tensor], list[Tensor], Changes]] = {}
+        self._frozen = _frozen(trainings, flat.layout)
+        self.loss_sums = torch.zeros(clients, dtype=torch.float64, device=device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._networks.clear()
+
+    def step(self, batches: Sequence[Tensor]) -> nullcontext[Changes]:
+        """The context gives what a step on the examples at these positions changes, with the gradients."""
+        clients = len(batches)
+        weights, gradients, changes = self._network(clients)
+        self._weigh([len(batch) for batch in batches])
+        for number, batch in enumerate(batches):
+            self._trainings[number].put_examples(batch, self._images[number], self._labels[number])
+        logits = self._form(weights, self._images[:clients])
+        labels = self._labels[:clients].flatten()
+        losses = F.cross_entropy(logits.flatten(0, 1), labels, reduction="none").view(clients, -1) * self._weights
+        leaves = [weights[name] for name in self._flat.layout.names]
+        found = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
+        torch._foreach_copy_(gradients, list(found))
+        self.loss_sums[:clients] += losses.detach().sum(1) * self._counts
+        return nullcontext(changes)
+
+    def _weigh(self, sizes: list[int]) -> None:
+        if sizes == self._sizes:
+            return
+        self._sizes = sizes
+        self._weights = torch.zeros(len(sizes), self._images.shape[1])
+        for row, size in zip(self._weights, sizes, strict=True):
+            row[:size] = 1 / size
+        self._weights = self._weights.to(self._images.device)
+        self._counts = torch.tensor(sizes, device=self._images.device)
+
+    def _network(self, clients: int) -> tuple[dict[str, Tensor], list[Tensor], Changes]:
+        """This returns the first clients' weights and gradients for the grouped form, and what a step changes."""
+        if clients not in self._networks:
+            layout = self._flat.layout
+            gradients = [layout.stacked(self._flat.gradients, name, clients) for name in layout.names]
+            self._networks[clients] = self._weights_of(clients), gradients, self._changes_of(clients)
+        return self._networks[clients]
+
+    def _weights_of(self, clients: int) -> dict[str, Tensor]:
+        flat, layout = self._flat, self._flat.layout
+        weights = {name: layout.stacked(flat.values, name, clients).detach().requires_grad_() for name in layout.names}
+        if self._frozen is not None:
+            frozen = self._frozen.layout
+            weights |= {name: frozen.stacked(self._frozen.values, name, clients) for name in frozen.names}
+        return weights
+
+    def _changes_of(self, clients: int) -> Changes:
+        flat, layout = self._flat, self._flat.layout
+
+        def parts(tensor: Tensor) -> list[Tensor]:
+            return [layout.rows(tensor, name, clients) for name in layout.names]
+
+        rows = parts(flat.gradients)
+        of_all = clients == layout.clients
+        return Changes(
+            by_client=[(layout.views(flat.values, k), layout.views(flat.gradients, k)) for k in range(clients)],
+            values=[flat.values] if of_all else parts(flat.values),
+            gradients=[flat.gradients] if of_all else rows,
+            velocity=None if flat.velocity is None else [flat.velocity] if of_all else parts(flat.velocity),
+            kept=None if flat.kept is None else [flat.kept] if of_all else parts(flat.kept),
+            rows=rows,
+        )
+
+
+def _frozen(trainings: Sequence[Training], trained: FlatLayout) -> Flat | None:
+    """This returns the values of the parameters that are not trained; None where all are trained."""
+    model = trainings[0].model
+    if not (names := [name for name, _ in model.named_parameters() if name not in trained.names]):
+        return None
+    frozen = Flat(FlatLayout(model, names, len(trainings)))
+    for client, training in enumerate(trainings):
+        parameters = dict(training.model.named_parameters())
+        for name, values in frozen.layout.views(frozen.values, client).items():
+            values.copy_(parameters[name].detach())
+    return frozen

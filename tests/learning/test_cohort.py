@@ -1,0 +1,287 @@
+"""Clients that train together get the bits that each of them gets alone, whoever is beside it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from fedprune_app.core import cohort
+from fedprune_app.learning import training
+from fedprune_app.learning.grouped import NoGroupedForm, grouped_form
+from fedprune_app.learning.hooks import proximal
+from fedprune_app.learning.sgd import SGD
+from fedprune_app.learning.train import train
+from fedprune_app.models import build_model, prunable_names, state_tensors
+
+SHAPES = {
+    "lenet5": (3, 32, 32),
+    "cnn5": (1, 28, 28),
+    "cnn-small": (1, 8, 8),
+    "cnn-gn": (3, 16, 16),
+    "mlp3": (1, 8, 8),
+    "cnn-fedltp-mnist": (1, 28, 28),
+}
+EVERYTHING = SGD(0.05, momentum=0.5, weight_decay=0.1, batch_size=8, epochs=2, max_grad_norm=0.5)
+SIZES = (20, 24, 13, 20, 5)  # of five clients; the last one has less than a batch
+
+
+@pytest.fixture(autouse=True)
+def _of_any_size(monkeypatch):
+    """Networks of any size are trained in their grouped form."""
+    monkeypatch.setattr(training, "MOST_PARAMETERS", 10**9)
+    monkeypatch.setattr(training, "MOST_FLOPS", 10**12)
+
+
+def in_cohort(works):
+    """What each work returned or raised, in their order."""
+
+    def outcome(work):
+        try:
+            return work()
+        except Exception as error:
+            return error
+
+    found = dict(cohort.work_in_cohort([functools.partial(outcome, work) for work in works]))
+    return [found[number] for number in range(len(works))]
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def half_masks(model, client):
+    draw = generator(100 + client)
+    weights = dict(model.named_parameters())
+    return {name: torch.rand(weights[name].shape, generator=draw) < 0.5 for name in prunable_names(model)}
+
+
+def training_of(client, name="lenet5", sgd=EVERYTHING, **how):
+    """A client's work: it trains its own network on its own examples; returns the result and all tensors."""
+    shape, count = SHAPES[name], SIZES[client]
+    draw = generator(client)
+    images, labels = torch.randn(count, *shape, generator=draw), torch.randint(0, 10, (count,), generator=draw)
+    model = build_model(name, shape, 10, rng=generator(50 + client))
+    given = {key: value(client, model, images) for key, value in how.items()}
+    result = train(model, images, labels, sgd, rng=generator(client), **given)
+    return result, state_tensors(model, include_buffers=True)
+
+
+WAYS = {
+    "plain": {},
+    "masks": {"masks": lambda client, model, _: half_masks(model, client)},
+    "some with masks": {"masks": lambda client, model, _: half_masks(model, client) if client % 2 else None},
+    "active": {"active": lambda client, model, _: half_masks(model, client)},
+    "frozen": {"frozen": lambda *_: ("conv1.weight", "fc1.weight", "fc1.bias")},
+    "proximal": {"adjust_gradients": lambda _, model, __: proximal(state_tensors(model), 0.1)},
+    "after each step": {"after_step": lambda *_: lambda values: torch._foreach_mul_(list(values.values()), 0.9)},
+    "augmented": {
+        "augment": lambda _, __, images: (
+            lambda batch, draw: images[batch] + 0.1 * torch.randn(len(batch), 1, 1, 1, generator=draw)
+        )
+    },
+}
+
+
+def assert_same(found, expected):
+    assert found[0] == expected[0]
+    for name, tensor in expected[1].items():
+        assert torch.equal(found[1][name], tensor), name
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_clients_bits_are_the_same_alone_and_beside_any_others(name, way):
+    if way == "frozen" and not name.startswith("lenet5"):
+        pytest.skip("names of another network")
+    if way != "plain" and name not in ("lenet5", "cnn-gn"):
+        pytest.skip("the hooks do not depend on the network")
+    work = {client: functools.partial(training_of, client, name, **WAYS[way]) for client in range(5)}
+    alone = {client: each() for client, each in work.items()}
+    for clients in ([0, 1], [3, 2, 1, 0], [4, 0, 1, 2, 3], [0, 3]):
+        for client, found in zip(clients, in_cohort([work[client] for client in clients]), strict=True):
+            assert_same(found, alone[client])
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("sgd", [EVERYTHING, SGD(0.05, batch_size=8), SGD(0.05, batch_size=10, steps_per_epoch=5)])
+def test_the_grouped_form_trains_as_the_network_itself_but_for_float_rounding(name, sgd, monkeypatch):
+    grouped = in_cohort([functools.partial(training_of, client, name, sgd) for client in range(5)])
+    monkeypatch.setattr(training, "MOST_FLOPS", 0)
+    for client in range(5):
+        result, tensors = training_of(client, name, sgd)
+        assert grouped[client][0].loss_mean == pytest.approx(result.loss_mean, rel=1e-5)
+        for key, tensor in tensors.items():
+            torch.testing.assert_close(grouped[client][1][key], tensor, rtol=1e-3, atol=2e-6)
+
+
+def test_masked_weights_stay_zero_in_a_cohort():
+    found = in_cohort([functools.partial(training_of, client, **WAYS["masks"]) for client in range(3)])
+    for client, (_, tensors) in enumerate(found):
+        for name, mask in half_masks(build_model("lenet5", (3, 32, 32), 10, rng=generator(0)), client).items():
+            assert not tensors[name][~mask].any()
+            assert tensors[name][mask].all()
+
+
+def test_weights_can_be_read_after_every_epoch_of_each_client():
+    seen = {}
+
+    def work(client):
+        def after_epoch(_, model, __):
+            return lambda epoch: seen.setdefault((client, epoch), state_tensors(model))
+
+        return training_of(client, after_epoch=after_epoch)
+
+    found = in_cohort([functools.partial(work, client) for client in range(5)])
+    assert set(seen) == {(client, epoch) for client in range(5) for epoch in range(2)}
+    for client, (_, tensors) in enumerate(found):
+        assert all(torch.equal(seen[client, 1][name], tensors[name]) for name in tensors)
+        assert not torch.equal(seen[client, 0]["conv1.weight"], tensors["conv1.weight"])
+
+
+@pytest.mark.parametrize("hook", ["adjust_gradients", "after_step", "after_epoch"])
+def test_a_hook_that_fails_is_its_own_clients_error_alone(hook):
+    def fails(*_):
+        raise ValueError("no more")
+
+    works = [functools.partial(training_of, client) for client in range(3)]
+    expected = [work() for work in works]
+    works[1] = functools.partial(training_of, 1, **{hook: lambda *_: fails})
+    first, failed, last = in_cohort(works)
+    assert_same(first, expected[0])
+    assert_same(last, expected[2])
+    with pytest.raises(ValueError, match="no more"):
+        raise failed
+
+
+def test_the_model_is_in_its_own_memory_again_after_an_error():
+    model = build_model("cnn-small", (1, 8, 8), 10, rng=generator(0)).eval()
+    memory = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+
+    def fails(_):
+        raise ValueError("no more")
+
+    images, labels = torch.randn(8, 1, 8, 8, generator=generator(0)), torch.arange(8)
+    with pytest.raises(ValueError, match="no more"):
+        train(model, images, labels, SGD(0.1), rng=generator(0), after_step=fails)
+    assert {name: parameter.data_ptr() for name, parameter in model.named_parameters()} == memory
+    assert not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# --- the order of work ------------------------------------------------------------------------------------------------
+
+
+def test_clients_work_one_at_a_time_and_train_when_no_other_is_left_to_work():
+    log = []
+
+    def train_together(asked):
+        log.append(("train", *asked))
+        return [f"trained {each}" for each in asked]
+
+    def work(client, trainings):
+        for number in range(trainings):
+            log.append(("works", client))
+            assert cohort.together(f"{client}.{number}", train_together) == f"trained {client}.{number}"
+        log.append(("is done", client))
+        return client
+
+    works = [functools.partial(work, client, trainings) for client, trainings in enumerate((1, 0, 2))]
+    assert in_cohort(works) == [0, 1, 2]
+    assert log == [
+        ("works", 0),
+        ("is done", 1),
+        ("works", 2),
+        ("train", "0.0", "2.0"),
+        ("is done", 0),
+        ("works", 2),
+        ("train", "2.1"),
+        ("is done", 2),
+    ]
+
+
+def test_an_error_is_the_outcome_of_the_client_that_raised_it():
+    def fails():
+        raise KeyError("lost")
+
+    found = in_cohort([lambda: 1, fails, lambda: 3])
+    assert (found[0], str(found[1]), found[2]) == (1, "'lost'", 3)
+    assert isinstance(in_cohort([fails])[0], KeyError)
+
+
+def test_a_client_that_hangs_is_not_waited_for_and_goes_on_alone():
+    may_go, log = threading.Event(), []
+
+    def train_together(asked):
+        log.append([*asked])
+        if asked == ["quick"]:
+            may_go.set()
+        return asked
+
+    def slow():
+        assert may_go.wait(60)
+        return cohort.together("slow", train_together)
+
+    def quick():
+        return cohort.together("quick", train_together)
+
+    assert dict(cohort.work_in_cohort([slow, quick], patience=0.1)) == {0: "slow", 1: "quick"}
+    assert log == [["quick"], ["slow"]]
+
+
+def test_a_client_that_works_is_waited_for_however_long_it_takes():
+    log = []
+
+    def train_together(asked):
+        log.append([*asked])
+        return asked
+
+    def slow():
+        until = time.thread_time() + 2.5
+        while time.thread_time() < until:
+            pass
+        return cohort.together("slow", train_together)
+
+    def quick():
+        return cohort.together("quick", train_together)
+
+    assert dict(cohort.work_in_cohort([slow, quick], patience=1.0)) == {0: "slow", 1: "quick"}
+    assert log == [["slow", "quick"]]
+
+
+def test_no_thread_is_left_behind():
+    before = threading.active_count()
+    in_cohort([functools.partial(training_of, client, "cnn-small") for client in range(3)])
+    assert threading.active_count() == before
+
+
+# --- networks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.Dropout()), "layer '2' is of type Dropout"),
+        (nn.Sequential(nn.Conv2d(3, 6, 1, groups=3), nn.Flatten()), "layer '0' is of type Conv2d"),
+        (nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2)), "layer '0' is of type BatchNorm2d"),
+    ],
+)
+def test_a_network_without_a_grouped_form_says_which_layer_has_none(model, reason):
+    with pytest.raises(NoGroupedForm, match=reason):
+        grouped_form(model, (3, 2, 2))
+
+
+def test_a_residual_network_has_a_grouped_form():
+    shape = (3, 8, 8)
+    models = [build_model("resnet18-gn", shape, 10, rng=generator(client)).double() for client in range(2)]
+    images = torch.randn(2, 3, *shape, generator=generator(0), dtype=torch.float64)
+    weights = {}
+    for name, first in models[0].named_parameters():
+        both = [first, dict(models[1].named_parameters())[name]]
+        weights[name] = torch.stack(both) if first.dim() == 2 else torch.cat(both)
+    found = grouped_form(models[0], shape)(weights, images)
+    torch.testing.assert_close(found, torch.stack([model(images[k]) for k, model in enumerate(models)]))
