@@ -1,12 +1,12 @@
-"""A simulated round on Ray against the same clients' training in bare processes: what the federation itself costs.
+"""A simulated round against the same clients' training in bare processes: what the federation costs, and cohorts save.
 
 Sub-FedAvg with LeNet-5 on 3x32x32 images, 10 of 100 clients a round, 500 samples a client, batch 10, 5 local epochs,
 one torch thread a process. Blocks of rounds are interleaved, nothing of the other kind running meanwhile:
 
-- training: as many plain processes as Ray has workers, each calling ``learning.train.train`` with masks for its
-  share of the clients, on tensors that are already there;
-- clients: the same processes, each handing whole messages to the ClientApp, without Ray or a server;
-- Ray: ``fedprune run`` as users have it; ``seconds`` of rounds.jsonl, without the first two rounds.
+- training: as many plain processes as Ray has workers, each calling ``learning.train.train`` with masks for one of its
+  clients after another, on tensors that are already there and on the network in its own form;
+- clients: the same processes, each handing the whole messages of its clients to the ClientApp, as a cohort;
+- each engine: ``fedprune run`` as users have it; ``seconds`` of rounds.jsonl, without the first two rounds.
 
 Images are noise in CIFAR-10's binary format, unless ``--data-dir`` names real ones (of ``--dataset``).
 Example: ``python benchmarks/round_overhead.py --turns 1 --rounds 3 --epochs 1``.
@@ -22,10 +22,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -48,6 +48,7 @@ from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import message_to
 from fedprune_app.engine.inprocess import InProcessGrid
 from fedprune_app.experiment import Placement, Session
+from fedprune_app.learning import training as own_form
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
 from fedprune_app.models.initial import initial_model
@@ -57,20 +58,6 @@ from fedprune_app.run_folder import new_run_key
 _WARM_UP = 2  # first rounds of a run, in which Ray's workers import and load the data
 _TEST_IMAGES = 1000
 _TTL_SECONDS = 3600.0
-
-
-@dataclass
-class Timings:
-    """Seconds: of a round as a whole, and summed over its clients."""
-
-    rounds: list[float] = field(default_factory=list)
-    in_clients: list[float] = field(default_factory=list)  # training alone, or what the client reports
-    in_messages: list[float] = field(default_factory=list)  # from message to reply
-
-    def add(self, other: Timings) -> None:
-        self.rounds += other.rounds
-        self.in_clients += other.in_clients
-        self.in_messages += other.in_messages
 
 
 # --- data and model -----------------------------------------------------------------------------------------------
@@ -114,11 +101,11 @@ def work(pipe: Connection, config: Config, partitions: list[int], num_clients: i
     tensors = [(each.train_images, each.train_labels) for each in data]
     sgd = SGD(config.learning_rate, config.momentum, config.weight_decay, config.batch_size, config.local_epochs)
 
-    def training(index: int, round: int) -> float:
-        load_state_tensors(model, initial)
-        started = time.perf_counter()
-        train(model, *tensors[index], sgd, rng=generator(0, "train", partitions[index], round), masks=masks)
-        return time.perf_counter() - started
+    def training(round: int) -> None:
+        with patch.object(own_form, "MOST_FLOPS", 0):
+            for partition, (images, labels) in zip(partitions, tensors, strict=True):
+                load_state_tensors(model, initial)
+                train(model, images, labels, sgd, rng=generator(0, "train", partition, round), masks=masks)
 
     from fedprune_app import client_app
 
@@ -127,23 +114,19 @@ def work(pipe: Connection, config: Config, partitions: list[int], num_clients: i
     nodes = list(grid.get_node_ids())
     run_key = new_run_key()
 
-    def client(index: int, round: int) -> float:
+    def clients(round: int) -> None:
         content = wire.pack(wire.to_arrays(Payload(initial)), {"round": round, "run-key": run_key})
-        message = message_to(nodes[partitions[index]], content, MessageType.TRAIN, round, _TTL_SECONDS)
-        [reply] = grid.pull_messages(grid.push_messages([message]))
-        if reply.has_error():
-            raise RuntimeError(reply.error.reason)
-        return float(wire.number(wire.fields_of(reply.content), "seconds"))
+        to = [nodes[partition] for partition in partitions]
+        messages = [message_to(node, content, MessageType.TRAIN, round, _TTL_SECONDS) for node in to]
+        for reply in grid.pull_messages(grid.push_messages(messages)):
+            if reply.has_error():
+                raise RuntimeError(reply.error.reason)
 
-    actions: dict[str, Callable[[int, int], float]] = {"training": training, "clients": client}
+    actions: dict[str, Callable[[int], None]] = {"training": training, "clients": clients}
     pipe.send("ready")
     for round, kind in enumerate(iter(pipe.recv, "stop"), start=1):
-        inside, whole = 0.0, 0.0
-        for index in range(len(partitions)):
-            started = time.perf_counter()
-            inside += actions[kind](index, round)
-            whole += time.perf_counter() - started
-        pipe.send((inside, whole))
+        actions[kind](round)
+        pipe.send("done")
 
 
 @contextmanager
@@ -170,45 +153,37 @@ def bare_processes(config: Config, options: argparse.Namespace) -> Iterator[list
             process.terminate()
 
 
-def bare_round(pipes: Sequence[Connection], kind: str, timings: Timings) -> None:
+def bare_round(pipes: Sequence[Connection], kind: str) -> float:
     started = time.perf_counter()
     for pipe in pipes:
         pipe.send(kind)
-    answers = [pipe.recv() for pipe in pipes]
-    timings.rounds.append(time.perf_counter() - started)
-    timings.in_clients.append(sum(inside for inside, _ in answers))
-    timings.in_messages.append(sum(whole for _, whole in answers))
+    for pipe in pipes:
+        pipe.recv()
+    return time.perf_counter() - started
 
 
-def bare_block(pipes: Sequence[Connection], num_rounds: int) -> dict[str, Timings]:
-    """Rounds of both kinds in turn."""
-    found = {"training": Timings(), "clients": Timings()}
+def bare_block(pipes: Sequence[Connection], num_rounds: int) -> dict[str, list[float]]:
+    """Seconds of rounds of both kinds, which are in turn."""
+    found: dict[str, list[float]] = {"training": [], "clients": []}
     for _ in range(num_rounds):
-        for kind, timings in found.items():
-            bare_round(pipes, kind, timings)
+        for kind, seconds in found.items():
+            seconds.append(bare_round(pipes, kind))
     return found
 
 
 # --- the product --------------------------------------------------------------------------------------------------
 
 
-def ray_block(config: Config, options: argparse.Namespace, console: Console) -> Timings:
-    """One run in a folder of its own, on a SuperLink and Ray of its own."""
+def run_block(engine: str, config: Config, options: argparse.Namespace, console: Console) -> list[float]:
+    """Seconds of the rounds of one run in a folder of its own."""
     folder = Path(config.out_dir)
-    placement = Placement("ray", options.clients, options.workers)
-    with Session(placement, console) as session:
+    with Session(Placement(engine, options.clients, options.workers), console) as session:
         session.run(config, folder)
-    found = Timings()
-    in_clients: dict[int, float] = {}
-    for row in _rows(folder / "clients.jsonl"):
-        in_clients[row["round"]] = in_clients.get(row["round"], 0.0) + (row["seconds"] or 0.0)
-    for row in _rows(folder / "rounds.jsonl"):
+    rows = _rows(folder / "rounds.jsonl")
+    for row in rows:
         if row["replies"] != options.per_round:
             raise SystemExit(f"round {row['round']} had {row['replies']} replies: {row['failure_reasons'][:1]}")
-        if row["round"] > _WARM_UP:
-            found.rounds.append(row["seconds"])
-            found.in_clients.append(in_clients[row["round"]])
-    return found
+    return [row["seconds"] for row in rows if row["round"] > _WARM_UP]
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -242,53 +217,39 @@ def server_seconds(config: Config, num_replies: int, repeats: int = 5) -> float:
 
 
 def report(
-    bare: Sequence[Mapping[str, Timings]], ray: Sequence[Timings], server: float, options: argparse.Namespace
-) -> tuple[str, Table]:
-    """The headline, and where a round's time goes. ``bare`` blocks stand before, between and after ``ray`` blocks."""
-    training, clients, runs = Timings(), Timings(), Timings()
-    for block in bare:
-        training.add(block["training"])
-        clients.add(block["clients"])
-    for run in ray:
-        runs.add(run)
-    one = statistics.median(training.rounds)
-    whole = statistics.median(runs.rounds)
-    by_turn = [
-        statistics.median(run.rounds)
-        / statistics.median(bare[turn]["training"].rounds + bare[turn + 1]["training"].rounds)
-        for turn, run in enumerate(ray)
-    ]
-    spread = ", ".join(f"{ratio:.2f}" for ratio in sorted(by_turn))
-    undisturbed = _fastest_quarter(runs.rounds) / _fastest_quarter(training.rounds)
-    headline = (
-        f"round on Ray / training in bare processes = {whole / one:.3f} "
-        f"(by turn: {spread}; fastest quarter of the rounds: {undisturbed:.3f})"
-    )
-
-    def per_worker(seconds: list[float]) -> float:
-        return statistics.median(seconds) / int(options.workers)
-
-    alone, fit = per_worker(training.in_clients), per_worker(clients.in_clients)
-    message, fit_on_ray = per_worker(clients.in_messages), per_worker(runs.in_clients)
+    bare: Sequence[Mapping[str, list[float]]], runs: Mapping[str, list[list[float]]], server: float, per_round: int
+) -> tuple[list[str], Table]:
+    """A line per engine, and where a round's time goes. ``bare`` blocks stand before, between and after the turns."""
+    training = [seconds for block in bare for seconds in block["training"]]
+    clients = statistics.median(seconds for block in bare for seconds in block["clients"])
+    one = statistics.median(training)
     parts = {
-        "training": alone,
-        "client around it: state, data, pruning, FLOPs": fit - alone,
-        "message around it: client, decode, encode": message - fit,
-        "the same slower beside Ray": fit_on_ray - fit,
+        "training in bare processes, one client after another": one,
+        "clients in bare processes, as cohorts": clients,
         "server: sizes, decode, check, mean": server,
-        "transport, polling, workers idle": whole - fit_on_ray - (message - fit) - server,
-        "round on Ray": whole,
-        "clients in bare processes, without Ray": statistics.median(clients.rounds),
-        "training in bare processes": one,
     }
+    lines = []
+    for engine, turns in runs.items():
+        rounds = [seconds for turn in turns for seconds in turn]
+        whole = statistics.median(rounds)
+        by_turn = [
+            statistics.median(turn) / statistics.median(bare[i]["training"] + bare[i + 1]["training"])
+            for i, turn in enumerate(turns)
+        ]
+        undisturbed = _fastest_quarter(rounds) / _fastest_quarter(training)
+        lines.append(
+            f"round on {engine} / training in bare processes = {whole / one:.3f} "
+            f"(by turn: {', '.join(f'{ratio:.2f}' for ratio in sorted(by_turn))}; "
+            f"fastest quarter of the rounds: {undisturbed:.3f})"
+        )
+        parts[f"round on {engine}"] = whole
     table = Table(box=box.MARKDOWN)
     table.add_column("part of a round")
     for heading in ("of bare training", "ms a round", "ms a client"):
         table.add_column(heading, justify="right")
     for name, seconds in parts.items():
-        in_client = 1e3 * seconds * options.workers / options.per_round
-        table.add_row(name, f"{seconds / one:.3f}", f"{1e3 * seconds:.0f}", f"{in_client:.1f}")
-    return headline, table
+        table.add_row(name, f"{seconds / one:.3f}", f"{1e3 * seconds:.0f}", f"{1e3 * seconds / per_round:.1f}")
+    return lines, table
 
 
 def _fastest_quarter(seconds: Sequence[float]) -> float:
@@ -298,7 +259,8 @@ def _fastest_quarter(seconds: Sequence[float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--turns", type=int, default=4, help="runs on Ray")
+    parser.add_argument("--turns", type=int, default=4, help="runs of each engine")
+    parser.add_argument("--engines", nargs="+", default=["ray", "flower"], choices=["ray", "flower"])
     parser.add_argument("--rounds", type=int, default=8, help="timed rounds of a turn")
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--per-round", type=int, default=10, help="clients of a round")
@@ -328,16 +290,19 @@ def main() -> None:
             "evaluate-every": 0,
             "device": "cpu",
         }
-        bare, ray = [], []
+        bare = []
+        runs: dict[str, list[list[float]]] = {engine: [] for engine in options.engines}
         with bare_processes(parse_config({**settings, "out-dir": str(folder / "bare")}), options) as pipes:
             bare_block(pipes, 1)  # warm-up
             for turn in range(options.turns):
                 bare.append(bare_block(pipes, options.rounds))
-                ray.append(ray_block(parse_config({**settings, "out-dir": str(folder / f"{turn}")}), options, console))
+                for engine, turns in runs.items():
+                    out = folder / f"{engine}-{turn}"
+                    turns.append(run_block(engine, parse_config({**settings, "out-dir": str(out)}), options, console))
             bare.append(bare_block(pipes, options.rounds))
         server = server_seconds(parse_config(settings), options.per_round)
-    headline, table = report(bare, ray, server, options)
-    console.print(headline, soft_wrap=True, highlight=False)
+    lines, table = report(bare, runs, server, options.per_round)
+    console.print("\n".join(lines), soft_wrap=True, highlight=False)
     console.print(table)
 
 

@@ -53,7 +53,10 @@ RayAddress = Annotated[str, typer.Option("--ray-address", help="Simulate on the 
 AcceptLoss = Annotated[
     bool, typer.Option("--accept-loss", help="With --resume, go on even if a damaged file changes the result.")
 ]
-Engine = Annotated[str, typer.Option("--engine", help="Run on ray, or on inprocess for debugging.")]
+Engine = Annotated[
+    str,
+    typer.Option("--engine", help="Run on ray, on flower (Flower's own simulation), or inprocess for debugging."),
+]
 Force = Annotated[
     bool, typer.Option("--force", help="Remove or replace what is in the way, even if fedprune did not write it.")
 ]

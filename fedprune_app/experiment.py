@@ -33,7 +33,8 @@ from fedprune_app.launch import LaunchError, LeftGoing, Link
 from fedprune_app.results import measures
 from fedprune_app.results.recorder import write_info
 
-ENGINES = ("ray", "inprocess")
+ENGINES = ("ray", "flower", "inprocess")
+_ON_RAY = ("ray", "flower")
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -64,9 +65,9 @@ class Placement:
         if self.engine not in ENGINES:
             raise ConfigError(f"--engine is {self.engine!r}, allowed: {', '.join(ENGINES)}")
         if self.superlink and self.engine != "ray":
-            raise ConfigError(f"--superlink is {self.superlink!r}, allowed with --engine inprocess: nothing")
-        if self.ray_address and (self.engine != "ray" or not self.is_simulation):
-            raise ConfigError(f"--ray-address is {self.ray_address!r}, allowed with --engine ray alone")
+            raise ConfigError(f"--superlink is {self.superlink!r}, allowed with --engine {self.engine}: nothing")
+        if self.ray_address and (self.engine not in _ON_RAY or not self.is_simulation):
+            raise ConfigError(f"--ray-address is {self.ray_address!r}, allowed with --engine ray or flower alone")
         if self.ray_address:
             launch.check_ray_address(self.ray_address)
         for option, value in (("--clients", self.num_clients), ("--workers", self.num_workers)):
@@ -172,7 +173,7 @@ class Session:
         before = launch.outcome_of(run_file)
         values, gpus = config.to_dict(), _num_gpus(config)
         with launch.simulation(
-            self.app, values, place.num_clients, place.num_workers, gpus, place.ray_address
+            self.app, values, place.num_clients, place.num_workers, gpus, place.ray_address, place.engine
         ) as simulation:
             if not launch.wait_for(simulation, run_file, progress.update):
                 raise _failure(folder, before, lambda: launch.last_line(simulation.log_file))

@@ -102,16 +102,23 @@ class Simulation:
 
 @contextmanager
 def simulation(
-    app: Path, config: Mapping[str, Scalar], num_clients: int, num_workers: int, gpus: float, ray_address: str = ""
+    app: Path,
+    config: Mapping[str, Scalar],
+    num_clients: int,
+    num_workers: int,
+    gpus: float,
+    ray_address: str = "",
+    engine: str = "ray",
 ) -> Iterator[Simulation]:
     """Start a run of the app in the folder ``app`` with simulated clients, and end all of it when the block ends.
 
     ``num_workers`` clients train at the same time. With ``ray_address`` ("host:port") as many train at the same time as
-    the Ray cluster there has CPUs.
+    the Ray cluster there has CPUs. The ``engine`` is ``ray`` or ``flower``.
     """
     client: dict[str, float] = {"num_cpus": 1, "num_gpus": gpus / num_workers if gpus else 0.0}
     own_ray = {} if ray_address else {"num_cpus": num_workers, "num_gpus": int(gpus)}
     settings = {
+        "engine": engine,
         "app": str(app),
         "config": dict(config),
         "num-clients": num_clients,

@@ -1,8 +1,9 @@
-"""Flower's simulation is a program of its own here: there is no SuperLink, so nothing of Flower's listens anywhere.
+"""A simulation is a program of its own: there is no SuperLink, so nothing of Flower's listens anywhere.
 
-``python -m fedprune_app.engine.simulation FILE`` runs an app on Ray, as the JSON object in FILE says. This is what
-Flower's ``flwr-simulation`` does with a run that a SuperLink gives to it. A SuperLink's ports have no credential in
-simulation mode, so whoever reached one could start programs as its owner.
+``python -m fedprune_app.engine.simulation FILE`` runs an app on Ray, as the JSON object in FILE says. The clients are
+on a Grid of our own, or on Flower's simulation: this is then what Flower's ``flwr-simulation`` does with a run that a
+SuperLink gives to it. A SuperLink's ports have no credential in simulation mode, so whoever reached one could start
+programs as its owner.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from flwr.app import Context, RecordDict
 from flwr.common.config import get_fused_config_from_dir, get_project_config
 from flwr.common.constant import RUN_ID_NUM_BYTES, SUPERLINK_NODE_ID, TASK_ID_NUM_BYTES
 from flwr.server.superlink.linkstate.utils import generate_rand_int_from_bytes
-from flwr.simulation.run_simulation import _run_simulation
 from flwr.supercore.constant import NOOP_FEDERATION_ID
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
@@ -28,10 +28,34 @@ _NO_REASON = ("An error was encountered. Ending simulation.", "Simulation Runtim
 
 
 def run(app: Path, config: dict[str, Any], num_clients: int, backend: dict[str, Any]) -> None:
-    """Run the Flower app in the folder ``app`` with a run's ``config`` to its end.
+    """Run the Flower app in the folder ``app`` with a run's ``config`` to its end, on a Grid of our own.
+
+    ``backend`` has ``init_args`` for Ray and ``client_resources``, as Flower's. Whatever ends the run is raised.
+    """
+    import ray
+    from flwr.serverapp import ServerApp
+    from flwr.supercore.object_ref import load_app
+
+    from fedprune_app.engine.ray_grid import RayGrid
+    from fedprune_app.engine.simulated_grid import RUN_ID
+
+    paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
+    ray.init(include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}}, **backend["init_args"])
+    components = get_project_config(app)["tool"]["flwr"]["app"]["components"]
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = RUN_ID, RUN_ID, SUPERLINK_NODE_ID
+    fused = get_fused_config_from_dir(app, config)
+    grid = RayGrid(components["clientapp"], str(app), num_clients, fused, backend["client_resources"])
+    server_app: ServerApp = load_app(components["serverapp"], RuntimeError, app)
+    server_app(grid, Context(RUN_ID, SUPERLINK_NODE_ID, {}, RecordDict(), fused))
+
+
+def run_on_flower(app: Path, config: dict[str, Any], num_clients: int, backend: dict[str, Any]) -> None:
+    """Run the Flower app in the folder ``app`` with a run's ``config`` to its end, on Flower's own simulation.
 
     ``backend`` is Flower's: ``init_args`` for Ray and ``client_resources``. Whatever ends the run is raised.
     """
+    from flwr.simulation.run_simulation import _run_simulation
+
     components = get_project_config(app)["tool"]["flwr"]["app"]["components"]
     run = Run.create_empty(generate_rand_int_from_bytes(RUN_ID_NUM_BYTES))
     run.primary_task_id = generate_rand_int_from_bytes(TASK_ID_NUM_BYTES)
@@ -59,7 +83,8 @@ def main() -> None:
     """
     settings = json.loads(Path(sys.argv[1]).read_text())
     try:
-        run(Path(settings["app"]), settings["config"], settings["num-clients"], settings["backend"])
+        runs = run_on_flower if settings["engine"] == "flower" else run
+        runs(Path(settings["app"]), settings["config"], settings["num-clients"], settings["backend"])
     except Exception as error:
         cause: BaseException = error
         while str(cause) in _NO_REASON and cause.__cause__ is not None:

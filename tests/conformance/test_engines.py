@@ -12,12 +12,13 @@ from tests.conformance.conftest import CLIENTS, SYSTEM
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 
-@pytest.fixture(scope="module", params=["ray with 1 worker", "ray with 2 workers", "gRPC with TLS"])
+@pytest.fixture(scope="module", params=["ray with 1 worker", "ray with 2 workers", "flower", "gRPC with TLS"])
 def session(request):
     """One session for all systems; real nodes stay connected from run to run."""
     placement = {
         "ray with 1 worker": Placement("ray", CLIENTS, num_workers=1),
         "ray with 2 workers": Placement("ray", CLIENTS, num_workers=2),
+        "flower": Placement("flower", CLIENTS, num_workers=2),
         "gRPC with TLS": Placement(
             num_clients=CLIENTS, nodes=tuple({"partition-id": k, "num-partitions": CLIENTS} for k in range(CLIENTS))
         ),

@@ -112,7 +112,7 @@ def test_clients_that_die_raise_or_never_answer_are_left_out_and_the_run_goes_on
     assert [row["failures"] for row in rounds] == [1, 3, 1]
     assert [row["stragglers"] for row in rounds] == [0, 1, 0]
     reasons = " ".join(text for row in rounds for text in row["failure_reasons"])
-    assert "client 3: my disk is full" in reasons
+    assert "client 3: RuntimeError: my disk is full" in reasons
     assert "client 2: its process died" in reasons
     assert f"client 4: no reply in {deadline:g} s" in reasons
 

@@ -78,7 +78,7 @@ def _actors(raylet: psutil.Process) -> set[int]:
     found = set()
     for child in raylet.children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if "ClientAppActor" in " ".join(child.cmdline()):
+            if "SimulatedClients" in " ".join(child.cmdline()):
                 found.add(child.pid)
     return found
 
@@ -129,5 +129,5 @@ def test_a_cluster_that_is_not_there_is_said_at_once():
 
 @pytest.mark.parametrize("more", [{"engine": "inprocess"}, {"superlink": "real"}, {"nodes": ({"partition-id": 0},)}])
 def test_a_cluster_is_for_simulations_on_ray(more):
-    with pytest.raises(ConfigError, match=r"allowed with --engine ray alone"):
+    with pytest.raises(ConfigError, match=r"allowed with --engine ray or flower alone"):
         Placement(ray_address="127.0.0.1:6379", **more)

@@ -1,0 +1,152 @@
+"""This Flower Grid gives messages to Ray actors without anything between: no SuperLink, no database, no polling.
+
+An actor holds the ClientApp and takes a cohort of messages at a time. It gives each reply when it has it. An actor that
+dies is replaced. If one client had not answered yet, its process died. If several had not, nobody knows whose fault it
+was: each of them is asked again, alone. Its state is that before the round, so it answers the same.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import ray
+from flwr.app import Context, Error, Message
+from flwr.clientapp.client_app import ClientApp, LoadClientAppError
+from flwr.common.constant import ErrorCode
+from flwr.simulation.ray_transport.ray_actor import pool_size_from_resources
+from flwr.supercore.object_ref import load_app
+
+from fedprune_app.engine.simulated_grid import SimulatedGrid, answers
+
+
+@ray.remote
+class SimulatedClients:
+    """These are the clients that a process answers for, whichever they are."""
+
+    def __init__(self, client_app: str, app_folder: str) -> None:
+        self._app: ClientApp = load_app(client_app, LoadClientAppError, app_folder)
+
+    def answer(self, asked: list[tuple[Message, Context]]) -> Iterator[tuple[int, Message]]:
+        """Yield the number of each message and the reply to it."""
+        yield from answers(self._app, asked)
+
+
+@dataclass
+class _Cohort:
+    """A cohort is at work on messages; those without a reply yet are left."""
+
+    worker: Any
+    ids: list[str]
+    left: dict[str, Message] = field(default_factory=dict)
+
+
+class RayGrid(SimulatedGrid):
+    """The clients of this grid answer in Ray actors, as many at a time as the actors' ``resources`` leave room for.
+
+    ``client_app`` names the ClientApp of the Flower app in ``app_folder``. Ray has to be there already. Raises
+    ``ValueError`` where there is no room for one actor.
+    """
+
+    def __init__(
+        self,
+        client_app: str,
+        app_folder: str,
+        num_clients: int,
+        run_config: Mapping[str, Any],
+        resources: Mapping[str, float],
+    ) -> None:
+        super().__init__(num_clients, run_config)
+        worker: Any = SimulatedClients  # Ray's decorator has no types
+        self._new_worker = partial(worker.options(**resources).remote, client_app, app_folder)
+        self._idle = [self._new_worker() for _ in range(pool_size_from_resources(dict(resources)))]
+        self._at_work: dict[Any, _Cohort] = {}  # by the generator of replies
+        self._suspects: dict[str, Message] = {}  # messages of cohorts that died; each is answered alone
+        self._replies: dict[str, Message] = {}
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Start whoever can be started, and return the replies that have come."""
+        self._start()
+        self._collect(seconds=0)
+        return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]
+
+    def wait_for_reply(self, seconds: float) -> None:
+        """Wait until there is a reply to pull, but no longer than this."""
+        self._start()
+        self._collect(seconds)
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        waiting = set(self.push_messages(messages))
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        replies: list[Message] = []
+        while True:
+            replies += self.pull_messages(sorted(waiting, key=int))
+            waiting -= {reply.metadata.reply_to_message_id for reply in replies}
+            left = deadline - time.monotonic()
+            if not waiting or left <= 0:
+                return replies
+            self.wait_for_reply(min(1.0, left))
+
+    def _start(self) -> None:
+        """Give messages to workers that have none: a suspect's alone, the others in cohorts of equal size."""
+        for waiting in (self._suspects, self._pending):
+            for message_id in [message_id for message_id, message in waiting.items() if _is_stale(message)]:
+                del waiting[message_id]
+        while self._idle and (self._suspects or self._pending):
+            if self._suspects:
+                waiting, size = self._suspects, 1
+            else:
+                waiting, size = self._pending, math.ceil(len(self._pending) / len(self._idle))
+            ids = list(waiting)[: min(size, self._largest_cohort)]
+            cohort = _Cohort(self._idle.pop(0), ids, {message_id: waiting.pop(message_id) for message_id in ids})
+            asked = [(message, self._context(message)) for message in cohort.left.values()]
+            self._at_work[cohort.worker.answer.options(num_returns="streaming").remote(asked)] = cohort
+
+    def _collect(self, seconds: float) -> None:
+        if not self._at_work:
+            if not self._replies:
+                time.sleep(seconds)
+            return
+        ready, _ = ray.wait(list(self._at_work), timeout=seconds)
+        while ready:
+            for each in ready:
+                self._take(each)
+            if not self._at_work:
+                return
+            ready, _ = ray.wait(list(self._at_work), timeout=0)
+
+    def _take(self, replies: Any) -> None:
+        """Take in the next reply of a cohort, or its end."""
+        cohort = self._at_work[replies]
+        try:
+            number, reply = ray.get(next(replies))
+        except StopIteration:
+            del self._at_work[replies]
+            self._idle.append(cohort.worker)
+            return
+        except Exception as error:  # the process died, or never could begin
+            del self._at_work[replies]
+            self._idle.append(self._new_worker())
+            if len(cohort.left) > 1:
+                self._suspects |= cohort.left
+                return
+            for message_id, message in cohort.left.items():
+                reason = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"{type(error).__name__}: {error}")
+                self._arrive(message_id, Message(reason, reply_to=message))
+            return
+        message_id = cohort.ids[number]
+        del cohort.left[message_id]
+        self._arrive(message_id, reply)
+
+    def _arrive(self, message_id: str, reply: Message) -> None:
+        reply.metadata.__dict__["_reply_to_message_id"] = message_id  # whichever message the reply itself names
+        self._replies[message_id] = reply
+
+
+def _is_stale(message: Message) -> bool:
+    """Return whether nobody waits for the reply any more."""
+    return message.metadata.created_at + message.metadata.ttl < time.time()
