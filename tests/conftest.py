@@ -20,6 +20,7 @@ from flwr.clientapp import ClientApp
 from fedprune_app import cli, client_app, server_app
 from fedprune_app.config import parse_config
 from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.learning import training
 from tests import leftovers
 from tests.leftovers import pytest_unconfigure
 
@@ -115,6 +116,12 @@ def loggers_that_speak() -> None:
         logger = logging.getLogger(name)
         logger.disabled, logger.propagate = False, True
     logging.getLogger("flwr").setLevel(logging.DEBUG)
+
+
+@pytest.fixture
+def own_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Networks are trained as they are: their grouped form rounds otherwise."""
+    monkeypatch.setattr(training, "MOST_FLOPS", 0)
 
 
 @pytest.fixture

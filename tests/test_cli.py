@@ -89,7 +89,7 @@ def test_a_ledger_folder_is_relative_to_where_the_command_was_typed(fedprune, tm
         (["run", "learning-rate=-1"], "learning-rate is -1.0, allowed: above 0"),
         (["run", "system=none"], "system is 'none', allowed: subfedavg, subfedavg-hy, dispfl, "),
         (["run", "-c", "missing.toml"], "config file 'missing.toml' does not exist"),
-        (["run", "--engine", "spark"], "--engine is 'spark', allowed: ray, inprocess"),
+        (["run", "--engine", "spark"], "--engine is 'spark', allowed: ray, flower, inprocess"),
         (["run", "--clients", "0"], "--clients is 0, allowed: at least 1"),
         (["run", "--resume"], "holds no run to resume"),
         (["run", "out-dir=/x"], "out-dir is '/x', allowed here: --out DIR"),

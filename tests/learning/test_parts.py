@@ -14,7 +14,6 @@ from fedprune_app.core.flops import forward_flops, training_flops
 from fedprune_app.core.layers import layers_of
 from fedprune_app.core.masks import random_masks
 from fedprune_app.core.structured import LeadingCounts, hidden_groups, leading_count
-from fedprune_app.learning import training
 from fedprune_app.learning.parts import Part
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
@@ -152,8 +151,7 @@ def test_the_small_network_has_small_layers(name):
     assert dropout.flops < 0.75 * training_flops(forward_flops(model, SHAPES[name]), 20)
 
 
-def test_a_share_of_one_is_the_whole_network_to_the_bit(monkeypatch):
-    monkeypatch.setattr(training, "MOST_FLOPS", 0)  # the grouped form of a network rounds otherwise
+def test_a_share_of_one_is_the_whole_network_to_the_bit(own_form):
     outcomes = []
     for share in (None, 1.0):
         model, _, groups = network("lenet5")

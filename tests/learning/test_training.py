@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedprune_app.data.augmentation import CropFlip
-from fedprune_app.learning import training
 from fedprune_app.learning.evaluate import Evaluation, dense_gradient, evaluate
 from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names
 from fedprune_app.learning.hooks import adam
@@ -83,8 +82,7 @@ def assert_same_bits(model, other):
         SGD(0.05, momentum=0.9, weight_decay=0.1, batch_size=10),
     ],
 )
-def test_training_is_the_plain_loop_bit_for_bit(name, sgd, masked, monkeypatch):
-    monkeypatch.setattr(training, "MOST_FLOPS", 0)  # the grouped form of a network rounds otherwise
+def test_training_is_the_plain_loop_bit_for_bit(name, sgd, masked, own_form):
     model, images, labels = new_model(name), *new_data(name)
     reference = copy.deepcopy(model).to(memory_format=torch.channels_last)  # the layout train() works in
     masks = half_masks(model) if masked else None

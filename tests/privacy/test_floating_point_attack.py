@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedprune_app.core.rng import generator
-from fedprune_app.learning.parts import Work
+from fedprune_app.learning.parts import Changes
 from fedprune_app.learning.sgd import SGD, sgd_step
 from fedprune_app.learning.train import train
 from fedprune_app.models import build_model
@@ -40,7 +40,7 @@ class Given(Noise):
 
 def update(before: Tensor, gradient: Tensor, rate: float) -> Tensor:
     after = before.clone()
-    sgd_step(Work(lambda images: images, {}, {}, [after], [gradient], None, None), SGD(rate))
+    sgd_step(Changes(by_client=[], values=[after], gradients=[gradient], velocity=None, kept=None), SGD(rate))
     return after
 
 

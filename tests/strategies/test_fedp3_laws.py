@@ -166,11 +166,16 @@ def test_with_all_layers_it_is_fedavg_of_clients_that_count_alike(federation):
     assert all(not message.down.masks for message in run.wiretap.messages)
 
 
-def test_local_pruning_that_keeps_everything_changes_nothing(federation):
-    plain = federation(**GN, fedp3_layer_set="lowerb")
+def test_local_pruning_that_keeps_everything_changes_nothing(federation, own_form):
+    plain = federation(**GN, fedp3_layer_set="lowerb", fresh=True)
     for local in ("uniform", "ordered-dropout"):
         kept = federation(
-            **GN, fedp3_layer_set="lowerb", fedp3_local=local, fedp3_local_law="constant", fedp3_local_density=1.0
+            **GN,
+            fedp3_layer_set="lowerb",
+            fedp3_local=local,
+            fedp3_local_law="constant",
+            fedp3_local_density=1.0,
+            fresh=True,
         )
         assert all(torch.equal(kept.server[n], t) for n, t in plain.server.items())
         assert [row["flops"] for row in kept.rounds] == pytest.approx([row["flops"] for row in plain.rounds])

@@ -126,13 +126,13 @@ def test_messages_hold_the_leading_block_of_each_tensor_alone(federation):
     assert sizes[0.2] < sizes[0.5] < sizes[1.0]
 
 
-def test_with_all_clients_at_one_full_width_it_is_fedavg(federation, monkeypatch):
+def test_with_all_clients_at_one_full_width_it_is_fedavg(federation, own_form, monkeypatch):
     import clients.fjord
 
     monkeypatch.setattr(clients.fjord, "FJORD_SHARES", (1.0,))
     settings = {k: v for k, v in SETTINGS.items() if k not in ("system", "fjord_widths")}
     run = federation(system="fjord", fjord_widths="1", **settings, fresh=True)
-    fedavg = federation(system="fedavg", **settings)
+    fedavg = federation(system="fedavg", **settings, fresh=True)
     assert all(torch.equal(run.server[name], tensor) for name, tensor in fedavg.server.items())
 
 
