@@ -77,7 +77,7 @@ class RayGrid(SimulatedGrid):
     def wait_for_reply(self, seconds: float) -> None:
         """Wait until there is a reply to pull, but no longer than this."""
         self._start()
-        self._collect(seconds)
+        self._collect(0 if self._replies else seconds)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         waiting = set(self.push_messages(messages))
@@ -108,8 +108,7 @@ class RayGrid(SimulatedGrid):
 
     def _collect(self, seconds: float) -> None:
         if not self._at_work:
-            if not self._replies:
-                time.sleep(seconds)
+            time.sleep(seconds)
             return
         ready, _ = ray.wait(list(self._at_work), timeout=seconds)
         while ready:
@@ -136,13 +135,13 @@ class RayGrid(SimulatedGrid):
                 return
             for message_id, message in cohort.left.items():
                 reason = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"{type(error).__name__}: {error}")
-                self._arrive(message_id, Message(reason, reply_to=message))
+                self._arrive(message_id, message, Message(reason, reply_to=message))
             return
-        message_id = cohort.ids[number]
-        del cohort.left[message_id]
-        self._arrive(message_id, reply)
+        self._arrive(cohort.ids[number], cohort.left.pop(cohort.ids[number]), reply)
 
-    def _arrive(self, message_id: str, reply: Message) -> None:
+    def _arrive(self, message_id: str, message: Message, reply: Message) -> None:
+        if _is_stale(message):
+            return
         reply.metadata.__dict__["_reply_to_message_id"] = message_id  # whichever message the reply itself names
         self._replies[message_id] = reply
 

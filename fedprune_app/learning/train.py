@@ -152,7 +152,7 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
         steps: Alone | Grouped = Alone(first, flat) if first.form is None else Grouped(trainings, flat)
         on.enter_context(steps)
         active = learners
-        while active:
+        while active and not all(learner.error for learner in active):
             taken = [next(learner.batches) for learner in active]
             with steps.step([batch for batch, _ in taken]) as work:
                 for learner, (values, gradients) in zip(active, work.by_client, strict=True):
@@ -164,7 +164,7 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
                 if epoch is not None:
                     learner.end_epoch(epoch, steps.loss_sums, number)
             active = [learner for learner in active if learner.result is None]
-    return [learner.result for learner in learners if learner.result is not None]
+    return [found for learner in learners if (found := learner.error or learner.result) is not None]
 
 
 class _Learner:
@@ -177,8 +177,8 @@ class _Learner:
     def __init__(self, training: Training) -> None:
         self.training = training
         self.batches = training.batches()
-        self.result: TrainingResult | Exception | None = None
-        self._error: Exception | None = None
+        self.result: TrainingResult | None = None
+        self.error: Exception | None = None
         self._on = ExitStack()
 
     def __enter__(self) -> Self:
@@ -198,13 +198,13 @@ class _Learner:
         _prune(training.model, training.masks)
 
     def call(self, hook: Callable[..., object] | None, *arguments: object) -> None:
-        """This calls a hook, if there is one. After an error no hook is called again, and the error is the result."""
-        if hook is None or self._error is not None:
+        """This calls a hook, if there is one. After an error no hook is called again."""
+        if hook is None or self.error is not None:
             return
         try:
             hook(*arguments)
         except Exception as error:
-            self._error = error
+            self.error = error
 
     def end_epoch(self, epoch: int, loss_sums: Tensor, number: int) -> None:
         """This calls the hook, and after the last epoch sets the result."""
@@ -212,7 +212,7 @@ class _Learner:
         self.call(training.after_epoch, epoch)
         self._flat.bind_gradients()
         if epoch == training.sgd.epochs - 1:
-            self.result = self._error or training.result(float(loss_sums[number]))
+            self.result = training.result(float(loss_sums[number]))
 
 
 def _prune(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
