@@ -6,18 +6,23 @@ client's model at once. Here a reply is yielded when it arrives, and dropped whe
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 
 from fedprune_app.engine import replies, wire
+
+log = logging.getLogger("flwr.fedprune")
 
 IN_FLIGHT_BYTES = 2**30
 POLL_SECONDS = (0.01, 0.25)  # the shortest pause between polls, and the longest
 _PUSH_BATCH = 16
+_PUSH_TRIES = 3
 _PUSH_BYTES = 64 * 2**20
 _TTL_MARGIN_SECONDS = 10.0
 _POLL_SHARE = 0.05  # a reply is seen late by at most this share of the time it took
@@ -70,7 +75,7 @@ def exchange(
         while not all_sent and in_flight < in_flight_bytes:
             batch = _next_batch(queue, in_flight_bytes - in_flight)
             all_sent = not batch
-            accepted = {str(message_id) for message_id in grid.push_messages([m for _, m, _ in batch]) if message_id}
+            accepted = _pushed(grid, [message for _, message, _ in batch])
             deadline = time.monotonic() + deadline_seconds
             for client, message, num_bytes in batch:
                 if message.metadata.message_id in accepted:
@@ -108,6 +113,22 @@ def exchange(
                 grid, "wait_for_reply", time.sleep
             )  # a grid that can wait returns as soon as a reply is there
             wait(min(pause, max(0.0, nearest - now)))
+
+
+def _pushed(grid: Grid, messages: Sequence[Message]) -> set[str]:
+    """Push messages and return the ids of those that were accepted.
+
+    A SuperLink that was started anew in between knows nothing of an upload that had begun. So the messages are pushed
+    again: it takes each for the one that it knows already, if it knows it.
+    """
+    for tries_left in reversed(range(_PUSH_TRIES)):
+        try:
+            return {str(message_id) for message_id in grid.push_messages(messages) if message_id}
+        except ObjectPushError as error:
+            if not tries_left:
+                raise
+            log.warning("%s The messages are sent again.", error)
+    raise AssertionError("the last try returns or raises")
 
 
 def _next_batch(queue: Iterator[tuple[int, Message]], room: int) -> list[tuple[int, Message, int]]:

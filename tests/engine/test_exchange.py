@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from flwr.app import Error, Message, MessageType
 from flwr.common.constant import SUPERLINK_NODE_ID
+from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedprune_app import client_app
@@ -63,6 +64,26 @@ def ask(grid: ScriptedGrid, deadline: float = 1.0) -> dict[int, Answer]:
     answers = list(exchange(grid, messages.items(), deadline))
     assert len(answers) == len(grid.script), "each client is answered for exactly once"
     return {answer.client: answer for answer in answers}
+
+
+class Restarting(ScriptedGrid):
+    """The SuperLink is started anew while the first ``restarts`` batches are uploaded, and has forgotten the uploads."""
+
+    def __init__(self, restarts: int) -> None:
+        super().__init__({1: 0.0, 2: 0.0})
+        self.restarts = restarts
+
+    def push_messages(self, messages):
+        if self.restarts:
+            self.restarts -= 1
+            raise ObjectPushError("ab12", 1, "a session")
+        return super().push_messages(messages)
+
+
+def test_messages_whose_upload_a_restarted_superlink_forgot_are_sent_again():
+    assert all(answer.content is not None for answer in ask(Restarting(2)).values())
+    with pytest.raises(ObjectPushError):
+        ask(Restarting(3))
 
 
 def test_each_kind_of_failure_is_said_and_the_rest_arrives():
