@@ -67,7 +67,7 @@ def ask(grid: ScriptedGrid, deadline: float = 1.0) -> dict[int, Answer]:
 
 
 class Restarting(ScriptedGrid):
-    """The SuperLink is started anew while the first ``restarts`` batches are uploaded, and has forgotten the uploads."""
+    """A SuperLink that is started anew while the first ``restarts`` batches are uploaded forgets the uploads."""
 
     def __init__(self, restarts: int) -> None:
         super().__init__({1: 0.0, 2: 0.0})
