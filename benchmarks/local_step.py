@@ -67,8 +67,8 @@ def measure(name: str, batch_size: int, num_steps: int, repeats: int) -> None:
         "bare loop": partial(bare, None),
         "bare loop, masks": partial(bare, masks),
         "DataLoader loop": lambda: partial(loader_loop, steps.new_model(), *data, steps.sgd),
-        "train": partial(ours, None),
-        "train, masks": partial(ours, masks),
+        "train, alone": partial(ours, None),
+        "train, alone, masks": partial(ours, masks),
     }
     seconds = in_turns(work, repeats)
     print_ratios(f"{name}, batch {batch_size}, {num_steps} steps x {repeats}", seconds, num_steps, "bare loop", "")
