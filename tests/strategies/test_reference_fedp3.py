@@ -33,6 +33,7 @@ TRAINED = {
         "fraction_train": 1.0,
     },
     "opu2-3, counting the last layer, random masks": {
+        "seed": 3,  # with seed 0 a maximum of a pooling is within float noise, and the gradient takes the other way
         "fedp3_layer_set": "opu2-3",
         "fedp3_assignment": "random",
         "fedp3_aggregation": "weighted-with-head",
