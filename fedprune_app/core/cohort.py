@@ -22,12 +22,13 @@ _HARDLY_ANY_SECONDS = 1e-3
 TrainTogether = Callable[[Sequence[Asked]], list["Got | Exception"]]
 
 
-def together(asked: Asked, train_together: TrainTogether[Asked, Got]) -> Got:
+def together(asked: Asked, train_together: TrainTogether[Asked, Got], waits: bool = True) -> Got:
     """Train with the other clients of this thread's cohort, or alone where there is none; return this one's result.
 
-    Raises the exception that is this one's result.
+    A client with which nobody can train has no reason to wait for the others: ``waits`` is then False. Raises the
+    exception that is this one's result.
     """
-    member = _member.get()
+    member = _member.get() if waits else None
     result = train_together([asked])[0] if member is None else member.trained(asked, train_together)
     if isinstance(result, Exception):
         raise result

@@ -109,9 +109,8 @@ def exchange(
             shortest, longest = POLL_SECONDS
             pause = min(max(shortest, _POLL_SHARE * (now - last_arrival)), longest)
             nearest = min(sent.deadline for sent in waiting.values())
-            wait = getattr(
-                grid, "wait_for_reply", time.sleep
-            )  # a grid that can wait returns as soon as a reply is there
+            # A grid that can wait returns as soon as a reply is there.
+            wait = getattr(grid, "wait_for_reply", time.sleep)
             wait(min(pause, max(0.0, nearest - now)))
 
 

@@ -12,13 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Message
 from flwr.clientapp import ClientApp
-from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.serverapp import ServerApp
-from flwr.supercore.task_identity import TaskIdentity
 
-from fedprune_app.engine.simulated_grid import RUN_ID, SimulatedGrid, answers
+from fedprune_app.engine.simulated_grid import SimulatedGrid, answers
 
 
 @contextmanager
@@ -52,9 +50,7 @@ class InProcessGrid(SimulatedGrid):
             asked = [(message, self._context(message)) for message in messages]
             del messages
             for number, reply in answers(self._client_app, asked):
-                # whichever message the reply itself names
-                reply.metadata.__dict__["_reply_to_message_id"] = ids[number]
-                yield reply
+                yield self._answered(ids[number], reply)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
         return list(self.pull_messages(self.push_messages(messages)))
@@ -64,7 +60,4 @@ def run_in_process(
     server_app: ServerApp, client_app: ClientApp, num_clients: int, run_config: Mapping[str, Any]
 ) -> None:
     """Run a federation to its end in this process; whatever the ServerApp raises is raised."""
-    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = RUN_ID, SUPERLINK_NODE_ID, RUN_ID
-    grid = InProcessGrid(client_app, num_clients, run_config)
-    context = Context(RUN_ID, SUPERLINK_NODE_ID, {}, RecordDict(), dict(run_config))
-    server_app(grid, context)
+    InProcessGrid(client_app, num_clients, run_config).serve(server_app)

@@ -140,10 +140,8 @@ class RayGrid(SimulatedGrid):
         self._arrive(cohort.ids[number], cohort.left.pop(cohort.ids[number]), reply)
 
     def _arrive(self, message_id: str, message: Message, reply: Message) -> None:
-        if _is_stale(message):
-            return
-        reply.metadata.__dict__["_reply_to_message_id"] = message_id  # whichever message the reply itself names
-        self._replies[message_id] = reply
+        if not _is_stale(message):
+            self._replies[message_id] = self._answered(message_id, reply)
 
 
 def _is_stale(message: Message) -> bool:

@@ -11,9 +11,10 @@ from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.constant import ErrorCode
-from flwr.serverapp import Grid
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
 
 from fedprune_app.core.cohort import work_in_cohort
 from fedprune_app.core.rng import derive_seed
@@ -30,6 +31,7 @@ class SimulatedGrid(Grid):
     def __init__(self, num_clients: int, run_config: Mapping[str, Any]) -> None:
         if num_clients < 1:
             raise ValueError(f"num-supernodes is {num_clients}, allowed: at least 1")
+        self._run_config = dict(run_config)
         self._contexts = {}
         for client in range(num_clients):
             node_id = derive_seed(client, "node-id")
@@ -38,6 +40,11 @@ class SimulatedGrid(Grid):
         self._largest_cohort = int(run_config.get("cohort", 0)) or LARGEST_COHORT
         self._pending: dict[str, Message] = {}
         self._ids = itertools.count(1)
+
+    def serve(self, server_app: ServerApp) -> None:
+        """Run a federation to its end on this grid; whatever the ServerApp raises is raised."""
+        TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = RUN_ID, RUN_ID, SUPERLINK_NODE_ID
+        server_app(self, Context(RUN_ID, SUPERLINK_NODE_ID, {}, RecordDict(), self._run_config))
 
     def set_run(self, run: Run) -> None:
         """Do nothing, since there is only one run."""
@@ -70,6 +77,12 @@ class SimulatedGrid(Grid):
 
     def _context(self, message: Message) -> Context:
         return self._contexts[message.metadata.dst_node_id]
+
+    @staticmethod
+    def _answered(message_id: str, reply: Message) -> Message:
+        """Return the reply as one to this message, whichever message the reply itself names."""
+        reply.metadata.__dict__["_reply_to_message_id"] = message_id
+        return reply
 
 
 def answers(app: ClientApp, asked: Sequence[tuple[Message, Context]]) -> Iterator[tuple[int, Message]]:

@@ -37,16 +37,14 @@ def run(app: Path, config: dict[str, Any], num_clients: int, backend: dict[str, 
     from flwr.supercore.object_ref import load_app
 
     from fedprune_app.engine.ray_grid import RayGrid
-    from fedprune_app.engine.simulated_grid import RUN_ID
 
     paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
     ray.init(include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}}, **backend["init_args"])
     components = get_project_config(app)["tool"]["flwr"]["app"]["components"]
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = RUN_ID, RUN_ID, SUPERLINK_NODE_ID
     fused = get_fused_config_from_dir(app, config)
     grid = RayGrid(components["clientapp"], str(app), num_clients, fused, backend["client_resources"])
     server_app: ServerApp = load_app(components["serverapp"], RuntimeError, app)
-    server_app(grid, Context(RUN_ID, SUPERLINK_NODE_ID, {}, RecordDict(), fused))
+    grid.serve(server_app)
 
 
 def run_on_flower(app: Path, config: dict[str, Any], num_clients: int, backend: dict[str, Any]) -> None:

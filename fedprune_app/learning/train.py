@@ -107,17 +107,7 @@ def train(
         private=private,
         device=move_to_device(model, device),
     )
-    if training.form is None:  # nobody can train with this client
-        return train_alone(training)
-    return together(training, train_together)
-
-
-def train_alone(training: Training) -> TrainingResult:
-    """This does one client's training, and raises the exception of its hooks."""
-    (result,) = _train([training])
-    if isinstance(result, Exception):
-        raise result
-    return result
+    return together(training, train_together, waits=training.form is not None)
 
 
 def train_together(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:

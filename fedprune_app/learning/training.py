@@ -93,10 +93,14 @@ class Training:
         return self.masks or self.active
 
     @property
+    def steps_per_epoch(self) -> int:
+        """This is how many steps an epoch has."""
+        return self.sgd.steps_of(len(self.labels)) if self.private is None else self.private.steps_per_epoch
+
+    @property
     def num_steps(self) -> int:
         """This is how many steps all epochs have."""
-        per_epoch = self.sgd.steps_of(len(self.labels)) if self.private is None else self.private.steps_per_epoch
-        return self.sgd.epochs * per_epoch
+        return self.sgd.epochs * self.steps_per_epoch
 
     @property
     def batch_size(self) -> int:
@@ -111,7 +115,7 @@ class Training:
                 batches = self.sgd.batches(num_examples, self.rng, self.device)
             else:
                 batches = self.private.batches(num_examples)
-            left = self.num_steps // self.sgd.epochs
+            left = self.steps_per_epoch
             for batch in batches:
                 left -= 1
                 yield batch, None if left else epoch
