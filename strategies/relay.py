@@ -40,6 +40,7 @@ class Relay(FederatedStrategy):
         """Pass on, from now on, the updates received so far; the replies of a round are for the next one."""
         self.update_rounds = dict(self.state_rounds)
         self.update_bytes = dict(self._received_bytes)
+        self.updates.forget_all_but(self.update_rounds)
 
     def update_of(self, client: int) -> wire.EncodedArrays:
         """Return the last model that this client published before this round. ``ValueError`` where it is lost."""
@@ -67,9 +68,12 @@ class Relay(FederatedStrategy):
         update = wire.arrays_of(content)
         if update is None:
             raise ValueError(f"the message has no record '{wire.PAYLOAD}'")
-        if self.reads_updates:
-            schema.check(wire.from_arrays(update, schema.max_bytes))
+        decoded = wire.from_arrays(update, schema.max_bytes) if self.reads_updates else None
+        if decoded is not None:
+            schema.check(decoded)
         self.updates.put(client, round.number, update, schema.max_bytes)
+        if decoded is not None:
+            self.updates.remember(client, round.number, decoded)
         self._received_bytes[client] = wire.item_bytes(wire.peer_update_name(client), update)
 
     def receive(self, round: Round, client: int, update: Payload) -> None:

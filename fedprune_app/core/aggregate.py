@@ -21,6 +21,9 @@ FRACTION_BITS = 40
 _GRID = 2.0**FRACTION_BITS
 _HEADROOM = 2.0 ** (63 - FRACTION_BITS)
 _BLOCK = 2**16  # coordinates at a time, so that a block's float64 and int64 temporaries stay in the processor's cache
+_LARGEST_WIDE = 2.0 ** (51 - FRACTION_BITS)  # up to there a float64 holds every multiple of 2^-40
+_ROUNDER = 3 * _LARGEST_WIDE  # float64 numbers this large are multiples of 2^-40: adding it rounds to the grid
+_MOST_AT_ONCE = 255  # addends that a byte can count
 
 
 class MaskedMean:
@@ -49,31 +52,15 @@ class MaskedMean:
 
     def add(self, payload: Payload, weight: int = 1) -> None:
         """Add one client's payload; an error leaves the mean as if this payload had not come."""
-        if self.num_added >= self.max_addends:
-            raise ValueError(f"more than {self.max_addends} payloads added")
         if not 1 <= weight <= self.max_weight:
             raise ValueError(f"weight is {weight}, allowed: 1 to {self.max_weight}")
-        for name, tensor in payload.tensors.items():
-            if name in self._sums and self._sums[name].shape != tensor.shape:
-                shapes = f"{tuple(tensor.shape)}, allowed: {tuple(self._sums[name].shape)} as before"
-                raise ValueError(f"tensor '{name}' has shape {shapes}")
-            low, high = map(float, tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
-            largest = max(-low, high)
-            if not largest <= self.max_magnitude:  # also refuses NaN
-                limit = f"finite and at most {self.max_magnitude:g} for {self.max_addends} payloads"
-                raise ValueError(f"tensor '{name}' has magnitude {largest:g}, allowed: {limit}")
+        self.check(payload)
         scale = weight / self.max_weight * _GRID
         for name, tensor in payload.tensors.items():
             mask = payload.masks.get(name)
-            if name not in self._sums:
-                self._sums[name] = torch.zeros(tensor.shape, dtype=torch.int64, device=tensor.device)
-                self._dtypes[name] = tensor.dtype
-                shape = () if mask is None else tensor.shape
-                self._weights[name] = torch.zeros(shape, dtype=self._weight_dtype, device=tensor.device)
+            self._make_room(name, tensor, has_mask=mask is not None)
             if mask is None:
                 self._weights[name].add_(weight)
-            elif self._weights[name].shape != mask.shape:
-                self._weights[name] = self._weights[name].expand(mask.shape).clone()
             kept, weights = (None, ()) if mask is None else (_blocks(mask), _blocks(self._weights[name]))
             for i, (values, sums) in enumerate(zip(_blocks(tensor), _blocks(self._sums[name]), strict=True)):
                 addend = values.double().mul(scale).round_().to(torch.int64)  # not mul_: double() may be no copy
@@ -82,6 +69,66 @@ class MaskedMean:
                     weights[i].add_(kept[i], alpha=weight)
                 sums.add_(addend)
         self.num_added += 1
+
+    def add_all(self, payloads: Sequence[Payload]) -> None:
+        """Add each payload with weight 1, to the same bits as :meth:`add` and in fewer passes over the sums.
+
+        An error leaves the mean as if none of the payloads had come. :meth:`check` says which of them is at fault.
+        """
+        largest = max((self.check(payload, beside=len(payloads) - 1) for payload in payloads), default=0.0)
+        # A sum of few small numbers on the grid is exact in float64 too, which takes half the time of int64.
+        if self.max_weight > 1 or len(payloads) * largest > _LARGEST_WIDE or len(payloads) > _MOST_AT_ONCE:
+            for payload in payloads:
+                self.add(payload)
+            return
+        for name in dict.fromkeys(name for payload in payloads for name in payload.tensors):
+            having = [payload for payload in payloads if name in payload.tensors]
+            for payload in having:
+                self._make_room(name, payload.tensors[name], has_mask=name in payload.masks)
+            masked = [(_blocks(p.tensors[name]), _blocks(p.masks[name])) for p in having if name in p.masks]
+            dense = [_blocks(payload.tensors[name]) for payload in having if name not in payload.masks]
+            self._weights[name].add_(len(dense))
+            weights = _blocks(self._weights[name]) if masked else ()
+            for i, sums in enumerate(_blocks(self._sums[name])):
+                wide, total = sums.new_empty((2, *sums.shape), dtype=torch.float64)
+                total.zero_()
+                for values in dense:
+                    total += wide.copy_(values[i]).add_(_ROUNDER).sub_(_ROUNDER)
+                for values, kept in masked:
+                    total += wide.copy_(values[i] * kept[i]).add_(_ROUNDER).sub_(_ROUNDER)
+                sums.add_(total.mul_(_GRID).to(torch.int64))
+                if masked:
+                    count = torch.zeros(sums.shape, dtype=torch.uint8, device=sums.device)
+                    for _, kept in masked:
+                        count += kept[i].view(torch.uint8)
+                    weights[i].add_(count)
+        self.num_added += len(payloads)
+
+    def check(self, payload: Payload, beside: int = 0) -> float:
+        """Return the largest magnitude in a payload; ``ValueError`` if it cannot be added ``beside`` so many others."""
+        if self.num_added + beside >= self.max_addends:
+            raise ValueError(f"more than {self.max_addends} payloads added")
+        largest = 0.0
+        for name, tensor in payload.tensors.items():
+            if name in self._sums and self._sums[name].shape != tensor.shape:
+                shapes = f"{tuple(tensor.shape)}, allowed: {tuple(self._sums[name].shape)} as before"
+                raise ValueError(f"tensor '{name}' has shape {shapes}")
+            low, high = map(float, tensor.aminmax()) if tensor.numel() else (0.0, 0.0)
+            magnitude = max(-low, high)
+            if not magnitude <= self.max_magnitude:  # also refuses NaN
+                limit = f"finite and at most {self.max_magnitude:g} for {self.max_addends} payloads"
+                raise ValueError(f"tensor '{name}' has magnitude {magnitude:g}, allowed: {limit}")
+            largest = max(largest, magnitude)
+        return largest
+
+    def _make_room(self, name: str, tensor: Tensor, has_mask: bool) -> None:
+        """Take sums for a tensor that is the first of its name, and one weight a coordinate for the first mask."""
+        if name not in self._sums:
+            self._sums[name] = torch.zeros(tensor.shape, dtype=torch.int64, device=tensor.device)
+            self._dtypes[name] = tensor.dtype
+            self._weights[name] = torch.zeros((), dtype=self._weight_dtype, device=tensor.device)
+        if has_mask and self._weights[name].shape != tensor.shape:
+            self._weights[name] = self._weights[name].expand(tensor.shape).clone()
 
     def mean(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean in the names, order and dtypes of ``fallback``.
@@ -97,9 +144,12 @@ class MaskedMean:
             weights = self._weights[name].expand(old.shape)
             parts = map(_blocks, (result[name], self._sums[name], weights, old))
             for out, sums, held, stays in zip(*parts, strict=True):
-                mean = sums.double().div_(held.clamp(min=1)).mul_(self.max_weight / _GRID)
-                out.copy_(torch.where(held > 0, mean, stays.double()))
+                out.copy_(torch.where(held > 0, self._mean(sums, held), stays.double()))
         return result
+
+    def _mean(self, sums: Tensor, held: Tensor) -> Tensor:
+        """Return the means of some coordinates in float64; a coordinate that nobody kept has 0."""
+        return sums.double().div_(held.clamp(min=1)).mul_(self.max_weight / _GRID)
 
     def mixed(self) -> dict[str, Tensor]:
         """Return the gossip average ``Σ_j w_j / Σ_j m_j`` of all tensors added: :meth:`mean`, with 0 where nobody kept.
@@ -109,7 +159,13 @@ class MaskedMean:
         divides as this method does. The average is unweighted. Source: Dis-PFL, Algorithm 1 line 7, before its
         multiplication with the local mask.
         """
-        return self.mean({name: torch.zeros_like(sums, dtype=self._dtypes[name]) for name, sums in self._sums.items()})
+        result = {}
+        for name, total in self._sums.items():
+            result[name] = torch.empty_like(total, dtype=self._dtypes[name])
+            parts = map(_blocks, (result[name], total, self._weights[name].expand(total.shape)))
+            for out, sums, held in zip(*parts, strict=True):
+                out.copy_(self._mean(sums, held))
+        return result
 
     def held(self) -> dict[str, Tensor]:
         """Return a bool tensor for every tensor added: True at the coordinates that at least one addend kept."""

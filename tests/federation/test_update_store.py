@@ -11,6 +11,7 @@ from flwr.app import Array, ArrayRecord
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
+from fedprune_app.federation import update_store
 from fedprune_app.federation.update_store import UpdateStore
 
 ROOM = 10**6
@@ -215,3 +216,39 @@ def test_an_update_that_was_read_does_not_outlive_its_round_or_its_successor(tmp
         store.get(0, 2)
     store.put(0, 1, update(9), ROOM)
     assert wire.to_bytes(store.get(0, 1)) == wire.to_bytes(update(9))
+
+
+def test_decoded_updates_are_remembered_within_the_bound(tmp_path):
+    decoded = wire.from_arrays(update(), ROOM)
+    size = sum(t.nbytes for t in (*decoded.tensors.values(), *decoded.masks.values()))
+    store = UpdateStore(tmp_path, decoded_bytes=2 * size)
+    for client in range(3):
+        store.remember(client, 1, decoded)
+        store.remember(client, 1, decoded)
+    assert [store.remembered(client, 1) is decoded for client in range(4)] == [True, True, False, False]
+    store.forget_all_but({0: 2, 1: 1, 2: 1})
+    store.remember(0, 2, decoded)
+    store.remember(2, 1, decoded)
+    assert [store.remembered(*key) is decoded for key in ((0, 1), (0, 2), (1, 1), (2, 1))] == [False, True, True, False]
+
+
+def test_what_is_put_again_is_not_remembered_as_it_was(tmp_path):
+    store = UpdateStore(tmp_path)
+    for number in (1, 2):
+        store.put(0, number, update(number), ROOM)
+        store.remember(0, number, wire.from_arrays(update(number), ROOM))
+    store.put(0, 1, update(5), ROOM)
+    assert store.remembered(0, 1) is None
+    store.drop_after(1)
+    assert store.remembered(0, 2) is None
+    assert store.decoded_bytes > 0
+    assert not store._bytes_decoded
+
+
+def test_in_a_container_a_quarter_of_its_memory_is_for_decoded_updates(tmp_path, monkeypatch):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(update_store, "_CONTAINER_LIMIT", limit)
+    without = UpdateStore(tmp_path).decoded_bytes
+    for written, expected in (("max\n", without), (f"{2**28}\n", 2**26)):
+        limit.write_text(written)
+        assert UpdateStore(tmp_path).decoded_bytes == expected

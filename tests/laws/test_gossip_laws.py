@@ -131,6 +131,49 @@ def reference_sums(payloads, weights, name):
     return total, count
 
 
+LARGE = 3000.0  # more than a float64 sum of multiples of 2^-40 can hold
+
+
+@pytest.mark.parametrize("largest", [1e-9, 1.0, 600.0, LARGE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_adding_payloads_together_changes_no_bit(monkeypatch, dtype, largest):
+    monkeypatch.setattr(aggregate, "_BLOCK", 7)
+    rng = generator(0, "together")
+    payloads = []
+    for i in range(5):
+        tensors = {name: largest * (2 * torch.rand(shape, generator=rng) - 1) for name, shape in SHAPES.items()}
+        masks = {
+            name: torch.rand(shape, generator=rng) < 0.4 for name, shape in SHAPES.items() if i != 2 or name == "w"
+        }
+        chosen = [name for name in SHAPES if i < 3 or name != "b"]  # not everybody sends all
+        payloads.append(Payload({n: tensors[n].to(dtype) for n in chosen}, {n: masks[n] for n in chosen if n in masks}))
+    together = MaskedMean(len(payloads))
+    together.add_all(payloads[:3])
+    together.add_all([])
+    together.add_all(payloads[3:])
+    one_by_one, expected = MaskedMean(len(payloads)), mix_of(payloads)
+    for payload in payloads:
+        one_by_one.add(payload)
+    for name, tensor in together.mixed().items():
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, expected[name])
+        assert torch.equal(together.held()[name], one_by_one.held()[name])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), 1e30])
+def test_of_payloads_added_together_one_that_is_bad_keeps_all_out(bad):
+    good, refused = (Payload({"w": torch.tensor([1.0, value])}) for value in (2.0, bad))
+    mean = MaskedMean(3)
+    with pytest.raises(ValueError, match="tensor 'w' has magnitude"):
+        mean.add_all([good, refused])
+    assert mean.num_added == 0
+    assert mean.check(good) == 2.0
+    with pytest.raises(ValueError, match="more than 3 payloads added"):
+        mean.add_all([good] * 4)
+    mean.add_all([good] * 3)
+    assert mean.mixed()["w"].tolist() == [1.0, 2.0]
+
+
 @pytest.mark.parametrize("dense_at", [None, 0, 2])
 def test_working_in_blocks_changes_no_bit(monkeypatch, dense_at):
     monkeypatch.setattr(aggregate, "_BLOCK", 7)  # 60 = 8 blocks and a rest

@@ -20,7 +20,8 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine import inprocess, wire
 from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.engine.store import VersionedStore, read_tensors
-from fedprune_app.federation import exchanges
+from fedprune_app.federation import exchanges, update_store
+from fedprune_app.federation.update_store import UpdateStore
 from fedprune_app.models.initial import initial_model
 from fedprune_app.sweep import read_matrix
 from tests.conftest import Finished, tampered_app
@@ -569,3 +570,18 @@ def test_a_bad_candidate_harms_nobody_else(tmp_path, spoil):
     assert run.info["status"] == "completed"
     honest = [reason for row in run.rounds for reason in row["failure_reasons"] if "client 1:" not in reason]
     assert honest == []
+
+
+def test_a_neighbour_model_is_read_from_disk_only_where_memory_has_no_room(federate, monkeypatch):
+    """It was decoded when it came. The averages are the same."""
+    read, get = [], UpdateStore.get
+    monkeypatch.setattr(UpdateStore, "get", lambda self, *which: read.append(which) or get(self, *which))
+    found = []
+    for room in (10**9, 0):
+        monkeypatch.setattr(update_store, "_quarter_of_memory", lambda room=room: room)
+        settings = {**QUICK, "num_server_rounds": 3, "dispfl.neighbours": 2}
+        found.append((federate(f"{room}", system="dispfl", **settings).sha256, len(read)))
+    (with_room, none), (without, many) = found
+    assert with_room == without
+    assert none == 0
+    assert many == 2 * 6 * 3 + 6  # in two rounds six clients have two neighbours and themselves; at the end all masks
