@@ -39,6 +39,8 @@ class ImageNode(BudgetedNode[AnUpdate]):
         withheld_when_private=_LABELS,  # how many of which class is nobody's business then
     )
 
+    state_waits_for_checkpoint = True
+
     def __init__(self, config: Config, place: Place) -> None:
         super().__init__(config, place)
         self.data_config = data_config(config, place.has_own_data)

@@ -15,6 +15,7 @@ from clients.reply_fields import Kind, ReplyFields, declared, undeclared
 from clients.task import NDArrays, Task, names_of
 from fedprune_app.config import NO_POLICY, Config, Policy
 from fedprune_app.core.payload import Payload
+from fedprune_app.engine.simulated import is_beside_server
 from fedprune_app.engine.store import State, VersionedStore, client_store
 from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.device import device_of
@@ -75,6 +76,7 @@ class Node(NumPyClient, Generic[AnUpdate]):
     """
 
     versions_kept = 3  # of its state, below the one the server last took in
+    state_waits_for_checkpoint = False  # whether nothing relies on a state before the round's checkpoint
     declares: ClassVar = ReplyFields(
         introduction=frozenset({"partition", "num-examples", "capacity", "own-data", "lost-rounds", "lost-reasons"}),
         training=frozenset({"num-examples", "seconds", "note", "lost"}),
@@ -171,7 +173,8 @@ class Node(NumPyClient, Generic[AnUpdate]):
         state, lost = self.load_state(task, before=task.round)
         update = self.local_update(task, state)
         told = self.report(task, update)
-        self.store.save(task.round, self.kept_state(update), accepted=task.state_round)
+        durable = not (self.state_waits_for_checkpoint and is_beside_server())
+        self.store.save(task.round, self.kept_state(update), accepted=task.state_round, durable=durable)
         spent = {} if self.config.dp.enabled else {"seconds": time.monotonic() - started}
         return update.payload, {**told, **spent, **update.metrics, **_notes(task, lost)}
 

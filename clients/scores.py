@@ -26,4 +26,5 @@ def remembered_scores(path: Path, digest: str) -> Scores | None:
 def remember_scores(path: Path, digest: str, scores: Mapping[str, float | None]) -> None:
     """This writes scores to a file. On a full disk the file stays as it was: that need not cost an evaluation."""
     with suppress(OSError):
-        replace_file(path, json.dumps(sealed_json({"digest": digest, "scores": dict(scores)})).encode())
+        content = json.dumps(sealed_json({"digest": digest, "scores": dict(scores)})).encode()
+        replace_file(path, content, durable=False)

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,13 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.core.structured import gather
 from fedprune_app.data.datasets import Dataset, load_dataset
-from fedprune_app.engine.store import State, checkpoint_store, client_store, owner, read_tensors
+from fedprune_app.engine.store import State, checkpoint_store, client_store, owner, read_tensors, state_folder
 from fedprune_app.files import replace_file
 from fedprune_app.models.initial import channels_of, chosen_name, initial_model
 from fedprune_app.models.vision import load_state_tensors, parameter_names, prunable_names, state_tensors
 from fedprune_app.registry import SYSTEMS, check_names
 from fedprune_app.results.load import ExportInfo, encode_export, full_density, network_of, num_parameters
 from fedprune_app.results.reader import read_info
-from fedprune_app.run_folder import client_state_folder
 
 Runner = Callable[[Tensor], Any]
 """Images (N, C, H, W) to logits (N, classes)."""
@@ -170,9 +169,8 @@ def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: in
     known = sorted(row["partition"] for row in info.get("partition") or [])
     if client not in known:
         raise ValueError(f"--client is {client}, allowed: {_ranges(known)}{instead}")
-    run_key, placed = str(info.get("run_key") or ""), replace(config, state_dir=state_dir or config.state_dir)
-    folder = client_state_folder(placed, 0, run_key) if placed.state_dir else run / "clients"
-    store = client_store(folder, client, run_key)
+    run_key = str(info.get("run_key") or "")
+    store = client_store(state_folder(run, state_dir or config.state_dir, run_key), client, run_key)
     rounds = _state_rounds(run, info)
     if client not in rounds:
         trained = f"{_ranges(sorted(rounds))}{instead}"

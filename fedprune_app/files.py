@@ -15,7 +15,8 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -23,6 +24,7 @@ from typing import BinaryIO
 _TEMPORARY = re.compile(r"\.fedprune-[0-9a-f]{16}\.tmp")
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_SYNCED_AT_ONCE = 16
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # from file systems that cannot sync a folder
 
 
@@ -40,6 +42,22 @@ def replace_file(path: Path, content: bytes, mode: int = 0o666, *, durable: bool
     """
     with replacing(path, mode, durable=durable) as file:
         file.write(content)
+
+
+def make_durable(paths: Iterable[Path]) -> None:
+    """Put files on disk that were written without being ``durable``; those that are not there are passed over.
+
+    Many at a time, since a file system writes its journal once for all that wait for it.
+    """
+
+    def sync(path: Path) -> None:
+        with suppress(FileNotFoundError), _naming(path):
+            for each, flags in ((path, os.O_NOFOLLOW), (path.parent, os.O_DIRECTORY)):
+                with _opened(each, flags) as descriptor:
+                    _sync(descriptor)
+
+    with ThreadPoolExecutor(_SYNCED_AT_ONCE) as pool:
+        list(pool.map(sync, paths))
 
 
 @contextmanager

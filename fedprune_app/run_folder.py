@@ -7,6 +7,7 @@ import secrets
 from pathlib import Path
 
 from fedprune_app.config import Config
+from fedprune_app.engine.store import state_folder
 
 _KEY = re.compile(r"[0-9a-f]{16}")
 
@@ -30,4 +31,4 @@ def client_state_folder(config: Config, run_id: int, run_key: str) -> Path:
     """
     if not _KEY.fullmatch(run_key):
         raise ValueError(f"run-key is {run_key!r}, allowed: 16 hexadecimal digits")
-    return Path(config.state_dir) / run_key if config.state_dir else run_folder(config, run_id) / "clients"
+    return state_folder(run_folder(config, run_id), config.state_dir, run_key)

@@ -300,7 +300,7 @@ def test_noise_comes_from_the_seed_in_simulations_alone_unless_the_operator_says
     assert is_secure(dealt, **wish)  # a node of a deployment: nothing says that it is simulated
     assert not is_secure({**dealt, "secure-rng": False})
     assert not is_secure({**own, "secure-rng": False}, **{"dp.secure-rng": True})
-    with answering_in_simulation():
+    with answering_in_simulation(beside_server=True):
         assert not is_secure(dealt, **wish)
         assert is_secure(dealt, **{"dp.secure-rng": True})
         assert is_secure(own, **wish)

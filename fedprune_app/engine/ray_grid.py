@@ -28,12 +28,13 @@ from fedprune_app.engine.simulated_grid import SimulatedGrid, answers
 class SimulatedClients:
     """These are the clients that a process answers for, whichever they are."""
 
-    def __init__(self, client_app: str, app_folder: str) -> None:
+    def __init__(self, client_app: str, app_folder: str, beside_server: bool) -> None:
         self._app: ClientApp = load_app(client_app, LoadClientAppError, app_folder)
+        self._beside_server = beside_server
 
     def answer(self, asked: list[tuple[Message, Context]]) -> Iterator[tuple[int, Message]]:
         """Yield the number of each message and the reply to it."""
-        yield from answers(self._app, asked)
+        yield from answers(self._app, asked, self._beside_server)
 
 
 @dataclass
@@ -48,8 +49,9 @@ class _Cohort:
 class RayGrid(SimulatedGrid):
     """The clients of this grid answer in Ray actors, as many at a time as the actors' ``resources`` leave room for.
 
-    ``client_app`` names the ClientApp of the Flower app in ``app_folder``. Ray has to be there already. Raises
-    ``ValueError`` where there is no room for one actor.
+    ``client_app`` names the ClientApp of the Flower app in ``app_folder``. Ray has to be there already;
+    ``one_machine`` says whether it is on this machine alone. Raises ``ValueError`` where there is no room for one
+    actor.
     """
 
     def __init__(
@@ -59,10 +61,11 @@ class RayGrid(SimulatedGrid):
         num_clients: int,
         run_config: Mapping[str, Any],
         resources: Mapping[str, float],
+        one_machine: bool,
     ) -> None:
         super().__init__(num_clients, run_config)
         worker: Any = SimulatedClients  # Ray's decorator has no types
-        self._new_worker = partial(worker.options(**resources).remote, client_app, app_folder)
+        self._new_worker = partial(worker.options(**resources).remote, client_app, app_folder, one_machine)
         self._idle = [self._new_worker() for _ in range(pool_size_from_resources(dict(resources)))]
         self._at_work: dict[Any, _Cohort] = {}  # by the generator of replies
         self._suspects: dict[str, Message] = {}  # messages of cohorts that died; each is answered alone

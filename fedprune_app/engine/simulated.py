@@ -11,16 +11,26 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 _answers_in_simulation: ContextVar[bool] = ContextVar("_answers_in_simulation", default=False)
+_is_beside_server: ContextVar[bool] = ContextVar("_is_beside_server", default=False)
 
 
 @contextmanager
-def answering_in_simulation() -> Iterator[None]:
-    """Let :func:`is_simulated` return True until the block ends; only our simulations enter it."""
-    token = _answers_in_simulation.set(True)
+def answering_in_simulation(beside_server: bool) -> Iterator[None]:
+    """Let :func:`is_simulated` return True until the block ends; only our simulations enter it.
+
+    ``beside_server`` says whether the server is on the same machine.
+    """
+    tokens = _answers_in_simulation.set(True), _is_beside_server.set(beside_server)
     try:
         yield
     finally:
-        _answers_in_simulation.reset(token)
+        _answers_in_simulation.reset(tokens[0])
+        _is_beside_server.reset(tokens[1])
+
+
+def is_beside_server() -> bool:
+    """Return whether the client at work shares the server's machine for certain, so that the server syncs its files."""
+    return _is_beside_server.get()
 
 
 def is_simulated() -> bool:

@@ -85,15 +85,18 @@ class SimulatedGrid(Grid):
         return reply
 
 
-def answers(app: ClientApp, asked: Sequence[tuple[Message, Context]]) -> Iterator[tuple[int, Message]]:
+def answers(
+    app: ClientApp, asked: Sequence[tuple[Message, Context]], beside_server: bool = True
+) -> Iterator[tuple[int, Message]]:
     """Yield the number of each message and the reply to it; the clients work as a cohort.
 
-    As on the other engines, a client's failure is a reply.
+    As on the other engines, a client's failure is a reply. ``beside_server`` says whether the server is on the same
+    machine.
     """
 
     def answer(message: Message, context: Context) -> Message:
         try:
-            with answering_in_simulation():
+            with answering_in_simulation(beside_server):
                 return app(message, context)
         except Exception as error:
             code = ErrorCode.CLIENT_APP_RAISED_EXCEPTION

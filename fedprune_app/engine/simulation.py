@@ -40,9 +40,10 @@ def run(app: Path, config: dict[str, Any], num_clients: int, backend: dict[str, 
 
     paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
     ray.init(include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}}, **backend["init_args"])
+    one_machine = "address" not in backend["init_args"]
     components = get_project_config(app)["tool"]["flwr"]["app"]["components"]
     fused = get_fused_config_from_dir(app, config)
-    grid = RayGrid(components["clientapp"], str(app), num_clients, fused, backend["client_resources"])
+    grid = RayGrid(components["clientapp"], str(app), num_clients, fused, backend["client_resources"], one_machine)
     server_app: ServerApp = load_app(components["serverapp"], RuntimeError, app)
     grid.serve(server_app)
 

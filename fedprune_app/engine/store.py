@@ -16,7 +16,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import check_json, sealed_json
-from fedprune_app.files import appending, replace_file
+from fedprune_app.files import appending, make_durable, replace_file
 from fedprune_app.results.lock import LOCK
 
 log = logging.getLogger("flwr.fedprune")  # below Flower's logger, so that `flwr log` shows it
@@ -70,11 +70,15 @@ def write_tensors(
     *,
     round: int = 0,
     owner: str | None = None,
+    durable: bool = True,
 ) -> None:
-    """Write tensors, and plain JSON values beside them, as one safetensors file with its digest, in one step."""
+    """Write tensors, and plain JSON values beside them, as one safetensors file with its digest, in one step.
+
+    Where it is not ``durable``, the power must not go before :func:`fedprune_app.files.make_durable`.
+    """
     contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     about = {"round": round, "owner": owner or "", "meta": dict(meta or {}), "tensors": Payload(contiguous).digest()}
-    replace_file(path, save(contiguous, metadata={_KEY: json.dumps(sealed_json(about))}))
+    replace_file(path, save(contiguous, metadata={_KEY: json.dumps(sealed_json(about))}), durable=durable)
 
 
 def read_tensors(path: Path, *, round: int | None = None, owner: str | None = None) -> State:
@@ -153,7 +157,7 @@ class VersionedStore:
         matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
         return sorted(int(match.group(1)) for match in matches if match)
 
-    def save(self, round: int, state: State, accepted: int | None = None) -> None:
+    def save(self, round: int, state: State, accepted: int | None = None, *, durable: bool = True) -> None:
         """Write the state after ``round``, and remove the versions that nobody can ask for any more.
 
         ``accepted`` is the newest round that is known to count (default: ``round``). Which versions are removed depends
@@ -162,8 +166,10 @@ class VersionedStore:
         * Up to ``accepted``, the newest ``keep`` versions stay and older ones are removed.
         * Between ``accepted`` and ``round`` all are removed, since their replies came too late.
         * After ``round`` all stay, since this save may itself be a late one that newer saves have overtaken.
+
+        Where it is not ``durable``, somebody puts it on disk before anything relies on it.
         """
-        write_tensors(self.path(round), state.tensors, state.meta, round=round, owner=self.owner)
+        write_tensors(self.path(round), state.tensors, state.meta, round=round, owner=self.owner, durable=durable)
         accepted = round if accepted is None else accepted
         versions = self.rounds()
         counting = [r for r in versions if r <= accepted]
@@ -215,9 +221,19 @@ class ResumePoint:
     step: int = 0
 
 
+def state_folder(run: Path, state_dir: str, run_key: str) -> Path:
+    """Return the folder of all clients' states: ``clients`` in the folder of the run, or its part of ``state_dir``."""
+    return Path(state_dir) / run_key if state_dir else run / "clients"
+
+
 def client_store(states: Path, client: int, run_key: str, keep: int = 3) -> VersionedStore:
     """Return the store of one client's states in a run, in ``states``, the folder of all clients' states."""
     return VersionedStore(states / f"{client:05d}", keep, owner(f"state of client {client}", run_key))
+
+
+def make_states_durable(states: Path, clients: Iterable[int], run_key: str, round: int) -> None:
+    """Put on disk those of the clients' states after ``round`` that are in ``states`` and were saved without that."""
+    make_durable(client_store(states, client, run_key).path(round) for client in clients)
 
 
 def checkpoint_store(folder: Path, run_key: str) -> VersionedStore:

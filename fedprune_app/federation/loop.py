@@ -10,7 +10,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from fedprune_app.engine.exchange import TooFewReplies
-from fedprune_app.engine.store import State
+from fedprune_app.engine.store import State, make_states_durable, state_folder
 from fedprune_app.federation import reports
 from fedprune_app.federation.exchanges import Exchanges, Hooks
 from fedprune_app.federation.round import Round
@@ -61,6 +61,7 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
 
         # 6. Record, 7. keep a checkpoint. Killed between the two, the run repeats the round and its record is dropped.
         _record(strategy, round, row)
+        _make_states_durable(strategy, number)
         strategy.context.checkpoints.save(number, _vouched(strategy))
         if failed is not None:
             raise failed
@@ -86,6 +87,17 @@ def _record(strategy: Hooks, round: Round, row: Mapping[str, Any]) -> None:
         {"round": round.number, "partition": client, **columns} for client, columns in sorted(round.log.clients.items())
     )
     recorder.round({**row, "notes": round.log.notes[:NOTES_KEPT]})
+
+
+def _make_states_durable(strategy: Hooks, round: int) -> None:
+    """Put on disk what clients of this machine kept of the round, before a checkpoint relies on it.
+
+    Simulated clients leave this to the server. Nodes of a deployment have done so themselves, and elsewhere.
+    """
+    context = strategy.context
+    states = state_folder(context.recorder.folder, context.config.state_dir, context.run_key)
+    of_round = [client for client, at in strategy.state_rounds.items() if at == round]
+    make_states_durable(states, of_round, context.run_key, round)
 
 
 def _vouched(strategy: Hooks) -> State:
