@@ -150,6 +150,13 @@ class CommonOptions:
         least=0,
         resumable=True,
     )
+    evaluate_clients: int = option(
+        0,
+        "The number of clients that an evaluation asks, drawn anew each time. 0 means all clients. The last evaluation "
+        "of a run asks all clients.",
+        least=0,
+        resumable=True,
+    )
     deadline_seconds: float = option(
         600.0, "The time that a round waits for replies, in seconds.", above=0, resumable=True
     )
@@ -242,6 +249,9 @@ class CommonOptions:
         """Raise :class:`ConfigError` where two of these options do not go together."""
         if class_names(self.classes) and self.dataset != "image-folder":
             raise ConfigError(f"classes is {self.classes!r}, allowed with dataset {self.dataset!r}: nothing")
+        if 0 < self.evaluate_clients < self.min_replies:
+            allowed = f"0 or at least min-replies, {self.min_replies}"
+            raise ConfigError(f"evaluate-clients is {self.evaluate_clients}, allowed: {allowed}")
         if (self.robust == "clip") != (self.robust_norm > 0):
             allowed = "above 0" if self.robust == "clip" else "0"
             raise ConfigError(f"robust-norm is {self.robust_norm}, allowed with robust {self.robust!r}: {allowed}")

@@ -92,7 +92,7 @@ class Exchanges:
         collect(name, answers, round.log, self._charged(round, read_checked))
 
     def evaluate(self, round: Round) -> dict[str, Any]:
-        """Have all clients evaluate; return the columns of the round's record over those that answered.
+        """Have clients evaluate; return the columns of the round's record over those that answered.
 
         Raises :class:`fedprune_app.engine.exchange.TooFewReplies`.
         """
@@ -107,7 +107,9 @@ class Exchanges:
             found[client] = row | budgets.take(client, fields, round.number, log.note)
             return {}
 
-        collect(name, self._answers(round, strategy.send_to_evaluate(round), MessageType.EVALUATE), log, read)
+        evaluators = strategy.participation.evaluators(round.number)
+        outgoing = (each for each in strategy.send_to_evaluate(round) if each.client in evaluators)
+        collect(name, self._answers(round, outgoing, MessageType.EVALUATE), log, read)
         require(len(found), strategy.context.config.min_replies, name, log.failures)
         rows = dict(sorted(found.items()))
         strategy.digests = {client: row.pop("digest") for client, row in rows.items()}
@@ -115,6 +117,7 @@ class Exchanges:
             "evaluation_bytes_up": log.bytes_up,
             "evaluation_bytes_down": log.bytes_down,
             **budgets.columns(),
+            "evaluated": len(rows),
             "evaluation_failures": len(log.failures),
             **strategy.evaluation_metrics(round, rows),
         }

@@ -49,9 +49,9 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
         columns = {**reports.of_exchange(round), **strategy.traffic(round), **columns}
         row: dict[str, Any] = {"round": number, "seconds": time.monotonic() - started, **columns}
 
-        # 5. Have all clients evaluate.
+        # 5. Have clients evaluate.
         failed = None
-        if round.evaluates or not strategy.participation.eligible(number + 1):
+        if round.evaluates or strategy.participation.is_last(number):
             try:
                 row |= _evaluated(exchanges, round)
             except TooFewReplies as error:

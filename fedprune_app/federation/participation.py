@@ -39,9 +39,21 @@ class Participation:
         return [k for k in sampled if luck[k] < self.config.drop_probability and k != last]
 
     def evaluates(self, round: int) -> bool:
-        """Whether all clients are evaluated after this round."""
+        """Whether clients are evaluated after this round, as far as this is known before it."""
         every = self.config.evaluate_every
         return round == self.config.num_server_rounds or bool(every and round % every == 0)
+
+    def is_last(self, round: int) -> bool:
+        """Whether no round follows this one: the run has all its rounds, or no privacy budget bears another."""
+        return round == self.config.num_server_rounds or not self.eligible(round + 1)
+
+    def evaluators(self, round: int) -> frozenset[int]:
+        """Return the clients that an evaluation after this round asks: all after the last one, else drawn ones."""
+        clients, count = list(self.clients), self.config.evaluate_clients
+        if count == 0 or self.is_last(round):
+            return frozenset(clients)
+        drawn = rng.numpy_generator(self.config.seed, "evaluate", round=round).permutation(len(clients))
+        return frozenset(clients[i] for i in drawn[:count])
 
     def round(self, number: int) -> Round:
         """Return the round of this number: the sampled who did not drop out take part in it."""

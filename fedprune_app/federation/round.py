@@ -84,7 +84,7 @@ class Round:
     sampled: tuple[int, ...]  # drawn from those whose privacy budget bears the round
     dropped: tuple[int, ...] = ()  # of the sampled, those who drop out
     participants: tuple[int, ...] = ()  # who is asked to train
-    evaluates: bool = False  # whether all clients are evaluated after the round
+    evaluates: bool = False  # whether clients are evaluated after the round
     log: RoundLog = field(default_factory=RoundLog, compare=False)
 
 

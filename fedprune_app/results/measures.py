@@ -550,6 +550,7 @@ MEASURES = Measures(
         Column("failure_reasons", recorded=_WHERE_MEASURED, kind=Kind.TEXTS),
         # FedSpaLLM: what was measured of each decoder layer, by its number
         Column("layers", recorded=_WHERE_MEASURED, kind=Kind.TABLE),
+        Column("evaluated", recorded=_WHERE_MEASURED),  # clients, see evaluate-clients
         Column("evaluation_failures", recorded=_WHERE_MEASURED, lost=Title("Evaluation failures", 30)),
         Column("perplexity_by_text", recorded=_WHERE_MEASURED, kind=Kind.TABLE),
         Column("evaluation_seconds", recorded=_WHERE_MEASURED),

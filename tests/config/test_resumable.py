@@ -20,6 +20,7 @@ def test_where_how_long_and_how_watched_a_run_is_may_change():
     assert changeable == {
         "num-server-rounds",
         "evaluate-every",
+        "evaluate-clients",
         "deadline-seconds",
         "startup-seconds",
         "min-clients",

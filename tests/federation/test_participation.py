@@ -1,0 +1,29 @@
+"""Who is asked to train and to evaluate follows from the seed and the round alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedprune_app.config import ConfigError, parse_config
+
+
+def test_between_the_first_and_the_last_evaluation_some_clients_are_drawn_anew_each_time(federate):
+    run = federate(system="subfedavg", evaluate_clients=2, num_server_rounds=4, local_epochs=1)
+    asked = [
+        {row["partition"] for row in run.clients if row["round"] == number and row.get("accuracy_personal") is not None}
+        for number in range(1, 5)
+    ]
+    assert [len(clients) for clients in asked] == [2, 2, 2, 6] == [row["evaluated"] for row in run.rounds]
+    assert len(set(map(frozenset, asked[:3]))) > 1
+    everybody = federate("all", system="subfedavg", num_server_rounds=4, local_epochs=1)
+    assert run.sha256 == everybody.sha256
+    assert [row["evaluated"] for row in everybody.rounds] == [6] * 4
+    of_client = {(row["round"], row["partition"]): row["accuracy_personal"] for row in everybody.clients}
+    for row in run.clients:
+        if row.get("accuracy_personal") is not None:
+            assert row["accuracy_personal"] == of_client[row["round"], row["partition"]]
+
+
+def test_an_evaluation_asks_as_many_as_it_needs():
+    with pytest.raises(ConfigError, match="evaluate-clients is 2, allowed: 0 or at least min-replies, 3"):
+        parse_config({"evaluate-clients": 2, "min-replies": 3})
