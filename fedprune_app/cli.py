@@ -43,12 +43,14 @@ app = typer.Typer(
 )
 _AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}  # paths and errors hold no markup
 console = Console(stderr=True, **_AS_IT_IS)
-_CORES = os.cpu_count() or 1
 _INTERRUPTED = 130
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
 Out = Annotated[Path, typer.Option("--out", help="The folder for the results.")]
-Workers = Annotated[int, typer.Option("--workers", help="How many clients train at the same time (ray).")]
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", help="How many processes hold clients (ray). By default one per GPU, or per CPU core."),
+]
 RayAddress = Annotated[str, typer.Option("--ray-address", help="Simulate on the Ray cluster at HOST:PORT.")]
 AcceptLoss = Annotated[
     bool, typer.Option("--accept-loss", help="With --resume, go on even if a damaged file changes the result.")
@@ -145,7 +147,7 @@ def run(
         int | None,
         typer.Option("--clients", help="How many clients to simulate: else 20, or as many as the resumed run has."),
     ] = None,
-    workers: Workers = _CORES,
+    workers: Workers = None,
     engine: Engine = "ray",
     ray_address: RayAddress = "",
     superlink: Annotated[
@@ -216,7 +218,7 @@ def sweep(
         int | None,
         typer.Option("--clients", help="How many clients to simulate: else as FILE.yaml says, or 20."),
     ] = None,
-    workers: Workers = _CORES,
+    workers: Workers = None,
     engine: Engine = "ray",
     ray_address: RayAddress = "",
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the sweep in --out stopped.")] = False,
@@ -491,7 +493,7 @@ def _meaning(option: Option) -> Group:
 @app.command()
 def demo(
     out: Out = Path("runs/demo"),
-    workers: Workers = _CORES,
+    workers: Workers = None,
     llm: Annotated[bool, typer.Option("--llm", help="Run FedSpaLLM on a small language model.")] = False,
     force: Force = False,
 ) -> None:

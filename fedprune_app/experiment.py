@@ -44,7 +44,7 @@ class Placement:
 
     engine: str = "ray"
     num_clients: int = 20
-    num_workers: int = os.cpu_count() or 1
+    num_workers: int | None = None  # by default one for each GPU; without a GPU, one for each CPU
     ray_address: str = ""  # "host:port" of a Ray cluster to use, in place of starting a Ray
     superlink: str = ""  # the name of a connection in Flower's own configuration, for real nodes
     nodes: tuple[Mapping[str, Scalar], ...] = ()  # node-configs of a deployment on this machine, instead of engine
@@ -71,7 +71,7 @@ class Placement:
         if self.ray_address:
             launch.check_ray_address(self.ray_address)
         for option, value in (("--clients", self.num_clients), ("--workers", self.num_workers)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise ConfigError(f"{option} is {value}, allowed: at least 1")
 
 
@@ -171,9 +171,10 @@ class Session:
         progress.say("starting clients")
         place, run_file = self.placement, folder / "run.json"
         before = launch.outcome_of(run_file)
-        values, gpus = config.to_dict(), _num_gpus(config)
+        values, gpus = config.to_dict(), _num_gpus(config, on_cluster=bool(place.ray_address))
+        num_workers = place.num_workers or gpus or os.cpu_count() or 1
         with launch.simulation(
-            self.app, values, place.num_clients, place.num_workers, gpus, place.ray_address, place.engine
+            self.app, values, place.num_clients, num_workers, gpus, place.ray_address, place.engine
         ) as simulation:
             if not launch.wait_for(simulation, run_file, progress.update):
                 raise _failure(folder, before, lambda: launch.last_line(simulation.log_file))
@@ -206,9 +207,10 @@ def _failure(folder: Path, before: tuple[str, int] | None, ask_flower: Callable[
     return LaunchError(str(error or told))
 
 
-def _num_gpus(config: Config) -> int:
-    if config.device == "cpu":
-        return 0
+def _num_gpus(config: Config, on_cluster: bool) -> int:
+    """Return the number of this machine's GPUs that may be used; 1 for those of a cluster, however many it has."""
+    if config.device == "cpu" or on_cluster:
+        return int(config.device != "cpu")
     import torch
 
     return torch.cuda.device_count()

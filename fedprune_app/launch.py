@@ -106,23 +106,23 @@ def simulation(
     config: Mapping[str, Scalar],
     num_clients: int,
     num_workers: int,
-    gpus: float,
+    gpus: int,
     ray_address: str = "",
     engine: str = "ray",
 ) -> Iterator[Simulation]:
     """Start a run of the app in the folder ``app`` with simulated clients, and end all of it when the block ends.
 
-    ``num_workers`` clients train at the same time. With ``ray_address`` ("host:port") as many train at the same time as
-    the Ray cluster there has CPUs. The ``engine`` is ``ray`` or ``flower``.
+    ``num_workers`` processes hold clients, and share this machine's ``gpus``. With ``ray_address`` ("host:port") there
+    are as many processes as the Ray cluster there has CPUs; if the cluster has GPUs and ``gpus`` is not 0, as many as
+    it has GPUs. The ``engine`` is ``ray`` or ``flower``.
     """
-    client: dict[str, float] = {"num_cpus": 1, "num_gpus": gpus / num_workers if gpus else 0.0}
-    own_ray = {} if ray_address else {"num_cpus": num_workers, "num_gpus": int(gpus)}
     settings = {
         "engine": engine,
         "app": str(app),
         "config": dict(config),
         "num-clients": num_clients,
-        "backend": {"client_resources": client, "init_args": {"log_to_driver": False, **own_ray}},
+        "gpus": gpus,
+        "workers": 0 if ray_address else num_workers,
     }
     # Ray's sockets are below this folder and their paths may have only 107 characters. So it is where Ray puts its own.
     place = Path(os.environ.get("RAY_TMPDIR", "/tmp"))

@@ -10,6 +10,7 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from fedprune_app import deploy, launch
+from fedprune_app.engine.simulation import Workers
 
 LOOPBACK = "localhost,127.0.0.1,::1"
 
@@ -81,3 +82,15 @@ def test_a_ray_of_our_own_has_another_token_each_time_whatever_the_user_has(monk
     tokens = {launch._ray_of_our_own(tmp_path)["RAY_AUTH_TOKEN"] for _ in range(2)}
     assert len(tokens) == 2
     assert all(len(token) == 64 for token in tokens)
+
+
+@pytest.mark.parametrize(("processes", "gpus"), [(1, 1), (3, 2), (7, 1), (6, 4), (2, 4), (97, 1), (5, 0)])
+def test_processes_find_room_on_the_gpus_that_they_share(processes, gpus):
+    share = Workers(processes, gpus).resources()["num_gpus"]
+    if not gpus:
+        assert share == 0
+        return
+    assert share == pytest.approx(round(share, 4), abs=1e-12)  # Ray rounds to that
+    on_each = int(1 / round(share, 4))
+    assert on_each * gpus >= processes
+    assert (on_each - 1) * gpus < processes  # no less than there is for each

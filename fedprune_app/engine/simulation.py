@@ -9,8 +9,10 @@ programs as its owner.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +25,45 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supercore.telemetry import EventType
 
+_RAY_GRAIN = 1e-4  # Ray rounds to it, and a rounded part might not fit
 # Flower's words around the real error:
 _NO_REASON = ("An error was encountered. Ending simulation.", "Simulation Runtime crashed.")
 
 
-def run(app: Path, config: dict[str, Any], num_clients: int, backend: dict[str, Any]) -> None:
+@dataclass(frozen=True)
+class Workers:
+    """The processes that hold clients: so many on a Ray of this machine's own, which share its ``gpus``.
+
+    With 0 processes they are on the user's cluster, as many as it has room for. ``gpus`` then says whether they use the
+    cluster's GPUs, if it has any: each process a whole one.
+    """
+
+    processes: int
+    gpus: int
+
+    def resources(self) -> dict[str, int | float]:
+        """Return what a process takes of Ray's CPUs and GPUs; on a cluster Ray has to be there already.
+
+        Processes that share a GPU take equal parts of it, so that each finds room on one GPU.
+        """
+        if self.processes:
+            parts = math.ceil(self.processes / self.gpus) if self.gpus else 0
+            return {"num_cpus": 1, "num_gpus": _RAY_GRAIN * (1 / _RAY_GRAIN // parts) if parts else 0.0}
+        import ray
+
+        cluster: Any = ray  # these functions have no types
+        return {"num_cpus": 1, "num_gpus": float(self.gpus > 0 and cluster.cluster_resources().get("GPU", 0) > 0)}
+
+    def init_args(self) -> dict[str, Any]:
+        """Return Ray's arguments."""
+        own = {"num_cpus": self.processes, "num_gpus": self.gpus} if self.processes else {}
+        return {"log_to_driver": False, **own}
+
+
+def run(app: Path, config: dict[str, Any], num_clients: int, workers: Workers) -> None:
     """Run the Flower app in the folder ``app`` with a run's ``config`` to its end, on a Grid of our own.
 
-    ``backend`` has ``init_args`` for Ray and ``client_resources``, as Flower's. Whatever ends the run is raised.
+    Whatever ends the run is raised.
     """
     import ray
     from flwr.serverapp import ServerApp
@@ -39,20 +72,20 @@ def run(app: Path, config: dict[str, Any], num_clients: int, backend: dict[str, 
     from fedprune_app.engine.ray_grid import RayGrid
 
     paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
-    ray.init(include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}}, **backend["init_args"])
-    one_machine = "address" not in backend["init_args"]
+    ray.init(include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}}, **workers.init_args())
     components = get_project_config(app)["tool"]["flwr"]["app"]["components"]
     fused = get_fused_config_from_dir(app, config)
-    grid = RayGrid(components["clientapp"], str(app), num_clients, fused, backend["client_resources"], one_machine)
+    grid = RayGrid(components["clientapp"], str(app), num_clients, fused, workers.resources(), workers.processes > 0)
     server_app: ServerApp = load_app(components["serverapp"], RuntimeError, app)
     grid.serve(server_app)
 
 
-def run_on_flower(app: Path, config: dict[str, Any], num_clients: int, backend: dict[str, Any]) -> None:
+def run_on_flower(app: Path, config: dict[str, Any], num_clients: int, workers: Workers) -> None:
     """Run the Flower app in the folder ``app`` with a run's ``config`` to its end, on Flower's own simulation.
 
-    ``backend`` is Flower's: ``init_args`` for Ray and ``client_resources``. Whatever ends the run is raised.
+    Whatever ends the run is raised.
     """
+    import ray
     from flwr.simulation.run_simulation import _run_simulation
 
     components = get_project_config(app)["tool"]["flwr"]["app"]["components"]
@@ -62,13 +95,17 @@ def run_on_flower(app: Path, config: dict[str, Any], num_clients: int, backend: 
     run.override_config = config
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = run.primary_task_id, run.run_id, SUPERLINK_NODE_ID
     fused = get_fused_config_from_dir(app, config)
+    if not workers.processes:
+        ray.init(**workers.init_args())  # to count; Flower connects anew
+    resources = workers.resources()
+    ray.shutdown()
     _run_simulation(
         num_supernodes=num_clients,
         exit_event=EventType.FLWR_SIMULATION_RUN_LEAVE,
         server_app_attr=components["serverapp"],
         client_app_attr=components["clientapp"],
         server_app_context=Context(run.run_id, SUPERLINK_NODE_ID, {}, RecordDict(), fused),
-        backend_config=backend,
+        backend_config={"client_resources": dict(resources), "init_args": workers.init_args()},
         app_dir=str(app),
         run=run,
         is_app=True,
@@ -83,7 +120,8 @@ def main() -> None:
     settings = json.loads(Path(sys.argv[1]).read_text())
     try:
         runs = run_on_flower if settings["engine"] == "flower" else run
-        runs(Path(settings["app"]), settings["config"], settings["num-clients"], settings["backend"])
+        workers = Workers(settings["workers"], settings["gpus"])
+        runs(Path(settings["app"]), settings["config"], settings["num-clients"], workers)
     except Exception as error:
         cause: BaseException = error
         while str(cause) in _NO_REASON and cause.__cause__ is not None:
