@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedprune_app.core.rng import generator
 from fedprune_app.learning.sgd import SGD
-from fedprune_app.models import ImageShape, build_model, prunable_names
+from fedprune_app.models.vision import ImageShape, build_model, prunable_names
 
 SHAPES: dict[str, ImageShape] = {
     "cnn-small": (1, 8, 8),

@@ -33,8 +33,8 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.data.splits import ClientData, client_data, data_config
 from fedprune_app.engine import wire
 from fedprune_app.engine.inprocess import quiet, run_in_process
+from fedprune_app.errors import LaunchError
 from fedprune_app.files import scratch_folder
-from fedprune_app.launch import LaunchError
 from fedprune_app.learning.training import TrainingResult
 from fedprune_app.models import vision
 from fedprune_app.privacy.audit import Evidence, Finding

@@ -30,7 +30,7 @@ from fedprune_app.config import (
     read_toml,
     toml_value,
 )
-from fedprune_app.launch import LaunchError, LeftGoing
+from fedprune_app.errors import LaunchError, LeftGoing
 
 if TYPE_CHECKING:
     from fedprune_app.experiment import Placement
@@ -89,7 +89,7 @@ def _placed(
     is refused where it would replace what fedprune did not write, unless ``force`` allows that. Where the folder is not
     on this machine (not ``is_here``), nothing is looked up here: the ServerApp then looks.
     """
-    from fedprune_app.registry import check_names
+    from fedprune_app.registry import check_names, check_system
     from fedprune_app.results.lock import is_held
     from fedprune_app.results.ownership import check_free, in_the_way
     from fedprune_app.results.recorder import holds_run
@@ -110,7 +110,7 @@ def _placed(
     config = check_names(parse_config({**values, "out-dir": str(folder)}))
     if before:
         check_resumable(before["config"], config)
-    return config
+    return check_system(config)
 
 
 def _accepting(loss: bool, resume: bool) -> dict[str, Scalar]:
@@ -161,8 +161,6 @@ def run(
 
     Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
     """
-    from fedprune_app.experiment import Placement
-
     if force and superlink:
         raise ConfigError("--force is given, allowed with --superlink: nothing; the folder is on the server")
     before = _recorded(out.expanduser().resolve(), superlink) if resume else None
@@ -174,6 +172,8 @@ def run(
     is_another = clients > known > 0 and not (before or {}).get("clients_left_out")
     if (clients < known or is_another) and not superlink:
         raise ConfigError(f"--clients is {clients}, allowed when resuming: {known}, as the run began")
+    from fedprune_app.experiment import Placement
+
     placement = Placement(engine, clients, workers, ray_address=ray_address, superlink=superlink)
     _run_once(placement, settings, out, force and not resume)
 
@@ -231,8 +231,6 @@ def sweep(
     Runs that have finished before are skipped.
     The tables are written as markdown, csv and LaTeX.
     """
-    from fedprune_app.demo import prepare_models
-    from fedprune_app.experiment import Placement, Session
     from fedprune_app.results.ownership import check_free, check_marked, clear_the_way, mark
     from fedprune_app.results.reader import load_run
     from fedprune_app.results.tables import TABLES, write_tables
@@ -248,6 +246,9 @@ def sweep(
         for cell in cells:
             if not cell.config.resume_from:
                 check_free(out / cell.name)
+    from fedprune_app.demo import prepare_models
+    from fedprune_app.experiment import Placement, Session
+
     placement = Placement(engine, clients or read.num_clients or 20, workers, ray_address=ray_address)
     left = [cell.config for cell in cells if not is_complete(out / cell.name, cell.config)]
     prepare_models(left, console)
@@ -400,14 +401,14 @@ def audit(
     from fedprune_app.audit import audit as run_audit
     from fedprune_app.files import replace_file
     from fedprune_app.privacy.audit import JSON_KEYS
-    from fedprune_app.registry import check_names
+    from fedprune_app.registry import check_system
     from fedprune_app.results.ownership import check_json_file
 
     files = [Path(text) for text in settings if "=" not in text]
     if len(files) > 1:
         raise ConfigError(f"{str(files[1])!r} is a second file, allowed: one run-config file, then KEY=VALUE")
     values = _values(files[0] if files else None, [text for text in settings if "=" in text])
-    config = check_names(parse_config(values))
+    config = check_system(parse_config(values))
     question = Question(canaries, guesses, delta, confidence, client, clients, without_noise)
     if json_file is not None and not force:
         check_json_file(json_file.expanduser().resolve(), JSON_KEYS)
@@ -440,10 +441,8 @@ def list_(
     ] = False,
 ) -> None:
     """List the systems, datasets, partitions and models that there are to choose."""
-    from fedprune_app.data.datasets import DATASETS
-    from fedprune_app.data.partitions import PARTITIONS
-    from fedprune_app.data.text import TEXTS
-    from fedprune_app.models.vision import MODELS
+    from fedprune_app.data.names import DATASETS, PARTITIONS, TEXTS
+    from fedprune_app.models.names import MODELS
     from fedprune_app.registry import SYSTEMS
 
     kinds = {

@@ -21,7 +21,7 @@ from fedprune_app.engine import wire
 from fedprune_app.engine.ray_actors import adapt_simulation
 from fedprune_app.engine.simulated import is_simulated
 from fedprune_app.node_policy import POLICY_FILE, ledger_folder, read_policy
-from fedprune_app.registry import SYSTEMS, check_names
+from fedprune_app.registry import SYSTEMS, check_system
 from fedprune_app.run_folder import client_state_folder
 
 log = logging.getLogger("flwr.fedprune")
@@ -58,7 +58,7 @@ def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any])
         own["dp.secure-rng"] = True
     config = policy.over(parse_config({**run_config, **own}))
     policy.check(config)
-    return check_names(config), policy
+    return check_system(config), policy
 
 
 def make_client(context: Context, message: Message, kind: type[AnyNode] | None = None) -> AnyNode:

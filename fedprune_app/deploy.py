@@ -37,8 +37,9 @@ from fedprune_app import launch
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.engine.superlink import CREDENTIALS, SECRET_VARIABLE, credentials
 from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
+from fedprune_app.errors import LaunchError
 from fedprune_app.files import SharedFolderError, replace_file
-from fedprune_app.launch import LaunchError, Link
+from fedprune_app.launch import Link
 from fedprune_app.results.ownership import mark
 
 _VALID_DAYS = 365

@@ -28,8 +28,9 @@ from fedprune_app.config import Config, ConfigError, Scalar, refused
 from fedprune_app.deploy import local_deployment
 from fedprune_app.engine.store import exclusive
 from fedprune_app.engine.watchdog import take_refusal
+from fedprune_app.errors import LaunchError, LeftGoing
 from fedprune_app.files import scratch_folder
-from fedprune_app.launch import LaunchError, LeftGoing, Link
+from fedprune_app.launch import Link
 from fedprune_app.results import measures
 from fedprune_app.results.recorder import write_info
 

@@ -33,9 +33,10 @@ from fedprune_app.core.structured import gather
 from fedprune_app.data.datasets import Dataset, load_dataset
 from fedprune_app.engine.store import State, checkpoint_store, client_store, owner, read_tensors, state_folder
 from fedprune_app.files import replace_file
-from fedprune_app.models.initial import channels_of, chosen_name, initial_model
+from fedprune_app.models.initial import channels_of, initial_model
+from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import load_state_tensors, parameter_names, prunable_names, state_tensors
-from fedprune_app.registry import SYSTEMS, check_names
+from fedprune_app.registry import SYSTEMS, check_system
 from fedprune_app.results.load import ExportInfo, encode_export, full_density, network_of, num_parameters
 from fedprune_app.results.reader import read_info
 
@@ -125,7 +126,7 @@ def find_model(run: Path, client: int | None, *, state_dir: str = "", data_dir: 
     info = read_info(run)
     if info["status"] != "completed":
         raise ValueError(f"run {str(run)!r} is {info['status']}, allowed: a completed run")
-    config = check_names(parse_config(info["config"]))
+    config = check_system(parse_config(info["config"]))
     if SYSTEMS[config.system].data != "images":
         raise ValueError(
             f"run {str(run)!r} is of {config.system}, allowed: of images; its models/ are ready as they are"

@@ -33,6 +33,7 @@ import fedprune_app
 import strategies
 from fedprune_app.config import DEFAULTS, ConfigError, Scalar, to_toml
 from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
+from fedprune_app.errors import LaunchError
 from fedprune_app.files import appending
 from fedprune_app.results.recorder import GIT_VARIABLE, git_hash
 
@@ -49,14 +50,6 @@ _PATIENCE = 5  # so many questions in a row may stay unanswered
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _LINGER_SECONDS = 10.0
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-
-
-class LaunchError(RuntimeError):
-    """The run could not be started or did not complete; the message is one line for the user."""
-
-
-class LeftGoing(LaunchError):
-    """The run goes on without this process, on machines not ours; the message says how to see and stop the run."""
 
 
 @dataclass(frozen=True)

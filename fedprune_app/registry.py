@@ -5,111 +5,122 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from clients.dispfl import DisPFLClient
-from clients.ditto import DittoClient
-from clients.dpsgd import DPSGDClient
-from clients.dpsgd_ft import DPSGDFTClient
-from clients.fedavg import FedAvgClient
-from clients.fedavg_ft import FedAvgFTClient
-from clients.fedcr import FedCRClient
-from clients.fedfomo import FedFomoClient
-from clients.fedltp import FedLTPClient
-from clients.fedp3 import FedP3Client
-from clients.fedprox import FedProxClient
-from clients.fedspa import FedSPAClient
-from clients.fedspallm import FedSpaLLMClient
-from clients.fjord import FjORDClient
-from clients.ldp_fedp3 import LDPFedP3Client
-from clients.lg_fedavg import LGFedAvgClient
-from clients.mtl import MTLClient
-from clients.node import Node
-from clients.standalone import StandaloneClient
-from clients.subfedavg import SubFedAvgClient
-from clients.subfedavg_hy import SubFedAvgHyClient
 from fedprune_app.config import Config, ConfigError
-from fedprune_app.data.datasets import DATASETS
-from fedprune_app.data.partitions import PARTITIONS
-from fedprune_app.data.text import TEXTS
-from fedprune_app.models.initial import chosen_name
-from fedprune_app.models.vision import MODELS, architecture
-from strategies.base import FederatedStrategy
-from strategies.dispfl import DisPFL
-from strategies.ditto import Ditto
-from strategies.dpfed import DPFed
-from strategies.dpsgd import DPSGD
-from strategies.dpsgd_ft import DPSGDFT
-from strategies.fedavg import FedAvg
-from strategies.fedavg_ft import FedAvgFT
-from strategies.fedcr import FedCR
-from strategies.fedfomo import FedFomo
-from strategies.fedltp import FedLTP
-from strategies.fedp3 import FedP3
-from strategies.fedprox import FedProx
-from strategies.fedspa import FedSPA
-from strategies.fedspallm import FedSpaLLM
-from strategies.fjord import FjORD
-from strategies.ldp_fedp3 import LDPFedP3
-from strategies.lg_fedavg import LGFedAvg
-from strategies.mtl import MTL
-from strategies.standalone import Standalone
-from strategies.subfedavg import SubFedAvg
-from strategies.subfedavg_hy import SubFedAvgHy
+from fedprune_app.data.names import DATASETS, PARTITIONS, TEXTS
+from fedprune_app.models.names import MODELS, chosen_name
+
+if TYPE_CHECKING:
+    from clients.node import Node
+    from strategies.base import FederatedStrategy
 
 
 @dataclass(frozen=True)
 class System:
-    """A system has a server half, a client half, and one line for ``fedprune list``."""
+    """A system has a server half, a client half, and one line for ``fedprune list``.
 
-    strategy: type[FederatedStrategy]
-    client: type[Node[Any]]
+    The halves are named as ``module:class`` below ``strategies`` and ``clients``. They are imported when they are asked
+    for, because that takes seconds and a process needs one system at most.
+    """
+
+    server_half: str
+    client_half: str
     summary: str
     data: str = "images"  # or "text"
 
+    @property
+    def strategy(self) -> type[FederatedStrategy]:
+        """The class of the server half."""
+        found: type[FederatedStrategy] = resolve_name(f"strategies.{self.server_half}")
+        return found
+
+    @property
+    def client(self) -> type[Node[Any]]:
+        """The class of the client half."""
+        found: type[Node[Any]] = resolve_name(f"clients.{self.client_half}")
+        return found
+
 
 SYSTEMS: dict[str, System] = {
-    "subfedavg": System(SubFedAvg, SubFedAvgClient, "Sub-FedAvg (Un): each client prunes its own sub-network"),
-    "subfedavg-hy": System(
-        SubFedAvgHy, SubFedAvgHyClient, "Sub-FedAvg (Hy): channels are removed, linear layers pruned"
+    "subfedavg": System(
+        "subfedavg:SubFedAvg", "subfedavg:SubFedAvgClient", "Sub-FedAvg (Un): each client prunes its own sub-network"
     ),
-    "dispfl": System(DisPFL, DisPFLClient, "Dis-PFL: sparse personal models gossip with neighbours, masks evolve"),
-    "fedp3": System(FedP3, FedP3Client, "FedP3: clients train some layers, get the others pruned, send only theirs"),
+    "subfedavg-hy": System(
+        "subfedavg_hy:SubFedAvgHy",
+        "subfedavg_hy:SubFedAvgHyClient",
+        "Sub-FedAvg (Hy): channels are removed, linear layers pruned",
+    ),
+    "dispfl": System(
+        "dispfl:DisPFL", "dispfl:DisPFLClient", "Dis-PFL: sparse personal models gossip with neighbours, masks evolve"
+    ),
+    "fedp3": System(
+        "fedp3:FedP3", "fedp3:FedP3Client", "FedP3: clients train some layers, get the others pruned, send only theirs"
+    ),
     "ldp-fedp3": System(
-        LDPFedP3, LDPFedP3Client, "LDP-FedP3: private local steps, each client sends its share of a random permutation"
+        "ldp_fedp3:LDPFedP3",
+        "ldp_fedp3:LDPFedP3Client",
+        "LDP-FedP3: private local steps, each client sends its share of a random permutation",
     ),
     "fedltp": System(
-        FedLTP, FedLTPClient, "Fed-LTP: a ticket from public data, sparse DP-SGD, noised validation of every round"
+        "fedltp:FedLTP",
+        "fedltp:FedLTPClient",
+        "Fed-LTP: a ticket from public data, sparse DP-SGD, noised validation of every round",
     ),
     "fedspallm": System(
-        FedSpaLLM, FedSpaLLMClient, "FedSpaLLM: clients prune a language model's layers with private text", "text"
+        "fedspallm:FedSpaLLM",
+        "fedspallm:FedSpaLLMClient",
+        "FedSpaLLM: clients prune a language model's layers with private text",
+        "text",
     ),
-    "fedavg": System(FedAvg, FedAvgClient, "FedAvg: one dense global model, averaged by sample counts"),
-    "dpfed": System(DPFed, FedAvgClient, "DP-Fed: FedAvg with DP-SGD, and a plain mean of the updates"),
-    "fedspa": System(FedSPA, FedSPAClient, "Fed-SPA: DP-SGD on random coordinates, an accelerated server"),
-    "fedavg-ft": System(FedAvgFT, FedAvgFTClient, "FedAvg-FT: FedAvg's model, fine-tuned by every client"),
-    "dpsgd": System(DPSGD, DPSGDClient, "D-PSGD: decentralised FedAvg, judged by the consensus model"),
-    "dpsgd-ft": System(DPSGDFT, DPSGDFTClient, "D-PSGD-FT: D-PSGD's consensus model, fine-tuned by every client"),
-    "ditto": System(Ditto, DittoClient, "Ditto: FedAvg, and a personal model each that is pulled towards it"),
-    "fedfomo": System(FedFomo, FedFomoClient, "FedFomo: each client moves towards those models that help it"),
-    "fedprox": System(FedProx, FedProxClient, "FedProx: FedAvg with a proximal term in the local loss"),
+    "fedavg": System(
+        "fedavg:FedAvg", "fedavg:FedAvgClient", "FedAvg: one dense global model, averaged by sample counts"
+    ),
+    "dpfed": System(
+        "dpfed:DPFed", "fedavg:FedAvgClient", "DP-Fed: FedAvg with DP-SGD, and a plain mean of the updates"
+    ),
+    "fedspa": System(
+        "fedspa:FedSPA", "fedspa:FedSPAClient", "Fed-SPA: DP-SGD on random coordinates, an accelerated server"
+    ),
+    "fedavg-ft": System(
+        "fedavg_ft:FedAvgFT", "fedavg_ft:FedAvgFTClient", "FedAvg-FT: FedAvg's model, fine-tuned by every client"
+    ),
+    "dpsgd": System("dpsgd:DPSGD", "dpsgd:DPSGDClient", "D-PSGD: decentralised FedAvg, judged by the consensus model"),
+    "dpsgd-ft": System(
+        "dpsgd_ft:DPSGDFT", "dpsgd_ft:DPSGDFTClient", "D-PSGD-FT: D-PSGD's consensus model, fine-tuned by every client"
+    ),
+    "ditto": System(
+        "ditto:Ditto", "ditto:DittoClient", "Ditto: FedAvg, and a personal model each that is pulled towards it"
+    ),
+    "fedfomo": System(
+        "fedfomo:FedFomo", "fedfomo:FedFomoClient", "FedFomo: each client moves towards those models that help it"
+    ),
+    "fedprox": System(
+        "fedprox:FedProx", "fedprox:FedProxClient", "FedProx: FedAvg with a proximal term in the local loss"
+    ),
     "fedcr": System(
-        FedCR, FedCRClient, "FedCR: a variational encoder for all, drawn to a Gaussian per class; own heads"
+        "fedcr:FedCR",
+        "fedcr:FedCRClient",
+        "FedCR: a variational encoder for all, drawn to a Gaussian per class; own heads",
     ),
-    "fjord": System(FjORD, FjORDClient, "FjORD: ordered dropout, nested sub-networks of leading units"),
-    "lg-fedavg": System(LGFedAvg, LGFedAvgClient, "LG-FedAvg: lower layers stay local, upper ones are averaged"),
-    "mtl": System(MTL, MTLClient, "MTL: own models, and a learnt covariance of clients between them (a surrogate)"),
-    "standalone": System(Standalone, StandaloneClient, "Standalone (Local): every client trains alone"),
+    "fjord": System("fjord:FjORD", "fjord:FjORDClient", "FjORD: ordered dropout, nested sub-networks of leading units"),
+    "lg-fedavg": System(
+        "lg_fedavg:LGFedAvg", "lg_fedavg:LGFedAvgClient", "LG-FedAvg: lower layers stay local, upper ones are averaged"
+    ),
+    "mtl": System(
+        "mtl:MTL", "mtl:MTLClient", "MTL: own models, and a learnt covariance of clients between them (a surrogate)"
+    ),
+    "standalone": System(
+        "standalone:Standalone", "standalone:StandaloneClient", "Standalone (Local): every client trains alone"
+    ),
 }
 
 
-@lru_cache(maxsize=16)  # a client checks its run's configuration with every message
 def check_names(config: Config) -> Config:
-    """Return ``config`` if everything that it names is registered.
+    """Return ``config`` if all that it names is registered, else raise :class:`ConfigError`; nothing is imported.
 
-    Otherwise :class:`ConfigError` is raised.
+    The model and the partition of a run with texts are looked up when they are opened.
     """
     allowed: dict[str, Mapping[str, object]] = {
         "system": SYSTEMS,
@@ -119,23 +130,30 @@ def check_names(config: Config) -> Config:
         "model": {"auto": "", **MODELS},
     }
     system = SYSTEMS.get(config.system)
-    if system and config.dp.enabled and (reason := system.client.why_not_private(config)):
-        raise ConfigError(reason)
-    if system and config.robust != "none" and not system.strategy.averages:
-        raise ConfigError(
-            f"robust is {config.robust!r}, allowed with system {config.system!r}: none; its server averages no models"
-        )
     if system and system.data == "text":
         if config.dataset not in TEXTS:
             texts = ", ".join(TEXTS)
             raise ConfigError(f"dataset is {config.dataset!r}, allowed with system {config.system!r}: {texts}")
-        return config  # its model is a folder or a hub name, looked up when it is opened
+        return config
     values = config.to_dict()
     for key, names in allowed.items():
         value = values[key]
         if value not in names:
             raise ConfigError(f"{key} is {value!r}, allowed: {', '.join(names)}")
-    if config.dp.enabled:
+    return config
+
+
+@lru_cache(maxsize=16)  # a client checks its run's configuration with every message
+def check_system(config: Config) -> Config:
+    """Return ``config`` if its names are registered and its system can run so, else raise :class:`ConfigError`."""
+    system = SYSTEMS[check_names(config).system]
+    if config.dp.enabled and (reason := system.client.why_not_private(config)):
+        raise ConfigError(reason)
+    if config.robust != "none" and not system.strategy.averages:
+        raise ConfigError(
+            f"robust is {config.robust!r}, allowed with system {config.system!r}: none; its server averages no models"
+        )
+    if config.dp.enabled and system.data != "text":
         _check_private(config)
     return config
 
@@ -152,6 +170,10 @@ def _check_private(config: Config) -> None:
             f"test-split is {config.test_split!r}, allowed with dp.enabled: 'holdout' (with dp.accuracies 'none' "
             "every split); the labels that a client trains on decide what it is tested on, so an accuracy tells them"
         )
+    from torch import nn
+
+    from fedprune_app.models.vision import architecture
+
     name = chosen_name(config.model, config.dataset)
     layers = architecture(name, (3, 64, 64), 2).modules()  # the size of the images does not matter here
     if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in layers):

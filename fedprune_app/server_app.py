@@ -19,7 +19,7 @@ from fedprune_app.engine.watchdog import tell_launcher, watch_launcher
 from fedprune_app.federation.clients import Roster
 from fedprune_app.federation.registration import register_clients
 from fedprune_app.federation.round import RunContext
-from fedprune_app.registry import SYSTEMS, check_names
+from fedprune_app.registry import SYSTEMS, check_system
 from fedprune_app.results.reader import file_sha256, marks_of, read_info
 from fedprune_app.results.recorder import Recorder, Status
 from fedprune_app.resuming import Choice
@@ -37,7 +37,7 @@ def main(grid: Grid, context: Context) -> None:
     folder = None
     try:
         # A wrong setting raises here, before anything is written.
-        config = check_names(parse_config(context.run_config))
+        config = check_system(parse_config(context.run_config))
         torch.set_num_threads(config.num_threads)
         folder = run_folder(config, context.run_id)
         log.info("run folder: %s", folder)

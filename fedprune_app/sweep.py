@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from fedprune_app.config import OPTIONS, Config, ConfigError, Scalar, check_resumable, flatten, parse_config
-from fedprune_app.registry import check_names
+from fedprune_app.registry import check_names, check_system
 from fedprune_app.results.reader import read_info
 from fedprune_app.results.recorder import holds_run
 
@@ -55,6 +55,8 @@ class Matrix:
             if resume and holds_run(folder):
                 place["resume-from"] = str(folder)
             cells.append(Cell(name, check_names(parse_config({**values, **overrides, **place}))))
+        for cell in cells:  # when all names are right, since this imports the systems
+            check_system(cell.config)
         return cells
 
 

@@ -10,7 +10,8 @@ from clients.fedspallm import language_model, perplexities
 from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, TextClientInfo
 from fedprune_app.federation.round import RunContext
 from fedprune_app.learning.device import device_of
-from fedprune_app.models.initial import chosen_name, initial_model, shared_names
+from fedprune_app.models.initial import initial_model, shared_names
+from fedprune_app.models.names import chosen_name
 from fedprune_app.models.saving import PrunedLayers, write_checkpoint, write_packed
 from fedprune_app.models.vision import prunable_names, state_tensors
 from fedprune_app.registry import SYSTEMS

@@ -22,7 +22,8 @@ from fedprune_app.learning.hooks import adam
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
 from fedprune_app.models import vision
-from fedprune_app.models.initial import chosen_name, initial_model
+from fedprune_app.models.initial import initial_model
+from fedprune_app.models.names import chosen_name
 
 log = logging.getLogger("flwr.fedprune")
 

@@ -232,3 +232,28 @@ def test_numbers_in_a_matrix_are_read_as_in_yaml_1_2(tmp_path):
     (tmp_path / "m.yaml").write_text("systems: [fedavg]\ncommon: {learning-rate: 1e-4, weight-decay: 5E-4}")
     config = read_matrix(tmp_path / "m.yaml").cells(tmp_path, {}, resume=False)[0].config
     assert (config.learning_rate, config.weight_decay) == (1e-4, 5e-4)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["list"],
+        ["list", "--keys"],
+        ["run", "densty=0.1"],
+        ["run", "system=FedAvg"],
+        ["sweep", "matrix.yaml", "lr=1"],
+        ["report", "nowhere"],
+    ],
+)
+def test_what_needs_no_network_is_answered_before_torch_and_flower_are_imported(arguments, tmp_path):
+    (tmp_path / "matrix.yaml").write_text("systems: [fedavg]\ndatasets: [digits]\nseeds: [0]\n")
+    program = (
+        "import sys\n"
+        "from fedprune_app.cli import main\n"
+        f"sys.argv = ['fedprune', *{arguments}]\n"
+        "try:\n    main()\n"
+        "finally:\n    print('heavy:', *sorted({'torch', 'flwr', 'ray', 'pandas'} & sys.modules.keys()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.splitlines()[-1] == "heavy:", done.stderr

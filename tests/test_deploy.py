@@ -36,8 +36,8 @@ from fedprune_app.deploy import (
     valid_until,
 )
 from fedprune_app.engine.simulated import answering_in_simulation
+from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
-from fedprune_app.launch import LaunchError
 
 
 def test_a_certificate_is_for_its_hosts_and_signed_by_the_authority(tmp_path):

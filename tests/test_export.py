@@ -22,7 +22,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.engine.store import VersionedStore, read_tensors, write_tensors
-from fedprune_app.models import build_model, load_state_tensors
+from fedprune_app.models.vision import build_model, load_state_tensors
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.load import load_model, read_export_info
 from fedprune_app.results.recorder import write_info

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.data.errors import FileError
+from fedprune_app.data.names import DATASETS
 from fedprune_app.data.partitions import stratified_holdout
 from fedprune_app.files import replacing
 
@@ -33,18 +34,6 @@ if TYPE_CHECKING:
 Images = NDArray[np.uint8]
 Labels = NDArray[np.int64]
 Split = tuple[Images, Labels]
-
-DATASETS: dict[str, str] = {
-    "digits": "8x8 grey digits, 10 classes, 1,797 images; comes with scikit-learn, needs no data-dir",
-    "mnist": "28x28 grey digits, 10 classes, 60,000 + 10,000",
-    "fashion-mnist": "28x28 grey clothing, 10 classes, 60,000 + 10,000",
-    "emnist-digits": "28x28 grey digits, 10 classes, 240,000 + 40,000",
-    "emnist-letters": "28x28 grey letters, 26 classes, 124,800 + 20,800",
-    "cifar10": "32x32 colour photographs, 10 classes, 50,000 + 10,000; binary version or image folder",
-    "cifar100": "32x32 colour photographs, 100 classes, 50,000 + 10,000; binary version",
-    "tiny-imagenet": "64x64 colour photographs, 200 classes, 100,000 + 10,000 (its validation set)",
-    "image-folder": "your own: data-dir/train/<class>/* and data-dir/test/<class>/*, images of one size",
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +77,7 @@ def load_dataset(
     needs_test: bool = True,
     public_scale: bool = False,
 ) -> Dataset:
-    """Load the dataset of a name in :data:`DATASETS`, once per process.
+    """Load the dataset of a name in :data:`fedprune_app.data.names.DATASETS`, once per process.
 
     * ``data_dir`` is the folder of its files (unused for digits).
     * With ``download`` missing files are fetched into this folder.

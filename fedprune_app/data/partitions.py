@@ -15,13 +15,6 @@ from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
 
-PARTITIONS: dict[str, str] = {
-    "iid": "shuffled and dealt out evenly",
-    "shards": "sorted by label, cut into shards, a few shards per client (McMahan et al.; Sub-FedAvg)",
-    "classes": "a fixed number of classes per client, equal volumes (FedP3's class-wise, Dis-PFL's pathological)",
-    "dirichlet-class": "each class split over the clients by a Dirichlet draw, unequal volumes (Fed-LTP)",
-    "dirichlet-client": "each client draws its label preferences, equal volumes (Dis-PFL, FedP3)",
-}
 
 _MAX_DRAWS = 1000
 

@@ -20,6 +20,7 @@ from fedprune_app.config import Config, class_names
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.data import partitions
 from fedprune_app.data.datasets import Dataset, Labels, load_dataset
+from fedprune_app.data.names import PARTITIONS
 from fedprune_app.data.partitions import Indices
 
 CLASS_ASSIGNMENTS = ("cyclic", "random")
@@ -72,7 +73,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for key, value, allowed in (
-            ("partition", self.partition, partitions.PARTITIONS),
+            ("partition", self.partition, PARTITIONS),
             ("class-assignment", self.class_assignment, CLASS_ASSIGNMENTS),
             ("test-split", self.test_split, TEST_SPLITS),
         ):

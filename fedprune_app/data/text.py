@@ -19,10 +19,6 @@ from torch import Tensor
 from fedprune_app.core import rng
 from fedprune_app.data.errors import FileError
 
-TEXTS = {
-    "stdlib": "the Python standard library's sources; clients hold packages of their own",
-    "text": "files in data-dir: calibration/*.txt (a document each) or *.jsonl (one per line), and test/* likewise",
-}
 Encoder = Callable[[str], Tensor]
 """An encoder maps a text to its token ids (tokens,)."""
 

@@ -12,20 +12,8 @@ from fedprune_app.core.flops import forward_flops
 from fedprune_app.core.rng import generator
 from fedprune_app.core.structured import ChannelGroup
 from fedprune_app.models.channels import channel_groups
+from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import architecture, buffer_names, build_model, parameter_names
-
-AUTO = {
-    "digits": "cnn-small",
-    "mnist": "cnn5",
-    "fashion-mnist": "cnn5",
-    "emnist-letters": "cnn5",
-    "emnist-digits": "cnn5",
-    "cifar10": "lenet5",
-    "cifar100": "lenet5",
-    "tiny-imagenet": "lenet5",
-    "image-folder": "lenet5",
-}
-"""The network that ``model = "auto"`` means, by dataset: the papers' network where they name one."""
 
 
 def initial_model(
@@ -43,11 +31,6 @@ def _initial_model(
     name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int, init: str, seed: int
 ) -> nn.Module:
     return build_model(chosen_name(name, dataset), image_shape, num_classes, rng=generator(seed, "init"), init=init)
-
-
-def chosen_name(name: str, dataset: str) -> str:
-    """Return the name of the network that the key ``model`` means."""
-    return AUTO[dataset] if name == "auto" else name
 
 
 @lru_cache(maxsize=2)

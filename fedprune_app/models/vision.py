@@ -12,33 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from fedprune_app.models.names import MODELS
 from fedprune_app.models.variational import LATENT, Prior, Variational
 
 ImageShape = tuple[int, int, int]  # (channels, height, width)
 
-MODELS: dict[str, str] = {
-    "lenet5": "LeNet-5 of Sub-FedAvg: conv 6, 16 (5x5), fc 120, 84; 62,006 parameters on 3x32x32, 10 classes",
-    "lenet5-bn": "LeNet-5 with batch normalisation after each convolution (Sub-FedAvg hybrid)",
-    "cnn5": "CNN of Sub-FedAvg: conv 10, 20 (5x5), fc 50; 21,840 parameters on 1x28x28, 10 classes",
-    "cnn5-bn": "cnn5 with batch normalisation after each convolution",
-    "cnn-small": "conv 16, 32 (3x3, padded), one linear layer; 6,090 parameters on 1x8x8, 10 classes",
-    "cnn-small-bn": "cnn-small with batch normalisation after each convolution",
-    "cnn-gn": "conv 16 (stride 2), 32, 64 (3x3) with group normalisation; 34,058 parameters on 3x32x32, 10 classes",
-    "cnn-fedp3": "CNN of FedP3: conv 64, 64 (5x5), fc 1024, 1024; 2,806,602 parameters on 3x32x32, 10 classes",
-    "cnn-fedp3-fmnist": "CNN of FedP3's code: conv 4, 12 (5x5), fc 1024, 1024; 1,258,798 parameters on 1x28x28",
-    "cnn-fedltp-mnist": "model 1 of Fed-LTP: conv 10, 20 (5x5), fc 320; 111,210 parameters on 1x28x28, 10 classes",
-    "cnn-fedltp-fmnist": "model 2 of Fed-LTP: conv 32, 64 (3x3), fc 512; 843,658 parameters on 1x28x28, 10 classes",
-    "mlp3": "MLP of FedP3's code: fc 1024, 1024; 1,863,690 parameters on 1x28x28, 10 classes",
-    "mlp4": "MLP of FedP3: fc 1024, 1024, 1024; 2,913,290 parameters on 1x28x28, 10 classes",
-    "cnn-fedp3-cr": "cnn-fedp3 for FedCR: a Gaussian code of 256 before the last layer; 3,323,722 parameters",
-    "cnn-fedp3-fmnist-cr": "cnn-fedp3-fmnist for FedCR",
-    "mlp4-cr": "mlp4 for FedCR",
-    "cnn-small-cr": "cnn-small for FedCR",
-    "resnet18-gn": "ResNet-18 of Dis-PFL: 3x3 stem, group normalisation; 11,173,962 parameters on 3x32x32, 10 classes",
-    "resnet18-bn": "the same with batch normalisation (Sub-FedAvg hybrid)",
-    "vgg11-gn": "VGG-11 of Dis-PFL: group normalisation, one linear layer; 9,231,114 parameters on 3x32x32, 10 classes",
-    "vgg11-bn": "the same with batch normalisation (Sub-FedAvg hybrid)",
-}
 _LENET5: dict[str, Any] = {"channels": (6, 16), "hidden": (120, 84)}
 _CNN5: dict[str, Any] = {"channels": (10, 20), "hidden": (50,)}
 _CNN_SMALL: dict[str, Any] = {"channels": (16, 32), "kernel_size": 3, "padding": 1}

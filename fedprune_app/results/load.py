@@ -35,7 +35,8 @@ from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import Unsealed, check_json, sealed_json
 from fedprune_app.core.structured import ChannelGroup, Slice, shrink
-from fedprune_app.models.vision import MODELS, architecture, load_state_tensors, named_tensors, parameter_names
+from fedprune_app.models.names import MODELS
+from fedprune_app.models.vision import architecture, load_state_tensors, named_tensors, parameter_names
 
 log = logging.getLogger("flwr.fedprune")
 FORMAT = 1

@@ -18,7 +18,7 @@ from fedprune_app.config import (
     to_toml,
     written_below,
 )
-from fedprune_app.registry import check_names
+from fedprune_app.registry import check_system
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.name)
 def test_every_config_file_is_valid(path):
     expected = {"quickstart": "subfedavg"}.get(path.stem, path.stem)
-    assert check_names(parse_config(read_toml(path))).system == expected
+    assert check_system(parse_config(read_toml(path))).system == expected
 
 
 def test_parsing_the_flat_form_gives_the_configuration_back():
@@ -68,7 +68,7 @@ def test_a_list_of_one_number_may_come_as_a_number():
 )
 def test_a_wrong_value_is_one_line_that_names_key_value_and_what_is_allowed(key, value, says):
     with pytest.raises(ConfigError) as caught:
-        check_names(parse_config({key: value}))
+        check_system(parse_config({key: value}))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 

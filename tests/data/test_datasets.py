@@ -12,8 +12,9 @@ import pytest
 from PIL import Image
 
 from fedprune_app.data import datasets
-from fedprune_app.data.datasets import DATASETS, load_dataset
+from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.errors import FileError
+from fedprune_app.data.names import DATASETS
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import torch
 
 from fedprune_app.data import splits
 from fedprune_app.data.datasets import Dataset, load_dataset
-from fedprune_app.data.partitions import PARTITIONS
+from fedprune_app.data.names import PARTITIONS
 from fedprune_app.data.splits import TEST_SPLITS, ClientData, DataConfig, client_data, label_counts, partition_indices
 
 CLIENTS = 10

@@ -17,7 +17,7 @@ import typer
 
 from fedprune_app import cli
 from fedprune_app.config import parse_config, read_toml
-from fedprune_app.registry import check_names
+from fedprune_app.registry import check_system
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -165,7 +165,7 @@ class Checker:
 
             _parse(typer.main.get_command(app), "flwr", arguments)
         if "--run-config" in arguments:
-            check_names(parse_config(read_toml(Path(arguments[arguments.index("--run-config") + 1]))))
+            check_system(parse_config(read_toml(Path(arguments[arguments.index("--run-config") + 1]))))
 
 
 def _is_dir(real: Any) -> Any:

@@ -16,9 +16,9 @@ from fedprune_app import client_app
 from fedprune_app.config import parse_config
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State, VersionedStore
+from fedprune_app.errors import LaunchError
 from fedprune_app.experiment import Placement, Session
 from fedprune_app.files import append_lines
-from fedprune_app.launch import LaunchError
 from fedprune_app.privacy.accounting import Steps
 from fedprune_app.privacy.ledger import Ledger
 from tests.conftest import Finished, wrapped_app

@@ -27,7 +27,7 @@ from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
 from fedprune_app.experiment import Placement, Session
 from fedprune_app.privacy.ledger import Ledger
-from fedprune_app.registry import check_names
+from fedprune_app.registry import check_system
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.tables import group_runs, markdown, perplexity_rows
 from tests.models.tiny_llm import text_folder, tiny_byte_model
@@ -240,7 +240,7 @@ def test_a_folder_with_a_class_that_the_run_does_not_name_is_left_out(own, folde
 )
 def test_classes_that_cannot_be_are_refused(settings, allowed):
     with pytest.raises(ConfigError, match=rf"^classes is .*allowed.*: {allowed}$"):
-        check_names(parse_config(settings))
+        check_system(parse_config(settings))
 
 
 # --- who may ----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from fedprune_app.learning.grouped import NoGroupedForm, grouped_form
 from fedprune_app.learning.hooks import proximal
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
-from fedprune_app.models import build_model, prunable_names, state_tensors
+from fedprune_app.models.vision import build_model, prunable_names, state_tensors
 
 SHAPES = {
     "lenet5": (3, 32, 32),

@@ -17,7 +17,8 @@ from fedprune_app.core.structured import LeadingCounts, hidden_groups, leading_c
 from fedprune_app.learning.parts import Part
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
-from fedprune_app.models import build_model, prunable_names, vision
+from fedprune_app.models import vision
+from fedprune_app.models.vision import build_model, prunable_names
 
 SHAPES = {
     "lenet5": (3, 32, 32),

@@ -12,7 +12,7 @@ from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained
 from fedprune_app.learning.hooks import adam
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
-from fedprune_app.models import build_model, prunable_names, state_tensors
+from fedprune_app.models.vision import build_model, prunable_names, state_tensors
 
 SHAPES = {"lenet5": (3, 32, 32), "lenet5-bn": (3, 32, 32), "cnn-small": (1, 8, 8), "cnn-gn": (3, 8, 8)}
 DEEP = {"resnet18-gn": (3, 8, 8), "vgg11-gn": (3, 32, 32)}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from fedprune_app.models import buffer_names, parameter_names
 from fedprune_app.models.initial import initial_model, layer_flops, shared_names
+from fedprune_app.models.vision import buffer_names, parameter_names
 
 PHOTOS = ("cifar10", (3, 32, 32), 10)
 

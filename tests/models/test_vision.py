@@ -7,8 +7,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedprune_app.core.flops import forward_flops, training_flops
-from fedprune_app.models import (
-    MODELS,
+from fedprune_app.models.names import MODELS
+from fedprune_app.models.vision import (
+    INITIALISATIONS,
+    architecture,
     build_model,
     conv_net,
     initialise,
@@ -16,7 +18,6 @@ from fedprune_app.models import (
     prunable_names,
     state_tensors,
 )
-from fedprune_app.models.vision import INITIALISATIONS, architecture
 
 SHAPES = {
     "lenet5": (3, 32, 32),

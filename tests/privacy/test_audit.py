@@ -13,11 +13,11 @@ from clients.fedavg import FedAvgClient
 from clients.node import Place
 from fedprune_app.audit import AMPLITUDE, Question, Silent, Watched, _Watch, audit, canaries, coins
 from fedprune_app.config import ConfigError, parse_config
-from fedprune_app.launch import LaunchError
+from fedprune_app.errors import LaunchError
 from fedprune_app.privacy.audit import Evidence, Finding, guesses_of, lower_bound, p_value
 from fedprune_app.privacy.dpsgd import DPSGD
 from fedprune_app.privacy.noise import KeyedNoise
-from fedprune_app.registry import check_names
+from fedprune_app.registry import check_system
 
 # --- the bound --------------------------------------------------------------------------------------------------------
 
@@ -222,7 +222,7 @@ SENDS_PARTS = {"fedspa", "fjord", "ldp-fedp3"}  # in a form of their own
 
 
 def configured(**settings):
-    return check_names(parse_config(SETTINGS | settings))
+    return check_system(parse_config(SETTINGS | settings))
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from fedprune_app.core.structured import extents, hidden_groups, leading_masks
 from fedprune_app.learning.parts import Part
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
-from fedprune_app.models import MODELS, build_model, prunable_names
-from fedprune_app.models.vision import architecture
+from fedprune_app.models.names import MODELS
+from fedprune_app.models.vision import architecture, build_model, prunable_names
 from fedprune_app.privacy.accounting import ACCOUNTANTS
 from fedprune_app.privacy.dpsgd import DPSGD, GRAD_SAMPLES, check_model, clip_factors
 from fedprune_app.privacy.noise import KeyedNoise, Noise

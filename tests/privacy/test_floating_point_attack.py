@@ -16,7 +16,7 @@ from fedprune_app.core.rng import generator
 from fedprune_app.learning.parts import Changes
 from fedprune_app.learning.sgd import SGD, sgd_step
 from fedprune_app.learning.train import train
-from fedprune_app.models import build_model
+from fedprune_app.models.vision import build_model
 from fedprune_app.privacy.dpsgd import DPSGD, _Step
 from fedprune_app.privacy.noise import KeyedNoise, Noise, noisy_count
 

@@ -13,8 +13,8 @@ import torch
 from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import gather, shrink
-from fedprune_app.models import build_model, state_tensors
 from fedprune_app.models.channels import channel_groups
+from fedprune_app.models.vision import build_model, state_tensors
 from fedprune_app.results.load import (
     ExportInfo,
     encode_export,

@@ -15,11 +15,11 @@ from fedprune_app.core.rng import generator
 from fedprune_app.core.tickets import Ticket, ticket_masks
 from fedprune_app.data.splits import client_data, data_config, partition_indices, public_part
 from fedprune_app.federation.round import Round, RunContext
-from fedprune_app.models import build_model, prunable_names, state_tensors
+from fedprune_app.models.vision import build_model, prunable_names, state_tensors
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
 from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.privacy.paper import paper_epsilon
-from fedprune_app.registry import check_names
+from fedprune_app.registry import check_system
 from strategies.dpfed import DPFed
 from strategies.fedltp import FedLTP
 from strategies.fedspa import FedSPA
@@ -196,7 +196,7 @@ def test_a_baseline_can_have_the_very_data_of_fedltp():
 )
 def test_what_cannot_be_is_refused_on_one_line(settings, said):
     with pytest.raises(ConfigError) as caught:
-        check_names(parse_config({"system": "fedltp", **settings}))
+        check_system(parse_config({"system": "fedltp", **settings}))
     assert said.split(" and ")[0].rstrip(".0") in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -23,7 +23,7 @@ from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.models.llm import import_transformers
 from fedprune_app.models.saving import load_packed
-from fedprune_app.registry import check_names
+from fedprune_app.registry import check_system
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.tables import group_runs, perplexity_rows
 from strategies.fedspallm import FedSpaLLM
@@ -702,7 +702,7 @@ def test_half_precision_travels_as_such(run, dtype):
 )
 def test_a_wrong_setting_is_one_line(key, value, says):
     with pytest.raises(ConfigError) as caught:
-        check_names(parse_config({"system": "fedspallm", "dataset": "stdlib", key: value}))
+        check_system(parse_config({"system": "fedspallm", "dataset": "stdlib", key: value}))
     assert says in str(caught.value)
 
 

@@ -15,7 +15,7 @@ from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import read_tensors
 from fedprune_app.privacy import noise
 from fedprune_app.privacy.ledger import Ledger
-from fedprune_app.registry import check_names
+from fedprune_app.registry import check_system
 from strategies.ldp_fedp3 import LDPFedP3
 from tests.conftest import tampered_app
 from tests.known_noise import KnownNoise
@@ -242,7 +242,7 @@ def test_the_same_seed_gives_the_same_run_and_another_another(federation):
 )
 def test_settings_that_cannot_be_are_refused_on_one_line(settings, said):
     with pytest.raises(ConfigError) as error:
-        check_names(parse_config({"system": "ldp-fedp3", "dp.enabled": True, "dp.noise-multiplier": 1.0, **settings}))
+        check_system(parse_config({"system": "ldp-fedp3", "dp.enabled": True, "dp.noise-multiplier": 1.0, **settings}))
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -16,7 +16,7 @@ from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.federation.budgets import Budgets
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
 from fedprune_app.privacy.ledger import Ledger
-from fedprune_app.registry import SYSTEMS, check_names
+from fedprune_app.registry import SYSTEMS, check_system
 from tests.strategies.conftest import TINY, Run, config_key
 
 DELTA, SIGMA, BATCH, ROUND_STEPS = 1e-3, 1.3, 10, 2 * 8  # two epochs of 8 steps
@@ -231,7 +231,7 @@ NO_COUNTS = {"dp.accuracies": "none", "dp.count-scale": 0.0}
 )
 def test_what_would_leak_is_refused_on_one_line_that_says_what_is_allowed(settings, said):
     with pytest.raises(ConfigError, match=said) as caught:
-        check_names(parse_config({"dp.enabled": True, "dp.noise-multiplier": 1.0, **settings}))
+        check_system(parse_config({"dp.enabled": True, "dp.noise-multiplier": 1.0, **settings}))
     assert "\n" not in str(caught.value)
 
 
