@@ -82,7 +82,7 @@ def rounds_below(folder: Path) -> int:
     return found
 
 
-def run(line: str, place: Path, *, seconds: float = 5000) -> str:
+def run(line: str, place: Path, *, seconds: float = 5 * 3600) -> str:
     """Run a line as it stands; unless it is one that ends, interrupt it when it has done a round. Its last line."""
     words = line.split("#")[0].split()
     out = place / words[words.index("--out") + 1] if "--out" in words else place / "none"
