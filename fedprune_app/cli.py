@@ -163,6 +163,8 @@ def run(
     """
     if force and superlink:
         raise ConfigError("--force is given, allowed with --superlink: nothing; the folder is on the server")
+    if clients is not None and clients < 1:
+        raise ConfigError(f"--clients is {clients}, allowed: at least 1")
     before = _recorded(out.expanduser().resolve(), superlink) if resume else None
     values = _values(config, overrides) | _accepting(accept_loss, resume)
     settings = _placed(values, out, before, force=force, is_here=not superlink)
@@ -716,6 +718,11 @@ def main() -> None:
     logging.getLogger("flwr").setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))  # the progress bar shows what matters
     try:
         code = app(standalone_mode=False)  # Typer turns Ctrl-C into 130
+    except click.NoSuchOption as error:
+        key = error.option_name.lstrip("-")
+        meant = f"; settings are given as KEY=VALUE: {key}=..." if key in OPTIONS else ""
+        _say(f" there is no option {error.option_name}{meant}", "error:", "red")
+        sys.exit(2)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)

@@ -9,6 +9,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from fedprune_app.config import Config, ConfigError
+from fedprune_app.config.meant import not_allowed
 from fedprune_app.data.names import DATASETS, PARTITIONS, TEXTS
 from fedprune_app.models.names import MODELS, chosen_name
 
@@ -139,7 +140,7 @@ def check_names(config: Config) -> Config:
     for key, names in allowed.items():
         value = values[key]
         if value not in names:
-            raise ConfigError(f"{key} is {value!r}, allowed: {', '.join(names)}")
+            raise not_allowed(key, value, names)
     return config
 
 

@@ -257,3 +257,21 @@ def test_what_needs_no_network_is_answered_before_torch_and_flower_are_imported(
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == "heavy:", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (
+            ["--num-server-rounds", "3"],
+            "there is no option --num-server-rounds; settings are given as KEY=VALUE: num-server-rounds=...",
+        ),
+        (["--nonsense"], "there is no option --nonsense"),
+        (["--clients", "-3"], "--clients is -3, allowed: at least 1"),
+    ],
+)
+def test_an_option_that_is_a_setting_is_answered_with_the_setting(arguments, answer, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "fedprune_app.cli", "run", *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stderr.strip()) == (2, f"error: {answer}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fedprune_app.config.errors import ConfigError
+from fedprune_app.config.meant import not_allowed
 
 Scalar = bool | int | float | str
 S = TypeVar("S", bool, int, float, str)
@@ -72,7 +73,7 @@ class Option:
         """Return ``value`` as this option's, of the default's type. Raises :class:`ConfigError` naming ``key``."""
         parsed = _as_type(key, value, type(self.default))
         if self.choices and parsed not in self.choices:
-            raise ConfigError(f"{key} is {parsed!r}, allowed: {', '.join(self.choices)}")
+            raise not_allowed(key, parsed, self.choices)
         if not isinstance(parsed, str) and not all(bound.holds(parsed, bound.limit) for bound in self.bounds):
             raise ConfigError(f"{key} is {parsed!r}, allowed: {self.range}")
         if isinstance(parsed, str) and parsed and self.kind.is_path:
@@ -139,7 +140,7 @@ def option_of(item: Field[Any]) -> Option:
     return declared
 
 
-_TYPE_NAMES: Mapping[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_TYPE_NAMES: Mapping[type, str] = {int: "a whole number", float: "a number", str: "a text"}
 
 
 def _as_type(key: str, value: object, kind: type[Scalar]) -> Scalar:
@@ -149,6 +150,8 @@ def _as_type(key: str, value: object, kind: type[Scalar]) -> Scalar:
         elif kind is str:
             value = str(value)  # a list of one number, as `layer-shares=0.5`, which TOML and YAML read as a number
     if not isinstance(value, bool | int | float | str) or type(value) is not kind:
+        if kind is bool:
+            raise not_allowed(key, value, ("true", "false"))
         raise ConfigError(f"{key} is {value!r}, allowed: {_TYPE_NAMES[kind]}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{key} is {value!r}, allowed: a finite number")

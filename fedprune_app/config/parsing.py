@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from functools import lru_cache
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.config import OPTIONS, Config
 from fedprune_app.config.errors import ConfigError
+from fedprune_app.config.meant import unknown_key
 from fedprune_app.config.options import Kind, Scalar
 
 T = TypeVar("T", bound=CommonOptions | Table)
@@ -27,9 +27,7 @@ def parse_config(values: Mapping[str, object]) -> Config:
     """
     for key in values:
         if key not in OPTIONS:
-            close = difflib.get_close_matches(key, OPTIONS, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else "see `fedprune list --keys`"
-            raise ConfigError(f"unknown key {key!r}: {hint}")
+            raise unknown_key(key, OPTIONS)
     parsed = {key: OPTIONS[key].parse(key, value) for key, value in values.items()}
     return _checked(frozenset((key, type(value), value) for key, value in parsed.items()))
 

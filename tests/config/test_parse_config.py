@@ -12,13 +12,14 @@ from fedprune_app.config import (
     ConfigError,
     Kind,
     flatten,
+    meant,
     parse_config,
     paths_from_here,
     read_toml,
     to_toml,
     written_below,
 )
-from fedprune_app.registry import check_system
+from fedprune_app.registry import check_names, check_system
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +55,7 @@ def test_a_list_of_one_number_may_come_as_a_number():
         ("learning-rate", float("nan"), "learning-rate is nan, allowed: a finite number"),
         ("learning-rate", 10**400, "learning-rate is a number of 401 digits, allowed: a finite number"),
         ("momentum", 1.0, "momentum is 1.0, allowed: at least 0 and below 1"),
-        ("download", "yes", "download is 'yes', allowed: true or false"),
+        ("download", "yes", "download is 'yes', allowed: true, false"),
         ("test-split", "all", "test-split is 'all', allowed: auto, labels, proportional, holdout"),
         ("subfedavg.target-rate", 100, "subfedavg.target-rate is 100.0, allowed: at least 0 and below 100"),
         ("out-dir", "runs/x", "out-dir is 'runs/x', allowed: an absolute path"),
@@ -159,3 +160,50 @@ def test_the_record_says_which_test_split_was_taken(given, taken):
     config = parse_config(given)
     assert config.to_dict()["test-split"] == taken
     assert parse_config(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("lr", "did you mean 'learning-rate'?"),
+        ("rounds", "did you mean 'num-server-rounds'?"),
+        ("Learning_Rate", "did you mean 'learning-rate'?"),
+        ("alpha", "did you mean 'dirichlet-alpha'?"),
+        ("topology", "did you mean 'dispfl.topology' or 'dpsgd.topology'?"),
+        ("target-rate", "did you mean 'subfedavg.target-rate'?"),
+        ("clients", "it is the command's option --clients"),
+        ("densty", "did you mean 'density'?"),
+        ("xyzzy", "see `fedprune list --keys`"),
+    ],
+)
+def test_a_key_that_people_type_is_answered_with_the_one_that_is_meant(typed, answer):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({typed: 1})
+    assert str(caught.value) == f"unknown key {typed!r}: {answer}"
+
+
+def test_every_other_word_for_a_key_stands_for_one_that_there_is():
+    assert meant._OTHER_WORDS.keys().isdisjoint(OPTIONS)
+    assert set(meant._OTHER_WORDS.values()) <= OPTIONS.keys()
+    assert meant._COMMAND_LINE.keys().isdisjoint(OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "answer"),
+    [
+        ("system", "FedAvg", "; did you mean 'fedavg'?"),
+        ("system", "Dis-PFL", "; did you mean 'dispfl'?"),
+        ("dataset", "CIFAR-10", "; did you mean 'cifar10'?"),
+        ("partition", "dirichlet", "; did you mean 'dirichlet-class'?"),
+        ("model", "LeNet", "; did you mean 'lenet5'?"),
+        ("download", "True", "; did you mean 'true'?"),
+        ("robust", "trimmed_mean", "; did you mean 'trimmed-mean'?"),
+        ("dataset", "imagenet", "; did you mean 'tiny-imagenet'?"),
+        ("system", "xyzzy", ""),
+    ],
+)
+def test_a_name_that_people_type_is_answered_with_the_one_that_is_meant(key, value, answer):
+    with pytest.raises(ConfigError) as caught:
+        check_names(parse_config({key: value}))
+    assert str(caught.value).startswith(f"{key} is {value!r}, allowed: ")
+    assert str(caught.value).partition(";")[2] == answer.removeprefix(";")
