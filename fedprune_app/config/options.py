@@ -140,7 +140,7 @@ def option_of(item: Field[Any]) -> Option:
     return declared
 
 
-_TYPE_NAMES: Mapping[type, str] = {int: "a whole number", float: "a number", str: "a text"}
+_TYPE_NAMES: Mapping[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
 def _as_type(key: str, value: object, kind: type[Scalar]) -> Scalar:
@@ -150,9 +150,9 @@ def _as_type(key: str, value: object, kind: type[Scalar]) -> Scalar:
         elif kind is str:
             value = str(value)  # a list of one number, as `layer-shares=0.5`, which TOML and YAML read as a number
     if not isinstance(value, bool | int | float | str) or type(value) is not kind:
-        if kind is bool:
-            raise not_allowed(key, value, ("true", "false"))
-        raise ConfigError(f"{key} is {value!r}, allowed: {_TYPE_NAMES[kind]}")
+        lower = str(value).lower()
+        meant = f"; did you mean {lower}?" if kind is bool and lower in ("true", "false") else ""
+        raise ConfigError(f"{key} is {value!r}, allowed: {_TYPE_NAMES[kind]}{meant}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{key} is {value!r}, allowed: a finite number")
     return value
