@@ -21,8 +21,10 @@ FRACTION_BITS = 40
 _GRID = 2.0**FRACTION_BITS
 _HEADROOM = 2.0 ** (63 - FRACTION_BITS)
 _BLOCK = 2**16  # coordinates at a time, so that a block's float64 and int64 temporaries stay in the processor's cache
-_LARGEST_WIDE = 2.0 ** (51 - FRACTION_BITS)  # up to there a float64 holds every multiple of 2^-40
-_ROUNDER = 3 * _LARGEST_WIDE  # float64 numbers this large are multiples of 2^-40: adding it rounds to the grid
+_LARGEST_WIDE = 2.0 ** (51 - FRACTION_BITS)  # sums of at most this magnitude are exact in float64
+_ROUNDER = (
+    3 * _LARGEST_WIDE
+)  # with such a number added, the last bit of a float64 is worth 2^-40: it is rounded to that
 _MOST_AT_ONCE = 255  # addends that a byte can count
 
 
@@ -76,6 +78,10 @@ class MaskedMean:
         An error leaves the mean as if none of the payloads had come. :meth:`check` says which of them is at fault.
         """
         largest = max((self.check(payload, beside=len(payloads) - 1) for payload in payloads), default=0.0)
+        shapes: dict[str, torch.Size] = {}
+        for name, tensor in (item for payload in payloads for item in payload.tensors.items()):
+            if shapes.setdefault(name, tensor.shape) != tensor.shape:
+                raise ValueError(f"tensor '{name}' has shape {tuple(tensor.shape)}, allowed: {tuple(shapes[name])}")
         # A sum of few small numbers on the grid is exact in float64 too, which takes half the time of int64.
         if self.max_weight > 1 or len(payloads) * largest > _LARGEST_WIDE or len(payloads) > _MOST_AT_ONCE:
             for payload in payloads:

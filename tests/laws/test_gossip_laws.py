@@ -166,7 +166,10 @@ def test_of_payloads_added_together_one_that_is_bad_keeps_all_out(bad):
     mean = MaskedMean(3)
     with pytest.raises(ValueError, match="tensor 'w' has magnitude"):
         mean.add_all([good, refused])
+    with pytest.raises(ValueError, match=r"tensor 'w' has shape \(3,\), allowed: \(2,\)"):
+        mean.add_all([good, Payload({"w": torch.ones(3)})])
     assert mean.num_added == 0
+    assert mean.held() == {}
     assert mean.check(good) == 2.0
     with pytest.raises(ValueError, match="more than 3 payloads added"):
         mean.add_all([good] * 4)
