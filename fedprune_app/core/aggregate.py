@@ -22,9 +22,8 @@ _GRID = 2.0**FRACTION_BITS
 _HEADROOM = 2.0 ** (63 - FRACTION_BITS)
 _BLOCK = 2**16  # coordinates at a time, so that a block's float64 and int64 temporaries stay in the processor's cache
 _LARGEST_WIDE = 2.0 ** (51 - FRACTION_BITS)  # sums of at most this magnitude are exact in float64
-_ROUNDER = (
-    3 * _LARGEST_WIDE
-)  # with such a number added, the last bit of a float64 is worth 2^-40: it is rounded to that
+# Added to a smaller float64, this makes a number whose last bit is worth 2^-40: the addition rounds to the grid.
+_ROUNDER = 3 * _LARGEST_WIDE
 _MOST_AT_ONCE = 255  # addends that a byte can count
 
 
