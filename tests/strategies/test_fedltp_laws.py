@@ -188,7 +188,7 @@ def test_a_baseline_can_have_the_very_data_of_fedltp():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"fedltp.public-dataset": "imagenet"}, "fedltp.public-dataset is 'imagenet', allowed: , digits, mnist"),
+        ({"fedltp.public-dataset": "imagenet"}, "fedltp.public-dataset is 'imagenet', allowed: digits, mnist"),
         ({"fedltp.public-data-dir": "data"}, "fedltp.public-data-dir is 'data', allowed: an absolute path"),
         ({"validation-fraction": 0.0}, "validation-fraction is 0.0, allowed with fedltp.validators 'all': above 0"),
         ({"fedltp.further-pruned": 1.0}, "fedltp.further-pruned is 1.0, allowed: at least 0.0 and below 1.0"),

@@ -486,11 +486,11 @@ def test_the_ledger_is_written_before_the_state_and_the_reply(federation, monkey
     seen = []
     real = VersionedStore.save
 
-    def save(self, round, state, accepted=None):
+    def save(self, round, state, accepted=None, **how):
         path = self.folder / "ledger.jsonl"
         if path.exists():
             seen.append((state.meta["charges"], len(path.read_bytes().splitlines()) - 1))  # the first names the data
-        real(self, round, state, accepted)
+        real(self, round, state, accepted, **how)
 
     monkeypatch.setattr(VersionedStore, "save", save)
     federation(system="ditto", fresh=True, **DP, **ADMISSIBLE["ditto"])
