@@ -107,6 +107,11 @@ class Training:
         """This is the size of all batches but the last one of a permutation."""
         return min(self.sgd.batch_size, len(self.labels))
 
+    @property
+    def expected_batch(self) -> float:
+        """This is how many examples a private batch has on average; a batch's own size is private."""
+        return 0 if self.private is None else self.private.sample_rate * len(self.labels)
+
     def batches(self) -> Iterator[tuple[Tensor, int | None]]:
         """This yields the positions of each step's examples, and the number of the epoch that ends with the step."""
         num_examples = len(self.labels)
@@ -150,7 +155,8 @@ class Training:
         """This is the grouped form in which the network is trained; None where it is trained as it is.
 
         Whether there is one depends on this training alone. So a client's result does not depend on who else trains.
-        A large step gains nothing: arithmetic and memory take its time, and not the start of operations.
+        A large step gains nothing: arithmetic and memory take its time, and not the start of operations. A private step
+        gains nothing either, by measurement: its time goes into the examples' own gradients and into noise.
         """
         if self.part is not None or self.private is not None or self.objective is not cross_entropy:
             return None

@@ -69,7 +69,7 @@ class Alone:
             return
         # the size of a private batch is itself private
         private = training.private
-        part = training.part(len(batch) if private is None else round(private.sample_rate * len(training.labels)))
+        part = training.part(len(batch) if private is None else round(training.expected_batch))
         velocity = None if flat.velocity is None else flat.layout.views(flat.velocity)
         if part.extents or part.student is not None:
             kept = None if flat.kept is None else self._whole.named_kept
@@ -99,7 +99,7 @@ class Alone:
         for some in torch.split(batch.to(training.device), private.physical_batch):
             if len(some):
                 summed.add(*training.examples(some))
-        summed.finish(private.sample_rate * len(training.labels))
+        summed.finish(training.expected_batch)
 
 
 class Grouped:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedprune_app.privacy.noise import Noise, noised
+from fedprune_app.privacy.per_example import RULES, clip_factors
 
 GRAD_SAMPLES = ("auto", "one-pass", "hooks", "functorch", "ghost")
 ClippedSum = Callable[..., dict[str, Tensor]]
@@ -34,34 +35,6 @@ ClippedSum = Callable[..., dict[str, Tensor]]
 
 ``one-pass`` also takes a network (images -> logits) in place of the model, and masks.
 """
-Samplers = Mapping[type[nn.Module], Callable[[nn.Module, list[Tensor], Tensor], dict[Tensor, Tensor]]]
-
-
-def _convolution(layer: nn.Module, activations: list[Tensor], backprops: Tensor) -> dict[Tensor, Tensor]:
-    """Return Opacus' per-example gradients of a convolution, but right for channels last in memory too.
-
-    Opacus 1.6 takes windows of its input by strides that only contiguous tensors have. So it reads wrong numbers from
-    other tensors, silently. Without groups this rule is also faster.
-    """
-    assert isinstance(layer, nn.Conv2d)
-    inputs, backprops = activations[0].contiguous(), backprops.contiguous()
-    if layer.groups != 1 or isinstance(layer.padding, str) or layer.padding_mode != "zeros":
-        return dict(GradSampleModule.GRAD_SAMPLERS[nn.Conv2d](layer, [inputs], backprops))
-    gradients: dict[Tensor, Tensor] = {}
-    outputs = backprops.flatten(2)  # (n, o, q), q positions
-    if layer.weight.requires_grad:
-        windows = F.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)  # (n, p, q)
-        shape = outputs.shape[1], inputs.shape[1], *layer.kernel_size  # the weight's, in a smaller network too
-        gradients[layer.weight] = (outputs @ windows.mT).view(-1, *shape)
-    if layer.bias is not None and layer.bias.requires_grad:
-        gradients[layer.bias] = outputs.sum(2)
-    return gradients
-
-
-_RULES: Samplers = {
-    kind: GradSampleModule.GRAD_SAMPLERS[kind] for kind in (nn.Linear, nn.GroupNorm, nn.LayerNorm, nn.Embedding)
-} | {nn.Conv2d: _convolution}
-"""A rule gives the gradients per example of a layer's parameters, from its inputs and the gradients of its outputs."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +75,20 @@ class DPSGD:
         """Draw the positions of each step's examples in one epoch: each one is in with ``sample_rate``, by itself."""
         for _ in range(self.steps_per_epoch):
             yield (self.noise.uniform(num_examples) < self.sample_rate).nonzero().squeeze(1)
+
+    def add_noise(self, gradients: Mapping[str, Tensor], kept: Mapping[str, Tensor], expected_batch: float) -> None:
+        """Add noise to a batch's sums ``gradients``, where ``kept`` is 1, and divide them by ``expected_batch``.
+
+        The noised sum is rounded to the gradient's own type once. Whatever follows is post-processing.
+        """
+        std = self.noise_multiplier * self.clip_norm
+        draws = self.noise.gaussian(sum(gradient.numel() for gradient in gradients.values()))
+        draws = draws.to(next(iter(gradients.values())).device)
+        start = 0
+        for name, gradient in gradients.items():
+            part = draws[start : start + gradient.numel()].view(gradient.shape)
+            start += gradient.numel()
+            gradient.copy_(noised(gradient, part, std)).mul_(kept[name]).div_(expected_batch)
 
     @contextmanager
     def attached(
@@ -153,17 +140,8 @@ class _Step:
                 self.gradients[name].add_(total)
 
     def finish(self, expected_batch: float) -> None:
-        """Add noise after all examples of the batch, and divide the sum by ``expected_batch``.
-
-        The noised sum is rounded to the gradient's own type once. Whatever follows is post-processing.
-        """
-        std = self.how.noise_multiplier * self.how.clip_norm
-        draws = self.how.noise.gaussian(sum(gradient.numel() for gradient in self.gradients.values()))
-        start = 0
-        for name, gradient in self.gradients.items():
-            part = draws[start : start + gradient.numel()].view(gradient.shape).to(gradient.device)
-            start += gradient.numel()
-            gradient.copy_(noised(gradient, part, std)).mul_(self.kept[name]).div_(expected_batch)
+        """Add noise after all examples of the batch, and divide the sum by ``expected_batch``."""
+        self.how.add_noise(self.gradients, self.kept, expected_batch)
 
 
 def _masks(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -182,7 +160,7 @@ def check_model(model: nn.Module, name: str = "") -> None:
     if errors := ModuleValidator.validate(model, strict=False):
         raise ValueError(f"the model cannot be trained privately: {errors[0]}")
     for key, layer in model.named_modules():
-        if any(True for _ in layer.parameters(recurse=False)) and type(layer) not in _RULES:
+        if any(True for _ in layer.parameters(recurse=False)) and type(layer) not in RULES:
             raise ValueError(f"layer '{key}' of type {type(layer).__name__} has no rule for gradients per example")
 
 
@@ -245,16 +223,6 @@ class _Watched:
                 )
 
 
-def clip_factors(squared_norms: Tensor, clip_norm: float) -> Tensor:
-    """Return ``min(1, C / ‖g‖)`` per example (n,); NaN where the norm is not a number or not finite.
-
-    >>> clip_factors(torch.tensor([0.25, 16.0]), clip_norm=1.0).round(decimals=3).tolist()
-    [1.0, 0.25]
-    """
-    norms = squared_norms.sqrt()
-    return torch.where(norms.isfinite(), (clip_norm / (norms + 1e-6)).clamp(max=1), torch.nan)
-
-
 def _without(clipped_sum: ClippedSum, factors: Tensor, images: Tensor, labels: Tensor) -> dict[str, Tensor] | None:
     """Return the sum anew without the examples whose gradient is not finite: they have no bounded part in the sum.
 
@@ -294,7 +262,7 @@ def _materialised(
     """Give a clipped sum for which Opacus keeps every example's gradient in ``grad_sample``."""
 
     class PerExample(GradSampleModule):  # type: ignore[misc]  # Opacus has no types
-        GRAD_SAMPLERS: ClassVar = dict(_RULES)
+        GRAD_SAMPLERS: ClassVar = dict(RULES)
 
     with _wrapped(model, lambda: PerExample(model, loss_reduction="sum", force_functorch=functorch)) as wrapped:
 
@@ -323,7 +291,7 @@ def _ghost(
     mask_of: dict[Tensor, Tensor] = {trained[name]: mask for name, mask in masks.items()}
 
     class Masked(GradSampleModuleFastGradientClipping):  # type: ignore[misc]
-        NORM_SAMPLERS: ClassVar = {kind: partial(_norms, mask_of) for kind in _RULES}
+        NORM_SAMPLERS: ClassVar = {kind: partial(_norms, mask_of) for kind in RULES}
 
     def wrap() -> Any:
         return Masked(model, loss_reduction="sum", max_grad_norm=clip_norm, use_ghost_clipping=True)
@@ -359,7 +327,7 @@ def _norms(
         if layer.bias is not None:
             found[layer.bias] = _squared_norms(_masked(backprops, mask_of.get(layer.bias)))
     else:
-        gradients = _RULES[type(layer)](layer, activations, backprops)
+        gradients = RULES[type(layer)](layer, activations, backprops)
         found = {p: _squared_norms(_masked(gradient, mask_of.get(p))) for p, gradient in gradients.items()}
     return {parameter: squared.sqrt() for parameter, squared in found.items()}
 
@@ -414,7 +382,7 @@ def _of_layer(
             mask = masks.get(name)
             yield name, _linear_squared_norms(a, b, mask), partial(_clipped_linear, a, b, mask)
     else:
-        gradients = _RULES[type(layer)](layer, [a], b)
+        gradients = RULES[type(layer)](layer, [a], b)
     for parameter, gradient in gradients.items():
         if (name := name_of.get(parameter)) is not None:
             each = _masked(gradient, masks.get(name))

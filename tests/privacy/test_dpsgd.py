@@ -22,8 +22,9 @@ from fedprune_app.learning.train import train
 from fedprune_app.models.names import MODELS
 from fedprune_app.models.vision import architecture, build_model, prunable_names
 from fedprune_app.privacy.accounting import ACCOUNTANTS
-from fedprune_app.privacy.dpsgd import DPSGD, GRAD_SAMPLES, check_model, clip_factors
+from fedprune_app.privacy.dpsgd import DPSGD, GRAD_SAMPLES, check_model
 from fedprune_app.privacy.noise import KeyedNoise, Noise
+from fedprune_app.privacy.per_example import clip_factors, windows
 
 METHODS = ("one-pass", "hooks", "functorch", "ghost")
 UNUSED = ("unused.weight", "unused.bias")
@@ -99,6 +100,13 @@ def admitted(name: str) -> bool:
 
 
 PRIVATE_MODELS = [name for name in MODELS if admitted(name)]
+
+
+@pytest.mark.parametrize(("kernel", "stride", "padding", "dilation"), [(5, 1, 0, 1), ((3, 2), (2, 1), (1, 0), (1, 2))])
+def test_windows_are_those_of_unfold(kernel, stride, padding, dilation):
+    layer = nn.Conv2d(3, 4, kernel, stride, padding, dilation)
+    inputs = torch.randn(5, 3, 12, 11, generator=generator(0, "inputs"))
+    assert torch.equal(windows(layer, inputs), F.unfold(inputs, layer.kernel_size, dilation, padding, stride))
 
 
 def test_models_are_refused_for_their_batch_norm_alone():
