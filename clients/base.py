@@ -173,7 +173,16 @@ class ImageClient(ImageNode[Update]):
             settings = f"{sgd} {task.digest()} {depends_on}"
             private = self.privacy.dpsgd(sgd.epochs, role, task.round, public, settings)
         result = train(
-            self.model, images, labels, sgd, rng=draw, device=self.device, augment=augment, private=private, **how
+            self.model,
+            images,
+            labels,
+            sgd,
+            rng=draw,
+            augment=augment,
+            private=private,
+            device=self.device,
+            precision=config.precision,
+            **how,
         )
         if self.privacy is not None:
             self.privacy.charge_steps(result.num_steps, f"{role}, round {task.round}")

@@ -80,7 +80,7 @@ class FedFomoClient(ImageClient):
         """This is the sum of the cross entropies on the validation data."""
         vision.load_state_tensors(self.model, tensors)
         images, labels = self.data.validation_images, self.data.validation_labels
-        return evaluate(self.model, images, labels, device=self.device).loss_sum
+        return evaluate(self.model, images, labels, device=self.device, precision=self.config.precision).loss_sum
 
 
 def _norm(a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: list[str]) -> float:

@@ -85,7 +85,7 @@ class FedLTPClient(FedAvgClient):
         images, labels = self.data.validation_images, self.data.validation_labels
         if not len(labels):
             raise ValueError("the client has no validation examples to score with")
-        correct = evaluate(self.model, images, labels, device=self.device).correct
+        correct = evaluate(self.model, images, labels, device=self.device, precision=self.config.precision).correct
         if self.privacy is None:
             return {"score": correct, "num-validation": len(labels)}
         public = vision.state_tensors(self.model, include_buffers=True)

@@ -138,7 +138,7 @@ class ImageNode(BudgetedNode[AnUpdate]):
         if self.privacy is not None and not decides and self.config.dp.accuracies == "none":
             return None
         images, labels = getattr(self.data, f"{split}_images"), getattr(self.data, f"{split}_labels")
-        result = evaluate(self.model, images, labels, device=self.device)
+        result = evaluate(self.model, images, labels, device=self.device, precision=self.config.precision)
         if not result.total:
             return None
         if self.privacy is None or (not decides and self.config.dp.accuracies == "open"):

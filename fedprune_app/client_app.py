@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
@@ -20,6 +19,7 @@ from fedprune_app.data.errors import FileError
 from fedprune_app.engine import wire
 from fedprune_app.engine.ray_actors import adapt_simulation
 from fedprune_app.engine.simulated import is_simulated
+from fedprune_app.learning.device import prepare_torch
 from fedprune_app.node_policy import POLICY_FILE, ledger_folder, read_policy
 from fedprune_app.registry import SYSTEMS, check_system
 from fedprune_app.run_folder import client_state_folder
@@ -64,7 +64,7 @@ def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any])
 def make_client(context: Context, message: Message, kind: type[AnyNode] | None = None) -> AnyNode:
     """Make the client that answers a message: of the system's class, or of the class ``kind`` if given."""
     config, policy = node_settings(context.run_config, context.node_config)
-    torch.set_num_threads(config.num_threads)
+    prepare_torch(config)
     fields = wire.fields_of(message.content)
     client_id, num_clients = number_of(context.node_config, fields, config.dataset)
     run_key = str(fields.get("run-key"))

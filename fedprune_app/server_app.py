@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.exit import add_exit_handler
@@ -19,6 +18,7 @@ from fedprune_app.engine.watchdog import tell_launcher, watch_launcher
 from fedprune_app.federation.clients import Roster
 from fedprune_app.federation.registration import register_clients
 from fedprune_app.federation.round import RunContext
+from fedprune_app.learning.device import prepare_torch
 from fedprune_app.registry import SYSTEMS, check_system
 from fedprune_app.results.reader import file_sha256, marks_of, read_info
 from fedprune_app.results.recorder import Recorder, Status
@@ -38,7 +38,7 @@ def main(grid: Grid, context: Context) -> None:
     try:
         # A wrong setting raises here, before anything is written.
         config = check_system(parse_config(context.run_config))
-        torch.set_num_threads(config.num_threads)
+        prepare_torch(config)
         folder = run_folder(config, context.run_id)
         log.info("run folder: %s", folder)
         with exclusive(folder):

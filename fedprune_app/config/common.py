@@ -222,6 +222,20 @@ class CommonOptions:
         choices={"auto": "CUDA where there is one, else the CPU", "cpu": "the CPU", "cuda": "a CUDA device"},
         changes_results=False,
     )
+    precision: str = option(
+        "float32",
+        "The number format in which networks are trained and tested. Weights, masks and messages are float32.",
+        choices={
+            "float32": "float32 throughout",
+            "tf32": "TF32 in the matrix products and convolutions of a CUDA device; float32 elsewhere",
+            "bf16": "bfloat16 where torch.autocast chooses it, for large networks on devices that have it",
+        },
+    )
+    deterministic: bool = option(
+        False,
+        "If true, a CUDA device computes by deterministic algorithms alone: the same run then ends with the same "
+        "final_sha256 on that device. On the CPU every run does.",
+    )
     num_threads: int = option(
         1, "The number of torch threads of a client. Another number changes floating-point sums.", least=1
     )

@@ -127,6 +127,10 @@ class FedSpaLLMOptions(Table):
 
     def check(self, common: CommonOptions) -> None:
         """Raise :class:`ConfigError` for texts that cannot be read, or options that do not go together."""
+        if common.system == "fedspallm" and common.precision == "bf16":
+            raise ConfigError(
+                "precision is 'bf16', allowed with system 'fedspallm': float32, tf32 (and fedspallm.dtype)"
+            )
         self.layer_share(0)
         self.num_segments(0)
         self.more_texts()

@@ -95,7 +95,10 @@ class RayGrid(SimulatedGrid):
             self.wait_for_reply(min(1.0, left))
 
     def _start(self) -> None:
-        """Give messages to workers that have none: a suspect's alone, the others in cohorts of equal size."""
+        """Give messages to workers that have none: a suspect's alone, the others in cohorts of equal size.
+
+        Where the workers have to go several times, each time is as long as the others, so that all end together.
+        """
         for waiting in (self._suspects, self._pending):
             for message_id in [message_id for message_id, message in waiting.items() if _is_stale(message)]:
                 del waiting[message_id]
@@ -103,8 +106,10 @@ class RayGrid(SimulatedGrid):
             if self._suspects:
                 waiting, size = self._suspects, 1
             else:
-                waiting, size = self._pending, math.ceil(len(self._pending) / len(self._idle))
-            ids = list(waiting)[: min(size, self._largest_cohort)]
+                workers = len(self._idle) + len(self._at_work)
+                times = math.ceil(len(self._pending) / (workers * self._largest_cohort))
+                waiting, size = self._pending, math.ceil(len(self._pending) / (workers * times))
+            ids = list(waiting)[:size]
             cohort = _Cohort(self._idle.pop(0), ids, {message_id: waiting.pop(message_id) for message_id in ids})
             asked = [(message, self._context(message)) for message in cohort.left.values()]
             self._at_work[cohort.worker.answer.options(num_returns="streaming").remote(asked)] = cohort

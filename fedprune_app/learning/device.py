@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +16,21 @@ def device_of(config: Config) -> torch.device:
     """This returns the device that the key ``device`` means on this machine."""
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     return torch.device("cuda" if cuda else "cpu")
+
+
+def prepare_torch(config: Config) -> None:
+    """This sets what torch knows once for a process: threads, TF32, deterministic algorithms on a CUDA device."""
+    torch.set_num_threads(config.num_threads)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
+    if device_of(config).type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with such a workspace
+        torch.backends.cudnn.deterministic = config.deterministic
+        torch.use_deterministic_algorithms(config.deterministic)
+
+
+def computing(device: torch.device, precision: str) -> torch.autocast:
+    """Within this context a network computes in ``precision``; see the key of that name."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
 def move_to_device(model: nn.Module, device: torch.device | str | None) -> torch.device:

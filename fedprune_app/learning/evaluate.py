@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedprune_app.learning.device import fast_layout, module_mode, move_to_device
+from fedprune_app.learning.device import computing, fast_layout, module_mode, move_to_device
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,12 @@ def evaluate(
     labels: Tensor,
     batch_size: int = 500,
     device: torch.device | str | None = None,
+    precision: str = "float32",
 ) -> Evaluation:
     """This evaluates ``model`` in eval mode on ``device`` (default: where the model is), where the model stays.
 
-    No examples give an empty :class:`Evaluation`. Raises ``ValueError`` for unequal counts.
+    ``precision`` is what the key of that name may be. No examples give an empty :class:`Evaluation`. Raises
+    ``ValueError`` for unequal counts.
     """
     if len(images) != len(labels):
         raise ValueError(f"{len(images)} images and {len(labels)} labels, allowed: equally many")
@@ -50,7 +52,8 @@ def evaluate(
     with module_mode(model, training=False), fast_layout(model), torch.inference_mode():
         for start in range(0, len(labels), batch_size):
             label_batch = labels[start : start + batch_size].to(device)
-            logits = model(images[start : start + batch_size].to(device))
+            with computing(device, precision):
+                logits = model(images[start : start + batch_size].to(device)).float()
             correct += (logits.argmax(dim=1) == label_batch).sum()
             loss_sum += F.cross_entropy(logits, label_batch, reduction="sum")
     return Evaluation(int(correct), len(labels), float(loss_sum))

@@ -53,6 +53,7 @@ def train(
     part: Callable[[int], Part] | None = None,
     private: DPSGD | None = None,
     device: torch.device | str | None = None,
+    precision: str = "float32",
 ) -> TrainingResult:
     """This trains ``model`` in place on images (N, ...) and labels (N,) by mean cross entropy, or by ``objective``.
 
@@ -79,7 +80,8 @@ def train(
 
     ``after_epoch(epoch)``, from 0, can read the weights in the model, and copies what it keeps. In all hooks
     4-D tensors may have their channels last in memory: ``view(-1)`` does not work there. Model and data go to
-    ``device`` once (default: where the model is), and the model stays there. The modules are in train mode during the
+    ``device`` once (default: where the model is), and the model stays there. ``precision`` is what the key of that name
+    may be; weights, gradients and the loss are float32 in any case. The modules are in train mode during the
     call and in their former mode after it.
 
     With ``private`` the batches are Poisson samples. The gradient is then the sum of the examples' own gradients, each
@@ -106,6 +108,7 @@ def train(
         part=part,
         private=private,
         device=move_to_device(model, device),
+        precision=precision,
     )
     return together(training, train_together, waits=training.form is not None)
 

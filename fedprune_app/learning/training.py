@@ -73,6 +73,7 @@ class Training:
     part: Callable[[int], Part] | None = None
     private: DPSGD | None = None
     device: torch.device = _CPU
+    precision: str = "float32"
     num_threads: int = field(default_factory=torch.get_num_threads)
 
     def __post_init__(self) -> None:
@@ -84,6 +85,8 @@ class Training:
         if self.private is not None and self.part is not None and not self.private.takes_parts:
             grad_sample = self.private.grad_sample
             raise ValueError(f"grad_sample is {grad_sample!r}, allowed with parts of a network: auto, one-pass")
+        if self.private is not None and self.precision == "bf16":
+            raise ValueError("precision is 'bf16', allowed for private training: float32, tf32")
         check_names("frozen", self.frozen, self.model)
         check_masks(self.model, self.kept)
 
@@ -160,6 +163,8 @@ class Training:
         gains nothing either, by measurement: its time goes into the examples' own gradients and into noise.
         """
         if self.part is not None or self.private is not None or self.objective is not cross_entropy:
+            return None
+        if self.precision == "bf16":
             return None
         try:
             form = grouped_form(self.model, self.images.shape[1:])

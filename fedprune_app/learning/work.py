@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedprune_app.learning.device import computing
 from fedprune_app.learning.flat import Flat, FlatLayout
 from fedprune_app.learning.hooks import self_distillation
 from fedprune_app.learning.parts import Changes, Work, leading_network, weights_set_aside
@@ -81,11 +82,13 @@ class Alone:
             yield replace(self._whole, keep=keep)
 
     def _find_gradients(self, work: Work, batch: Tensor) -> None:
-        images, labels = self._training.examples(batch)
-        if work.student is None:
-            loss = self._training.objective(work.network, images, labels)
-        else:
-            loss = self_distillation(work.network, work.student, images, labels)
+        training = self._training
+        images, labels = training.examples(batch)
+        with computing(training.device, training.precision):
+            if work.student is None:
+                loss = training.objective(work.network, images, labels)
+            else:
+                loss = self_distillation(work.network, work.student, images, labels)
         loss.backward()  # type: ignore[no-untyped-call]
         self.loss_sums.add_(loss.detach(), alpha=len(labels))
 
