@@ -23,6 +23,7 @@ from fedprune_app.config import (
     Kind,
     Option,
     Scalar,
+    check_effects,
     check_resumable,
     parse_config,
     parse_override,
@@ -105,9 +106,11 @@ def _placed(
             check_free(folder)
         if holds_run(folder) and not in_the_way(folder):
             raise ConfigError(f"--out {str(out)!r} already holds a run, allowed: a new folder, or --resume")
+    given = list(values)
     if before is not None:
         values = {**before.get("config", {}), **values, "resume-from": str(folder)}
     config = check_names(parse_config({**values, "out-dir": str(folder)}))
+    check_effects(given, config)
     if before:
         check_resumable(before["config"], config)
     return check_system(config)
@@ -410,7 +413,9 @@ def audit(
     if len(files) > 1:
         raise ConfigError(f"{str(files[1])!r} is a second file, allowed: one run-config file, then KEY=VALUE")
     values = _values(files[0] if files else None, [text for text in settings if "=" in text])
-    config = check_system(parse_config(values))
+    config = parse_config(values)
+    check_effects(values, config)
+    check_system(config)
     question = Question(canaries, guesses, delta, confidence, client, clients, without_noise)
     if json_file is not None and not force:
         check_json_file(json_file.expanduser().resolve(), JSON_KEYS)

@@ -12,7 +12,17 @@ from typing import Any
 
 import yaml
 
-from fedprune_app.config import OPTIONS, Config, ConfigError, Scalar, check_resumable, flatten, parse_config
+from fedprune_app.config import (
+    OPTIONS,
+    Config,
+    ConfigError,
+    Scalar,
+    check_effects,
+    check_resumable,
+    flatten,
+    has_effect,
+    parse_config,
+)
 from fedprune_app.registry import check_names, check_system
 from fedprune_app.results.reader import read_info
 from fedprune_app.results.recorder import holds_run
@@ -55,9 +65,18 @@ class Matrix:
             if resume and holds_run(folder):
                 place["resume-from"] = str(folder)
             cells.append(Cell(name, check_names(parse_config({**values, **overrides, **place}))))
+        self._check_effects(overrides, cells)
         for cell in cells:  # when all names are right, since this imports the systems
             check_system(cell.config)
         return cells
+
+    def _check_effects(self, overrides: Mapping[str, Scalar], cells: Sequence[Cell]) -> None:
+        """Raise :class:`ConfigError` for a setting that has an effect in none of the cells to which it is given."""
+        settings = [{**values, **overrides} for _, values in self.settings]
+        for key in dict.fromkeys(key for values in settings for key in values):
+            asked = [cell.config for cell, values in zip(cells, settings, strict=True) if key in values]
+            if not any(has_effect(key, config) for config in asked):
+                check_effects([key], asked[0])
 
 
 class _Loader(yaml.SafeLoader):

@@ -42,7 +42,8 @@ def test_a_setting_that_the_run_would_refuse_is_told_before_it_starts(fedprune, 
         for kind in ("a", "b"):
             (tmp_path / "float" / part / kind).mkdir(parents=True)
             Image.new("F", (5, 4)).save(tmp_path / "float" / part / kind / "x.tif")
-    code, said = fedprune("run", *SMALL, *HERE, *settings, "--out", "a")
+    small = SMALL if "system=fedspallm" not in settings else SMALL[:1]
+    code, said = fedprune("run", *small, *HERE, *settings, "--out", "a")
     assert code == 2, said
     assert says in said
     assert said.count("\n") == 1

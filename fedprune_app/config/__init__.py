@@ -10,6 +10,7 @@ This package is a leaf of the house: it imports nothing of ours, and everything 
 
 from fedprune_app.config.common import class_names
 from fedprune_app.config.config import DEFAULTS, OPTIONS, Config
+from fedprune_app.config.effects import check_effects, has_effect
 from fedprune_app.config.errors import ConfigError, refusal, refused
 from fedprune_app.config.fedltp import FedLTPOptions
 from fedprune_app.config.fedp3 import FEDP3_COUNTS, FedP3Options
@@ -39,9 +40,11 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Scalar",
+    "check_effects",
     "check_resumable",
     "class_names",
     "flatten",
+    "has_effect",
     "parse_config",
     "parse_override",
     "paths_from_here",

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import option
+from fedprune_app.config.options import Needs, option
 
 
 @dataclass(frozen=True)
 class FineTuneOptions(Table):
     """These options say how clients of FedAvg-FT and D-PSGD-FT tune the global model before they are evaluated."""
+
+    needs: ClassVar[Needs] = {
+        "system": (
+            "fedavg-ft",
+            "dpsgd-ft",
+        )
+    }
 
     epochs: int = option(0, "The number of epochs of fine-tuning. 0 means as many as local-epochs.", least=0)
     learning_rate: str = option(
@@ -33,6 +41,8 @@ class FineTuneOptions(Table):
 class DittoOptions(Table):
     """These options are Ditto's, as Dis-PFL compares with it; the key ``local-epochs`` is not used."""
 
+    needs: ClassVar[Needs] = {"system": ("ditto",)}
+
     global_epochs: int = option(2, "The number of epochs on the global model in a round.", least=1)
     personal_epochs: int = option(3, "The number of epochs on the personal model in a round.", least=1)
     pull: float = option(0.5, "The strength that pulls the personal model towards the global model (λ).", least=0)
@@ -41,6 +51,8 @@ class DittoOptions(Table):
 @dataclass(frozen=True)
 class FedFomoOptions(Table):
     """These options are FedFomo's."""
+
+    needs: ClassVar[Needs] = {"system": ("fedfomo",)}
 
     candidates: int = option(10, "The number of other clients' models that a client gets in a round (M).", least=1)
     exploration: float = option(
@@ -57,12 +69,16 @@ class FedFomoOptions(Table):
 class FedProxOptions(Table):
     """This option is FedProx's."""
 
+    needs: ClassVar[Needs] = {"system": ("fedprox",)}
+
     mu: float = option(0.01, "The strength of the proximal term (μ).", least=0)
 
 
 @dataclass(frozen=True)
 class LGFedAvgOptions(Table):
     """These options are LG-FedAvg's."""
+
+    needs: ClassVar[Needs] = {"system": ("lg-fedavg",)}
 
     global_layers: int = option(
         2, "The number of last layers that the server averages. The other layers stay with each client.", least=1
@@ -78,6 +94,8 @@ class LGFedAvgOptions(Table):
 @dataclass(frozen=True)
 class MTLOptions(Table):
     """These options are MTL's, a surrogate for MOCHA on networks."""
+
+    needs: ClassVar[Needs] = {"system": ("mtl",)}
 
     strength: float = option(0.001, "The strength of the regulariser (λ).", least=0)
     ridge: float = option(

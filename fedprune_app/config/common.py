@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import Kind, option
+from fedprune_app.config.options import Kind, Needs, NoneOf, option
+
+IMAGES: Needs = {"system": NoneOf(("fedspallm",))}
+"""What only systems need that learn from images."""
 
 
 @dataclass(frozen=True)
@@ -21,26 +25,44 @@ class CommonOptions:
         kind=Kind.FOLDER,
         changes_results=False,
         resumable=True,
+        needs={"dataset": NoneOf(("digits", "stdlib"))},
     )
     classes: str = option(
         "",
         "The classes of an image folder, in the order in which they are numbered: 'cat, dog'. Empty means every "
         "class that has a folder.",
+        needs={"dataset": ("image-folder",)},
     )
     download: bool = option(
         False,
         "If true, missing files are fetched: a torchvision dataset into data-dir, a model from the Hugging Face hub.",
         changes_results=False,
         resumable=True,
+        needs={"dataset": NoneOf(("digits", "image-folder"))},
     )
     partition: str = option(
-        "shards", "The rule that deals the training data to the clients; `fedprune list` names all rules."
+        "shards",
+        "The rule that deals the training data to the clients; `fedprune list` names all rules.",
+        needs=IMAGES,
     )
     shard_size: int = option(
-        0, "The number of samples in a shard. 0 means equal shards that hold all the data.", least=0
+        0,
+        "The number of samples in a shard. 0 means equal shards that hold all the data.",
+        least=0,
+        needs={**IMAGES, "partition": ("shards",)},
     )
-    shards_per_client: int = option(2, "The number of shards of each client.", least=1)
-    classes_per_client: int = option(2, "The number of classes of each client, with partition 'classes'.", least=1)
+    shards_per_client: int = option(
+        2,
+        "The number of shards of each client.",
+        least=1,
+        needs={**IMAGES, "partition": ("shards",)},
+    )
+    classes_per_client: int = option(
+        2,
+        "The number of classes of each client, with partition 'classes'.",
+        least=1,
+        needs={**IMAGES, "partition": ("classes",)},
+    )
     class_assignment: str = option(
         "cyclic",
         "The rule that gives classes to the clients, with partition 'classes'.",
@@ -48,25 +70,32 @@ class CommonOptions:
             "cyclic": "client k gets consecutive classes, the first is class k",
             "random": "classes are drawn, each for equally many clients",
         },
+        needs={**IMAGES, "partition": ("classes",)},
     )
     dirichlet_alpha: float = option(
         0.3,
         "The concentration α of the Dirichlet partitions. A smaller value makes the clients' labels more unequal.",
         above=0,
+        needs={**IMAGES, "partition": ("dirichlet-class", "dirichlet-client")},
     )
     dirichlet_groups: int = option(
         0,
         "The number of groups of clients that share their label preferences, with partition 'dirichlet-client'. 0 "
         "means that each client has its own preferences.",
         least=0,
+        needs={**IMAGES, "partition": ("dirichlet-client",)},
     )
     samples_per_client: int = option(
-        0, "The mean number of samples that a client gets. 0 means that all samples are dealt out.", least=0
+        0,
+        "The mean number of samples that a client gets. 0 means that all samples are dealt out.",
+        least=0,
+        needs=IMAGES,
     )
     augmentation: str = option(
         "none",
         "The random change of training images in each step.",
         choices={"none": "images stay as they are", "crop-flip": "random crops with padding 4, and random flips"},
+        needs=IMAGES,
     )
     public_fraction: float = option(
         0.0,
@@ -74,9 +103,14 @@ class CommonOptions:
         "'fedltp' and no public dataset, 0 means 0.2.",
         least=0,
         below=1,
+        needs=IMAGES,
     )
     validation_fraction: float = option(
-        0.1, "The share of a client's training data that is held out for validation.", least=0, below=1
+        0.1,
+        "The share of a client's training data that is held out for validation.",
+        least=0,
+        below=1,
+        needs=IMAGES,
     )
     test_split: str = option(
         "auto",
@@ -87,12 +121,14 @@ class CommonOptions:
             "proportional": "test-samples images, with the client's shares of the labels",
             "holdout": "a share test-fraction of the client's own data",
         },
+        needs=IMAGES,
     )
     test_samples: int = option(
         100,
         "The number of images that a client is tested on with test-split 'proportional'. The number is rounded up "
         "for each label.",
         least=1,
+        needs={**IMAGES, "test-split": ("proportional",)},
     )
     test_fraction: float = option(
         0.3, "The share of a client's data that is test data, with test-split 'holdout'.", above=0, below=1
@@ -111,6 +147,7 @@ class CommonOptions:
             "subfedavg": "as in Sub-FedAvg's released code",
             "kaiming": "Kaiming's",
         },
+        needs=IMAGES,
     )
     batch_norm: str = option(
         "averaged",
@@ -119,28 +156,64 @@ class CommonOptions:
             "averaged": "the server averages them as weights",
             "local": "each client keeps its own and never sends them",
         },
+        needs=IMAGES,
     )
     num_server_rounds: int = option(20, "The number of communication rounds.", least=1, resumable=True)
     fraction_train: float = option(0.5, "The share of the clients that is sampled in each round.", above=0, most=1)
     drop_probability: float = option(
         0.0, "The probability that a sampled client drops out of the round.", least=0, below=1
     )
-    local_epochs: int = option(5, "The number of epochs that a client trains in a round.", least=1)
+    local_epochs: int = option(
+        5,
+        "The number of epochs that a client trains in a round.",
+        least=1,
+        needs={"system": NoneOf(("fedspallm", "ditto"))},
+    )
     steps_per_epoch: int = option(
-        0, "The number of steps in a local epoch. 0 means as many as go through all examples once.", least=0
+        0,
+        "The number of steps in a local epoch. 0 means as many as go through all examples once.",
+        least=0,
+        needs=IMAGES,
     )
     batch_size: int = option(10, "The number of samples in a local step.", least=1)
-    learning_rate: float = option(0.01, "The local learning rate in round 1.", above=0)
-    lr_decay: float = option(1.0, "The factor on the learning rate after each round.", above=0, most=1)
-    momentum: float = option(0.5, "The momentum of local SGD.", least=0, below=1)
-    weight_decay: float = option(0.0, "The weight decay of local SGD.", least=0)
+    learning_rate: float = option(
+        0.01,
+        "The local learning rate in round 1.",
+        above=0,
+        needs=IMAGES,
+    )
+    lr_decay: float = option(
+        1.0,
+        "The factor on the learning rate after each round.",
+        above=0,
+        most=1,
+        needs=IMAGES,
+    )
+    momentum: float = option(
+        0.5,
+        "The momentum of local SGD.",
+        least=0,
+        below=1,
+        needs=IMAGES,
+    )
+    weight_decay: float = option(
+        0.0,
+        "The weight decay of local SGD.",
+        least=0,
+        needs=IMAGES,
+    )
     max_grad_norm: float = option(
         0.0,
         "The largest norm of a step's gradient; a longer gradient is clipped. 0 means that no gradient is clipped.",
         least=0,
+        needs=IMAGES,
     )
     density: float = option(
-        0.5, "The share of the parameters that is kept, in systems that prune to a density.", above=0, most=1
+        0.5,
+        "The share of the parameters that is kept, in systems that prune to a density.",
+        above=0,
+        most=1,
+        needs={"system": ("dispfl", "fedp3", "fedcr", "fedltp", "fedspallm")},
     )
     seed: int = option(0, "The number that all randomness of a run derives from.", least=0, most=2**53)
     evaluate_every: int = option(
@@ -184,7 +257,10 @@ class CommonOptions:
         },
     )
     robust_norm: float = option(
-        0.0, "The largest L2 distance of a client's model from the server's, with robust 'clip'.", least=0
+        0.0,
+        "The largest L2 distance of a client's model from the server's, with robust 'clip'.",
+        least=0,
+        needs={"robust": ("clip",)},
     )
     robust_trim: float = option(
         0.2,
@@ -192,6 +268,7 @@ class CommonOptions:
         "with too few values to leave any out does not change.",
         least=0,
         below=0.5,
+        needs={"robust": ("trimmed-mean",)},
     )
     out_dir: str = option(
         "",
@@ -286,9 +363,13 @@ class _LearningRates:
 class Table:
     """A table groups the options of one system, or of one subject, with what has to hold for them.
 
+    ``needs`` says with which values of other keys the options of the table have an effect at all.
+
     A condition stands in the table whose options it reads. Where it reads two tables it stands in the one whose key the
     error names.
     """
+
+    needs: ClassVar[Needs] = {}
 
     def check(self, common: CommonOptions) -> None:
         """Raise :class:`ConfigError` where these options do not go together, or not with the ``common`` ones."""

@@ -91,6 +91,14 @@ def _flat(options: CommonOptions | Table, prefix: str = "") -> Iterator[tuple[st
             yield key, value, option_of(item)
 
 
-OPTIONS: Mapping[str, Option] = {key: declared for key, _, declared in _flat(Config())}
+def _with_needs(key: str, declared: Option, config: Config) -> Option:
+    """Return an option with the needs of its table too, all of them named by whole keys."""
+    table, _, _ = key.rpartition(".")
+    of_table = getattr(config, table.replace("-", "_")).needs if table else {}
+    own = {f"{table}{name}" if name.startswith(".") else name: values for name, values in declared.needs.items()}
+    return replace(declared, needs={name: values for name, values in {**of_table, **own}.items() if name != key})
+
+
+OPTIONS: Mapping[str, Option] = {key: _with_needs(key, declared, Config()) for key, _, declared in _flat(Config())}
 """Every option of the product by its key."""
 DEFAULTS: dict[str, Scalar] = {key: declared.default for key, declared in OPTIONS.items()}

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import Kind, option
+from fedprune_app.config.options import Kind, Needs, option
 
 _PUBLIC_SHARE = 0.2
 
@@ -18,6 +19,8 @@ class FedLTPOptions(Table):
     The common key ``density`` is the share of each weight tensor that a ticket keeps (1 - P1). The key
     ``dp.count-scale`` is the scale of the noise on validation scores (λ_val).
     """
+
+    needs: ClassVar[Needs] = {"system": ("fedltp",)}
 
     public_dataset: str = option(
         "", "The server's public dataset. Empty means a share of the dataset that no client gets."
@@ -71,7 +74,12 @@ class FedLTPOptions(Table):
             "argmax": "the best",
         },
     )
-    temperature: float = option(0.01, "The temperature of the softmax of accuracies.", above=0)
+    temperature: float = option(
+        0.01,
+        "The temperature of the softmax of accuracies.",
+        above=0,
+        needs={".selection": ("softmax",)},
+    )
     start: str = option(
         "rewind",
         "The values that clients start from.",
@@ -90,7 +98,11 @@ class FedLTPOptions(Table):
         },
     )
     further_pruned: float = option(
-        0.1, "The share of the survivors that each nested sub-model loses (P2).", least=0, below=1
+        0.1,
+        "The share of the survivors that each nested sub-model loses (P2).",
+        least=0,
+        below=1,
+        needs={".pruning": ("iterative",)},
     )
     average: str = option(
         "holders",

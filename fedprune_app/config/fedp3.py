@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.lists import share_in_turn
-from fedprune_app.config.options import option
+from fedprune_app.config.options import Needs, option
 
 FEDP3_COUNTS: dict[str, tuple[int, ...]] = {
     "lowerb": (1,),
@@ -47,6 +48,14 @@ class FedP3Options(Table):
     The common key ``density`` is that of the layers a client does not train (the paper's global ratio).
     """
 
+    needs: ClassVar[Needs] = {
+        "system": (
+            "fedp3",
+            "fedcr",
+            "ldp-fedp3",
+        )
+    }
+
     layer_set: str = option(
         "lowerb",
         "The hidden layers that a client trains in full and uploads. The last layer always belongs to them.",
@@ -57,6 +66,7 @@ class FedP3Options(Table):
             "capacity": "as many as a client can hold, see capacities",
             "by-hand": "the sets in the key layers",
         },
+        needs={"system": ("fedp3",)},
     )
     assignment: str = option(
         "balanced",
@@ -66,19 +76,39 @@ class FedP3Options(Table):
             "random": "each client draws once",
             "per-round": "each client draws in every round",
         },
+        needs={
+            "system": (
+                "fedp3",
+                "fedcr",
+            )
+        },
     )
     layers: str = option(
         "",
         "The sets of layer-set 'by-hand' for the clients in turn: 'conv1 conv2; fc1; -conv1'. A minus means all layers "
         "but this one.",
+        needs={"system": ("fedp3",)},
     )
     capacities: str = option(
         "",
         "The shares of the model's parameters that clients in turn can hold, with layer-set 'capacity': '0.5 0.8'."
         " Empty means the whole model.",
+        needs={
+            "system": (
+                "fedp3",
+                "fedcr",
+            )
+        },
     )
     densities: str = option(
-        "", "The densities of the clients in turn: '0.9 0.7'. Empty means that every client has the key density."
+        "",
+        "The densities of the clients in turn: '0.9 0.7'. Empty means that every client has the key density.",
+        needs={
+            "system": (
+                "fedp3",
+                "fedcr",
+            )
+        },
     )
     prune_by: str = option(
         "magnitude",
@@ -88,6 +118,12 @@ class FedP3Options(Table):
             "random": "random weights, which each client draws once",
             "random-per-round": "random weights, which each client draws in every round",
         },
+        needs={
+            "system": (
+                "fedp3",
+                "fedcr",
+            )
+        },
     )
     pruned_weights: str = option(
         "stay-zero",
@@ -95,6 +131,12 @@ class FedP3Options(Table):
         choices={
             "stay-zero": "they stay pruned",
             "train": "they are trained, starting from zero, as in the released code",
+        },
+        needs={
+            "system": (
+                "fedp3",
+                "fedcr",
+            )
         },
     )
     local: str = option(
@@ -105,9 +147,14 @@ class FedP3Options(Table):
             "uniform": "each step keeps random weights",
             "ordered-dropout": "each step keeps the leading units",
         },
+        needs={"system": ("fedp3",)},
     )
     local_density: float = option(
-        0.9, "The smallest share p of weights or units that local pruning keeps.", above=0, most=1
+        0.9,
+        "The smallest share p of weights or units that local pruning keeps.",
+        above=0,
+        most=1,
+        needs={"system": ("fedp3",), ".local": ("uniform", "ordered-dropout")},
     )
     local_law: str = option(
         "uniform",
@@ -117,6 +164,7 @@ class FedP3Options(Table):
             "constant": "always p",
             "fjord": "drawn from 0.2, 0.4, ..., 1, from p on",
         },
+        needs={"system": ("fedp3",), ".local": ("uniform", "ordered-dropout")},
     )
     aggregation: str = option(
         "simple",
@@ -128,27 +176,37 @@ class FedP3Options(Table):
             "weighted-literal": "as printed in the paper: over all clients, which shrinks layers",
             "attention": "weighted by the distance from the mean, an addition of fedprune",
         },
+        needs={
+            "system": (
+                "fedp3",
+                "fedcr",
+            )
+        },
     )
     temperature: float = option(
         1.0,
         "The temperature of attention's softmax over distances from the mean, as a multiple of the mean distance.",
         above=0,
+        needs={"system": ("fedp3", "fedcr"), ".aggregation": ("attention",)},
     )
     personal_head: bool = option(
         False,
         "If true, the last layer stays with the client. In the released code the last layer stays there in effect.",
+        needs={"system": ("fedp3",)},
     )
     head_epochs: int = option(
         0,
         "The number of epochs in the last round, in which clients then train the last layer alone; the released "
         "code has 10. 0 means that the last round is like the others.",
         least=0,
+        needs={"system": ("fedp3",)},
     )
     sketch: str = option(
         "coordinates",
         "The parts of the model that the clients of a round share out at random, with system ldp-fedp3. Each client "
         "sends its own part alone.",
         choices={"coordinates": "single coordinates", "layers": "whole layers"},
+        needs={"system": ("ldp-fedp3",)},
     )
 
     def check(self, common: CommonOptions) -> None:
@@ -192,6 +250,8 @@ class FedP3Options(Table):
 @dataclass(frozen=True)
 class FedCROptions(Table):
     """These options are FedCR's; names are as in the released code where the code has one."""
+
+    needs: ClassVar[Needs] = {"system": ("fedcr",)}
 
     beta: float = option(0.001, "The strength of the divergence between prior and encoder (β).", least=0)
     divergence: str = option(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedprune_app.config.common import Table
-from fedprune_app.config.options import option
+from fedprune_app.config.options import Needs, option
 
 
 @dataclass(frozen=True)
 class FedSPAOptions(Table):
     """These options are Fed-SPA's."""
+
+    needs: ClassVar[Needs] = {"system": ("fedspa",)}
 
     share: float = option(
         0.4, "The share of all coordinates that a client trains and sends in a round (p).", above=0, most=1
@@ -21,10 +24,23 @@ class FedSPAOptions(Table):
         choices={"momentum": "with momentum", "adam": "as Adam steps", "none": "the plain mean update"},
     )
     server_momentum: float = option(
-        0.5, "The server's momentum, for acceleration 'momentum'. For 'adam' the number is β₁.", least=0, below=1
+        0.5,
+        "The server's momentum, for acceleration 'momentum'. For 'adam' the number is β₁.",
+        least=0,
+        below=1,
+        needs={".acceleration": ("momentum", "adam")},
     )
     server_learning_rate: float = option(1.0, "The factor on the server's step.", above=0)
-    adam_beta2: float = option(0.99, "The number β₂ of acceleration 'adam'.", least=0, below=1)
+    adam_beta2: float = option(
+        0.99,
+        "The number β₂ of acceleration 'adam'.",
+        least=0,
+        below=1,
+        needs={".acceleration": ("adam",)},
+    )
     adam_epsilon: float = option(
-        1e-3, "The number that acceleration 'adam' adds to the root of the second moment.", above=0
+        1e-3,
+        "The number that acceleration 'adam' adds to the root of the second moment.",
+        above=0,
+        needs={".acceleration": ("adam",)},
     )

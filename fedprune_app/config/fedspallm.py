@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.lists import count_in_turn, share_in_turn
-from fedprune_app.config.options import Kind, option
+from fedprune_app.config.options import Kind, Needs, option
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class FedSpaLLMOptions(Table):
 
     The common key ``density`` is the share of every matrix that is kept, and ``batch-size`` counts sequences.
     """
+
+    needs: ClassVar[Needs] = {"system": ("fedspallm",)}
 
     pruner: str = option(
         "sparsegpt",
@@ -33,14 +36,23 @@ class FedSpaLLMOptions(Table):
         "The pattern n:m, such as '2:4', that keeps n of every m neighbours. Empty means that the key density says"
         " how many are kept.",
     )
-    block_size: int = option(128, "The number of columns that SparseGPT prunes at a time.", least=1)
+    block_size: int = option(
+        128,
+        "The number of columns that SparseGPT prunes at a time.",
+        least=1,
+        needs={".pruner": ("sparsegpt",)},
+    )
     damping: float = option(
-        0.01, "The damping of SparseGPT, as a share of the mean of the Hessian's diagonal.", least=0
+        0.01,
+        "The damping of SparseGPT, as a share of the mean of the Hessian's diagonal.",
+        least=0,
+        needs={".pruner": ("sparsegpt",)},
     )
     count: str = option(
         "exact",
         "The number of entries that SparseGPT prunes in a block.",
         choices={"exact": "exactly as many as density says", "code": "one more, as in SparseGPT's released code"},
+        needs={".pruner": ("sparsegpt",)},
     )
     segments: int = option(32, "The number of calibration segments of a client.", least=1)
     segment_counts: str = option(

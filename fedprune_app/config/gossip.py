@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.lists import share_in_turn
-from fedprune_app.config.options import Kind, option
+from fedprune_app.config.options import Kind, Needs, option
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,10 @@ class GossipOptions(Table):
         },
     )
     neighbours: int = option(
-        10, "The number of clients that a client receives from in a round, with the random topologies.", least=1
+        10,
+        "The number of clients that a client receives from in a round, with the random topologies.",
+        least=1,
+        needs={".topology": ("random", "random-in")},
     )
     adjacency_file: str = option(
         "",
@@ -69,6 +73,8 @@ class DisPFLOptions(GossipOptions):
 
     The common key ``density`` is every client's, unless ``densities`` or a node's ``capacity`` say otherwise.
     """
+
+    needs: ClassVar[Needs] = {"system": ("dispfl",)}
 
     densities: str = option(
         "",
@@ -131,6 +137,13 @@ class DisPFLOptions(GossipOptions):
 @dataclass(frozen=True)
 class DPSGDOptions(GossipOptions):
     """These options are those of D-PSGD and D-PSGD-FT."""
+
+    needs: ClassVar[Needs] = {
+        "system": (
+            "dpsgd",
+            "dpsgd-ft",
+        )
+    }
 
     density: float = option(1.0, "The share of each weight tensor that a fixed random mask keeps.", above=0, most=1)
     masks: str = option(

@@ -52,6 +52,17 @@ class Bound:
         return f"{self.words} {self.limit}"
 
 
+class NoneOf(tuple[Scalar, ...]):
+    """These are all values but the given ones: ``value in NoneOf(("a", "b"))``."""
+
+    def __contains__(self, value: object) -> bool:
+        return not super().__contains__(value)
+
+
+Needs = Mapping[str, tuple[Scalar, ...]]
+"""These are keys, with the values of each with which an option has an effect. ".key" is a key of the same table."""
+
+
 @dataclass(frozen=True)
 class Option:
     """An option is what is known of one key of the configuration; :func:`option` declares it."""
@@ -63,6 +74,7 @@ class Option:
     kind: Kind = Kind.PLAIN
     changes_results: bool = True
     resumable: bool = False
+    needs: Needs = field(default_factory=dict)
 
     @property
     def range(self) -> str:
@@ -109,6 +121,7 @@ def option(
     kind: Kind = Kind.PLAIN,
     changes_results: bool = True,
     resumable: bool = False,
+    needs: Needs | None = None,
 ) -> S:
     """Declare one option as a field of a frozen dataclass; nothing else of the product lists it.
 
@@ -119,6 +132,7 @@ def option(
     * ``changes_results`` is false for an option that only says where or how a run is executed: runs that differ in it
       are compared as equal.
     * ``resumable`` is true for an option that a resumed run may change.
+    * ``needs`` says with which values of other keys the option has an effect.
     """
     ends = (
         ("at least", least, operator.ge),
@@ -127,7 +141,7 @@ def option(
         ("below", below, operator.lt),
     )
     bounds = tuple(Bound(words, limit, holds) for words, limit, holds in ends if limit is not None)
-    declared = Option(default, help, choices or {}, bounds, kind, changes_results, resumable)
+    declared = Option(default, help, choices or {}, bounds, kind, changes_results, resumable, needs or {})
     return field(default=default, metadata={_OPTION: declared})
 
 

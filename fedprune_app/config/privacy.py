@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import Kind, option
+from fedprune_app.config.options import Kind, Needs, option
 
 
 @dataclass(frozen=True)
 class DPOptions(Table):
     """These options protect each client's examples against everyone else, the server included (docs/privacy.md)."""
+
+    needs: ClassVar[Needs] = {"dp.enabled": (True,)}
 
     enabled: bool = option(
         False,

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import option
+from fedprune_app.config.options import Needs, option
 
 
 @dataclass(frozen=True)
 class SubFedAvgOptions(Table):
     """These options are those of systems ``subfedavg`` and ``subfedavg-hy``."""
+
+    needs: ClassVar[Needs] = {
+        "system": (
+            "subfedavg",
+            "subfedavg-hy",
+        )
+    }
 
     target_rate: float = option(50.0, "The percentage of all parameters that is pruned in the end.", least=0, below=100)
     prune_step: float = option(
@@ -21,15 +29,21 @@ class SubFedAvgOptions(Table):
         5.0,
         "The largest percentage that the last step before the target prunes. System subfedavg-hy has no such cap.",
         above=0,
+        needs={"system": ("subfedavg",)},
     )
     accuracy_threshold: float = option(
-        50.0, "The accuracy, in percent, below which a client does not prune.", least=0, most=100
+        50.0,
+        "The accuracy, in percent, below which a client does not prune.",
+        least=0,
+        most=100,
+        needs={".gate-split": ("validation", "test")},
     )
     mask_distance: float = option(
         1e-4,
         "The distance between the masks after the first and the last epoch above which a client prunes.",
         least=0,
         most=1,
+        needs={"system": ("subfedavg",)},
     )
     fc_mask_distance: float = option(
         5e-4,
@@ -37,6 +51,7 @@ class SubFedAvgOptions(Table):
         "last epoch above which a client of subfedavg-hy prunes them.",
         least=0,
         most=1,
+        needs={"system": ("subfedavg-hy",)},
     )
     channel_distance: float = option(
         0.01,
@@ -44,18 +59,27 @@ class SubFedAvgOptions(Table):
         "above which a client of subfedavg-hy removes channels.",
         least=0,
         most=1,
+        needs={"system": ("subfedavg-hy",)},
     )
     channel_fraction: float = option(
         0.45,
         "The share of a layer's BatchNorm scales, smallest first, whose channels subfedavg-hy removes in one step.",
         least=0,
         below=1,
+        needs={"system": ("subfedavg-hy",)},
     )
     channel_floor: float = option(
-        0.5, "The share of a layer's channels that subfedavg-hy never removes.", above=0, below=1
+        0.5,
+        "The share of a layer's channels that subfedavg-hy never removes.",
+        above=0,
+        below=1,
+        needs={"system": ("subfedavg-hy",)},
     )
     scale_decay: float = option(
-        0.0, "The L1 penalty on BatchNorm scales in subfedavg-hy. The released code's option -sr is 1e-4.", least=0
+        0.0,
+        "The L1 penalty on BatchNorm scales in subfedavg-hy. The released code's option -sr is 1e-4.",
+        least=0,
+        needs={"system": ("subfedavg-hy",)},
     )
     gate_split: str = option(
         "validation",
@@ -68,7 +92,13 @@ class SubFedAvgOptions(Table):
     )
 
     def check(self, common: CommonOptions) -> None:
-        """Raise :class:`ConfigError` where a decision lacks its data, or a step has no channels left to remove."""
+        """Raise :class:`ConfigError` where a decision lacks its data, a step has no channels, or a share is meant."""
+        for key, percentage in (("target-rate", self.target_rate), ("accuracy-threshold", self.accuracy_threshold)):
+            if 0 < percentage < 1:
+                meant = f"{100 * percentage:g}"
+                raise ConfigError(
+                    f"subfedavg.{key} is {percentage}, allowed: 0, or a percentage from 1; {meant} is meant?"
+                )
         is_structured = common.system == "subfedavg-hy"
         prunes = self.target_rate > 0 or is_structured  # channels go whatever the target
         asks_validation = common.system in ("subfedavg", "subfedavg-hy") and self.gate_split == "validation"

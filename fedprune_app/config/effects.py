@@ -1,0 +1,59 @@
+"""A setting that has no effect is refused: a result that does not depend on it would be taken for one that does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fedprune_app.config.config import OPTIONS, Config
+from fedprune_app.config.errors import ConfigError
+from fedprune_app.config.options import NoneOf, Scalar
+
+_INSTEAD = {
+    ("density", "subfedavg"): "subfedavg.target-rate, the percentage that is pruned",
+    ("density", "subfedavg-hy"): "subfedavg.target-rate, the percentage that is pruned",
+    ("density", "dpsgd"): "dpsgd.density",
+    ("density", "dpsgd-ft"): "dpsgd.density",
+    ("density", "fedspa"): "fedspa.share",
+    ("density", "fjord"): "fjord.widths",
+    ("local-epochs", "ditto"): "ditto.global-epochs and ditto.personal-epochs",
+}
+"""By key and system: the keys that a system has for the same quantity."""
+
+
+def has_effect(key: str, config: Config) -> bool:
+    """Return whether the option ``key`` can change anything about a run with this configuration."""
+    return _unmet(key, config) is None
+
+
+def check_effects(given: Iterable[str], config: Config) -> None:
+    """Raise :class:`ConfigError` for a key among ``given`` that has no effect in a run with this configuration."""
+    for key in given:
+        if (unmet := _unmet(key, config)) is not None:
+            name, values = unmet
+            found = config.to_dict()
+            raise ConfigError(
+                f"{key} is {found[key]!r}, which has no effect with {name} {found[name]!r}; "
+                f"{key} needs {name} {_words(values)}{_instead(key, config.system)}"
+            )
+
+
+def _unmet(key: str, config: Config) -> tuple[str, tuple[Scalar, ...]] | None:
+    """Return the first need of an option that a configuration does not meet, or None."""
+    if not (needs := OPTIONS[key].needs):
+        return None
+    values = config.to_dict()
+    return next(((name, allowed) for name, allowed in needs.items() if values[name] not in allowed), None)
+
+
+def _words(values: tuple[Scalar, ...]) -> str:
+    words = " or ".join(str(value).lower() if isinstance(value, bool) else repr(value) for value in tuple(values))
+    return f"other than {words}" if isinstance(values, NoneOf) else words
+
+
+def _instead(key: str, system: str) -> str:
+    """Return the system's own key for the same quantity, as the end of a sentence."""
+    last = key.rpartition(".")[2]
+    same = [each for each, option in OPTIONS.items() if each.endswith(f".{last}") and each != key]
+    same = [each for each in same if system in OPTIONS[each].needs.get("system", ())]
+    meant = _INSTEAD.get((key, system)) or (same[0] if same else "")
+    return f"; system {system!r} has {meant}" if meant else ""
