@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from fedprune_app import __version__
 from fedprune_app.config import (
     OPTIONS,
     Config,
@@ -25,20 +27,22 @@ from fedprune_app.config import (
     Scalar,
     check_effects,
     check_resumable,
+    has_effect,
     parse_config,
     parse_override,
     paths_from_here,
     read_toml,
     toml_value,
 )
+from fedprune_app.config.meant import not_allowed
 from fedprune_app.errors import LaunchError, LeftGoing
+from fedprune_app.numbered import LATEST, next_folder, point_to
 
 if TYPE_CHECKING:
     from fedprune_app.experiment import Placement
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Train, prune and compare personalised federated models.",
 )
@@ -47,6 +51,15 @@ console = Console(stderr=True, **_AS_IT_IS)
 _INTERRUPTED = 130
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
+Configs = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "-c",
+        "--config",
+        help="Read settings from this run-config file, or from the shipped one of this name, such as subfedavg. "
+        "You may repeat the option. A later file wins over an earlier one, and KEY=VALUE over both.",
+    ),
+]
 Out = Annotated[Path, typer.Option("--out", help="The folder for the results.")]
 Workers = Annotated[
     int | None,
@@ -70,17 +83,43 @@ def _say(text: str, label: str = "", style: str = "") -> None:
     console.print(Text.assemble((label, style), text), soft_wrap=True)
 
 
-def _values(file: Path | None, overrides: list[str] | None) -> dict[str, Scalar]:
-    values = read_toml(file) if file else {}
-    values.update(parse_override(text) for text in overrides or [])
-    return paths_from_here(values)
+@dataclass(frozen=True)
+class _Given:
+    """These settings are given: those of files, and those of the command line, which win."""
+
+    files: Sequence[dict[str, Scalar]]
+    on_command_line: dict[str, Scalar]
+
+    @property
+    def values(self) -> dict[str, Scalar]:
+        return {key: value for source in (*self.files, self.on_command_line) for key, value in source.items()}
+
+    def check_effects(self, config: Config) -> None:
+        """Raise :class:`ConfigError` for a setting that has no effect in a run with ``config``.
+
+        A file may be meant for another system than the command line asks for. What has an effect with the file alone is
+        then named, and no error.
+        """
+        check_effects(self.on_command_line, config)
+        for file in self.files:
+            check_effects([key for key in file if not has_effect(key, config)], parse_config(file))
+        if idle := {key: None for file in self.files for key in file if not has_effect(key, config)}:
+            _say(f" without effect with system {config.system!r}: {', '.join(idle)}", "note:", "yellow")
+
+
+def _given(files: list[Path] | None, overrides: list[str] | None) -> _Given:
+    from fedprune_app.shipped import config_file
+
+    in_files = [paths_from_here(read_toml(config_file(file))) for file in files or []]
+    return _Given(in_files, paths_from_here(dict(parse_override(text) for text in overrides or [])))
 
 
 def _placed(
-    values: dict[str, Scalar],
+    given: _Given,
     out: Path,
     before: Mapping[str, Any] | None,
     *,
+    accept_loss: bool = False,
     force: bool = False,
     is_here: bool = True,
 ) -> Config:
@@ -96,6 +135,7 @@ def _placed(
     from fedprune_app.results.recorder import holds_run
 
     folder = out.expanduser().resolve()
+    values = given.values
     for key, option in OPTIONS.items():
         if option.kind is Kind.RUN_FOLDER and values.get(key):
             raise ConfigError(f"{key} is {values[key]!r}, allowed here: --out DIR and --resume say it")
@@ -106,20 +146,19 @@ def _placed(
             check_free(folder)
         if holds_run(folder) and not in_the_way(folder):
             raise ConfigError(f"--out {str(out)!r} already holds a run, allowed: a new folder, or --resume")
-    given = list(values)
     if before is not None:
-        values = {**before.get("config", {}), **values, "resume-from": str(folder)}
+        accepting: dict[str, Scalar] = {"accept-loss": True} if accept_loss else {}
+        values = {**before.get("config", {}), **values, **accepting, "resume-from": str(folder)}
     config = check_names(parse_config({**values, "out-dir": str(folder)}))
-    check_effects(given, config)
+    given.check_effects(config)
     if before:
         check_resumable(before["config"], config)
     return check_system(config)
 
 
-def _accepting(loss: bool, resume: bool) -> dict[str, Scalar]:
-    if loss and not resume:
+def _check_accept_loss(accept_loss: bool, resume: bool) -> None:
+    if accept_loss and not resume:
         raise ConfigError("--accept-loss is given, allowed: with --resume")
-    return {"accept-loss": True} if loss else {}
 
 
 def _recorded(out: Path, superlink: str = "") -> dict[str, Any]:
@@ -139,13 +178,31 @@ def _recorded(out: Path, superlink: str = "") -> dict[str, Any]:
     return info
 
 
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fedprune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train, prune and compare personalised federated models."""
+
+
 @app.command()
 def run(
     overrides: Overrides = None,
-    config: Annotated[
-        Path | None, typer.Option("-c", "--config", help="Read settings from this run-config file.")
+    config: Configs = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="The folder for the results: else runs/1, runs/2, ..., and runs/latest links there."
+        ),
     ] = None,
-    out: Out = Path("runs/latest"),
     clients: Annotated[
         int | None,
         typer.Option("--clients", help="How many clients to simulate: else 20, or as many as the resumed run has."),
@@ -168,9 +225,14 @@ def run(
         raise ConfigError("--force is given, allowed with --superlink: nothing; the folder is on the server")
     if clients is not None and clients < 1:
         raise ConfigError(f"--clients is {clients}, allowed: at least 1")
+    numbered = out is None and not superlink
+    if out is None:
+        out = LATEST if resume or superlink else next_folder(LATEST.parent)
+    _check_accept_loss(accept_loss, resume)
     before = _recorded(out.expanduser().resolve(), superlink) if resume else None
-    values = _values(config, overrides) | _accepting(accept_loss, resume)
-    settings = _placed(values, out, before, force=force, is_here=not superlink)
+    settings = _placed(
+        _given(config, overrides), out, before, force=force, is_here=not superlink, accept_loss=accept_loss
+    )
     known = len((before or {}).get("partition") or [])
     if clients is None:
         clients = known or 20
@@ -180,11 +242,15 @@ def run(
     from fedprune_app.experiment import Placement
 
     placement = Placement(engine, clients, workers, ray_address=ray_address, superlink=superlink)
-    _run_once(placement, settings, out, force and not resume)
+    link = LATEST if numbered and not resume else None
+    _run_once(placement, settings, out, force and not resume, link)
 
 
-def _run_once(placement: Placement, settings: Config, out: Path, force: bool) -> None:
-    """Run one federation, and say how the run ended; ``force`` first removes what is in its way."""
+def _run_once(placement: Placement, settings: Config, out: Path, force: bool, link: Path | None = None) -> None:
+    """Run one federation, and say how the run ended; ``force`` first removes what is in its way.
+
+    The ``link`` will lead to the run's folder, from before the run begins.
+    """
     from fedprune_app.demo import prepare_models
     from fedprune_app.experiment import Session
     from fedprune_app.results.ownership import clear_the_way
@@ -195,6 +261,9 @@ def _run_once(placement: Placement, settings: Config, out: Path, force: bool) ->
         if force:
             session.check(settings)
             clear_the_way(Path(settings.out_dir))
+        if link is not None:
+            session.check(settings)
+            point_to(link, Path(settings.out_dir))
         info = session.run(settings, Path(settings.out_dir))
     for kind, key in (("note", "notes"), ("lost", "losses")):
         for line in info.get(key, []):
@@ -331,8 +400,9 @@ def export(
     client: Annotated[int | None, typer.Option("--client", help="Export the personal model of this client.")] = None,
     is_global: Annotated[bool, typer.Option("--global", help="Export the global model.")] = False,
     format: Annotated[
-        str, typer.Option("--format", help="The format is safetensors, onnx or torch-export.")
-    ] = "safetensors",
+        str,
+        typer.Option("--format", help="The format is safetensors, onnx or torch-export: else as FILE's suffix says."),
+    ] = "",
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
     state_dir: Annotated[
         str, typer.Option("--state-dir", help="Where the run's state-dir is now, if it has moved.")
@@ -344,8 +414,9 @@ def export(
     RUN is the folder of a completed run.
     The command prints what the file saves, compared with the dense model.
     """
-    from fedprune_app.export import export_model, machine
+    from fedprune_app.export import export_model, format_of, machine
 
+    format = format_of(output, format)
     if (client is None) != is_global:
         raise ConfigError("export needs one of --client K and --global")
     _say_unsealed([folder])
@@ -397,7 +468,7 @@ def audit(
 ) -> None:
     """Attack a private configuration to find a lower bound on its ε.
 
-    CONFIG is a run-config file; each KEY=VALUE is a setting.
+    CONFIG is a run-config file, or the name of a shipped one; each KEY=VALUE is a setting.
     The bound comes from one run.
     The command prints the bound beside the ε that the ledger claims.
     The exit code is 1 if the bound exceeds the claim.
@@ -410,11 +481,9 @@ def audit(
     from fedprune_app.results.ownership import check_json_file
 
     files = [Path(text) for text in settings if "=" not in text]
-    if len(files) > 1:
-        raise ConfigError(f"{str(files[1])!r} is a second file, allowed: one run-config file, then KEY=VALUE")
-    values = _values(files[0] if files else None, [text for text in settings if "=" in text])
-    config = parse_config(values)
-    check_effects(values, config)
+    given = _given(files, [text for text in settings if "=" in text])
+    config = parse_config(given.values)
+    given.check_effects(config)
     check_system(config)
     question = Question(canaries, guesses, delta, confidence, client, clients, without_noise)
     if json_file is not None and not force:
@@ -446,12 +515,19 @@ def list_(
     keys: Annotated[
         bool, typer.Option("--keys", help="List all settings with default, meaning, range and choices.")
     ] = False,
+    system: Annotated[str, typer.Argument(metavar="[SYSTEM]")] = "",
 ) -> None:
-    """List the systems, datasets, partitions and models that there are to choose."""
+    """List the systems, datasets, partitions and models that there are to choose.
+
+    With --keys and SYSTEM the settings are listed that have an effect with that system.
+    """
     from fedprune_app.data.names import DATASETS, PARTITIONS, TEXTS
     from fedprune_app.models.names import MODELS
     from fedprune_app.registry import SYSTEMS
 
+    if system and (not keys or system not in SYSTEMS):
+        raise not_allowed("SYSTEM", system, SYSTEMS if keys else ("nothing without --keys",))
+    options = {key: each for key, each in OPTIONS.items() if not system or system in each.needs.get("system", [system])}
     kinds = {
         "systems": {name: system.summary for name, system in SYSTEMS.items()},
         "datasets": {**DATASETS, **TEXTS},
@@ -461,13 +537,13 @@ def list_(
     if as_json:
         settings = {
             key: {"default": each.default, "help": each.help, "range": each.range, "choices": dict(each.choices)}
-            for key, each in OPTIONS.items()
+            for key, each in options.items()
         }
         typer.echo(json.dumps({**kinds, "keys": settings}, indent=1))
         return
     out = Console(**_AS_IT_IS)
     if keys:
-        out.print(_keys_table())
+        out.print(_keys_table(options))
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     for kind, entries in kinds.items():
@@ -477,12 +553,12 @@ def list_(
     out.print(table)
 
 
-def _keys_table() -> Table:
-    """Return a table of every setting with its default, its meaning, its range and its choices."""
+def _keys_table(options: Mapping[str, Option]) -> Table:
+    """Return a table of these settings with its default, its meaning, its range and its choices."""
     table = Table(box=None, pad_edge=False)
     table.add_column("key = default", no_wrap=True)
     table.add_column("meaning")
-    for key, each in OPTIONS.items():
+    for key, each in options.items():
         table.add_row(f"{key} = {toml_value(each.default)}", _meaning(each))
     return table
 
@@ -542,7 +618,7 @@ def demo(
             folder = out / name
             remove_run(folder)
             mark(folder, "demo")
-            _say_sizes(session.run(_placed(settings, folder, before=None), folder), folder)
+            _say_sizes(session.run(_placed(_Given([], settings), folder, before=None), folder), folder)
             folders.append(folder)
     write_report(folders, page, force=force)
     _say(f": open {page}", "done", "green")
@@ -557,9 +633,7 @@ app.add_typer(deploy_app, name="deploy")
 @deploy_app.command()
 def local(
     overrides: Overrides = None,
-    config: Annotated[
-        Path | None, typer.Option("-c", "--config", help="Read settings from this run-config file.")
-    ] = None,
+    config: Configs = None,
     nodes: Annotated[
         int | None,
         typer.Option("--nodes", help="How many SuperNodes to start: else 3, or one per folder of --data-dirs."),
@@ -588,9 +662,9 @@ def local(
     from fedprune_app.node_policy import POLICY_FILE, read_policy
     from fedprune_app.results.ownership import check_marked
 
+    _check_accept_loss(accept_loss, resume)
     before = _recorded(out.expanduser().resolve()) if resume else None
-    values = _values(config, overrides) | _accepting(accept_loss, resume)
-    settings = _placed(values, out, before, force=force)
+    settings = _placed(_given(config, overrides), out, before, force=force, accept_loss=accept_loss)
     folders, files = _paths(data_dirs), _paths(policies)
     if nodes is None:
         nodes = len(folders) or len(files) or 3

@@ -345,7 +345,9 @@ class _Progress:
             TextColumn("{task.fields[failed]}", style="yellow", markup=False),
             TimeRemainingColumn(),
             console=console,
+            disable=not console.is_terminal,  # a log gets a line per round instead
         )
+        self._console, self._system, self._rounds = console, config.system, config.num_server_rounds
         self._task = self._bar.add_task(config.system, total=config.num_server_rounds, said="starting", failed="")
 
     def __enter__(self) -> _Progress:
@@ -397,6 +399,9 @@ class _Progress:
             self._bar.update(self._task, completed=row["round"], said=said, failed=failed)
         else:
             self._bar.update(self._task, said=said, failed=failed)
+        if not self._console.is_terminal:
+            line = f"{self._system}: round {row['round']} of {self._rounds}  {said}  {failed}".rstrip()
+            self._console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     @contextmanager
     def in_background(self) -> Iterator[None]:

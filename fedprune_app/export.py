@@ -72,6 +72,20 @@ class Size:
     milliseconds: Mapping[int, float]
 
 
+_SUFFIXES = {".safetensors": "safetensors", ".onnx": "onnx", ".pt2": "torch-export"}
+
+
+def format_of(output: Path, format: str) -> str:
+    """Return the format of a file: ``format`` if one is given, else the suffix's, else safetensors.
+
+    Raises a one-line ``ValueError`` for a suffix of another format.
+    """
+    by_suffix = _SUFFIXES.get(output.suffix.lower())
+    if format in FORMATS and by_suffix not in (None, format):
+        raise ValueError(f"--output is {str(output)!r}, allowed with --format {format}: no suffix of {by_suffix}")
+    return format or by_suffix or FORMATS[0]
+
+
 def export_model(
     run: Path,
     client: int | None,

@@ -98,7 +98,7 @@ def test_a_ledger_folder_is_relative_to_where_the_command_was_typed(fedprune, tm
         (["run", "seed"], "'seed' is not of the form key=value"),
         (["sweep", "missing.yaml"], "matrix 'missing.yaml' does not exist"),
         (["audit", "system=fedavg"], "dp.enabled is false, allowed with audit: true"),
-        (["audit", "a.toml", "b.toml"], "'b.toml' is a second file, allowed: one run-config file"),
+        (["audit", "a.toml", "b.toml"], "config file 'a.toml' does not exist"),
         (["report", "."], "is no run folder, nor does it hold any"),
     ],
 )

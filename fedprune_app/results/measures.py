@@ -474,6 +474,7 @@ MEASURES = Measures(
                         is_share=True,
                         place=10,
                     ),
+                    line=InLine("density", "density", ".3f"),
                 ),
             ),
         ),

@@ -1,0 +1,31 @@
+"""The run-config files that come with fedprune are found by name, from a checkout and from an installed wheel alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fedprune_app
+from fedprune_app.config import ConfigError
+from fedprune_app.config.meant import not_allowed
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Return the files of the shipped configurations by name, such as ``subfedavg``."""
+    package = Path(fedprune_app.__file__).parent
+    for folder in (package / "configs", package.parent / "configs"):  # a wheel has them in the package
+        if folder.is_dir():
+            return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    return {}
+
+
+def config_file(given: Path) -> Path:
+    """Return the file that ``given`` is, or the shipped configuration of that name.
+
+    Raises :class:`ConfigError` for a name that is neither.
+    """
+    if given.exists() or given.suffix or given.parent != Path():
+        return given
+    shipped = shipped_configs()
+    if str(given) not in shipped:
+        raise ConfigError(f"{not_allowed('--config', str(given), shipped)}; or a file")
+    return shipped[str(given)]

@@ -1,0 +1,117 @@
+"""What people type first does what they mean."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from fedprune_app import cli
+from fedprune_app.config import OPTIONS
+from fedprune_app.registry import SYSTEMS
+from fedprune_app.shipped import shipped_configs
+
+QUICK = ["--engine", "inprocess", "--clients", "3", "num-server-rounds=1", "local-epochs=1"]
+
+
+def config_of(folder):
+    return json.loads((folder / "run.json").read_text())["config"]
+
+
+def test_two_plain_runs_get_numbers_and_a_link_leads_to_the_last_one(fedprune, tmp_path):
+    runs = tmp_path / "runs"
+    for number, system in enumerate(("fedavg", "standalone"), 1):
+        code, said = fedprune("run", *QUICK, f"system={system}")
+        assert code == 0, said
+        assert f"results: runs/{number}" in said
+        assert (runs / "latest").resolve() == runs / str(number)
+        assert config_of(runs / str(number))["system"] == system
+    code, said = fedprune("run", "--engine", "inprocess", "--resume", "num-server-rounds=2")
+    assert code == 0, said
+    assert json.loads((runs / "2" / "run.json").read_text())["rounds_completed"] == 2
+    assert sorted(path.name for path in runs.iterdir()) == ["1", "2", "latest"]
+
+
+def test_a_refused_run_takes_no_number_and_moves_no_link(fedprune, tmp_path):
+    assert fedprune("run", *QUICK, "system=fedavg")[0] == 0
+    assert fedprune("run", *QUICK, "system=fedavg", "partition=classes", "classes-per-client=11")[0] == 2
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["1", "latest"]
+
+
+def test_what_is_called_latest_and_is_no_link_stays(fedprune, tmp_path):
+    (tmp_path / "runs" / "latest").mkdir(parents=True)
+    (tmp_path / "runs" / "latest" / "notes.txt").write_text("mine")
+    assert fedprune("run", *QUICK, "system=fedavg")[0] == 0
+    assert (tmp_path / "runs" / "latest" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "runs" / "1" / "run.json").exists()
+
+
+def test_a_shipped_configuration_has_a_name_and_later_files_win(fedprune, tmp_path):
+    (tmp_path / "mine.toml").write_text('seed = 7\nnum-server-rounds = 3\nsystem = "standalone"\n')
+    code, said = fedprune("run", "-c", "quickstart", "-c", "mine.toml", *QUICK, "--out", "a")
+    assert code == 0, said
+    config = config_of(tmp_path / "a")
+    assert (config["system"], config["seed"], config["num-server-rounds"]) == ("standalone", 7, 1)
+    assert "note: without effect with system 'standalone': subfedavg.target-rate" in said
+    code, said = fedprune("run", "-c", "sub-fedavg")
+    assert code == 2
+    assert "--config is 'sub-fedavg', allowed: " in said
+    assert "did you mean 'subfedavg'?" in said
+
+
+def test_every_system_has_a_shipped_configuration():
+    assert {*SYSTEMS, "quickstart"} == set(shipped_configs())
+
+
+def test_the_version_is_told(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["fedprune", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    assert capsys.readouterr().out == f"fedprune {version('fedprune')}\n"
+
+
+def test_a_log_gets_a_line_for_each_round(fedprune):
+    code, said = fedprune("run", "--engine", "inprocess", "--clients", "3", "num-server-rounds=2", "evaluate-every=1")
+    assert code == 0, said
+    lines = [line for line in said.splitlines() if line.startswith("subfedavg: round ")]
+    assert [line.split("  ")[0] for line in lines] == ["subfedavg: round 1 of 2", "subfedavg: round 2 of 2"]
+    assert all("personal " in line and "density " in line and " MB" in line for line in lines)
+
+
+def test_the_keys_of_a_system_are_those_with_an_effect(fedprune, monkeypatch):
+    monkeypatch.setattr("sys.stdout", __import__("sys").stderr)
+    monkeypatch.setenv("COLUMNS", "200")
+    code, said = fedprune("list", "--keys", "fedprox")
+    assert code == 0
+    assert "fedprox.mu = 0.01" in said
+    assert "dispfl." not in said
+    assert "density = " not in said
+    assert "learning-rate = " in said
+    assert sum(f"{key} = " in said for key in OPTIONS) > 60
+    assert fedprune("list", "--keys", "fedprocks")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "expected"),
+    [
+        ("a.onnx", "", "onnx"),
+        ("a.pt2", "", "torch-export"),
+        ("a.safetensors", "", "safetensors"),
+        ("a.bin", "", "safetensors"),
+        ("a", "onnx", "onnx"),
+    ],
+)
+def test_the_suffix_of_an_exported_file_says_its_format(name, format, expected):
+    from fedprune_app.export import format_of
+
+    assert format_of(Path(name), format) == expected
+
+
+def test_a_suffix_that_contradicts_the_format_is_refused(fedprune):
+    assert fedprune("run", *QUICK, "system=fedavg", "--out", "a")[0] == 0
+    code, said = fedprune("export", "a", "--global", "-o", "model.onnx", "--format", "safetensors")
+    assert code == 2
+    assert "--output is 'model.onnx', allowed with --format safetensors: no suffix of onnx" in said
