@@ -194,9 +194,13 @@ def _idx_dataset(name: str, folder: Path, download: bool) -> Dataset:
 
 
 def _read_idx(path: Path, ndim: int) -> Images:
-    """Read an IDX file of unsigned bytes: magic 0, 0, 8 (the type), ndim; big-endian uint32 sizes; the values."""
+    """Read an IDX file of unsigned bytes: magic 0, 0, 8 (the type), ndim; big-endian uint32 sizes; the values.
+
+    The values stay in the file, which all processes of this machine share, and are read when they are used.
+    """
     header = 4 + 4 * ndim
-    content = np.fromfile(path, dtype=np.uint8)
+    is_empty = not path.stat().st_size  # which cannot be mapped
+    content: Images = np.empty(0, np.uint8) if is_empty else np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
     if len(content) < header or content[:4].tolist() != [0, 0, 8, ndim]:
         raise ValueError(f"'{path}' is not an IDX file of unsigned bytes in {ndim} dimensions")
     shape = content[4:header].view(">u4").astype(np.int64)

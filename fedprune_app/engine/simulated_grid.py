@@ -36,7 +36,7 @@ class SimulatedGrid(Grid):
         for client in range(num_clients):
             node_id = derive_seed(client, "node-id")
             node_config: dict[str, Any] = {"partition-id": client, "num-partitions": num_clients}
-            self._contexts[node_id] = Context(RUN_ID, node_id, node_config, RecordDict(), dict(run_config))
+            self._contexts[node_id] = Context(RUN_ID, node_id, node_config, RecordDict(), self._run_config)
         self._largest_cohort = int(run_config.get("cohort", 0)) or LARGEST_COHORT
         self._pending: dict[str, Message] = {}
         self._ids = itertools.count(1)
