@@ -246,6 +246,36 @@ def run(
     _run_once(placement, settings, out, force and not resume, link)
 
 
+@app.command(name="check")
+def check_run(
+    overrides: Overrides = None,
+    config: Configs = None,
+    clients: Annotated[int, typer.Option("--clients", help="How many clients to simulate.", min=1)] = 20,
+) -> None:
+    """Check a run without starting it, and say what it would work with.
+
+    Settings, data, how the data are dealt, the network and the device are checked as `fedprune run` checks them.
+    Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
+    """
+    given = _given(config, overrides)
+    settings = parse_config(given.values)
+    from fedprune_app.registry import check_names, check_system
+
+    check_names(settings)
+    given.check_effects(settings)
+    check_system(settings)
+    from fedprune_app.checked import described
+    from fedprune_app.experiment import Placement, Session
+
+    with Session(Placement("inprocess", clients), console) as session:
+        session.check(settings)
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for subject, words in described(settings, clients):
+        table.add_row(Text(subject, "bold"), words)
+    Console(**_AS_IT_IS).print(table)
+    _say(": a run can start with these settings", "checked", "green")
+
+
 def _run_once(placement: Placement, settings: Config, out: Path, force: bool, link: Path | None = None) -> None:
     """Run one federation, and say how the run ended; ``force`` first removes what is in its way.
 

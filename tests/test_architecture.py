@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOF = ["registry", "run_folder", "server_app", "client_app", "cli", "demo", "deploy", "experiment", "export", "launch"]
-ROOF += ["node_policy", "sweep", "startable", "tasks", "audit", "resuming"]
+ROOF += ["node_policy", "sweep", "startable", "tasks", "audit", "resuming", "checked", "numbered", "shipped"]
 ALLOWED = {  # room: rooms it may import
     "fedprune_app.core": set(),
     "fedprune_app.config": set(),

@@ -115,3 +115,35 @@ def test_a_suffix_that_contradicts_the_format_is_refused(fedprune):
     code, said = fedprune("export", "a", "--global", "-o", "model.onnx", "--format", "safetensors")
     assert code == 2
     assert "--output is 'model.onnx', allowed with --format safetensors: no suffix of onnx" in said
+
+
+def test_a_run_is_checked_without_being_started(fedprune, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr("sys.stdout", __import__("sys").stderr)
+    code, said = fedprune("check", "system=dispfl", "--clients", "5", "dispfl.neighbours=2", "shards-per-client=3")
+    assert code == 0, said
+    for words in (
+        "test images of 1x8x8, 10 classes",
+        "of which",
+        "50% of 5 clients in each of 20 rounds",
+        "checked: a run can start",
+    ):
+        assert words in said
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["dataset=mnist", "data-dir=none"], "none"),
+        (["density=0.1"], "density is 0.1, which has no effect"),
+        (["partition=classes", "classes-per-client=11"], "classes-per-client is 11, allowed: 1 to 10"),
+        (["system=subfedavg-hy"], "BatchNorm"),
+        (["model=resnet18-gn"], ""),
+    ],
+)
+def test_what_a_run_would_refuse_is_told_by_a_check(fedprune, tmp_path, settings, says):
+    code, said = fedprune("check", *settings)
+    assert code == (2 if says else 0), said
+    assert says in said
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,80 @@
+"""What a run would work with is described before the run starts: data, clients, network, machine."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+import torch
+
+from fedprune_app.config import Config
+from fedprune_app.data.splits import data_config, dataset_of, label_counts
+from fedprune_app.learning.device import device_of
+from fedprune_app.models.initial import initial_model, layer_flops
+from fedprune_app.models.names import chosen_name
+from fedprune_app.models.vision import prunable_names
+from fedprune_app.registry import SYSTEMS
+
+
+def described(config: Config, num_clients: int) -> Iterator[tuple[str, str]]:
+    """Yield subject and words on what a run of ``num_clients`` on this machine would work with.
+
+    The data are read. Raises ``ValueError`` where they cannot be, or cannot be dealt so.
+    """
+    system = SYSTEMS[config.system]
+    yield "system", f"{config.system}: {system.summary}"
+    if system.data == "images":
+        yield from _images(config, num_clients)
+    else:
+        yield "texts", f"{config.dataset} {config.data_dir}".rstrip()
+        yield "model", config.model
+    device = device_of(config)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    yield "device", f"{name}, {config.num_threads} thread(s) for each process"
+    sampled = f"{config.fraction_train:.0%} of {num_clients} clients in each of {config.num_server_rounds} rounds"
+    yield "rounds", sampled
+    if config.dp.enabled:
+        yield "privacy", _privacy(config)
+
+
+def _images(config: Config, num_clients: int) -> Iterator[tuple[str, str]]:
+    given = data_config(config)
+    dataset = dataset_of(given)
+    shape = "x".join(map(str, dataset.image_shape))
+    images = f"{len(dataset.train_labels):,} training and {len(dataset.test_labels):,} test images"
+    yield "dataset", f"{config.dataset}: {images} of {shape}, {dataset.num_classes} classes"
+    yield "classes", _shortened(dataset.classes)
+    counts = [label_counts(given, client, num_clients) for client in range(num_clients)]
+    for part in ("train", "validation", "test"):
+        yield f"{part} images of a client", _spread([sum(each[part]) for each in counts])
+    held = [sum(count > 0 for count in each["train"]) for each in counts]
+    yield "classes of a client", f"{_spread(held)}, dealt by partition {config.partition!r}"
+    model = initial_model(
+        config.model, config.dataset, dataset.image_shape, dataset.num_classes, init=config.init, seed=config.seed
+    )
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    prunable = sum(sizes[name] for name in prunable_names(model))
+    flops = sum(layer_flops(config.model, config.dataset, dataset.image_shape, dataset.num_classes).values())
+    name = chosen_name(config.model, config.dataset)
+    yield "model", f"{name}: {sum(sizes.values()):,} parameters, of which {prunable:,} can be pruned"
+    yield "forward pass", f"{flops / 1e6:,.2f} MFLOP for an image"
+
+
+def _spread(numbers: list[int]) -> str:
+    if min(numbers) == max(numbers):
+        return f"{numbers[0]:,}"
+    return f"{min(numbers):,} to {max(numbers):,}, median {statistics.median(numbers):,.10g}"
+
+
+def _shortened(names: tuple[str, ...], most: int = 12) -> str:
+    more = f", ... ({len(names) - most} more)" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _privacy(config: Config) -> str:
+    dp = config.dp
+    noise = (
+        f"noise multiplier {dp.noise_multiplier:g}" if dp.noise_multiplier else f"ε {dp.target_epsilon:g} in the end"
+    )
+    budget = f", budget ε {dp.epsilon_budget:g}" if dp.epsilon_budget else ""
+    return f"DP-SGD with {noise}, clip norm {dp.clip_norm:g}, δ {dp.delta:g}{budget}"
