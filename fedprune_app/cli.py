@@ -254,8 +254,8 @@ def check_run(
 ) -> None:
     """Check a run without starting it, and say what it would work with.
 
-    Settings, data, how the data are dealt, the network and the device are checked as `fedprune run` checks them.
     Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
+    The command reads the data, deals them, and builds the network and the server.
     """
     given = _given(config, overrides)
     settings = parse_config(given.values)
@@ -498,7 +498,8 @@ def audit(
 ) -> None:
     """Attack a private configuration to find a lower bound on its ε.
 
-    CONFIG is a run-config file, or the name of a shipped one; each KEY=VALUE is a setting.
+    CONFIG is a run-config file, or the name of a shipped one.
+    Each KEY=VALUE is a setting.
     The bound comes from one run.
     The command prints the bound beside the ε that the ledger claims.
     The exit code is 1 if the bound exceeds the claim.
@@ -549,7 +550,7 @@ def list_(
 ) -> None:
     """List the systems, datasets, partitions and models that there are to choose.
 
-    With --keys and SYSTEM the settings are listed that have an effect with that system.
+    With --keys and SYSTEM: the settings that have an effect with that system.
     """
     from fedprune_app.data.names import DATASETS, PARTITIONS, TEXTS
     from fedprune_app.models.names import MODELS
