@@ -2,7 +2,7 @@
 
 A step of a small network is a long list of small operations, each of which costs more to start than to do. One
 operation for all clients is started once. Convolutions become grouped ones, with each client's channels as a group.
-Linear layers become batched matrix products. Group norms have each client's groups, batch norms each client's channels.
+Linear layers become batched matrix products. Group norms have each client's groups.
 
 oneDNN computes a convolution of one group otherwise than one of several, which changes the last bits. So each client's
 batch is two groups: one half of its examples beside the other. A client's numbers are then the same alone and beside
@@ -11,7 +11,6 @@ any others, and a step of a client alone takes no longer than that of the networ
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,19 +46,17 @@ class GroupedForm:
     """A grouped form computes a network for ``clients`` at once, each with weights and images of its own.
 
     ``flops`` are those of one example's forward pass through one client's network, which has so many ``parameters``.
-    ``batch_norms`` are the names of the layers that mix a batch's examples: their batches must not be filled up.
     """
 
     steps: tuple[_Step, ...]
     flops: int
     parameters: int
-    batch_norms: tuple[str, ...] = ()
 
     def __call__(self, weights: Weights, images: Tensor) -> Tensor:
         """This maps images (clients, B, ...) to logits (clients, B, classes).
 
         ``weights`` are all clients' parameters by name: matrices stacked (clients, out, in), the first dimensions of
-        all others joined (clients · out, ...). The running statistics of ``batch_norms`` are there too, and change.
+        all others joined (clients · out, ...).
         """
         clients = len(images)
         values = [images]
@@ -76,7 +73,7 @@ def grouped_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm:
     """This derives the grouped form of a network that maps a batch of such examples to logits.
 
     Networks of the same structure have one form. Raises :class:`NoGroupedForm` for a network with other parts than
-    convolutions, linear layers, group and batch norms, pooling, activations, flattening and sums.
+    convolutions, linear layers, group norms, pooling, activations, flattening and sums.
     """
     structure = f"{model} {tuple(example_shape)}"
     if structure not in _forms:
@@ -107,8 +104,7 @@ def _derived(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm | No
         return error
     except Exception as error:  # a network that torch.fx cannot follow; it may raise anything
         return NoGroupedForm(str(error))
-    norms = tuple(name for name, layer in model.named_modules() if isinstance(layer, nn.BatchNorm2d))
-    return GroupedForm(tuple(steps), flops, sum(p.numel() for p in model.parameters()), norms)
+    return GroupedForm(tuple(steps), flops, sum(p.numel() for p in model.parameters()))
 
 
 def _operation(model: nn.Module, node: fx.Node, names: set[str]) -> _Operation:
@@ -148,8 +144,6 @@ def _of_layer(path: str, layer: nn.Module) -> _Operation:
             return lambda weights, clients, values: F.group_norm(
                 _channels(values[0]), 2 * clients * groups, *for_halves(weights, clients), eps
             )
-        case nn.BatchNorm2d() if layer.affine and layer.track_running_stats and layer.momentum is not None:
-            return partial(_batch_normalised, path, layer.momentum, layer.eps)
         case nn.Flatten() if layer.start_dim == 1 and layer.end_dim == -1:
             return _flatten
         case _ if type(layer) in _ELEMENTWISE:
@@ -178,45 +172,6 @@ def _channels(value: Tensor) -> Tensor:
     for transposed, images in zip(last, halves.unbind(2), strict=True):  # a matrix at a time: torch is fast at that
         transposed.copy_(images.reshape(clients * 2 * depth, -1).t())
     return last.view(batch // 2, height, width, -1).permute(0, 3, 1, 2)
-
-
-def _batch_normalised(
-    path: str, momentum: float, eps: float, weights: Weights, clients: int, values: Sequence[Tensor]
-) -> Tensor:
-    """This normalises each client's channels over both halves of its batch, and updates the running statistics.
-
-    All examples of the batch count: nothing may have filled it up.
-    """
-    mean, var, scale, shift = (weights[f"{path}.{name}"] for name in ("running_mean", "running_var", "weight", "bias"))
-    whole = _whole_batches(_channels(values[0]), clients)
-    return _in_halves(F.batch_norm(whole, mean, var, scale, shift, True, momentum, eps), clients)
-
-
-def _whole_batches(halves: Tensor, clients: int) -> Tensor:
-    """This returns (B, clients · C, H, W) of (B / 2, clients · 2 · C, H, W)."""
-    half, channels, height, width = halves.shape
-    each = halves.view(half, clients, 2, channels // clients // 2, height, width)
-    return _joined(each.permute(2, 0, 1, 3, 4, 5))
-
-
-def _in_halves(whole: Tensor, clients: int) -> Tensor:
-    """This returns (B / 2, clients · 2 · C, H, W) of (B, clients · C, H, W)."""
-    batch, channels, height, width = whole.shape
-    each = whole.view(2, batch // 2, clients, channels // clients, height, width)
-    return _joined(each.permute(1, 2, 0, 3, 4, 5), 1)
-
-
-def _joined(value: Tensor, examples: int = 2) -> Tensor:
-    """This joins dimensions of (..., H, W): so many first ones to one of examples, the others to one of channels.
-
-    As everywhere here, the channels are last in memory on a CPU.
-    """
-    height, width = value.shape[-2:]
-    count = math.prod(value.shape[:examples])
-    if value.device.type != "cpu":
-        return value.reshape(count, -1, height, width)
-    last = value.movedim((-2, -1), (examples, examples + 1))
-    return last.reshape(count, height, width, -1).permute(0, 3, 1, 2)
 
 
 def _flatten(_weights: Weights, clients: int, values: Sequence[Tensor]) -> Tensor:

@@ -158,7 +158,6 @@ class Training:
         """This is the grouped form in which the network is trained; None where it is trained as it is.
 
         Whether there is one depends on this training alone. So a client's result does not depend on who else trains.
-        Networks with BatchNorm have one where all batches are full and of an even size, since nothing may fill them up.
         A large step gains nothing: arithmetic and memory take its time, and not the start of operations. A private step
         gains nothing either, by measurement: its time goes into the examples' own gradients and into noise.
         """
@@ -169,8 +168,6 @@ class Training:
         try:
             form = grouped_form(self.model, self.images.shape[1:])
         except NoGroupedForm:
-            return None
-        if form.batch_norms and (len(self.labels) % self.batch_size or self.batch_size % 2):
             return None
         is_small = form.parameters <= MOST_PARAMETERS and form.flops * self.batch_size <= MOST_FLOPS
         return form if is_small else None

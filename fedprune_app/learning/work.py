@@ -125,15 +125,12 @@ class Grouped:
         self._sizes: list[int] = []
         self._networks: dict[int, tuple[dict[str, Tensor], list[Tensor], Changes]] = {}
         self._frozen = _frozen(trainings, flat.layout)
-        self._statistics = RunningStatistics(trainings, first.form.batch_norms)
         self.loss_sums = torch.zeros(clients, dtype=torch.float64, device=device)
 
     def __enter__(self) -> Self:
-        self._statistics.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._statistics.__exit__(*error)
         self._networks.clear()
 
     def step(self, batches: Sequence[Tensor]) -> nullcontext[Changes]:
@@ -149,7 +146,6 @@ class Grouped:
         leaves = [weights[name] for name in self._flat.layout.names]
         found = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
         torch._foreach_copy_(gradients, list(found))
-        self._statistics.count(clients)
         self.loss_sums[:clients] += losses.detach().sum(1) * self._counts
         return nullcontext(changes)
 
@@ -177,7 +173,7 @@ class Grouped:
         if self._frozen is not None:
             frozen = self._frozen.layout
             weights |= {name: frozen.stacked(self._frozen.values, name, clients) for name in frozen.names}
-        return weights | self._statistics.stacked(clients)
+        return weights
 
     def _changes_of(self, clients: int) -> Changes:
         flat, layout = self._flat, self._flat.layout
@@ -195,42 +191,6 @@ class Grouped:
             kept=None if flat.kept is None else [flat.kept] if of_all else parts(flat.kept),
             rows=rows,
         )
-
-
-class RunningStatistics:
-    """While entered, the running statistics of clients' batch norms are views of tensors of all clients."""
-
-    def __init__(self, trainings: Sequence[Training], batch_norms: Sequence[str]) -> None:
-        self._models = [training.model for training in trainings]
-        self._norms = batch_norms
-        self._joined: dict[str, Tensor] = {}
-        self._on = ExitStack()
-
-    def __enter__(self) -> Self:
-        for norm in self._norms:
-            layers = [model.get_submodule(norm) for model in self._models]
-            for name in ("running_mean", "running_var", "num_batches_tracked"):
-                own = [layer.get_buffer(name) for layer in layers]
-                joined = torch.stack(own)
-                self._joined[f"{norm}.{name}"] = joined
-                for layer, buffer, part in zip(layers, own, joined, strict=True):
-                    setattr(layer, name, part)
-                    self._on.callback(
-                        lambda *back: setattr(back[0], back[1], back[2].copy_(back[3])), layer, name, buffer, part
-                    )
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._on.close()
-
-    def stacked(self, clients: int) -> dict[str, Tensor]:
-        """This returns the statistics of the first ``clients`` by name, with their first dimensions joined."""
-        return {name: joined[:clients].flatten() for name, joined in self._joined.items()}
-
-    def count(self, clients: int) -> None:
-        """This counts a batch of each of the first ``clients``."""
-        for norm in self._norms:
-            self._joined[f"{norm}.num_batches_tracked"][:clients] += 1
 
 
 def _frozen(trainings: Sequence[Training], trained: FlatLayout) -> Flat | None:
