@@ -1,8 +1,30 @@
-"""fedprune is personalised federated pruning on Flower."""
+"""fedprune is personalised federated pruning on Flower.
+
+The functions for scripts and notebooks are those of :mod:`fedprune_app.api`: ``fedprune_app.run(...)``.
+"""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fedprune_app.core.torchvision_shim import prepare_when_imported
 
+if TYPE_CHECKING:
+    from fedprune_app.api import ConfigError, LaunchError, Run, export, load_model, load_run, report, run
+
 __version__ = "0.1.0"
+__all__ = ["ConfigError", "LaunchError", "Run", "export", "load_model", "load_run", "report", "run"]
 prepare_when_imported()
+
+
+def __getattr__(name: str) -> object:
+    """Return a function of the API; torch and Flower, which take seconds to import, are imported only then."""
+    if name not in __all__:
+        raise AttributeError(f"module 'fedprune_app' has no attribute {name!r}")
+    from fedprune_app import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -6,8 +6,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,21 +21,17 @@ from fedprune_app.config import (
     OPTIONS,
     Config,
     ConfigError,
-    Kind,
     Option,
     Scalar,
-    check_effects,
-    check_resumable,
-    has_effect,
     parse_config,
     parse_override,
     paths_from_here,
-    read_toml,
     toml_value,
 )
 from fedprune_app.config.meant import not_allowed
 from fedprune_app.errors import LaunchError, LeftGoing
 from fedprune_app.numbered import LATEST, next_folder, point_to
+from fedprune_app.starting import Given, check_accept_loss, given_in, placed, recorded
 
 if TYPE_CHECKING:
     from fedprune_app.experiment import Placement
@@ -83,99 +78,9 @@ def _say(text: str, label: str = "", style: str = "") -> None:
     console.print(Text.assemble((label, style), text), soft_wrap=True)
 
 
-@dataclass(frozen=True)
-class _Given:
-    """These settings are given: those of files, and those of the command line, which win."""
-
-    files: Sequence[dict[str, Scalar]]
-    on_command_line: dict[str, Scalar]
-
-    @property
-    def values(self) -> dict[str, Scalar]:
-        return {key: value for source in (*self.files, self.on_command_line) for key, value in source.items()}
-
-    def check_effects(self, config: Config) -> None:
-        """Raise :class:`ConfigError` for a setting that has no effect in a run with ``config``.
-
-        A file may be meant for another system than the command line asks for. What has an effect with the file alone is
-        then named, and no error.
-        """
-        check_effects(self.on_command_line, config)
-        for file in self.files:
-            check_effects([key for key in file if not has_effect(key, config)], parse_config(file))
-        if idle := {key: None for file in self.files for key in file if not has_effect(key, config)}:
-            _say(f" without effect with system {config.system!r}: {', '.join(idle)}", "note:", "yellow")
-
-
-def _given(files: list[Path] | None, overrides: list[str] | None) -> _Given:
-    from fedprune_app.shipped import config_file
-
-    in_files = [paths_from_here(read_toml(config_file(file))) for file in files or []]
-    return _Given(in_files, paths_from_here(dict(parse_override(text) for text in overrides or [])))
-
-
-def _placed(
-    given: _Given,
-    out: Path,
-    before: Mapping[str, Any] | None,
-    *,
-    accept_loss: bool = False,
-    force: bool = False,
-    is_here: bool = True,
-) -> Config:
-    """Return the configuration of a run in the folder ``out``.
-
-    Without ``before`` the run is a new one. With ``before``, which is a run.json, the run continues that one. A new run
-    is refused where it would replace what fedprune did not write, unless ``force`` allows that. Where the folder is not
-    on this machine (not ``is_here``), nothing is looked up here: the ServerApp then looks.
-    """
-    from fedprune_app.registry import check_names, check_system
-    from fedprune_app.results.lock import is_held
-    from fedprune_app.results.ownership import check_free, in_the_way
-    from fedprune_app.results.recorder import holds_run
-
-    folder = out.expanduser().resolve()
-    values = given.values
-    for key, option in OPTIONS.items():
-        if option.kind is Kind.RUN_FOLDER and values.get(key):
-            raise ConfigError(f"{key} is {values[key]!r}, allowed here: --out DIR and --resume say it")
-    if before is None:
-        if is_here and is_held(folder):
-            raise ConfigError(f"--out {str(out)!r} is in use by another process, allowed: a new folder")
-        if is_here and not force:
-            check_free(folder)
-        if holds_run(folder) and not in_the_way(folder):
-            raise ConfigError(f"--out {str(out)!r} already holds a run, allowed: a new folder, or --resume")
-    if before is not None:
-        accepting: dict[str, Scalar] = {"accept-loss": True} if accept_loss else {}
-        values = {**before.get("config", {}), **values, **accepting, "resume-from": str(folder)}
-    config = check_names(parse_config({**values, "out-dir": str(folder)}))
-    given.check_effects(config)
-    if before:
-        check_resumable(before["config"], config)
-    return check_system(config)
-
-
-def _check_accept_loss(accept_loss: bool, resume: bool) -> None:
-    if accept_loss and not resume:
-        raise ConfigError("--accept-loss is given, allowed: with --resume")
-
-
-def _recorded(out: Path, superlink: str = "") -> dict[str, Any]:
-    """Return the run.json of the run to resume.
-
-    The result is empty if run.json is on the server alone. Its ServerApp then compares the settings.
-    """
-    from fedprune_app.results.reader import read_info
-
-    if not (out / "run.json").exists():
-        if superlink:
-            return {}
-        raise ConfigError(f"--out {str(out)!r} holds no run to resume")
-    info = read_info(out)
-    if not isinstance(info.get("config"), dict):
-        raise ConfigError(f"{str(out / 'run.json')!r} has no table 'config'")
-    return info
+def _say_idle(given: Given, config: Config) -> None:
+    if idle := given.idle(config):
+        _say(f" without effect with system {config.system!r}: {', '.join(idle)}", "note:", "yellow")
 
 
 def _say_version(asked: bool) -> None:
@@ -228,11 +133,11 @@ def run(
     numbered = out is None and not superlink
     if out is None:
         out = LATEST if resume or superlink else next_folder(LATEST.parent)
-    _check_accept_loss(accept_loss, resume)
-    before = _recorded(out.expanduser().resolve(), superlink) if resume else None
-    settings = _placed(
-        _given(config, overrides), out, before, force=force, is_here=not superlink, accept_loss=accept_loss
-    )
+    check_accept_loss(accept_loss, resume)
+    before = recorded(out.expanduser().resolve(), superlink) if resume else None
+    given = given_in(config, overrides)
+    settings = placed(given, out, before, force=force, is_here=not superlink, accept_loss=accept_loss)
+    _say_idle(given, settings)
     known = len((before or {}).get("partition") or [])
     if clients is None:
         clients = known or 20
@@ -257,13 +162,14 @@ def check_run(
     Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
     The command reads the data, deals them, and builds the network and the server.
     """
-    given = _given(config, overrides)
+    given = given_in(config, overrides)
     settings = parse_config(given.values)
     from fedprune_app.registry import check_names, check_system
 
     check_names(settings)
     given.check_effects(settings)
     check_system(settings)
+    _say_idle(given, settings)
     from fedprune_app.checked import described
     from fedprune_app.experiment import Placement, Session
 
@@ -335,10 +241,10 @@ def sweep(
     Runs that have finished before are skipped.
     The tables are written as markdown, csv and LaTeX.
     """
+    from fedprune_app.matrices import is_complete, read_matrix
     from fedprune_app.results.ownership import check_free, check_marked, clear_the_way, mark
     from fedprune_app.results.reader import load_run
     from fedprune_app.results.tables import TABLES, write_tables
-    from fedprune_app.sweep import is_complete, read_matrix
 
     read = read_matrix(matrix)
     out = out.expanduser().resolve()
@@ -444,7 +350,7 @@ def export(
     RUN is the folder of a completed run.
     The command prints what the file saves, compared with the dense model.
     """
-    from fedprune_app.export import export_model, format_of, machine
+    from fedprune_app.exporting import export_model, format_of, machine
 
     format = format_of(output, format)
     if (client is None) != is_global:
@@ -512,7 +418,7 @@ def audit(
     from fedprune_app.results.ownership import check_json_file
 
     files = [Path(text) for text in settings if "=" not in text]
-    given = _given(files, [text for text in settings if "=" in text])
+    given = given_in(files, [text for text in settings if "=" in text])
     config = parse_config(given.values)
     given.check_effects(config)
     check_system(config)
@@ -649,7 +555,7 @@ def demo(
             folder = out / name
             remove_run(folder)
             mark(folder, "demo")
-            _say_sizes(session.run(_placed(_Given([], settings), folder, before=None), folder), folder)
+            _say_sizes(session.run(placed(Given([], settings), folder, before=None), folder), folder)
             folders.append(folder)
     write_report(folders, page, force=force)
     _say(f": open {page}", "done", "green")
@@ -693,9 +599,11 @@ def local(
     from fedprune_app.node_policy import POLICY_FILE, read_policy
     from fedprune_app.results.ownership import check_marked
 
-    _check_accept_loss(accept_loss, resume)
-    before = _recorded(out.expanduser().resolve()) if resume else None
-    settings = _placed(_given(config, overrides), out, before, force=force, accept_loss=accept_loss)
+    check_accept_loss(accept_loss, resume)
+    before = recorded(out.expanduser().resolve()) if resume else None
+    given = given_in(config, overrides)
+    settings = placed(given, out, before, force=force, accept_loss=accept_loss)
+    _say_idle(given, settings)
     folders, files = _paths(data_dirs), _paths(policies)
     if nodes is None:
         nodes = len(folders) or len(files) or 3
@@ -711,16 +619,16 @@ def local(
     for each in files:
         read_policy({POLICY_FILE: str(each)})
     try:
-        given = [float(word) for word in capacities.split()]
+        borne = [float(word) for word in capacities.split()]
     except ValueError:
         raise ConfigError(f"--capacities is {capacities!r}, allowed: numbers separated by spaces") from None
-    if given and len(given) != nodes:
-        raise ConfigError(f"--capacities has {len(given)} numbers, allowed: one per node, {nodes}")
+    if borne and len(borne) != nodes:
+        raise ConfigError(f"--capacities has {len(borne)} numbers, allowed: one per node, {nodes}")
     places: list[dict[str, Scalar]] = [{"data-dir": str(each)} for each in folders]
     places = places or [{"partition-id": k, "num-partitions": nodes} for k in range(nodes)]
     if settings.dp.enabled and not (folders or files):  # a rehearsal, with the hash of the same run in this process
         places = [{**place, "secure-rng": settings.dp.secure_rng} for place in places]
-    for place, capacity in zip(places, given, strict=False):
+    for place, capacity in zip(places, borne, strict=False):
         place["capacity"] = capacity
     for place, file in zip(places, files, strict=False):
         place[POLICY_FILE] = str(file)

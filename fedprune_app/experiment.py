@@ -336,6 +336,7 @@ class _Progress:
         self._inode = self._file.stat().st_ino if resumed else 0
         self._accuracy = ""
         self._bytes = 0
+        self._is_live = is_live = console.is_terminal or console.is_jupyter
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", style="bold", markup=False),
@@ -345,7 +346,7 @@ class _Progress:
             TextColumn("{task.fields[failed]}", style="yellow", markup=False),
             TimeRemainingColumn(),
             console=console,
-            disable=not console.is_terminal,  # a log gets a line per round instead
+            disable=not is_live,  # a log gets a line per round instead
         )
         self._console, self._system, self._rounds = console, config.system, config.num_server_rounds
         self._task = self._bar.add_task(config.system, total=config.num_server_rounds, said="starting", failed="")
@@ -399,7 +400,7 @@ class _Progress:
             self._bar.update(self._task, completed=row["round"], said=said, failed=failed)
         else:
             self._bar.update(self._task, said=said, failed=failed)
-        if not self._console.is_terminal:
+        if not self._is_live:
             line = f"{self._system}: round {row['round']} of {self._rounds}  {said}  {failed}".rstrip()
             self._console.print(line, soft_wrap=True, markup=False, highlight=False)
 

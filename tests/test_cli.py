@@ -189,7 +189,7 @@ for depth in range(12):  # a hundred bytes a level, ten times the entries
     ],
 )
 def test_a_matrix_with_a_mistake_is_refused_by_name(text, says, tmp_path):
-    from fedprune_app.sweep import read_matrix
+    from fedprune_app.matrices import read_matrix
 
     (tmp_path / "m.yaml").write_text(text)
     with pytest.raises(ValueError, match=r".") as caught:
@@ -200,7 +200,7 @@ def test_a_matrix_with_a_mistake_is_refused_by_name(text, says, tmp_path):
 
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "configs/matrices").glob("*.yaml")), ids=str)
 def test_every_matrix_of_the_repository_is_valid(path, tmp_path):
-    from fedprune_app.sweep import read_matrix
+    from fedprune_app.matrices import read_matrix
 
     matrix = read_matrix(path)
     needs_data = any(values.get("dataset", "digits") not in ("digits", "stdlib") for _, values in matrix.settings)
@@ -209,7 +209,7 @@ def test_every_matrix_of_the_repository_is_valid(path, tmp_path):
 
 @pytest.mark.parametrize("table", [1, 2, 3])
 def test_fedspallms_tables_wait_for_all_their_clients_to_read_a_large_text_and_model(table, tmp_path):
-    from fedprune_app.sweep import read_matrix
+    from fedprune_app.matrices import read_matrix
 
     matrix = read_matrix(Path(__file__).parents[1] / f"configs/matrices/fedspallm_table{table}.yaml")
     for cell in matrix.cells(tmp_path, {"data-dir": "/data"}, resume=False):
@@ -218,7 +218,7 @@ def test_fedspallms_tables_wait_for_all_their_clients_to_read_a_large_text_and_m
 
 
 def test_the_command_line_may_set_what_a_matrix_does_not_vary(tmp_path):
-    from fedprune_app.sweep import read_matrix
+    from fedprune_app.matrices import read_matrix
 
     (tmp_path / "m.yaml").write_text(MATRIX + "  \n")
     matrix = read_matrix(tmp_path / "m.yaml")
@@ -229,7 +229,7 @@ def test_the_command_line_may_set_what_a_matrix_does_not_vary(tmp_path):
 
 
 def test_numbers_in_a_matrix_are_read_as_in_yaml_1_2(tmp_path):
-    from fedprune_app.sweep import read_matrix
+    from fedprune_app.matrices import read_matrix
 
     (tmp_path / "m.yaml").write_text("systems: [fedavg]\ncommon: {learning-rate: 1e-4, weight-decay: 5E-4}")
     config = read_matrix(tmp_path / "m.yaml").cells(tmp_path, {}, resume=False)[0].config

@@ -254,7 +254,8 @@ ELSEWHERE = {  # what writes by itself, and why it may
     "fedprune_app/models/embedded.py": "into a folder of replacing_folder",
     "fedprune_app/models/checkpoints.py": "into a folder of replacing_folder",
     "fedprune_app/privacy/ledger.py": "adds to a ledger in place, under a lock: a rename could lose a charge",
-    "fedprune_app/export.py": "into memory",
+    "fedprune_app/exporting.py": "into memory",
+    "fedprune_app/numbered.py": "a link to a run, where nothing else has its name",
 }
 WRITING = {
     "write_text",

@@ -105,7 +105,7 @@ def test_the_keys_of_a_system_are_those_with_an_effect(fedprune, monkeypatch):
     ],
 )
 def test_the_suffix_of_an_exported_file_says_its_format(name, format, expected):
-    from fedprune_app.export import format_of
+    from fedprune_app.exporting import format_of
 
     assert format_of(Path(name), format) == expected
 

@@ -116,14 +116,14 @@ class Checker:
             "experiment.Session.check",
             "experiment.Session.run",
             "audit.audit",
-            "export.export_model",
+            "exporting.export_model",
             "results.report.write_report",
             "deploy.is_healthy",
             "deploy.check_link",
             "deploy.make_database",
         ):
             self.monkeypatch.setattr(f"fedprune_app.{name}", started)
-        self.monkeypatch.setattr(cli, "_recorded", lambda out, superlink="": {})
+        self.monkeypatch.setattr(cli, "recorded", lambda out, superlink="": {})
         self.monkeypatch.setattr(cli, "_run_folders", lambda folder: [folder])
         self.monkeypatch.setattr("fedprune_app.launch.check_ray_address", lambda address: None)
         self.monkeypatch.setattr(Path, "is_dir", _is_dir(Path.is_dir))

@@ -21,7 +21,10 @@ import pytest
 from tests.docs.blocks import ROOT, Block, blocks, copy_of_the_repository
 
 USE = next(block for block in blocks() if "--out runs/first" in block.text and block.is_commands)
-SNIPPET = next(block for block in blocks() if block.language == "python")
+SNIPPET, IN_PYTHON = (
+    next(block for block in blocks() if block.language == "python" and text in block.text)
+    for text in ("transformers", "fedprune_app.run(")
+)
 PRIVATE, AUDIT = (
     next(block for block in blocks() if block.page == "docs/privacy.md" and text in block.text)
     for text in ("--out runs/private", "audit.json")
@@ -140,14 +143,15 @@ def test_the_commands_of_the_readme_work_in_their_order(place):
         started = time.monotonic()
         last = run(line, place)
         print(f"{time.monotonic() - started:6.0f} s  {line.split('  ')[0]}: {last}")
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SNIPPET.text + "\nassert model.config.vocab_size"],
-        cwd=place,
-        env=environment(place),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    for code, *warnings in ((SNIPPET.text + "\nassert model.config.vocab_size", "-W", "error"), (IN_PYTHON.text,)):
+        done = subprocess.run(
+            [sys.executable, *warnings, "-c", code],
+            cwd=place,
+            env=environment(place),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

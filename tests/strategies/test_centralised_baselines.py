@@ -14,7 +14,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State
-from fedprune_app.export import find_model
+from fedprune_app.exporting import find_model
 from fedprune_app.models.initial import initial_model
 from tests.strategies.reference import logits
 from tests.strategies.reference_ldp_fedp3 import NAMES

@@ -1,0 +1,122 @@
+"""The settings that somebody gives become the configuration of a run in a folder, whoever starts the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedprune_app.config import (
+    OPTIONS,
+    Config,
+    ConfigError,
+    Kind,
+    Scalar,
+    check_effects,
+    check_resumable,
+    has_effect,
+    parse_config,
+    parse_override,
+    paths_from_here,
+    read_toml,
+)
+from fedprune_app.registry import check_names, check_system
+from fedprune_app.shipped import config_file
+
+
+@dataclass(frozen=True)
+class Given:
+    """These settings are given: those of files, and those of the command line, which win."""
+
+    files: Sequence[dict[str, Scalar]]
+    on_command_line: dict[str, Scalar]
+
+    @property
+    def values(self) -> dict[str, Scalar]:
+        """These are all settings by key; later files win, and the command line wins over them."""
+        return {key: value for source in (*self.files, self.on_command_line) for key, value in source.items()}
+
+    def check_effects(self, config: Config) -> None:
+        """Raise :class:`ConfigError` for a setting that has no effect in a run with ``config``.
+
+        A file may be meant for another system than the command line asks for. What has an effect with the file alone is
+        no error, see :meth:`idle`.
+        """
+        check_effects(self.on_command_line, config)
+        for file in self.files:
+            check_effects([key for key in file if not has_effect(key, config)], parse_config(file))
+
+    def idle(self, config: Config) -> list[str]:
+        """Return the keys in files that have no effect in a run with ``config``."""
+        return list({key: None for file in self.files for key in file if not has_effect(key, config)})
+
+
+def given_in(files: Sequence[Path] | None, overrides: Sequence[str] | None) -> Given:
+    """Return the settings in run-config files, or shipped ones by name, and in texts ``key=value``."""
+    in_files = [paths_from_here(read_toml(config_file(file))) for file in files or []]
+    return Given(in_files, paths_from_here(dict(parse_override(text) for text in overrides or [])))
+
+
+def placed(
+    given: Given,
+    out: Path,
+    before: Mapping[str, Any] | None,
+    *,
+    accept_loss: bool = False,
+    force: bool = False,
+    is_here: bool = True,
+) -> Config:
+    """Return the configuration of a run in the folder ``out``.
+
+    Without ``before`` the run is a new one. With ``before``, which is a run.json, the run continues that one. A new run
+    is refused where it would replace what fedprune did not write, unless ``force`` allows that. Where the folder is not
+    on this machine (not ``is_here``), nothing is looked up here: the ServerApp then looks.
+    """
+    from fedprune_app.results.lock import is_held
+    from fedprune_app.results.ownership import check_free, in_the_way
+    from fedprune_app.results.recorder import holds_run
+
+    folder = out.expanduser().resolve()
+    values = given.values
+    for key, option in OPTIONS.items():
+        if option.kind is Kind.RUN_FOLDER and values.get(key):
+            raise ConfigError(f"{key} is {values[key]!r}, allowed here: --out DIR and --resume say it")
+    if before is None:
+        if is_here and is_held(folder):
+            raise ConfigError(f"--out {str(out)!r} is in use by another process, allowed: a new folder")
+        if is_here and not force:
+            check_free(folder)
+        if holds_run(folder) and not in_the_way(folder):
+            raise ConfigError(f"--out {str(out)!r} already holds a run, allowed: a new folder, or --resume")
+    if before is not None:
+        accepting: dict[str, Scalar] = {"accept-loss": True} if accept_loss else {}
+        values = {**before.get("config", {}), **values, **accepting, "resume-from": str(folder)}
+    config = check_names(parse_config({**values, "out-dir": str(folder)}))
+    given.check_effects(config)
+    if before:
+        check_resumable(before["config"], config)
+    return check_system(config)
+
+
+def check_accept_loss(accept_loss: bool, resume: bool) -> None:
+    """Raise :class:`ConfigError` where a loss is accepted and nothing is resumed."""
+    if accept_loss and not resume:
+        raise ConfigError("--accept-loss is given, allowed: with --resume")
+
+
+def recorded(out: Path, superlink: str = "") -> dict[str, Any]:
+    """Return the run.json of the run to resume.
+
+    The result is empty if run.json is on the server alone. Its ServerApp then compares the settings.
+    """
+    from fedprune_app.results.reader import read_info
+
+    if not (out / "run.json").exists():
+        if superlink:
+            return {}
+        raise ConfigError(f"--out {str(out)!r} holds no run to resume")
+    info = read_info(out)
+    if not isinstance(info.get("config"), dict):
+        raise ConfigError(f"{str(out / 'run.json')!r} has no table 'config'")
+    return info
