@@ -40,7 +40,7 @@ def test_the_roster_is_in_partition_order_whatever_the_node_ids():
 def test_a_node_that_cannot_start_is_left_out_with_its_reason():
     grid = InProcessGrid(client_app.app, 3, DEFAULTS)
     lost = next(node for node, context in grid._contexts.items() if context.node_config["partition-id"] == 1)
-    grid._contexts[lost].run_config["dataset"] = "mnist"
+    grid._contexts[lost].run_config = {**grid._contexts[lost].run_config, "dataset": "mnist"}
     roster, left_out = register_clients(grid, 30, KEY)
     assert list(roster) == [0, 2]
     assert len(left_out) == 1
@@ -160,6 +160,7 @@ def test_too_few_clients_are_waited_for_no_longer_than_allowed():
 
 def test_clients_that_cannot_take_part_do_not_count_as_there():
     grid = InProcessGrid(client_app.app, 3, DEFAULTS)
-    next(iter(grid._contexts.values())).run_config["dataset"] = "mnist"
+    first = next(iter(grid._contexts.values()))
+    first.run_config = {**first.run_config, "dataset": "mnist"}
     with pytest.raises(TooFewReplies, match=r"^2 of the 3 clients that .* can take part; first reason: .*data-dir"):
         register_clients(grid, 30, KEY, least=3)
