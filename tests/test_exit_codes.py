@@ -17,8 +17,11 @@ HERE = ["--engine", "inprocess", "--clients", "4"]
     ("settings", "says"),
     [
         (["dataset=cifar10"], "data-dir is empty: dataset 'cifar10' is read from files"),
-        (["dataset=cifar10", "data-dir=nowhere"], "has no cifar-10-batches-bin"),
-        (["dataset=mnist", "data-dir=nowhere"], "has no MNIST/raw"),
+        (
+            ["dataset=cifar10", "data-dir=nowhere"],
+            "does not exist; dataset 'cifar10' is read from cifar-10-batches-bin",
+        ),
+        (["dataset=mnist", "data-dir=nowhere"], "does not exist; dataset 'mnist' is read from MNIST/raw"),
         (["dataset=image-folder", "data-dir=float"], "has floating-point numbers, allowed: 8 or 16 bits"),
         (["partition=classes", "classes-per-client=11"], "classes-per-client is 11, allowed: 1 to 10"),
         (["samples-per-client=100000"], "samples-per-client is 100000, allowed: at most"),

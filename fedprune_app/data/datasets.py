@@ -265,7 +265,7 @@ def _image_folder(
     found: dict[str, set[str]] = {}
     for part in parts:
         if not (folder / part).is_dir():
-            raise ValueError(_missing(name, folder, f"{part}/<class>/* (images)"))
+            raise ValueError(_missing(name, folder, f"{part}/<class>/* (images)", Path(part)))
         found[part] = {item.name for item in _visible(folder / part) if item.is_dir()}
     if fixed and (strange := set.union(*found.values()) - set(fixed)):
         raise ValueError(f"data-dir '{folder}' has the class '{min(strange)}', allowed by classes: {', '.join(fixed)}")
@@ -513,8 +513,22 @@ def _checked(path: Path, images: Images, labels: Labels, classes: tuple[str, ...
     return images, labels
 
 
-def _missing(name: str, folder: Path, expected: str, advice: str = "") -> str:
-    return f"data-dir '{folder}' has no {expected}, which dataset '{name}' is read from{advice}"
+def _missing(name: str, folder: Path, expected: str, wanted: Path, advice: str = "") -> str:
+    """Return the error for a folder without ``expected``, with the folder that was probably meant.
+
+    ``wanted`` is a file or folder, relative to the right folder, that would be there. No other name is told: on a node
+    names of files may tell whom they are about.
+    """
+    if not folder.exists():
+        return f"data-dir '{folder}' does not exist; dataset '{name}' is read from {expected} in it{advice}"
+    if not folder.is_dir():
+        return f"data-dir '{folder}' is a file, allowed: a folder with {expected}; an archive has to be unpacked"
+    above = {"the folder above has it": folder.parent, "the folder two above has it": folder.parent.parent}
+    meant = [words for words, other in above.items() if (other / wanted).exists()]
+    if not meant and any((Path(each) / wanted).exists() for each in _visible(folder) if each.is_dir()):
+        meant = ["a folder in it has it"]
+    hint = f"; {meant[0]}, give that one" if meant else advice
+    return f"data-dir '{folder}' has no {expected}, which dataset '{name}' is read from{hint}"
 
 
 def _require(
@@ -538,7 +552,8 @@ def _require(
     for file in files:
         if not file.exists():
             advice = "" if download else "; set download=true to fetch it"
-            raise ValueError(_missing(name, folder, f"{file.relative_to(folder)}{other}", advice))
+            wanted = file.relative_to(folder)
+            raise ValueError(_missing(name, folder, f"{wanted}{other}", wanted, advice))
 
 
 def _fetch(url: str, folder: Path, md5: str) -> None:

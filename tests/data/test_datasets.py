@@ -417,11 +417,33 @@ def test_an_unknown_name_is_answered_with_the_known_ones():
 @pytest.mark.parametrize("name", [name for name in DATASETS if name != "digits"])
 def test_missing_files_say_what_is_expected_where(tmp_path, name):
     assert "data-dir is empty" in error_of(name)
-    message = error_of(name, tmp_path / "nowhere")
-    assert message.startswith(f"data-dir '{tmp_path / 'nowhere'}' has no ")
-    assert f"dataset '{name}'" in message
-    assert message.endswith("set download=true to fetch it") == (name != "image-folder")
+    (tmp_path / "empty").mkdir()
+    for folder, says in (("nowhere", "does not exist; "), ("empty", "has no ")):
+        message = error_of(name, tmp_path / folder)
+        assert message.startswith(f"data-dir '{tmp_path / folder}' {says}")
+        assert f"dataset '{name}'" in message
+        assert message.endswith("set download=true to fetch it") == (name != "image-folder")
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_folder_beside_the_right_one_is_known_as_such(tmp_path):
+    write_idx_dataset(tmp_path / "data" / "MNIST" / "raw")
+    for given, says in (
+        (tmp_path / "data" / "MNIST" / "raw", "; the folder two above has it, give that one"),
+        (tmp_path / "data" / "MNIST", "; the folder above has it, give that one"),
+        (tmp_path, "; a folder in it has it, give that one"),
+    ):
+        assert error_of("mnist", given).endswith(f"which dataset 'mnist' is read from{says}")
+    for part in ("train", "test"):
+        (tmp_path / "mine" / part / "cat").mkdir(parents=True)
+    given = tmp_path / "mine" / "train"
+    assert error_of("image-folder", given).endswith("; the folder above has it, give that one")
+
+
+def test_an_archive_has_to_be_unpacked(tmp_path):
+    (tmp_path / "images.zip").write_bytes(b"PK")
+    message = error_of("image-folder", tmp_path / "images.zip")
+    assert message.endswith("is a file, allowed: a folder with train/<class>/* (images); an archive has to be unpacked")
 
 
 def test_a_failed_download_is_an_error_of_one_line(tmp_path, monkeypatch):
