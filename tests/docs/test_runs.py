@@ -138,7 +138,7 @@ def test_a_nodes_key_and_certificates_are_made_as_the_page_says(place):
 
 @pytest.mark.slow
 @pytest.mark.timeout(6 * 3600)
-def test_the_commands_of_the_readme_work_in_their_order(place):
+def test_the_commands_of_the_guide_work_in_their_order(place):
     for line in lines(USE):
         started = time.monotonic()
         last = run(line, place)
@@ -172,10 +172,10 @@ def test_the_rehearsals_of_a_deployment_work(place):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_export_of_the_readme_works(place):
+def test_the_export_of_the_guide_works(place):
     if not (place / "runs" / "first").exists():
         run(lines(USE)[0], place)
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "guide.md").read_text()
     command = "fedprune export runs/first --client 3 -o client-3.safetensors"
     assert f"`{command}`" in text
     for suffix, more in ((".safetensors", ""), (".safetensors", "--force"), (".onnx", ""), (".pt2", "")):
