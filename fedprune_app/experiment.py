@@ -69,6 +69,8 @@ class Placement:
             raise ConfigError(f"--superlink is {self.superlink!r}, allowed with --engine {self.engine}: nothing")
         if self.ray_address and (self.engine not in _ON_RAY or not self.is_simulation):
             raise ConfigError(f"--ray-address is {self.ray_address!r}, allowed with --engine ray or flower alone")
+        if self.superlink:
+            launch.check_superlink(self.superlink)
         if self.ray_address:
             launch.check_ray_address(self.ray_address)
         for option, value in (("--clients", self.num_clients), ("--workers", self.num_workers)):

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ import clients
 import fedprune_app
 import strategies
 from fedprune_app.config import DEFAULTS, ConfigError, Scalar, to_toml
+from fedprune_app.config.meant import not_allowed
 from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import appending
@@ -434,6 +436,21 @@ def stop_run(link: Link, run_id: str) -> None:
     except LaunchError as error:
         if _IS_OVER not in str(error):
             raise
+
+
+def check_superlink(name: str) -> None:
+    """Raise :class:`ConfigError` for a connection that Flower's own configuration does not have.
+
+    Where there is no such configuration yet, Flower will make one and say what it has.
+    """
+    file = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
+    try:
+        connections = tomllib.loads(file.read_text(encoding="utf-8")).get("superlink", {})
+    except (OSError, ValueError):
+        return
+    names = [key for key, value in connections.items() if isinstance(value, dict)]
+    if names and name not in names:
+        raise ConfigError(f"{not_allowed('--superlink', name, names)} (the connections in {file})")
 
 
 def check_ray_address(address: str) -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 from clients.finetune import FineTuned
 from clients.node import Place
 from clients.task import Task
-from fedprune_app import cli, client_app, export, server_app
+from fedprune_app import cli, client_app, exporting, server_app
 from fedprune_app.config import parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import numpy_generator
@@ -113,14 +113,14 @@ def own_model(run, partition):
 
 def exported(run, client, tmp_path, format="safetensors", **options):
     path = tmp_path / f"{run.info['system']}-{client}.{format}"
-    return path, export.export_model(run.folder, client, format, path, **options)
+    return path, exporting.export_model(run.folder, client, format, path, **options)
 
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):
     """Times are taken, but shortly."""
-    real = export.latencies
-    monkeypatch.setattr(export, "latencies", lambda runners, shape: real(runners, shape, (2, 1), seconds=0.0))
+    real = exporting.latencies
+    monkeypatch.setattr(exporting, "latencies", lambda runners, shape: real(runners, shape, (2, 1), seconds=0.0))
 
 
 # --- what is computed ---------------------------------------------------------------------------------------------
@@ -246,7 +246,9 @@ def test_a_torch_export_file_computes_the_same_for_any_batch(finished, tmp_path)
 def test_a_file_whose_logits_are_off_is_not_kept(finished, tmp_path, monkeypatch):
     run = finished("fedavg")
     for off in (lambda logits: logits * 1.01, lambda logits: logits * float("nan")):
-        monkeypatch.setitem(export._RUNTIMES, "onnx", lambda net, _, off=off: (b"x", lambda images: off(net(images))))
+        monkeypatch.setitem(
+            exporting._RUNTIMES, "onnx", lambda net, _, off=off: (b"x", lambda images: off(net(images)))
+        )
         with pytest.raises(ValueError, match="logits of the onnx model are off by"):
             exported(run, None, tmp_path, "onnx")
     assert list(tmp_path.iterdir()) == []
@@ -258,7 +260,7 @@ def test_times_are_taken_in_turns_on_one_thread():
     torch.set_num_threads(2)
     try:
         runners = [lambda images, n=n: turns.append((n, len(images), torch.get_num_threads())) for n in "ab"]
-        times = export.latencies(runners, (1, 2, 2))
+        times = exporting.latencies(runners, (1, 2, 2))
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
@@ -335,7 +337,7 @@ def test_a_client_that_never_trained_has_no_model_of_its_own(fedprune, finished,
 
 def refused(folder, client, tmp_path, match, format="safetensors", **options):
     with pytest.raises(ValueError, match=match) as caught:
-        export.export_model(folder, client, format, tmp_path / "model", **options)
+        exporting.export_model(folder, client, format, tmp_path / "model", **options)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "model").exists()
 
@@ -360,7 +362,7 @@ def test_states_may_be_elsewhere(finished, tmp_path):
     shutil.move(folder / "clients", tmp_path / "states" / run.info["run_key"])
     refused(folder, partition, tmp_path, f"has no state of client {partition}: give the run's state-dir")
     again = tmp_path / "again"
-    export.export_model(folder, partition, "safetensors", again, state_dir=str(tmp_path / "states"))
+    exporting.export_model(folder, partition, "safetensors", again, state_dir=str(tmp_path / "states"))
     assert again.read_bytes() == path.read_bytes()
     (tmp_path / "states" / run.info["run_key"] / f"{partition:05d}" / "round-00002.safetensors").write_bytes(b"x")
     (folder / "checkpoints").rename(folder / "gone")

@@ -75,7 +75,10 @@ def test_a_wrong_setting_removes_nothing_in_spite_of_force(fedprune, tmp_path):
     before = fill(tmp_path / "mine", clients_jsonl="mine")
     assert_refused(fedprune("run", *SMALL, "seed=x", *HERE, "--out", "mine", "--force"), "seed is 'x'")
     missing = [*SMALL, "dataset=mnist", "data-dir=nowhere"]
-    assert_refused(fedprune("run", *missing, *HERE, "--out", "mine", "--force"), "has no MNIST/raw")
+    assert_refused(
+        fedprune("run", *missing, *HERE, "--out", "mine", "--force"),
+        "does not exist; dataset 'mnist' is read from MNIST/raw",
+    )
     assert contents(tmp_path / "mine") == before
 
 

@@ -126,6 +126,7 @@ class Checker:
         self.monkeypatch.setattr(cli, "recorded", lambda out, superlink="": {})
         self.monkeypatch.setattr(cli, "_run_folders", lambda folder: [folder])
         self.monkeypatch.setattr("fedprune_app.launch.check_ray_address", lambda address: None)
+        self.monkeypatch.setattr("fedprune_app.launch.check_superlink", lambda name: None)
         self.monkeypatch.setattr(Path, "is_dir", _is_dir(Path.is_dir))
 
     def check(self, words: list[str]) -> None:
