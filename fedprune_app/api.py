@@ -13,6 +13,7 @@ for a wrong setting, :class:`~fedprune_app.errors.LaunchError` (a ``RuntimeError
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 
@@ -67,11 +68,9 @@ def run(
     placement = Placement(engine, count, workers, ray_address=ray_address)
     console = Console(stderr=True, quiet=not progress)
     prepare_models([configuration], console)
+    make_way = partial(clear_the_way, folder) if force and not resume else None
     with Session(placement, console) as session:
-        session.check(configuration)
-        if force and not resume:
-            clear_the_way(folder)
-        session.run(configuration, folder)
+        session.run(configuration, folder, once_checked=make_way)
     return load_run(folder)
 
 

@@ -193,14 +193,16 @@ def _run_once(placement: Placement, settings: Config, out: Path, force: bool, li
 
     if not placement.superlink:  # real nodes have models of their own
         prepare_models([settings], console)
-    with Session(placement, console) as session:
+    folder = Path(settings.out_dir)
+
+    def make_way() -> None:
         if force:
-            session.check(settings)
-            clear_the_way(Path(settings.out_dir))
+            clear_the_way(folder)
         if link is not None:
-            session.check(settings)
-            point_to(link, Path(settings.out_dir))
-        info = session.run(settings, Path(settings.out_dir))
+            point_to(link, folder)
+
+    with Session(placement, console) as session:
+        info = session.run(settings, folder, once_checked=make_way)
     for kind, key in (("note", "notes"), ("lost", "losses")):
         for line in info.get(key, []):
             _say(f" {line}", f"{kind}:", "yellow")
@@ -491,7 +493,7 @@ def list_(
 
 
 def _keys_table(options: Mapping[str, Option]) -> Table:
-    """Return a table of these settings with its default, its meaning, its range and its choices."""
+    """Return a table of these settings with default, meaning, range and choices."""
     table = Table(box=None, pad_edge=False)
     table.add_column("key = default", no_wrap=True)
     table.add_column("meaning")

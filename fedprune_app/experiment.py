@@ -128,12 +128,15 @@ class Session:
 
             check_startable(config, self.placement.num_clients)
 
-    def run(self, config: Config, folder: Path) -> dict[str, Any]:
+    def run(self, config: Config, folder: Path, *, once_checked: Callable[[], object] | None = None) -> dict[str, Any]:
         """Run a federation to its end in ``folder`` and return its run.json.
 
+        ``once_checked`` is called when the run is found to be able to start, before anything is written.
         Raises :class:`LaunchError` with the run's own error if the run does not complete.
         """
         self.check(config)
+        if once_checked is not None:
+            once_checked()
         before = _content(folder / "run.json")
         take_refusal(folder)  # remove what was left for a launcher that died before it read it
         with _stoppable(), _Progress(config, folder, self.console) as progress:
@@ -338,7 +341,7 @@ class _Progress:
         self._inode = self._file.stat().st_ino if resumed else 0
         self._accuracy = ""
         self._bytes = 0
-        self._is_live = is_live = console.is_terminal or console.is_jupyter
+        self._is_live = console.is_terminal or console.is_jupyter
         self._bar = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", style="bold", markup=False),
@@ -348,7 +351,7 @@ class _Progress:
             TextColumn("{task.fields[failed]}", style="yellow", markup=False),
             TimeRemainingColumn(),
             console=console,
-            disable=not is_live,  # a log gets a line per round instead
+            disable=not self._is_live,  # a log gets a line per round instead
         )
         self._console, self._system, self._rounds = console, config.system, config.num_server_rounds
         self._task = self._bar.add_task(config.system, total=config.num_server_rounds, said="starting", failed="")

@@ -14,12 +14,7 @@ from fedprune_app.config.options import Needs, option
 class FineTuneOptions(Table):
     """These options say how clients of FedAvg-FT and D-PSGD-FT tune the global model before they are evaluated."""
 
-    needs: ClassVar[Needs] = {
-        "system": (
-            "fedavg-ft",
-            "dpsgd-ft",
-        )
-    }
+    needs: ClassVar[Needs] = {"system": ("fedavg-ft", "dpsgd-ft")}
 
     epochs: int = option(0, "The number of epochs of fine-tuning. 0 means as many as local-epochs.", least=0)
     learning_rate: str = option(

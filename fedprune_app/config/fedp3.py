@@ -11,6 +11,8 @@ from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.lists import share_in_turn
 from fedprune_app.config.options import Needs, option
 
+_OF_FEDP3: Needs = {"system": ("fedp3",)}
+_OF_BOTH: Needs = {"system": ("fedp3", "fedcr")}
 FEDP3_COUNTS: dict[str, tuple[int, ...]] = {
     "lowerb": (1,),
     "opu2": (2,),
@@ -48,13 +50,7 @@ class FedP3Options(Table):
     The common key ``density`` is that of the layers a client does not train (the paper's global ratio).
     """
 
-    needs: ClassVar[Needs] = {
-        "system": (
-            "fedp3",
-            "fedcr",
-            "ldp-fedp3",
-        )
-    }
+    needs: ClassVar[Needs] = {"system": ("fedp3", "fedcr", "ldp-fedp3")}
 
     layer_set: str = option(
         "lowerb",
@@ -66,7 +62,7 @@ class FedP3Options(Table):
             "capacity": "as many as a client can hold, see capacities",
             "by-hand": "the sets in the key layers",
         },
-        needs={"system": ("fedp3",)},
+        needs=_OF_FEDP3,
     )
     assignment: str = option(
         "balanced",
@@ -76,39 +72,24 @@ class FedP3Options(Table):
             "random": "each client draws once",
             "per-round": "each client draws in every round",
         },
-        needs={
-            "system": (
-                "fedp3",
-                "fedcr",
-            )
-        },
+        needs=_OF_BOTH,
     )
     layers: str = option(
         "",
         "The sets of layer-set 'by-hand' for the clients in turn: 'conv1 conv2; fc1; -conv1'. A minus means all layers "
         "but this one.",
-        needs={"system": ("fedp3",)},
+        needs=_OF_FEDP3,
     )
     capacities: str = option(
         "",
         "The shares of the model's parameters that clients in turn can hold, with layer-set 'capacity': '0.5 0.8'."
         " Empty means the whole model.",
-        needs={
-            "system": (
-                "fedp3",
-                "fedcr",
-            )
-        },
+        needs=_OF_BOTH,
     )
     densities: str = option(
         "",
         "The densities of the clients in turn: '0.9 0.7'. Empty means that every client has the key density.",
-        needs={
-            "system": (
-                "fedp3",
-                "fedcr",
-            )
-        },
+        needs=_OF_BOTH,
     )
     prune_by: str = option(
         "magnitude",
@@ -118,12 +99,7 @@ class FedP3Options(Table):
             "random": "random weights, which each client draws once",
             "random-per-round": "random weights, which each client draws in every round",
         },
-        needs={
-            "system": (
-                "fedp3",
-                "fedcr",
-            )
-        },
+        needs=_OF_BOTH,
     )
     pruned_weights: str = option(
         "stay-zero",
@@ -132,12 +108,7 @@ class FedP3Options(Table):
             "stay-zero": "they stay pruned",
             "train": "they are trained, starting from zero, as in the released code",
         },
-        needs={
-            "system": (
-                "fedp3",
-                "fedcr",
-            )
-        },
+        needs=_OF_BOTH,
     )
     local: str = option(
         "fixed",
@@ -147,14 +118,14 @@ class FedP3Options(Table):
             "uniform": "each step keeps random weights",
             "ordered-dropout": "each step keeps the leading units",
         },
-        needs={"system": ("fedp3",)},
+        needs=_OF_FEDP3,
     )
     local_density: float = option(
         0.9,
         "The smallest share p of weights or units that local pruning keeps.",
         above=0,
         most=1,
-        needs={"system": ("fedp3",), ".local": ("uniform", "ordered-dropout")},
+        needs={**_OF_FEDP3, ".local": ("uniform", "ordered-dropout")},
     )
     local_law: str = option(
         "uniform",
@@ -164,7 +135,7 @@ class FedP3Options(Table):
             "constant": "always p",
             "fjord": "drawn from 0.2, 0.4, ..., 1, from p on",
         },
-        needs={"system": ("fedp3",), ".local": ("uniform", "ordered-dropout")},
+        needs={**_OF_FEDP3, ".local": ("uniform", "ordered-dropout")},
     )
     aggregation: str = option(
         "simple",
@@ -176,30 +147,25 @@ class FedP3Options(Table):
             "weighted-literal": "as printed in the paper: over all clients, which shrinks layers",
             "attention": "weighted by the distance from the mean, an addition of fedprune",
         },
-        needs={
-            "system": (
-                "fedp3",
-                "fedcr",
-            )
-        },
+        needs=_OF_BOTH,
     )
     temperature: float = option(
         1.0,
         "The temperature of attention's softmax over distances from the mean, as a multiple of the mean distance.",
         above=0,
-        needs={"system": ("fedp3", "fedcr"), ".aggregation": ("attention",)},
+        needs={**_OF_BOTH, ".aggregation": ("attention",)},
     )
     personal_head: bool = option(
         False,
         "If true, the last layer stays with the client. In the released code the last layer stays there in effect.",
-        needs={"system": ("fedp3",)},
+        needs=_OF_FEDP3,
     )
     head_epochs: int = option(
         0,
         "The number of epochs in the last round, in which clients then train the last layer alone; the released "
         "code has 10. 0 means that the last round is like the others.",
         least=0,
-        needs={"system": ("fedp3",)},
+        needs=_OF_FEDP3,
     )
     sketch: str = option(
         "coordinates",

@@ -138,12 +138,7 @@ class DisPFLOptions(GossipOptions):
 class DPSGDOptions(GossipOptions):
     """These options are those of D-PSGD and D-PSGD-FT."""
 
-    needs: ClassVar[Needs] = {
-        "system": (
-            "dpsgd",
-            "dpsgd-ft",
-        )
-    }
+    needs: ClassVar[Needs] = {"system": ("dpsgd", "dpsgd-ft")}
 
     density: float = option(1.0, "The share of each weight tensor that a fixed random mask keeps.", above=0, most=1)
     masks: str = option(

@@ -9,17 +9,15 @@ from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.options import Needs, option
 
+_OF_UN: Needs = {"system": ("subfedavg",)}
+_OF_HY: Needs = {"system": ("subfedavg-hy",)}
+
 
 @dataclass(frozen=True)
 class SubFedAvgOptions(Table):
     """These options are those of systems ``subfedavg`` and ``subfedavg-hy``."""
 
-    needs: ClassVar[Needs] = {
-        "system": (
-            "subfedavg",
-            "subfedavg-hy",
-        )
-    }
+    needs: ClassVar[Needs] = {"system": ("subfedavg", "subfedavg-hy")}
 
     target_rate: float = option(50.0, "The percentage of all parameters that is pruned in the end.", least=0, below=100)
     prune_step: float = option(
@@ -29,7 +27,7 @@ class SubFedAvgOptions(Table):
         5.0,
         "The largest percentage that the last step before the target prunes. System subfedavg-hy has no such cap.",
         above=0,
-        needs={"system": ("subfedavg",)},
+        needs=_OF_UN,
     )
     accuracy_threshold: float = option(
         50.0,
@@ -43,7 +41,7 @@ class SubFedAvgOptions(Table):
         "The distance between the masks after the first and the last epoch above which a client prunes.",
         least=0,
         most=1,
-        needs={"system": ("subfedavg",)},
+        needs=_OF_UN,
     )
     fc_mask_distance: float = option(
         5e-4,
@@ -51,7 +49,7 @@ class SubFedAvgOptions(Table):
         "last epoch above which a client of subfedavg-hy prunes them.",
         least=0,
         most=1,
-        needs={"system": ("subfedavg-hy",)},
+        needs=_OF_HY,
     )
     channel_distance: float = option(
         0.01,
@@ -59,27 +57,27 @@ class SubFedAvgOptions(Table):
         "above which a client of subfedavg-hy removes channels.",
         least=0,
         most=1,
-        needs={"system": ("subfedavg-hy",)},
+        needs=_OF_HY,
     )
     channel_fraction: float = option(
         0.45,
         "The share of a layer's BatchNorm scales, smallest first, whose channels subfedavg-hy removes in one step.",
         least=0,
         below=1,
-        needs={"system": ("subfedavg-hy",)},
+        needs=_OF_HY,
     )
     channel_floor: float = option(
         0.5,
         "The share of a layer's channels that subfedavg-hy never removes.",
         above=0,
         below=1,
-        needs={"system": ("subfedavg-hy",)},
+        needs=_OF_HY,
     )
     scale_decay: float = option(
         0.0,
         "The L1 penalty on BatchNorm scales in subfedavg-hy. The released code's option -sr is 1e-4.",
         least=0,
-        needs={"system": ("subfedavg-hy",)},
+        needs=_OF_HY,
     )
     gate_split: str = option(
         "validation",
