@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test programs quick test-all record-hashes rehearsal faults lint fuzz format lock benchmarks clean
+.PHONY: site site-serve demo test programs quick test-all record-hashes rehearsal faults lint fuzz format lock benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/fedprune demo --out runs/demo
@@ -74,6 +74,13 @@ $(STAMP): pyproject.toml | $(BIN)/python
 $(DEV_STAMP): $(STAMP)
 	$(PIP) install --quiet --editable '.[dev]'
 	touch $@
+
+# The documentation as a site, in site/.
+site: $(DEV_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+site-serve: $(DEV_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Unpack
 
+import torch
 from torch import Tensor
 
 from clients.images import ImageNode
@@ -59,9 +60,10 @@ class ImageClient(ImageNode[Update]):
             {
                 *("digest", "density", "density/", "inference-flops"),
                 *("accuracy-personal", "accuracy-validation", "accuracy-received", "accuracy-global"),
+                "accuracy-of-class/",
             }
         ),
-        withheld_when_private=frozenset({"loss"}),
+        withheld_when_private=frozenset({"loss", "accuracy-of-class/"}),
     )
 
     def __init__(self, config: Config, place: Place) -> None:
@@ -218,15 +220,21 @@ class ImageClient(ImageNode[Update]):
             return 0, told | self.privacy.report(task.round)
         return len(self.data.test_labels), told
 
+    def _scores_by_class(self) -> Scores:
+        """This returns the accuracy of the model that was just tested, by those classes that the test data have."""
+        totals = torch.bincount(self.data.test_labels).tolist()
+        counts = enumerate(zip(self.tested.correct_by_class, totals, strict=False))
+        return {f"accuracy-of-class/{label}": correct / total for label, (correct, total) in counts if total}
+
     def _personal_scores(self, task: Task, personal: Payload) -> Scores:
         """This returns the personal model's accuracies, from disk if model and data are those of the last test."""
         digest = f"{personal.digest()} {self.data_config} {self.place.share[1]}"
         path = self.store.folder / "scores.json"
         scores = remembered_scores(path, digest)
         if scores is None:
-            scores = {
-                "accuracy-personal": self.test_accuracy(task, personal.tensors, personal.masks),
-                "accuracy-validation": self.accuracy(task, "validation"),
-            }
+            scores = {"accuracy-personal": self.test_accuracy(task, personal.tensors, personal.masks)}
+            if self.privacy is None:
+                scores |= self._scores_by_class()
+            scores["accuracy-validation"] = self.accuracy(task, "validation")
             remember_scores(path, digest, scores)
         return scores

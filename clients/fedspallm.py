@@ -24,6 +24,7 @@ from clients.node import Node, Place, never_private
 from clients.reply_fields import ReplyFields
 from clients.task import Task
 from fedprune_app.config import Config
+from fedprune_app.core import hessians
 from fedprune_app.core.expansion import INPUT_NORMS
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.text import Document, perplexity_texts, stdlib_training_text, windows_of
@@ -32,8 +33,9 @@ from fedprune_app.engine.store import State, owner
 from fedprune_app.engine.wire import Schema
 from fedprune_app.models.checkpoints import resolve_checkpoint
 from fedprune_app.models.embedded import embedded_folder
-from fedprune_app.models.layer_pruning import Pruner, prune_layer
-from fedprune_app.models.llm import LanguageModel, LayerTensors, Perplexity, open_model, perplexity
+from fedprune_app.models.layer_pruning import Pruner, input_hessians, prune_layer
+from fedprune_app.models.llm import LanguageModel, LayerTensors, Perplexity, open_model
+from fedprune_app.models.llm import perplexities as measured_perplexities
 from fedprune_app.results.texts import OWN_TEXT
 
 
@@ -62,21 +64,38 @@ def perplexities(
     def layers(layer: int) -> Mapping[str, Tensor]:
         return {**model.layer_tensors(layer), **own(layer)}
 
-    options, found = config.fedspallm, {}
+    options = config.fedspallm
     if text is None:
         texts = perplexity_texts(config.dataset, config.data_dir, options.more_texts())
         if OWN_TEXT in texts:
             raise ValueError(f"a test text is called {OWN_TEXT!r}, allowed: any other name; clients' own are called so")
     else:
         texts = {OWN_TEXT: (text, 0)}
+    whole, chosen = {}, {}
     for name, (content, most) in texts.items():
         most = min(most or options.test_windows, options.test_windows or most)
         try:
             windows = windows_of(model.encode(content), model.sequence_length(options.window))
         except ValueError as error:
             raise ValueError(f"test text '{name}': {error}") from None
-        measured = perplexity(model, layers, windows[:most] if most else windows, config.batch_size)
-        found[name] = replace(measured, windows_in_text=len(windows))
+        whole[name], chosen[name] = windows, windows[:most] if most else windows
+    measured = measured_perplexities(model, layers, chosen, config.batch_size)
+    return {name: replace(found, windows_in_text=len(whole[name])) for name, found in measured.items()}
+
+
+def in_layer(layer: int, name: str) -> str:
+    """This is the name of a matrix in a message with several decoder layers."""
+    return f"{layer}/{name}"
+
+
+def by_layer(payload: Payload) -> dict[int, Payload]:
+    """This returns the decoder layers that a message holds, by number."""
+    found: dict[int, Payload] = {}
+    for each, tensor in payload.tensors.items():
+        number, _, name = each.partition("/")
+        layer = found.setdefault(int(number), Payload({}))
+        masks = {name: payload.masks[each]} if each in payload.masks else {}
+        found[int(number)] = Payload({**layer.tensors, name: tensor}, {**layer.masks, **masks})
     return found
 
 
@@ -119,8 +138,10 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         return self.options.num_segments(self.client_id)
 
     def message_schema(self) -> Schema:
-        schemas = [Schema.like(self.model.layer_like(layer)) for layer in range(self.model.num_layers)]
-        return max(schemas, key=lambda schema: schema.max_bytes)
+        layers = [self.model.layer_like(layer) for layer in range(self.model.num_layers)]
+        if self.options.merge == "hessians":  # whoever missed some layers is sent all of them
+            return Schema.like({in_layer(i, name): t for i, like in enumerate(layers) for name, t in like.items()})
+        return max(map(Schema.like, layers), key=lambda schema: schema.max_bytes)
 
     @cached_property
     def own_text(self) -> tuple[list[Document], str] | None:
@@ -151,6 +172,8 @@ class FedSpaLLMClient(Node[LayerUpdate]):
 
     def local_update(self, task: Task, state: State) -> LayerUpdate:
         """This does lines 11 to 15 for one layer; ``task.round`` counts layers over all rounds."""
+        if self.options.merge == "hessians":
+            return self.observed(task, state)
         layer, of_round, step = int(task.fields["layer"]), int(task.fields["of-round"]), task.round
         hidden = self.hidden_states_before(layer, state, of_round)
         module = self.model.layer(layer, {**self.model.layer_tensors(layer), **task.payload.tensors})
@@ -174,11 +197,40 @@ class FedSpaLLMClient(Node[LayerUpdate]):
             if self.options.ties == "wanda":
                 norms = {INPUT_NORMS + name: rms for name, rms in done.input_rms.items()}
                 payload = Payload({**payload.tensors, **norms}, payload.masks)
+            if self.options.merge == "least-squares":
+                payload = Payload({**payload.tensors, **self._encoded(done.hessians)}, payload.masks)
         else:
             hidden = self.model.pass_through(module, hidden, self.config.batch_size)
         is_last = layer == self.model.num_layers - 1
         meta = {"of-round": of_round, "next": layer + 1, "pruned": pruned_at, "removed": removed}
         return LayerUpdate(payload, State({} if is_last else {"hidden": hidden}, meta), {"relative-error": error})
+
+    def observed(self, task: Task, state: State) -> LayerUpdate:
+        """This returns the Hessians of a layer, which follows the pruned layers that came from the server.
+
+        The client prunes nothing. Its state holds the hidden states that enter the layer.
+        """
+        layer, of_round = int(task.fields["layer"]), int(task.fields["of-round"])
+        meta = self._received_layers(task, state)
+        hidden = self.hidden_states_before(layer, State(state.tensors, meta), of_round)
+        module = self.model.layer(layer, self.model.layer_tensors(layer))
+        found = input_hessians(self.model, layer, module, hidden, self.config.batch_size)
+        meta |= {"of-round": of_round, "next": layer}
+        return LayerUpdate(Payload(self._encoded(found)), State({"hidden": hidden}, meta), {})
+
+    def _encoded(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        bits = self.options.hessian_bits
+        return {k: t for name, each in found.items() for k, t in hessians.encoded(name, each, bits).items()}
+
+    def _received_layers(self, task: Task, state: State) -> dict[str, Any]:
+        """This keeps the pruned layers of a message on disk, and returns the state's JSON values with them."""
+        meta = {**state.meta, "pruned": dict(state.meta.get("pruned", {}))}
+        removed = meta["removed"] = dict(state.meta.get("removed", {}))
+        for layer, payload in by_layer(task.payload).items():
+            self.layers.save(layer, task.round, payload)
+            meta["pruned"][str(layer)] = task.round
+            removed[str(layer)] = payload.num_elements() - payload.num_kept()
+        return meta
 
     def hidden_states_before(self, layer: int, state: State, of_round: int) -> Tensor:
         """This returns the hidden states that enter ``layer`` in round ``of_round``.
@@ -194,7 +246,10 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         if layer:
             private_text.forget_documents()
         for passed in range(position, layer):
-            module = self.model.layer(passed, self.model.layer_tensors(passed))  # line 12
+            tensors = self.model.layer_tensors(passed)  # line 12
+            if self.options.merge == "hessians":
+                tensors |= self.own_layer(passed, state).tensors
+            module = self.model.layer(passed, tensors)
             hidden = self.model.pass_through(module, hidden, self.config.batch_size)
         return hidden
 
@@ -240,6 +295,8 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         After one round this is the paper's "standalone". From the second on a client prunes what the server made of all
         clients' layers.
         """
+        if self.options.merge == "hessians":
+            state = State({}, self._received_layers(task, state))
         total = hashlib.sha256(self.model.shell_digest().encode())
         for layer in range(self.model.num_layers):
             own = self.own_layer(layer, state)
@@ -247,6 +304,8 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         told: dict[str, Any] = {"digest": total.hexdigest(), "density": self.density(state)}
         told["pruned-layers"] = len(state.meta.get("pruned", {}))
         text = self.own_text[1] if self.own_text else None
+        if self.options.merge == "hessians" and text is None:  # the model is the server's, who measures that
+            return self.num_examples, told
         found_in = perplexities(self.config, self.model, lambda i: self.own_layer(i, state).tensors, text)
         for name, found in found_in.items():
             told[f"perplexity/{name}"] = found.value

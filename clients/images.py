@@ -19,7 +19,7 @@ from fedprune_app.data.augmentation import CropFlip, augmentation
 from fedprune_app.data.splits import ClientData, client_data, data_config, dataset_of, label_counts, record_digests
 from fedprune_app.engine.store import State
 from fedprune_app.engine.wire import Schema
-from fedprune_app.learning.evaluate import evaluate
+from fedprune_app.learning.evaluate import Evaluation, evaluate
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.models import vision
 from fedprune_app.models.initial import initial_model, layer_flops, shared_names
@@ -51,6 +51,7 @@ class ImageNode(BudgetedNode[AnUpdate]):
         self.sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
         self.shared = shared_names(self.model, config.batch_norm)
         self.prunable = vision.prunable_names(self.model)
+        self.tested = Evaluation(0, 0, 0.0)  # the last test of a model, as it was counted
 
     # --- data ---------------------------------------------------------------------------------------------------
 
@@ -68,14 +69,16 @@ class ImageNode(BudgetedNode[AnUpdate]):
         return len(self.data.train_labels)
 
     def introduction(self) -> dict[str, Any]:
-        """This tells the shape of the client's images and its label counts; of data of its own, the classes too."""
+        """This tells the shape of the client's images and its label counts, and the classes if they have names."""
         counts = {} if self.config.dp.enabled else label_counts(self.data_config, *self.place.share)
-        own = {"classes": list(self.dataset.classes), "data-dir": self.config.data_dir}
+        names = list(self.dataset.classes)
+        told = self.place.has_own_data or names != [str(number) for number in range(len(names))]
         return {
             **super().introduction(),
             "image-shape": list(self.dataset.image_shape),
             "num-classes": self.dataset.num_classes,
-            **(own if self.place.has_own_data else {}),
+            **({"classes": names} if told else {}),
+            **({"data-dir": self.config.data_dir} if self.place.has_own_data else {}),
             **{f"labels-{part}": [int(n) for n in values] for part, values in counts.items()},
         }
 
@@ -139,6 +142,7 @@ class ImageNode(BudgetedNode[AnUpdate]):
             return None
         images, labels = getattr(self.data, f"{split}_images"), getattr(self.data, f"{split}_labels")
         result = evaluate(self.model, images, labels, device=self.device, precision=self.config.precision)
+        self.tested = result
         if not result.total:
             return None
         if self.privacy is None or (not decides and self.config.dp.accuracies == "open"):

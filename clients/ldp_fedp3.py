@@ -9,7 +9,8 @@ Yi, Gazagnadou, Richtárik, Lyu, "FedP3", ICLR 2024, Algorithm 5, lines 5 to 9. 
 * Batches are Poisson samples of expected size ``batch-size``, as the accountant supposes, not of a fixed size b.
 * Theorem 2's σ² has log(1/ε), below 0 for ε > 1; its proof, equation 18, has log(1/δ). With a constant c that is not
   given, neither is used: the noise is ``dp.noise-multiplier``, or what an accountant finds for ``dp.target-epsilon``.
-* "Differ by one entry" would be one example replaced, here it is one added or removed, as everywhere in this house.
+* "Differ by one entry" would be one example replaced. Here one example is zeroed out, and the number of examples is
+  known.
 
 What is charged is the training, as if all of ũ were sent: the sketch is made without data, so it costs and saves
 nothing. A server that feigns a round of one client and gets the whole learns no more than was paid for.

@@ -10,10 +10,34 @@ from typing import TYPE_CHECKING
 from fedprune_app.core.torchvision_shim import prepare_when_imported
 
 if TYPE_CHECKING:
-    from fedprune_app.api import ConfigError, LaunchError, Run, export, load_model, load_run, report, run
+    from fedprune_app.api import (
+        ConfigError,
+        LaunchError,
+        Run,
+        export,
+        load_model,
+        load_run,
+        masks,
+        model,
+        report,
+        run,
+        sweep,
+    )
 
-__version__ = "0.1.0"
-__all__ = ["ConfigError", "LaunchError", "Run", "export", "load_model", "load_run", "report", "run"]
+__version__ = "0.2.0"
+__all__ = [
+    "ConfigError",
+    "LaunchError",
+    "Run",
+    "export",
+    "load_model",
+    "load_run",
+    "masks",
+    "model",
+    "report",
+    "run",
+    "sweep",
+]
 prepare_when_imported()
 
 

@@ -1,10 +1,9 @@
 """The functions of ``import fedprune_app``: what the command line does, for scripts and notebooks.
 
->>> import fedprune_app
->>> run = fedprune_app.run(system="fedavg", num_server_rounds=1, clients=3, engine="inprocess",
-...                        out="/tmp/x", progress=False)  # doctest: +SKIP
->>> run.rounds[-1]["accuracy_global_mean"]  # doctest: +SKIP
-0.31
+Examples:
+    >>> import fedprune_app
+    >>> run = fedprune_app.run(system="fedavg", clients=3, engine="inprocess", out="runs/x")  # doctest: +SKIP
+    >>> run.frame().tail(1)  # doctest: +SKIP
 
 Errors are those of the command line, with the same text: :class:`~fedprune_app.config.ConfigError` (a ``ValueError``)
 for a wrong setting, :class:`~fedprune_app.errors.LaunchError` (a ``RuntimeError``) for a run that fails.
@@ -16,18 +15,36 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
+from torch import Tensor, nn
 
-from fedprune_app.config import ConfigError, Scalar, flatten, paths_from_here, read_toml
+from fedprune_app.config import ConfigError, Scalar, flatten, read_toml
 from fedprune_app.errors import LaunchError
+from fedprune_app.plugins import names_in
 from fedprune_app.results.load import load_model
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.report import write_report
 from fedprune_app.shipped import config_file
-from fedprune_app.starting import Given, placed, recorded
+from fedprune_app.starting import Given, placed, recorded, with_plugins
 
-__all__ = ["ConfigError", "LaunchError", "Run", "export", "load_model", "load_run", "report", "run"]
+__all__ = [
+    "ConfigError",
+    "LaunchError",
+    "Run",
+    "export",
+    "load_model",
+    "load_run",
+    "masks",
+    "model",
+    "report",
+    "run",
+    "sweep",
+]
+
+if TYPE_CHECKING:
+    from fedprune_app.exporting import Exportable
 
 Settings = Mapping[str, object]
 AnyPath = str | PathLike[str]
@@ -74,19 +91,63 @@ def run(
     return load_run(folder)
 
 
+def sweep(
+    matrix: AnyPath | Settings,
+    /,
+    *,
+    out: AnyPath,
+    clients: int | None = None,
+    workers: int | None = None,
+    engine: str = "ray",
+    ray_address: str = "",
+    resume: bool = False,
+    force: bool = False,
+    progress: bool = True,
+    **settings: object,
+) -> list[Run]:
+    """Make all runs of a matrix in folders below ``out``, write tables of them, and return the runs.
+
+    ``matrix`` is a YAML file, or a mapping with the same entries: ``{"systems": ["fedavg", "dispfl"], "seeds": [0, 1],
+    "common": {"num-server-rounds": 5}}``. With an entry ``search`` settings are drawn, see
+    :mod:`fedprune_app.searching`. ``settings`` are those of all runs, as for :func:`run`. With ``resume`` runs
+    that have finished before are kept.
+
+    Raises :class:`ConfigError` for a wrong setting, before anything is written, and :class:`LaunchError` at the end if
+    a run failed.
+    """
+    from fedprune_app.experiment import Placement
+    from fedprune_app.matrices import Matrix, matrix_of, read_matrix
+    from fedprune_app.sweeping import run_matrix, run_search
+
+    read = matrix_of(matrix, "in memory") if isinstance(matrix, Mapping) else read_matrix(Path(matrix).expanduser())
+    console = Console(stderr=True, quiet=not progress)
+    place = (
+        Path(out).expanduser().resolve(),
+        with_plugins([], _flat(settings)).on_command_line,
+        Placement(engine, clients or read.num_clients or 20, workers, ray_address=ray_address),
+        console,
+        lambda label, text: console.print(f"{label}{text}", soft_wrap=True, markup=False, highlight=False),
+    )
+    if isinstance(read, Matrix):
+        swept = run_matrix(read, *place, resume=resume, force=force)
+    else:
+        swept = run_search(read, *place, resume=resume, force=force)
+    swept.check()
+    return list(swept.runs)
+
+
 def _given(config: AnyPath | Settings | None, settings: Settings) -> Given:
     files: list[dict[str, Scalar]] = []
     if isinstance(config, Mapping):
         files = [_flat(config)]
     elif config is not None:
-        files = [paths_from_here(read_toml(config_file(Path(config))))]
-    return Given(files, _flat(settings))
+        files = [read_toml(config_file(Path(config)))]
+    return with_plugins(files, _flat(settings))
 
 
 def _flat(settings: Settings) -> dict[str, Scalar]:
     """Return settings by key; the keys' types are checked where they are parsed."""
-    with_hyphens = {key.replace("_", "-"): value for key, value in flatten(dict(settings)).items()}
-    return paths_from_here(with_hyphens)
+    return {key.replace("_", "-"): value for key, value in flatten(dict(settings)).items()}
 
 
 def report(runs: Run | AnyPath | Sequence[Run | AnyPath], output: AnyPath, *, force: bool = False) -> Path:
@@ -98,6 +159,33 @@ def report(runs: Run | AnyPath | Sequence[Run | AnyPath], output: AnyPath, *, fo
     several = [runs] if isinstance(runs, Run | str | PathLike) else list(runs)
     folders = [each.folder if isinstance(each, Run) else Path(each).expanduser() for each in several]
     return write_report(folders, Path(output).expanduser(), force=force)
+
+
+def model(run: Run | AnyPath, client: int | None = None, *, plugins: str | Sequence[str] = ()) -> nn.Module:
+    """Return the final model of a ``client``, or the global one (None), of a completed run: on the CPU, to evaluate.
+
+    Pruned weights are zeros, and removed channels are not there. The run's data are read for the shape of an image.
+    ``plugins`` names the code that the run had as plug-ins, which is imported. Raises ``ValueError`` where there is no
+    such model.
+    """
+    return _exportable(run, client, plugins).network
+
+
+def masks(run: Run | AnyPath, client: int | None = None, *, plugins: str | Sequence[str] = ()) -> dict[str, Tensor]:
+    """Return the masks of that model by the names of its tensors: True where a weight is kept.
+
+    A tensor without a mask is dense. The arguments and errors are those of :func:`model`.
+    """
+    return dict(_exportable(run, client, plugins).payload.masks)
+
+
+def _exportable(run: Run | AnyPath, client: int | None, plugins: str | Sequence[str]) -> Exportable:
+    from fedprune_app.exporting import find_model
+
+    folder = run.folder if isinstance(run, Run) else Path(run).expanduser()
+    names = [plugins] if isinstance(plugins, str) else list(plugins)
+    given = with_plugins([], {}, names).values if names else {}
+    return find_model(folder, client, trusted=names_in(given))
 
 
 def export(

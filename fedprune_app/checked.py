@@ -5,10 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 
 from fedprune_app.config import Config
-from fedprune_app.data.splits import data_config, dataset_of, label_counts
+from fedprune_app.data.datasets import Dataset
+from fedprune_app.data.splits import data_config, dataset_of, digests, label_counts
 from fedprune_app.learning.device import device_of
 from fedprune_app.models.initial import initial_model, layer_flops
 from fedprune_app.models.names import chosen_name
@@ -37,12 +39,47 @@ def described(config: Config, num_clients: int) -> Iterator[tuple[str, str]]:
         yield "privacy", _privacy(config)
 
 
+def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return subject and words on a run's data, and what may be wrong with them. Nothing is dealt to clients.
+
+    Raises ``ValueError`` where the data cannot be read.
+    """
+    given = data_config(config)
+    dataset = dataset_of(given)
+    rows = [_about(config, dataset), ("classes", _shortened(dataset.classes))]
+    doubts = []
+    for part, labels in (("training", dataset.train_labels), ("test", dataset.test_labels)):
+        counts = np.bincount(labels, minlength=dataset.num_classes)
+        rows.append((f"{part} examples of a class", _spread(counts.tolist())))
+        if absent := [name for name, count in zip(dataset.classes, counts, strict=True) if not count and len(labels)]:
+            doubts.append(f"no {part} example has the class {_shortened(tuple(absent))}")
+    low, high = (float(bound(dataset.train_images)) for bound in (np.min, np.max))
+    rows.append(("values", f"{low:g} to {high:g}, {dataset.train_images.dtype}"))
+    if low == high:
+        doubts.append("all training examples are the same")
+    if dataset.owners is not None:
+        owners = np.bincount(dataset.owners[dataset.owners >= 0])
+        rows.append(("owners", f"{len(owners):,}, with {_spread(owners.tolist())} training examples each"))
+        if nobody := int((dataset.owners < 0).sum()):
+            doubts.append(f"{nobody:,} training examples are nobody's; partition 'owners' leaves them out")
+    train, test = digests(given)
+    if again := sum(each in set(train) for each in test):
+        doubts.append(f"{again:,} test examples are training examples too")
+    if twice := len(train) - len(set(train)):
+        doubts.append(f"{twice:,} training examples are there more than once")
+    return rows, doubts
+
+
+def _about(config: Config, dataset: Dataset) -> tuple[str, str]:
+    shape = "x".join(map(str, dataset.image_shape))
+    images = f"{len(dataset.train_labels):,} training and {len(dataset.test_labels):,} test images"
+    return "dataset", f"{config.dataset}: {images} of {shape}, {dataset.num_classes} classes"
+
+
 def _images(config: Config, num_clients: int) -> Iterator[tuple[str, str]]:
     given = data_config(config)
     dataset = dataset_of(given)
-    shape = "x".join(map(str, dataset.image_shape))
-    images = f"{len(dataset.train_labels):,} training and {len(dataset.test_labels):,} test images"
-    yield "dataset", f"{config.dataset}: {images} of {shape}, {dataset.num_classes} classes"
+    yield _about(config, dataset)
     yield "classes", _shortened(dataset.classes)
     counts = [label_counts(given, client, num_clients) for client in range(num_clients)]
     for part in ("train", "validation", "test"):

@@ -6,7 +6,9 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,12 +25,11 @@ from fedprune_app.config import (
     ConfigError,
     Option,
     Scalar,
+    is_used,
     parse_config,
-    parse_override,
-    paths_from_here,
     toml_value,
 )
-from fedprune_app.config.meant import not_allowed
+from fedprune_app.config.meant import not_allowed, unknown_key
 from fedprune_app.errors import LaunchError, LeftGoing
 from fedprune_app.numbered import LATEST, next_folder, point_to
 from fedprune_app.starting import Given, check_accept_loss, given_in, placed, recorded
@@ -44,6 +45,7 @@ app = typer.Typer(
 _AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}  # paths and errors hold no markup
 console = Console(stderr=True, **_AS_IT_IS)
 _INTERRUPTED = 130
+_LOOK_SECONDS, _QUIET_LOOKS = 5, 3  # of `report --watch`
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
 Configs = Annotated[
@@ -53,6 +55,14 @@ Configs = Annotated[
         "--config",
         help="Read settings from this run-config file, or from the shipped one of this name, such as subfedavg. "
         "You may repeat the option. A later file wins over an earlier one, and KEY=VALUE over both.",
+    ),
+]
+Plugins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugin",
+        help="Load this module or file.py, which adds systems, networks, datasets or partitions. You may repeat the "
+        "option.",
     ),
 ]
 Out = Annotated[Path, typer.Option("--out", help="The folder for the results.")]
@@ -69,7 +79,11 @@ Engine = Annotated[
     typer.Option("--engine", help="Run on ray, on flower (Flower's own simulation), or inprocess for debugging."),
 ]
 Force = Annotated[
-    bool, typer.Option("--force", help="Remove or replace what is in the way, even if fedprune did not write it.")
+    bool,
+    typer.Option(
+        "--force",
+        help="Remove or replace what is in the way, even if fedprune did not write it. `run` keeps an earlier run.",
+    ),
 ]
 
 
@@ -81,6 +95,13 @@ def _say(text: str, label: str = "", style: str = "") -> None:
 def _say_idle(given: Given, config: Config) -> None:
     if idle := given.idle(config):
         _say(f" without effect with system {config.system!r}: {', '.join(idle)}", "note:", "yellow")
+
+
+def _named(plugin: list[str] | None) -> list[str]:
+    """Load the plug-ins that the command line names, and return them with absolute paths."""
+    from fedprune_app.plugins import names_in
+
+    return names_in(given_in(None, None, plugin).values)
 
 
 def _say_version(asked: bool) -> None:
@@ -121,6 +142,7 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     force: Force = False,
     accept_loss: AcceptLoss = False,
+    plugin: Plugins = None,
 ) -> None:
     """Run one federation and write its results to a run folder.
 
@@ -135,7 +157,7 @@ def run(
         out = LATEST if resume or superlink else next_folder(LATEST.parent)
     check_accept_loss(accept_loss, resume)
     before = recorded(out.expanduser().resolve(), superlink) if resume else None
-    given = given_in(config, overrides)
+    given = given_in(config, overrides, plugin)
     settings = placed(given, out, before, force=force, is_here=not superlink, accept_loss=accept_loss)
     _say_idle(given, settings)
     known = len((before or {}).get("partition") or [])
@@ -156,13 +178,14 @@ def check_run(
     overrides: Overrides = None,
     config: Configs = None,
     clients: Annotated[int, typer.Option("--clients", help="How many clients to simulate.", min=1)] = 20,
+    plugin: Plugins = None,
 ) -> None:
     """Check a run without starting it, and say what it would work with.
 
     Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
     The command reads the data, deals them, and builds the network and the server.
     """
-    given = given_in(config, overrides)
+    given = given_in(config, overrides, plugin)
     settings = parse_config(given.values)
     from fedprune_app.registry import check_names, check_system
 
@@ -175,11 +198,39 @@ def check_run(
 
     with Session(Placement("inprocess", clients), console) as session:
         session.check(settings)
+    _print_rows(described(settings, clients))
+    _say(": a run can start with these settings", "checked", "green")
+
+
+@app.command(name="check-data")
+def check_data(overrides: Overrides = None, config: Configs = None, plugin: Plugins = None) -> None:
+    """Read the data of a run, and say what is in them.
+
+    Each KEY=VALUE is a setting, such as dataset=image-folder data-dir=DIR.
+    `fedprune list` says what data-dir holds for each dataset.
+    """
+    given = given_in(config, overrides, plugin)
+    settings = parse_config(given.values)
+    from fedprune_app.registry import SYSTEMS, check_names
+
+    check_names(settings)
+    given.check_effects(settings)
+    if SYSTEMS[settings.system].data == "text":
+        raise ConfigError(f"system is {settings.system!r}, allowed with check-data: one that learns from examples")
+    from fedprune_app.checked import data_found
+
+    with console.status(Text(f"reading {settings.dataset}")):
+        rows, doubts = data_found(settings)
+    _print_rows(rows)
+    for doubt in doubts:
+        _say(f" {doubt}", "note:", "yellow")
+
+
+def _print_rows(rows: Iterable[tuple[str, str]]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
-    for subject, words in described(settings, clients):
+    for subject, words in rows:
         table.add_row(Text(subject, "bold"), words)
     Console(**_AS_IT_IS).print(table)
-    _say(": a run can start with these settings", "checked", "green")
 
 
 def _run_once(placement: Placement, settings: Config, out: Path, force: bool, link: Path | None = None) -> None:
@@ -235,59 +286,35 @@ def sweep(
     ray_address: RayAddress = "",
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the sweep in --out stopped.")] = False,
     force: Force = False,
+    plugin: Plugins = None,
 ) -> None:
     """Run a matrix of experiments and write tables of their results.
 
-    FILE.yaml lists systems, datasets and seeds.
+    FILE.yaml lists systems, datasets and seeds, or settings to search among.
     Each KEY=VALUE is a setting of all runs; `fedprune list --keys` shows all.
     Runs that have finished before are skipped.
     The tables are written as markdown, csv and LaTeX.
     """
-    from fedprune_app.matrices import is_complete, read_matrix
-    from fedprune_app.results.ownership import check_free, check_marked, clear_the_way, mark
-    from fedprune_app.results.reader import load_run
-    from fedprune_app.results.tables import TABLES, write_tables
+    from fedprune_app.matrices import read_matrix
 
     read = read_matrix(matrix)
-    out = out.expanduser().resolve()
-    if out.exists() and any(out.iterdir()) and not resume:
-        raise ConfigError(f"--out {str(out)!r} is not empty, allowed: a new folder, or --resume")
-    cells = read.cells(out, paths_from_here(dict(parse_override(text) for text in overrides or [])), resume)
-    if not force:
-        check_marked(out, "sweep", TABLES)
-        for cell in cells:
-            if not cell.config.resume_from:
-                check_free(out / cell.name)
-    from fedprune_app.demo import prepare_models
-    from fedprune_app.experiment import Placement, Session
+    settings = given_in(None, overrides, plugin).on_command_line
+    for key in settings:
+        if key not in OPTIONS:
+            raise unknown_key(key, OPTIONS)
+    from fedprune_app.experiment import Placement
+    from fedprune_app.matrices import Matrix
+    from fedprune_app.sweeping import run_matrix, run_search
 
     placement = Placement(engine, clients or read.num_clients or 20, workers, ray_address=ray_address)
-    left = [cell.config for cell in cells if not is_complete(out / cell.name, cell.config)]
-    prepare_models(left, console)
-    failed = []
-    with Session(placement, console) as session:
-        for config in left:
-            session.check(config)
-        mark(out, "sweep")
-        for number, cell in enumerate(cells, start=1):
-            folder = out / cell.name
-            if is_complete(folder, cell.config):
-                _say(f"({number}/{len(cells)}) {cell.name}: finished before")
-                continue
-            _say(f"({number}/{len(cells)}) {cell.name}")
-            if force and not cell.config.resume_from:
-                clear_the_way(folder)
-            try:
-                session.run(cell.config, folder)
-            except (LaunchError, ConfigError) as error:
-                failed.append(cell.name)
-                _say(f" {cell.name}: {_one_line(error)}", "failed", "red")
-    done = [load_run(out / cell.name) for cell in cells if is_complete(out / cell.name, cell.config)]
-    if done:
-        for path in write_tables(done, out):
-            _say(f"table: {path}")
-    if failed:
-        raise LaunchError(f"{len(failed)} of {len(cells)} runs failed: {', '.join(failed)}")
+    place = out.expanduser().resolve(), settings, placement, console, lambda label, text: _say(text, label, "red")
+    if isinstance(read, Matrix):
+        swept = run_matrix(read, *place, resume=resume, force=force)
+    else:
+        swept = run_search(read, *place, resume=resume, force=force)
+    for path in swept.tables:
+        _say(f"table: {path}")
+    swept.check()
 
 
 @app.command()
@@ -295,6 +322,9 @@ def report(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Write this HTML file.")] = Path("report.html"),
     force: Annotated[bool, typer.Option("--force", help="Replace the file even if it is no report.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Write the file anew every few seconds, until no run is going on.")
+    ] = False,
 ) -> None:
     """Compare runs in one self-contained HTML file.
 
@@ -303,13 +333,31 @@ def report(
     """
     from fedprune_app.results.report import write_report
 
+    if output.suffix.lower() not in ("", ".html", ".htm"):
+        raise ConfigError(f"--output is {str(output)!r}, allowed: a file that ends in .html")
+    if watch:
+        _watch(folders, output, force)
     found = list(dict.fromkeys(each for folder in folders for each in _run_folders(folder)))
     _say_unsealed(found)
     left_out: list[str] = []
     write_report(found, output, force=force, on_left_out=left_out.append)
     for reason in left_out:
         _say(f" {reason}", "left out:", "yellow")
-    _say(f"report of {len(found) - len(left_out)} runs: {output.resolve()}")
+    count = len(found) - len(left_out)
+    _say(f"report of {count} run{'s' * (count != 1)}: {output.resolve()}")
+
+
+def _watch(folders: list[Path], output: Path, force: bool) -> None:
+    """Write a page that a browser loads anew, again and again, until no run in ``folders`` is going on."""
+    from fedprune_app.results.report import is_any_running, write_report
+
+    quiet = 0  # so many times in a row no run was going on: between the runs of a sweep there is none for a moment
+    with suppress(KeyboardInterrupt), console.status(Text(f"watching; open {output.resolve()}")):
+        while quiet < _QUIET_LOOKS:
+            found = list(dict.fromkeys(each for folder in folders for each in _run_folders(folder)))
+            write_report(found, output, force=force, refresh_seconds=_LOOK_SECONDS)
+            quiet = 0 if is_any_running(found) else quiet + 1
+            time.sleep(_LOOK_SECONDS if quiet < _QUIET_LOOKS else 0)
 
 
 def _say_unsealed(folders: list[Path]) -> None:
@@ -346,6 +394,7 @@ def export(
         str, typer.Option("--state-dir", help="Where the run's state-dir is now, if it has moved.")
     ] = "",
     data_dir: Annotated[str, typer.Option("--data-dir", help="Where the run's data-dir is now, if it has moved.")] = "",
+    plugin: Plugins = None,
 ) -> None:
     """Write the smallest model of a client, or the global model, as one file.
 
@@ -359,7 +408,7 @@ def export(
         raise ConfigError("export needs one of --client K and --global")
     _say_unsealed([folder])
     info, full, small = export_model(
-        folder, client, format, output, force=force, state_dir=state_dir, data_dir=data_dir
+        folder, client, format, output, force=force, state_dir=state_dir, data_dir=data_dir, trusted=_named(plugin)
     )
     whose = "global model" if client is None else f"client {client}"
     table = Table(
@@ -385,6 +434,38 @@ def export(
 
 
 @app.command()
+def predict(
+    model: Annotated[Path, typer.Argument(metavar="MODEL")],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...")],
+    top: Annotated[int, typer.Option("--top", help="How many classes to show for each image.", min=1)] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    build: Annotated[
+        str, typer.Option("--build", help="FILE.py:FUNCTION that builds the network, for one of your own.")
+    ] = "",
+) -> None:
+    """Classify images with an exported model.
+
+    MODEL is a file that `fedprune export --format safetensors` wrote.
+    Each IMAGE is a file. An image of another size is brought to the model's size.
+    """
+    from fedprune_app import plugins
+    from fedprune_app.predicting import predictions
+
+    function = plugins.function("build", str(Path(build).expanduser().absolute())) if build else None
+    found = predictions(model, images, top, function)
+    if as_json:
+        typer.echo(json.dumps({str(path): dict(best) for path, best in found}, indent=1))
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("image", "class", "probability"):
+        table.add_column(column, justify="right" if column == "probability" else "left")
+    for path, best in found:
+        for place, (name, share) in enumerate(best):
+            table.add_row("" if place else str(path), name, f"{share:.1%}")
+    Console(**_AS_IT_IS).print(table)
+
+
+@app.command()
 def audit(
     settings: Annotated[list[str], typer.Argument(metavar="[CONFIG] [KEY=VALUE]...")],
     canaries: Annotated[
@@ -403,6 +484,7 @@ def audit(
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace the --json file even if no audit wrote it.")] = False,
+    plugin: Plugins = None,
 ) -> None:
     """Attack a private configuration to find a lower bound on its ε.
 
@@ -420,7 +502,7 @@ def audit(
     from fedprune_app.results.ownership import check_json_file
 
     files = [Path(text) for text in settings if "=" not in text]
-    given = given_in(files, [text for text in settings if "=" in text])
+    given = given_in(files, [text for text in settings if "=" in text], plugin)
     config = parse_config(given.values)
     given.check_effects(config)
     check_system(config)
@@ -455,6 +537,7 @@ def list_(
         bool, typer.Option("--keys", help="List all settings with default, meaning, range and choices.")
     ] = False,
     system: Annotated[str, typer.Argument(metavar="[SYSTEM]")] = "",
+    plugin: Plugins = None,
 ) -> None:
     """List the systems, datasets, partitions and models that there are to choose.
 
@@ -462,17 +545,27 @@ def list_(
     """
     from fedprune_app.data.names import DATASETS, PARTITIONS, TEXTS
     from fedprune_app.models.names import MODELS
+    from fedprune_app.plugins import installed
     from fedprune_app.registry import SYSTEMS
 
+    if plugin or system not in ("", *SYSTEMS):
+        given_in(None, [f"system={system}"] if system else None, plugin)
     if system and (not keys or system not in SYSTEMS):
         raise not_allowed("SYSTEM", system, SYSTEMS if keys else ("nothing without --keys",))
-    options = {key: each for key, each in OPTIONS.items() if not system or system in each.needs.get("system", [system])}
+    options = {
+        key: each
+        for key, each in OPTIONS.items()
+        if not system or system in each.needs.get("system", [system]) or is_used(system, key)
+    }
     kinds = {
         "systems": {name: system.summary for name, system in SYSTEMS.items()},
         "datasets": {**DATASETS, **TEXTS},
         "partitions": dict(PARTITIONS),
         "models": dict(MODELS),
     }
+    for key, names in installed().items():
+        for name, module in names.items():
+            kinds[f"{key}s"].setdefault(name, f"of the installed plug-in {module}")
     if as_json:
         settings = {
             key: {"default": each.default, "help": each.help, "range": each.range, "choices": dict(each.choices)}
@@ -538,6 +631,7 @@ def demo(
     )
     from fedprune_app.experiment import Placement, Session
     from fedprune_app.results.ownership import check_report_file, mark, remove_run
+    from fedprune_app.results.recorder import holds_run
     from fedprune_app.results.report import write_report
 
     out = out.expanduser().resolve()
@@ -545,6 +639,8 @@ def demo(
     if llm:
         cells = {f"fedspallm-density{density}": llm_settings(density) for density in LLM_DENSITIES}
     page = out / ("report-llm.html" if llm else "report.html")
+    if holds_run(out):
+        raise ConfigError(f"--out {str(out)!r} holds a run, allowed: a folder for all runs of the demo")
     if not force:
         check_report_file(page)
     for name in cells:
@@ -590,6 +686,7 @@ def local(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with the same nodes.")] = False,
     force: Force = False,
     accept_loss: AcceptLoss = False,
+    plugin: Plugins = None,
 ) -> None:
     """Rehearse a deployment with all its programs on this machine.
 
@@ -599,11 +696,12 @@ def local(
     """
     from fedprune_app.experiment import Placement
     from fedprune_app.node_policy import POLICY_FILE, read_policy
+    from fedprune_app.plugins import code_in
     from fedprune_app.results.ownership import check_marked
 
     check_accept_loss(accept_loss, resume)
     before = recorded(out.expanduser().resolve()) if resume else None
-    given = given_in(config, overrides)
+    given = given_in(config, overrides, plugin)
     settings = placed(given, out, before, force=force, accept_loss=accept_loss)
     _say_idle(given, settings)
     folders, files = _paths(data_dirs), _paths(policies)
@@ -630,6 +728,9 @@ def local(
     places = places or [{"partition-id": k, "num-partitions": nodes} for k in range(nodes)]
     if settings.dp.enabled and not (folders or files):  # a rehearsal, with the hash of the same run in this process
         places = [{**place, "secure-rng": settings.dp.secure_rng} for place in places]
+    code = ",".join(dict.fromkeys(each.target for each in code_in(settings.to_dict())))
+    if code and not files:  # the nodes of a rehearsal are the user's own; a policy says for itself what it allows
+        places = [{**place, "allowed-plugins": code} for place in places]
     for place, capacity in zip(places, borne, strict=False):
         place["capacity"] = capacity
     for place, file in zip(places, files, strict=False):

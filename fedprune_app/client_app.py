@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from flwr.clientapp import ClientApp
 from clients.node import Node, Place
 from clients.reply_fields import Kind
 from clients.task import Task, reply_from_numpy
-from fedprune_app.config import POLICY_KEYS, Config, ConfigError, Policy, parse_config
+from fedprune_app import plugins
+from fedprune_app.config import POLICY_KEYS, Config, ConfigError, Policy
 from fedprune_app.data.errors import FileError
+from fedprune_app.data.names import LOADERS
 from fedprune_app.engine import wire
 from fedprune_app.engine.ray_actors import adapt_simulation
 from fedprune_app.engine.simulated import is_simulated
 from fedprune_app.learning.device import prepare_torch
-from fedprune_app.node_policy import POLICY_FILE, ledger_folder, read_policy
+from fedprune_app.node_policy import POLICY_FILE, check_allowed, ledger_folder, read_policy
 from fedprune_app.registry import SYSTEMS, check_system
 from fedprune_app.run_folder import client_state_folder
 
@@ -31,8 +34,8 @@ app = ClientApp()
 
 NODE_KEYS = ("partition-id", "num-partitions", "capacity", "data-dir", "state-dir", POLICY_FILE, *POLICY_KEYS)
 AnyNode = Node[Any]
-OWN = ("image-folder", "text")
-"""Datasets that a client may have to itself."""
+OWN = ("image-folder", "table", "text")
+"""Datasets that a client may have to itself, beside those of plug-ins."""
 
 
 def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> tuple[Config, Policy]:
@@ -56,7 +59,8 @@ def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any])
         own["dp.secure-rng"] = False
     elif not (is_simulated() and "partition-id" in node_config):  # the run may choose in a simulation alone
         own["dp.secure-rng"] = True
-    config = policy.over(parse_config({**run_config, **own}))
+    allows = None if is_simulated() else partial(check_allowed, policy)
+    config = policy.over(plugins.parse({**run_config, **own}, allows=allows))
     policy.check(config)
     return check_system(config), policy
 
@@ -85,7 +89,7 @@ def number_of(node_config: Mapping[str, Any], fields: wire.Fields, dataset: str)
         if "data-dir" not in node_config:
             allowed = "partition-id and num-partitions, or a data-dir of its own"
             raise ConfigError(f"node-config has neither partition-id nor data-dir, allowed: {allowed}")
-        if dataset not in OWN:
+        if dataset not in OWN and dataset not in LOADERS:
             raise ConfigError(f"dataset is {dataset!r}, allowed on a node without partition-id: {', '.join(OWN)}")
         return int(wire.number(fields, "partition", 0, 2**31)), 0
     if not isinstance(client_id, int) or not isinstance(num_clients, int) or not 0 <= client_id < num_clients:
@@ -125,7 +129,8 @@ def _reply(
 def _discreet(context: Context) -> Iterator[None]:
     """Let only the log name files on a node with data of its own, since errors go to the server."""
     try:
-        yield
+        with plugins.located():
+            yield
     except FileError as error:
         if "partition-id" in context.node_config:
             raise

@@ -24,7 +24,7 @@ from rich.progress import (
 )
 
 from fedprune_app import launch
-from fedprune_app.config import Config, ConfigError, Scalar, refused
+from fedprune_app.config import Config, ConfigError, Scalar, refused, with_carrier
 from fedprune_app.deploy import local_deployment
 from fedprune_app.engine.store import exclusive
 from fedprune_app.engine.watchdog import take_refusal
@@ -167,7 +167,7 @@ class Session:
 
         with quiet(), progress.in_background():
             try:
-                run_in_process(server_app.app, client_app.app, self.placement.num_clients, config.to_dict())
+                run_in_process(server_app.app, client_app.app, self.placement.num_clients, with_carrier(config))
             except ConfigError as error:
                 raise ConfigError(refused(str(error)) or str(error)) from error
             except Exception as error:
@@ -177,7 +177,7 @@ class Session:
         progress.say("starting clients")
         place, run_file = self.placement, folder / "run.json"
         before = launch.outcome_of(run_file)
-        values, gpus = config.to_dict(), _num_gpus(config, on_cluster=bool(place.ray_address))
+        values, gpus = with_carrier(config), _num_gpus(config, on_cluster=bool(place.ray_address))
         num_workers = place.num_workers or gpus or os.cpu_count() or 1
         with launch.simulation(
             self.app, values, place.num_clients, num_workers, gpus, place.ray_address, place.engine
@@ -190,7 +190,7 @@ class Session:
         link, run_file = self._connect(), folder / "run.json"
         before = launch.outcome_of(run_file)
         submitted = _elsewhere if self.placement.superlink else _ours
-        with submitted(link, lambda: launch.submit(link, self.app, config.to_dict())) as run_id:
+        with submitted(link, lambda: launch.submit(link, self.app, with_carrier(config))) as run_id:
             progress.say("starting clients")
             outcome = launch.follow(link, run_id, folder, progress.update)
         if outcome != "finished:completed":

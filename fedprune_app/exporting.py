@@ -8,11 +8,12 @@ weights are zeros.
 from __future__ import annotations
 
 import io
+import os
 import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -25,16 +26,18 @@ from torch import Tensor, nn
 
 from clients.base import ImageClient
 from clients.finetune import FineTuned
-from fedprune_app.config import Config, class_names, parse_config
+from fedprune_app import plugins
+from fedprune_app.config import Config, class_names
 from fedprune_app.core.flops import forward_flops, sparse_flops
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.core.structured import gather
 from fedprune_app.data.datasets import Dataset, load_dataset
+from fedprune_app.data.names import OWNERS
 from fedprune_app.engine.store import State, checkpoint_store, client_store, owner, read_tensors, state_folder
 from fedprune_app.files import replace_file
 from fedprune_app.models.initial import channels_of, initial_model
-from fedprune_app.models.names import chosen_name
+from fedprune_app.models.names import BUILDERS, chosen_name
 from fedprune_app.models.vision import load_state_tensors, parameter_names, prunable_names, state_tensors
 from fedprune_app.registry import SYSTEMS, check_system
 from fedprune_app.results.load import ExportInfo, encode_export, full_density, network_of, num_parameters
@@ -83,6 +86,10 @@ def format_of(output: Path, format: str) -> str:
     by_suffix = _SUFFIXES.get(output.suffix.lower())
     if format in FORMATS and by_suffix not in (None, format):
         raise ValueError(f"--output is {str(output)!r}, allowed with --format {format}: no suffix of {by_suffix}")
+    if not format and output.suffix and by_suffix is None:
+        raise ValueError(
+            f"--output is {str(output)!r}, allowed: a file that ends in {', '.join(_SUFFIXES)}, or --format"
+        )
     return format or by_suffix or FORMATS[0]
 
 
@@ -95,11 +102,13 @@ def export_model(
     force: bool = False,
     state_dir: str = "",
     data_dir: str = "",
+    trusted: Collection[str] = (),
 ) -> tuple[ExportInfo, Size, Size]:
     """Write the personal model of ``client``, or the global one (None), to ``output``; nothing is written on error.
 
-    ``state_dir`` and ``data_dir`` replace the run's own settings of these names, where its files have moved. Returns
-    what was written, and what the full network and the exported one cost. Raises a one-line ``ValueError``.
+    ``state_dir`` and ``data_dir`` replace the run's own settings of these names, where its files have moved. The
+    modules and files ``trusted`` may be imported, where the run had them as plug-ins. Returns what was written, and
+    what the full network and the exported one cost. Raises a one-line ``ValueError``.
     """
     if format not in FORMATS:
         raise ValueError(f"--format is {format!r}, allowed: {', '.join(FORMATS)}")
@@ -107,7 +116,7 @@ def export_model(
         raise ValueError(f"--output {str(output)!r} is a folder, allowed: a file")
     if output.exists() and not force:
         raise ValueError(f"--output {str(output)!r} exists, allowed: a new file, or --force")
-    found = find_model(run, client, state_dir=state_dir, data_dir=data_dir)
+    found = find_model(run, client, state_dir=state_dir, data_dir=data_dir, trusted=trusted)
     content, runner, full_runner = convert(found, format)
     replace_file(output, content)
 
@@ -132,7 +141,9 @@ def export_model(
 # --- finding the model --------------------------------------------------------------------------------------------
 
 
-def find_model(run: Path, client: int | None, *, state_dir: str = "", data_dir: str = "") -> Exportable:
+def find_model(
+    run: Path, client: int | None, *, state_dir: str = "", data_dir: str = "", trusted: Collection[str] = ()
+) -> Exportable:
     """Return the personal model that ``client`` answered for at the end of a run, or the run's global model (None).
 
     The dataset is read for its image shape and its normalisation. Raises a one-line ``ValueError``.
@@ -140,7 +151,8 @@ def find_model(run: Path, client: int | None, *, state_dir: str = "", data_dir: 
     info = read_info(run)
     if info["status"] != "completed":
         raise ValueError(f"run {str(run)!r} is {info['status']}, allowed: a completed run")
-    config = check_system(parse_config(info["config"]))
+    plugins.check_named(info["config"], {"plugins": ",".join(trusted)})
+    config = check_system(plugins.parse(info["config"]))
     if SYSTEMS[config.system].data != "images":
         raise ValueError(
             f"run {str(run)!r} is of {config.system}, allowed: of images; its models/ are ready as they are"
@@ -149,13 +161,19 @@ def find_model(run: Path, client: int | None, *, state_dir: str = "", data_dir: 
         state, round = _global_state(run, info, config), int(info["rounds_completed"])
     else:
         round, state = _client_state(run, info, config, client, state_dir)
-    folder, needs_test = data_dir or config.data_dir, "nodes" not in info  # with "nodes" each client has its own data
+    # with "nodes" each client has its own data
+    folder, needs_test = data_dir or config.data_dir, "nodes" not in info and config.test_split != "holdout"
     dataset = load_dataset(
         config.dataset,
         folder,
         classes=class_names(config.classes),
         needs_test=needs_test,
         public_scale=config.dp.enabled,
+        image_size=config.image_size,
+        image_fit=config.image_fit,
+        by_owner=config.partition == OWNERS and "nodes" not in info,
+        label_column=config.label_column,
+        owner_column=config.owner_column,
     )
     return _exportable(run, config, dataset, client, round, state)
 
@@ -253,19 +271,22 @@ def _exportable(
     groups = channels_of(config.model, config.dataset, shape, classes) if kept else ()
     small = gather(weights, groups, kept)
     payload = Payload.pruned({name: small[name] for name in names}, gather(masks, groups, kept))
+    name = chosen_name(config.model, config.dataset)
     info = ExportInfo(
         system=config.system,
         client=client,
         round=round,
-        model=chosen_name(config.model, config.dataset),
+        model=os.path.basename(name),  # of 'folder/file.py:function'
         image_shape=shape,
         classes=classes,
         mean=dataset.mean,
         std=dataset.std,
         density=full_density(full, payload),
         channels={name: tuple(mask.nonzero().squeeze(1).tolist()) for name, mask in kept.items()},
+        class_names=dataset.classes if dataset.classes != tuple(map(str, range(classes))) else (),
+        image_fit=config.image_fit,
     )
-    return Exportable(info, payload, network_of(info, payload), full)
+    return Exportable(info, payload, network_of(info, payload, BUILDERS.get(name)), full)
 
 
 # --- formats ------------------------------------------------------------------------------------------------------

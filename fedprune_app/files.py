@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
@@ -21,11 +22,40 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from filelock import FileLock, Timeout
+
 _TEMPORARY = re.compile(r"\.fedprune-[0-9a-f]{16}\.tmp")
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SYNCED_AT_ONCE = 16
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # from file systems that cannot sync a folder
+
+
+_told = logging.getLogger("fedprune")  # its warnings reach the terminal, unlike Flower's
+_QUIETLY_SECONDS = 1.0
+
+
+@contextmanager
+def locked(path: Path | str, what: str) -> Iterator[None]:
+    """Hold a lock file until the block ends; ``what`` says what the processes that want it do, one at a time.
+
+    A process that has to wait says so.
+    """
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=_QUIETLY_SECONDS)
+    except Timeout:
+        say_waiting(what)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def say_waiting(what: str) -> None:
+    """Say that this process waits for another one, which does ``what``."""
+    _told.warning("waiting for another process, which %s", what)
 
 
 class SharedFolderError(ValueError):

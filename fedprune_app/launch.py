@@ -66,6 +66,8 @@ class Link:
 def stage_app(folder: Path, components: tuple[str, str] = _COMPONENTS) -> Path:
     """Lay out the Flower app in ``folder`` from the installed packages, whether these are a wheel or a checkout."""
     for package in _PACKAGES:
+        if "." in package.__name__:  # in a wheel it is within another one
+            continue
         source = Path(package.__file__ or "").parent
         ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
         shutil.copytree(source, folder / package.__name__, ignore=ignore, dirs_exist_ok=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from fedprune_app import plugins
 from fedprune_app.config import (
     OPTIONS,
     Config,
@@ -21,13 +22,14 @@ from fedprune_app.config import (
     check_resumable,
     flatten,
     has_effect,
-    parse_config,
+    paths_from_here,
 )
 from fedprune_app.registry import check_names, check_system
 from fedprune_app.results.reader import read_info
 from fedprune_app.results.recorder import holds_run
+from fedprune_app.searching import Search, search_of
 
-_SECTIONS = ("clients", "common", "systems", "datasets", "seeds")
+_SECTIONS = ("clients", "common", "systems", "datasets", "seeds", "search")
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,13 @@ class Matrix:
         for key in overrides:
             if key in varied:
                 raise ConfigError(f"{key} is given on the command line, allowed: what the matrix does not vary")
-        for name, values in self.settings:
+        for name, relative in self.settings:
+            values = paths_from_here(relative)
             folder = (out / name).resolve()
             place: dict[str, Scalar] = {"out-dir": str(folder)}
             if resume and holds_run(folder):
                 place["resume-from"] = str(folder)
-            cells.append(Cell(name, check_names(parse_config({**values, **overrides, **place}))))
+            cells.append(Cell(name, check_names(plugins.parse({**values, **overrides, **place}))))
         self._check_effects(overrides, cells)
         for cell in cells:  # when all names are right, since this imports the systems
             check_system(cell.config)
@@ -88,15 +91,8 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_matrix(path: Path) -> Matrix:
-    """Read a matrix file.
-
-    The file's entries are:
-
-    * ``common``: settings of every run.
-    * ``systems`` and ``datasets``: lists of settings. Each entry has at least the key ``system`` or ``dataset``.
-    * ``seeds``: a list of whole numbers.
-    * ``clients``: a number.
+def read_matrix(path: Path) -> Matrix | Search:
+    """Read a matrix file, see :func:`matrix_of`.
 
     Raises :class:`ConfigError` naming the file and the entry.
     """
@@ -108,17 +104,28 @@ def read_matrix(path: Path) -> Matrix:
         raise ConfigError(f"matrix {str(path)!r} cannot be read: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ConfigError(f"matrix {str(path)!r} cannot be read: it is nested too deeply") from None
+    return matrix_of(document, path)
+
+
+def matrix_of(document: object, path: Path | str) -> Matrix | Search:
+    """Return the matrix, or the search, that a document describes; ``path`` names it in errors.
+
+    The document's entries are:
+
+    * ``common``: settings of every run.
+    * ``systems`` and ``datasets``: lists of settings. Each entry has at least the key ``system`` or ``dataset``.
+    * ``seeds``: a list of whole numbers.
+    * ``clients``: a number.
+    * ``search``: settings to draw from, in place of systems and datasets; see :mod:`fedprune_app.searching`.
+
+    Raises :class:`ConfigError` naming the entry.
+    """
     if not isinstance(document, dict):
         raise ConfigError(f"matrix {str(path)!r} holds no table, allowed: {', '.join(_SECTIONS)}")
     for key in document:
         if key not in _SECTIONS:
             raise ConfigError(f"matrix {str(path)!r} has unknown entry {key!r}, allowed: {', '.join(_SECTIONS)}")
     common = _settings(path, "common", document.get("common") or {})
-    for key in ("system", "dataset", "seed"):
-        if key in common:
-            raise ConfigError(f"matrix {str(path)!r}: common sets {key!r}, allowed: in {key}s")
-    systems = _variants(path, "systems", "system", document.get("systems"))
-    datasets = _variants(path, "datasets", "dataset", document.get("datasets") or [{"dataset": "digits"}])
     seeds = document.get("seeds", [0])
     if not (isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)):
         raise ConfigError(f"matrix {str(path)!r}: seeds is {_short(seeds)}, allowed: a list of whole numbers")
@@ -127,6 +134,13 @@ def read_matrix(path: Path) -> Matrix:
         raise ConfigError(
             f"matrix {str(path)!r}: clients is {_short(num_clients)}, allowed: a whole number, at least 1"
         )
+    if "search" in document:
+        return search_of(document, common, seeds, path)
+    for key in ("system", "dataset", "seed"):
+        if key in common:
+            raise ConfigError(f"matrix {str(path)!r}: common sets {key!r}, allowed: in {key}s")
+    systems = _variants(path, "systems", "system", document.get("systems"))
+    datasets = _variants(path, "datasets", "dataset", document.get("datasets") or [{"dataset": "digits"}])
     settings = []
     for system, dataset, seed in itertools.product(systems, datasets, seeds):
         values = {**common, **dataset, **system, "seed": seed}
@@ -141,7 +155,7 @@ def read_matrix(path: Path) -> Matrix:
 _short = reprlib.repr  # a few lines of YAML aliases can stand for billions of entries
 
 
-def _settings(path: Path, section: str, table: Any) -> dict[str, Any]:
+def _settings(path: Path | str, section: str, table: Any) -> dict[str, Any]:
     if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
         raise ConfigError(f"matrix {str(path)!r}: an entry of {section} is {_short(table)}, allowed: key: value pairs")
     try:
@@ -154,7 +168,7 @@ def _settings(path: Path, section: str, table: Any) -> dict[str, Any]:
     return settings
 
 
-def _variants(path: Path, section: str, key: str, entries: Any) -> Sequence[dict[str, Any]]:
+def _variants(path: Path | str, section: str, key: str, entries: Any) -> Sequence[dict[str, Any]]:
     if not (isinstance(entries, list) and entries):
         raise ConfigError(f"matrix {str(path)!r}: {section} is {_short(entries)}, allowed: a list of settings")
     variants = [{key: e} if isinstance(e, str) else _settings(path, section, e) for e in entries]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedprune_app.config import POLICY_KEYS, ConfigError, Policy, read_toml
+from fedprune_app import plugins
+from fedprune_app.config import POLICY_KEYS, ConfigError, Policy, declined, read_toml
+from fedprune_app.plugins import Code
 from fedprune_app.registry import SYSTEMS
 
 POLICY_FILE = "policy-file"
@@ -23,9 +25,16 @@ def read_policy(node_config: Mapping[str, object]) -> Policy:
     if POLICY_FILE in node_config:
         policy = _in_file(node_config[POLICY_FILE], here)
     for name in policy.systems:
-        if name not in SYSTEMS:
+        if name not in SYSTEMS and name not in plugins.installed()["system"] and not policy.plugins:
             raise ConfigError(f"allowed-systems of the node has {name!r}, allowed: {', '.join(SYSTEMS)}")
     return policy
+
+
+def check_allowed(policy: Policy, code: Code) -> None:
+    """Raise :class:`~fedprune_app.config.PolicyError` for code of a run that the node's operator has not allowed."""
+    if code.target not in policy.plugins:
+        allowed = ", ".join(policy.plugins) or "no code"
+        raise declined(f"{code.key} names {code.target!r}, which is code", "allowed-plugins", allowed)
 
 
 def _in_file(name: object, here: Mapping[str, object]) -> Policy:

@@ -8,10 +8,12 @@ from functools import lru_cache
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
+from clients import __name__ as CLIENTS  # in a wheel these packages are below fedprune_app
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.config.meant import not_allowed
 from fedprune_app.data.names import DATASETS, PARTITIONS, TEXTS
 from fedprune_app.models.names import MODELS, chosen_name
+from strategies import __name__ as STRATEGIES
 
 if TYPE_CHECKING:
     from clients.node import Node
@@ -23,24 +25,28 @@ class System:
     """A system has a server half, a client half, and one line for ``fedprune list``.
 
     The halves are named as ``module:class`` below ``strategies`` and ``clients``. They are imported when they are asked
-    for, because that takes seconds and a process needs one system at most.
+    for, because that takes seconds and a process needs one system at most. A plug-in gives the classes themselves.
     """
 
-    server_half: str
-    client_half: str
+    server_half: str | type[FederatedStrategy]
+    client_half: str | type[Node[Any]]
     summary: str
     data: str = "images"  # or "text"
 
     @property
     def strategy(self) -> type[FederatedStrategy]:
         """The class of the server half."""
-        found: type[FederatedStrategy] = resolve_name(f"strategies.{self.server_half}")
+        if not isinstance(self.server_half, str):
+            return self.server_half
+        found: type[FederatedStrategy] = resolve_name(f"{STRATEGIES}.{self.server_half}")
         return found
 
     @property
     def client(self) -> type[Node[Any]]:
         """The class of the client half."""
-        found: type[Node[Any]] = resolve_name(f"clients.{self.client_half}")
+        if not isinstance(self.client_half, str):
+            return self.client_half
+        found: type[Node[Any]] = resolve_name(f"{CLIENTS}.{self.client_half}")
         return found
 
 
@@ -140,7 +146,11 @@ def check_names(config: Config) -> Config:
     for key, names in allowed.items():
         value = values[key]
         if value not in names:
-            raise not_allowed(key, value, names)
+            error = not_allowed(key, value, names)
+            if key == "model" and str(value).endswith(".py"):
+                raise ConfigError(f"model is {value!r}, allowed: with the function's name, as in '{value}:net'")
+            is_guessed = "did you mean" in str(error) or key == "fedltp.public-dataset"
+            raise error if is_guessed else ConfigError(f"{error}; a plug-in's name needs --plugin")
     return config
 
 

@@ -11,8 +11,8 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.exit import add_exit_handler
 
-from fedprune_app import resuming
-from fedprune_app.config import Config, ConfigError, parse_config, refusal
+from fedprune_app import plugins, resuming
+from fedprune_app.config import Config, ConfigError, refusal
 from fedprune_app.engine.store import State, checkpoint_store, exclusive
 from fedprune_app.engine.watchdog import tell_launcher, watch_launcher
 from fedprune_app.federation.clients import Roster
@@ -37,7 +37,7 @@ def main(grid: Grid, context: Context) -> None:
     folder = None
     try:
         # A wrong setting raises here, before anything is written.
-        config = check_system(parse_config(context.run_config))
+        config = check_system(plugins.parse(context.run_config))
         prepare_torch(config)
         folder = run_folder(config, context.run_id)
         log.info("run folder: %s", folder)
@@ -46,11 +46,12 @@ def main(grid: Grid, context: Context) -> None:
     except ConfigError as error:
         if folder is not None:
             tell_launcher(folder, str(error))
+        log.error("this setting is refused: %s", error)  # `flwr run` shows Flower's traceback after this line
         raise refusal(error) from error
 
 
 def _run(grid: Grid, config: Config, folder: Path) -> None:
-    recorder = Recorder(folder, tensorboard=config.tracking == "tensorboard")
+    recorder = Recorder(folder, tracking=config.tracking)
     system = SYSTEMS[config.system]
     found = None
     if config.resume_from:
@@ -60,7 +61,9 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
             return
         recorder.reopen()
     else:
-        recorder.start(config.to_dict(), config.seed, {"headline": system.strategy.headline, "run_key": new_run_key()})
+        values = config.to_dict()
+        code = {"plugins": plugins.described(values)}
+        recorder.start(values, config.seed, {"headline": system.strategy.headline, "run_key": new_run_key(), **code})
     # Flower ends on a signal, or when a SuperLink gives up the run. That may leave no time for the clauses below.
     add_exit_handler(lambda: _close(recorder, "interrupted", "interrupted"), run_before_force_exit=True)
     try:
@@ -82,7 +85,8 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
             if choice.point is not None and state is not None:
                 strategy.restore(state)
                 strategy.go_on_from(choice.point)
-        strategy.run(grid, rounds_completed=completed)
+        with plugins.located():
+            strategy.run(grid, rounds_completed=completed)
         models = folder / "models"
         strategy.write_model(models)
         files = [path for path in sorted(models.rglob("*")) if path.is_file()]
@@ -136,16 +140,20 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str,
 
 def _go_on(recorder: Recorder, config: Config, before: Mapping[str, Any], choice: Choice, state: State | None) -> None:
     """Open the run folder again: from this call on the run differs from the run that stopped."""
-    changed: dict[str, Any] = {"config": {**config.to_dict(), "resume-from": "", "accept-loss": False}}
-    if choice.notes:
-        changed["notes"] = [*before.get("notes", []), *choice.notes]
+    values = config.to_dict()
+    changed: dict[str, Any] = {"config": {**values, "resume-from": "", "accept-loss": False}}
+    code, began_with = plugins.described(values), before.get("plugins", {})
+    other = [name for name, found in code.items() if began_with.get(name, found) != found]
+    notes = [*choice.notes, *(f"plug-in {name!r} is not the code that the run began with" for name in other)]
+    if notes:
+        changed["notes"] = [*before.get("notes", []), *notes]
     if choice.losses:
         changed["losses"] = [*before.get("losses", []), *choice.losses]
     recorder.annotate(**changed)
     records = state.meta.get("records") if state else None
     recorder.resume(choice.rounds_completed, marks_of(records, "its checkpoint"))
     log.info("resuming after round %d", choice.rounds_completed)
-    for line in (*choice.notes, *choice.losses):
+    for line in (*notes, *choice.losses):
         log.warning("%s", line)
 
 

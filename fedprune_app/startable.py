@@ -19,6 +19,7 @@ from fedprune_app.federation.round import RunContext
 from fedprune_app.files import scratch_folder
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import Recorder
+from fedprune_app.results.tracking import check_tracker
 from fedprune_app.run_folder import new_run_key
 from fedprune_app.tasks import BUILDS
 
@@ -50,7 +51,9 @@ def _make_both(config: Config, num_clients: int, folder: Path) -> None:
     assert isinstance(client, ImageClient)
     first = ImageClientInfo.read(0, client.get_properties({}))
     roster: Roster = {k: replace(first, id=k, node_id=k) for k in range(num_clients)}
-    recorder = Recorder(folder / "run", tensorboard=config.tracking == "tensorboard")
+    if config.tracking != "none":
+        check_tracker(config.tracking)
+    recorder = Recorder(folder / "run")
     key = new_run_key()
     recorder.start({"system": config.system}, config.seed, {"headline": system.strategy.headline, "run_key": key})
     checkpoints = VersionedStore(folder / "run" / "checkpoints")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedprune_app import plugins
 from fedprune_app.config import (
     OPTIONS,
     Config,
@@ -16,7 +17,6 @@ from fedprune_app.config import (
     check_effects,
     check_resumable,
     has_effect,
-    parse_config,
     parse_override,
     paths_from_here,
     read_toml,
@@ -45,17 +45,35 @@ class Given:
         """
         check_effects(self.on_command_line, config)
         for file in self.files:
-            check_effects([key for key in file if not has_effect(key, config)], parse_config(file))
+            check_effects([key for key in file if not has_effect(key, config)], plugins.parse(file))
 
     def idle(self, config: Config) -> list[str]:
         """Return the keys in files that have no effect in a run with ``config``."""
         return list({key: None for file in self.files for key in file if not has_effect(key, config)})
 
 
-def given_in(files: Sequence[Path] | None, overrides: Sequence[str] | None) -> Given:
-    """Return the settings in run-config files, or shipped ones by name, and in texts ``key=value``."""
-    in_files = [paths_from_here(read_toml(config_file(file))) for file in files or []]
-    return Given(in_files, paths_from_here(dict(parse_override(text) for text in overrides or [])))
+def given_in(
+    files: Sequence[Path] | None, overrides: Sequence[str] | None, more_plugins: Sequence[str] | None = None
+) -> Given:
+    """Return the settings in run-config files, or shipped ones by name, and in texts ``key=value``.
+
+    ``more_plugins`` are added to the key ``plugins``. All code that the settings name is loaded.
+    """
+    on_command_line = dict(parse_override(text) for text in overrides or [])
+    in_files = [read_toml(config_file(file)) for file in files or []]
+    return with_plugins(in_files, on_command_line, more_plugins)
+
+
+def with_plugins(
+    files: Sequence[dict[str, Scalar]], on_command_line: dict[str, Scalar], more_plugins: Sequence[str] | None = None
+) -> Given:
+    """Return settings with absolute paths, when the plug-ins that the settings name are loaded."""
+    named = plugins.names_in(Given(files, on_command_line).values)
+    if more_plugins:
+        on_command_line = {**on_command_line, "plugins": ",".join(dict.fromkeys([*named, *more_plugins]))}
+    # the paths in a plug-in's options are known once it is loaded
+    plugins.load(paths_from_here(Given(files, on_command_line).values))
+    return Given([paths_from_here(file) for file in files], paths_from_here(on_command_line))
 
 
 def placed(
@@ -90,9 +108,10 @@ def placed(
         if holds_run(folder) and not in_the_way(folder):
             raise ConfigError(f"--out {str(out)!r} already holds a run, allowed: a new folder, or --resume")
     if before is not None:
+        plugins.check_named(before.get("config", {}), values)
         accepting: dict[str, Scalar] = {"accept-loss": True} if accept_loss else {}
         values = {**before.get("config", {}), **values, **accepting, "resume-from": str(folder)}
-    config = check_names(parse_config({**values, "out-dir": str(folder)}))
+    config = check_names(plugins.parse({**values, "out-dir": str(folder)}))
     given.check_effects(config)
     if before:
         check_resumable(before["config"], config)

@@ -11,6 +11,7 @@ from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, TextCli
 from fedprune_app.federation.round import RunContext
 from fedprune_app.learning.device import device_of
 from fedprune_app.models.initial import initial_model, shared_names
+from fedprune_app.models.layer_pruning import same_inputs
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.saving import PrunedLayers, write_checkpoint, write_packed
 from fedprune_app.models.vision import prunable_names, state_tensors
@@ -36,6 +37,7 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
             "name": chosen_name(config.model, config.dataset),
             "parameters": sum(p.numel() for p in model.parameters()),
             "classes": first.num_classes,
+            **({"class_names": list(first.classes)} if first.classes else {}),
         }
     )
     prunable = frozenset(prunable_names(model))
@@ -81,7 +83,7 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
             }
         )
     texts = list(recorder.info["dense_perplexity"])
-    return FedSpaLLM(context, model, measure, write, texts)
+    return FedSpaLLM(context, model, measure, write, texts, lambda: same_inputs(model))
 
 
 BUILDS: dict[str, Build] = {"images": image_strategy, "text": text_strategy}

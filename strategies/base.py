@@ -24,6 +24,7 @@ from fedprune_app.engine.exchange import require
 from fedprune_app.engine.store import ResumePoint, State, owner, write_tensors
 from fedprune_app.federation import loop, reports
 from fedprune_app.federation.budgets import Budgets
+from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.exchanges import Exchanges, Rows
 from fedprune_app.federation.flower import StreamedStrategy
 from fedprune_app.federation.participation import Participation
@@ -125,7 +126,9 @@ class FederatedStrategy(StreamedStrategy):
 
     def evaluation_row(self, client: int, fields: wire.Fields) -> dict[str, Any]:
         """Check what a client says of its evaluation; return the columns of its row."""
-        return measures.row_of(Reply.EVALUATION, fields, layers=self.prunable)
+        private, info = self.config.dp.enabled, self.clients[client]
+        classes = info.num_classes if isinstance(info, ImageClientInfo) else 0
+        return measures.row_of(Reply.EVALUATION, fields, private=private, layers=self.prunable, num_classes=classes)
 
     def evaluation_metrics(self, round: Round, rows: Rows) -> dict[str, Any]:
         """Return the columns of an evaluation from the clients' rows, which may change."""

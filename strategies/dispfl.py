@@ -52,4 +52,4 @@ class DisPFL(Gossip):
             return
         num_coordinates = max(1, sum(self.model[name].numel() for name in pruned))
         distances.close_layer(num_coordinates)  # the whole model at once
-        self.recorder.masks(distances.clients(), distances.matrix(num_coordinates))
+        self.recorder.masks(distances.clients(), distances.matrix(num_coordinates), self.links)

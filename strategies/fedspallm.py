@@ -47,6 +47,7 @@ from fedprune_app.results.measures import Reply
 from strategies import perplexities
 from strategies.base import FederatedStrategy, state_rounds_of
 from strategies.mask_distances import MaskDistances
+from strategies.merging import HessianMerge
 from strategies.perplexities import Perplexity
 from strategies.pruned_model import (
     DenseModel,
@@ -55,6 +56,7 @@ from strategies.pruned_model import (
     layer_files,
     layer_share,
     lost_layers,
+    together,
 )
 
 log = logging.getLogger("flwr.fedprune")
@@ -65,6 +67,8 @@ def _progress_in(folder: Path, run_key: str) -> VersionedStore:
     return VersionedStore(folder / "layers" / "progress", keep=2, owner=owner("progress", run_key))
 
 
+_LITTLE = 0.05
+"""A round that changes no greater share of the weights has done next to nothing."""
 Layers = Callable[[int], Payload]
 Measure = Callable[[Layers], Mapping[str, Perplexity]]
 """Perplexities, by test text, of the model with these pruned layers."""
@@ -79,7 +83,13 @@ class FedSpaLLM(FederatedStrategy):
     paper_formula = "16 or 32 bits per kept weight and one per mask entry up; sampled layers, dense or masked, down"
 
     def __init__(
-        self, context: RunContext, dense: DenseModel, measure: Measure, write: Write, texts: Sequence[str]
+        self,
+        context: RunContext,
+        dense: DenseModel,
+        measure: Measure,
+        write: Write,
+        texts: Sequence[str],
+        same_inputs: Callable[[], Sequence[Sequence[str]]],
     ) -> None:
         super().__init__(replace(context, clients=clients_with_the_model(context, dense)))
         self.options = self.config.fedspallm
@@ -92,6 +102,8 @@ class FedSpaLLM(FederatedStrategy):
         self._receiving: list[list[int]] = []  # by layer, who is sent something in this round
         self._pruners: dict[int, list[int]] = {}
         self._mean = L0Mean(1)
+        self._hessians = None if self.options.merge == "mean" else self._hessian_merge(same_inputs())
+        self._known: dict[int, int] = {}  # by client, the pruned layers of this round that it has been sent
         self._distances = MaskDistances()
         self._by_layer: dict[str, dict[str, Any]] = {}  # what the round's record says of each layer
 
@@ -108,15 +120,23 @@ class FedSpaLLM(FederatedStrategy):
                         f"{like[name].shape[1]} inputs of '{name}' in decoder layer {layer}"
                     )
 
+    def _hessian_merge(self, groups: Sequence[Sequence[str]]) -> HessianMerge:
+        like = self.dense.layer_like(0)
+        sizes = {name: like[name].shape[1] for name in self.dense.prunable(0)}
+        return HessianMerge(self.config, groups, sizes, self.dense.device)
+
     # --- the global model ---------------------------------------------------------------------------------------
 
     def answer(self, layer: int) -> wire.Schema:
         """Return what a reply to a layer holds: its matrices, and the norms of their inputs where ties go by norms."""
         like, names = self.dense.layer_like(layer), self.dense.prunable(layer)
+        sums = {} if self._hessians is None else self._hessians.like()
+        if self.options.merge == "hessians":
+            return replace(wire.Schema.like(sums), unscaled=frozenset(sums))
         tensors = {name: like[name] for name in names}
         if self.options.ties == "wanda":
             tensors |= {INPUT_NORMS + name: torch.empty(like[name].shape[1], device="meta") for name in names}
-        return wire.Schema.like(tensors, frozenset(names))
+        return replace(wire.Schema.like(tensors | sums, frozenset(names)), unscaled=frozenset(sums))
 
     def model_digest(self) -> str:
         return self.global_model.digest()
@@ -126,6 +146,11 @@ class FedSpaLLM(FederatedStrategy):
         """Return the share of every matrix that is kept: ``density``, or the pattern's share."""
         pattern = self.options.n_of_m()
         return pattern[0] / pattern[1] if pattern else self.config.density
+
+    @property
+    def _waits(self) -> bool:
+        """Return whether the means of layers wait for those of all layers."""
+        return self.options.merge == "mean" and self.options.expansion == "global"
 
     # --- a round ------------------------------------------------------------------------------------------------
 
@@ -144,20 +169,32 @@ class FedSpaLLM(FederatedStrategy):
         """Exchange layer after layer (lines 5 to 20), from where an interrupted round was left."""
         self._number, self._pruners = round.number, self.pruners(round)
         self._receiving = [self._receivers(round, layer) for layer in self._pruners]
-        self._by_layer, self._distances = {}, MaskDistances()
+        self._by_layer, self._distances, self._known = {}, MaskDistances(), {}
         for layer in range(self._resume(round), self.dense.num_layers):
             started = time.monotonic()
             self._prune_layer(round, layer, exchanges)
             self._by_layer[str(layer)]["seconds"] = time.monotonic() - started
             self._save_progress(round, layer + 1)
-        if self.options.expansion == "global":
+        if self._waits:
             self._expand_together(round.number)
+        self._note_how_little_moved(round)
         return self._round_metrics(round)
+
+    def _note_how_little_moved(self, round: Round) -> None:
+        """Say so where a later round found every layer pruned to its density already."""
+        rows = self._by_layer.values()
+        moved, total = (sum(row.get(key, 0) for row in rows) for key in ("moved", "weights"))
+        if all("moved" in row for row in rows) and moved <= _LITTLE * total:
+            said = "every layer had its density before, and only a lower density would prune more"
+            note = f"round {round.number} changed {moved:,} of {total:,} weights: {said}"
+            round.log.notes.append(note)
+            log.warning("%s", note)
 
     def _prune_layer(self, round: Round, layer: int, exchanges: Exchanges) -> None:
         self._layer, pruners = layer, self._pruners[layer]
-        largest = max((self._weight(client) for client in pruners), default=1)
-        self._mean = L0Mean(max(1, len(pruners)), largest)
+        if self.options.merge != "hessians":
+            largest = max((self._weight(client) for client in pruners), default=1)
+            self._mean = L0Mean(max(1, len(pruners)), largest)
         receivers = self._receivers(round, layer)
         replies_before, failures_before = round.log.replies, len(round.log.failures)
         self._show_progress(round)
@@ -181,6 +218,9 @@ class FedSpaLLM(FederatedStrategy):
 
         A client whose cached layer is not the server's gets the whole layer.
         """
+        if self.options.merge == "hessians":
+            yield from self._send_pruned(round, self._layer, {"layer": self._layer, "of-round": self._number})
+            return
         layer, pruned = self._layer, self.global_model.layer(self._layer)
         payloads = {True: pruned}  # by whether the layer is cached
         for client in round.participants:
@@ -192,6 +232,15 @@ class FedSpaLLM(FederatedStrategy):
             fields = {"layer": layer, "of-round": self._number, "prunes": client in self._pruners[layer]}
             yield Outgoing(client, payloads[is_cached], fields=fields)
 
+    def _send_pruned(self, round: Round, layer: int, fields: dict[str, Any] | None = None) -> Iterator[Outgoing]:
+        """Yield to each participant the pruned layers before ``layer`` that it does not have yet."""
+        payloads: dict[int, Payload] = {}  # by the first layer that a client does not have
+        for client in round.participants:
+            first = self._known.get(client, 0)
+            if first not in payloads:
+                payloads[first] = together({i: self.global_model.layer(i) for i in range(first, layer)})
+            yield Outgoing(client, payloads[first], fields={} if fields is None else {**fields, "prunes": True})
+
     def expect(self, round: Round, client: int) -> wire.Schema:
         return self.answer(self._layer) if client in self._pruners[self._layer] else wire.Schema.like({})
 
@@ -201,6 +250,11 @@ class FedSpaLLM(FederatedStrategy):
 
     def receive(self, round: Round, client: int, update: Payload) -> None:
         """Add the reply to the layer's sums (line 17), as it comes in."""
+        if not update.tensors:
+            return
+        if self._hessians is not None:
+            update = self._hessians.add(update, self.clients[client].num_examples)
+            self._known[client] = self._layer
         if not update.tensors:
             return
         self._mean.add(update, self._weight(client))
@@ -214,6 +268,9 @@ class FedSpaLLM(FederatedStrategy):
         """Make the new layer (lines 18 to 20)."""
         row: dict[str, Any] = {"pruners": len(self._pruners[layer]), "density": {}}
         self._by_layer[str(layer)] = row
+        if self._known and self.options.merge == "hessians":
+            self._close_by_hessians(round, layer, row)
+            return
         mean = self._mean.mean()
         if not mean.tensors:
             note = f"decoder layer {layer} was pruned by nobody in round {round.number}: it stays as it was"
@@ -226,20 +283,34 @@ class FedSpaLLM(FederatedStrategy):
             "kept_before_expansion": sum(int(mask.sum()) for mask in mean.masks.values()),
             "mask_distance": self._distances.close_layer(entries),
         }
-        if self.options.expansion == "global":
+        if self._waits:
             self.global_model.hold_back(round.number, layer, self._mean.votes())
         else:
             new = mean
             if self.options.expansion != "none":
                 scope = "matrix" if self.options.expansion == "matrix" else "payload"
                 pattern = self.options.n_of_m()
-                new = self._mean.expanded(self.kept_share, n_of_m=pattern, ties=self.options.ties, scope=scope)
+                ties = self.options.ties
+                new = self._mean.expanded(self.kept_share, n_of_m=pattern, ties=ties, scope=scope, mean=mean)
+            if self._hessians is not None:
+                new = self._hessians.solved(new, self.dense.layer_tensors(layer))
             self._install(round.number, layer, new)
         self._mean = L0Mean(1)
+
+    def _close_by_hessians(self, round: Round, layer: int, row: dict[str, Any]) -> None:
+        assert self._hessians is not None
+        dense = self.dense.layer_tensors(layer)
+        new = self._hessians.pruned({name: dense[name] for name in self.dense.prunable(layer)})
+        row["weights"] = sum(mask.numel() for mask in new.masks.values())
+        self._install(round.number, layer, new)
 
     def _install(self, round: int, layer: int, new: Payload) -> None:
         """A layer's matrices, expanded, become the global model's."""
         new = Payload({name: new.tensors[name] for name in new.masks}, new.masks)
+        before = self.global_model.layer(layer)
+        if before.tensors:
+            moved = sum(int((new.tensors[name] != before.tensors[name]).sum()) for name in new.tensors)
+            self._by_layer[str(layer)]["moved"] = moved
         self.global_model.install(round, layer, new, self._oldest_needed(layer))
         self._by_layer[str(layer)] |= {
             "kept": new.num_kept(),
@@ -276,7 +347,7 @@ class FedSpaLLM(FederatedStrategy):
 
     def training_row(self, round: Round, client: int, fields: wire.Fields) -> dict[str, Any]:
         before = round.log.clients.get(client, {})
-        pruned = client in self._pruners[self._layer]  # the others pass their text through it
+        pruned = client in self._pruners[self._layer] and self.options.merge != "hessians"  # else text passes through
         error = measures.told("relative_error", fields) if pruned else 0.0
         row = measures.row_of(Reply.LAYER, fields)
         return {
@@ -325,12 +396,21 @@ class FedSpaLLM(FederatedStrategy):
         return down, up
 
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
-        """Yield nothing but the question: each client measures its own model, the server the global one."""
+        """Yield nothing but the question: each client measures its own model, the server the global one.
+
+        With ``fedspallm.merge = "hessians"`` a client's model is the global one, of which it gets what it lacks.
+        """
+        if self.options.merge == "hessians":
+            everybody = replace(round, participants=tuple(self.clients))
+            return self._send_pruned(everybody, self.dense.num_layers)
         return Outgoing.to_each(self.clients, Payload({}))
 
     def evaluation_row(self, client: int, fields: wire.Fields) -> dict[str, Any]:
         own_data = self.clients[client].own_data
-        return perplexities.client_row(fields, self.texts, self.dense.num_layers, own_data=own_data)
+        has_own = self.options.merge != "hessians"
+        return perplexities.client_row(
+            fields, self.texts, self.dense.num_layers, own_data=own_data, has_own_model=has_own
+        )
 
     def evaluation_metrics(self, round: Round, rows: Rows) -> dict[str, Any]:
         measured, dense = self.measure(self.global_model.layer), self.recorder.info["dense_perplexity"]
@@ -394,7 +474,7 @@ class FedSpaLLM(FederatedStrategy):
         content = {
             "round": round.number,
             "layers-done": layers_done,
-            "waits": self.options.expansion == "global",  # for the means of all layers
+            "waits": self._waits,
             "state": self.state().meta,
             "log": {**asdict(round.log), "clients": {str(k): row for k, row in round.log.clients.items()}},
             "by-layer": self._by_layer,

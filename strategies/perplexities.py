@@ -28,23 +28,26 @@ class Perplexity(Protocol):
     def tokens(self) -> int: ...
 
 
-def client_row(fields: wire.Fields, texts: Sequence[str], num_layers: int, *, own_data: bool) -> dict[str, Any]:
+def client_row(
+    fields: wire.Fields, texts: Sequence[str], num_layers: int, *, own_data: bool, has_own_model: bool = True
+) -> dict[str, Any]:
     """Check a client's perplexities on the server's test ``texts``; return the columns of its row.
 
-    A client with a text of its own tells of that text alone. ``ValueError`` names a field that cannot be.
+    A client with a text of its own tells of that text alone. A client that has no model of its own, but the server's,
+    tells of no other text. ``ValueError`` names a field that cannot be.
     """
     start = "perplexity/"
     has_own = own_data or start + OWN_TEXT in fields
     names = [OWN_TEXT] if has_own else sorted(name for name in texts if start + name in fields)
     judged = OWN_TEXT if has_own else texts[0]
-    if start + judged not in fields:
+    if start + judged not in fields and (has_own or has_own_model):
         raise ValueError(f"the evaluation has no field '{start}{judged}'")
     found = {name: measures.told("perplexity", fields, about=name) for name in names}
     windows = ("windows", "windows_in_text") if has_own else ()
     return {
         **measures.row_of(Reply.PERPLEXITY, fields),
         "pruned_layers": measures.told("pruned_layers", fields, most=num_layers),
-        "perplexity_personal": found[judged],
+        "perplexity_personal": found.get(judged),
         "perplexity": found,
         **{name: measures.told(name, fields) for name in windows},
     }
@@ -58,7 +61,7 @@ def over_clients(
     Own models count where all layers are pruned: part of a dense model is no standalone result. Clients' own texts are
     an entry by themselves, since no other model was measured on them. ``dense`` has what the dense model measured.
     """
-    whole = [row for row in rows.values() if row["pruned_layers"] == num_layers]
+    whole = [row for row in rows.values() if row["pruned_layers"] == num_layers and row["perplexity"]]
     by_text: dict[str, dict[str, Any]] = {}
     for name, found in global_model.items():
         by_text[name] = {

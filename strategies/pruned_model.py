@@ -30,6 +30,7 @@ class DenseModel(Protocol):
     """The model that the run begins with, as the server has it."""
 
     prefix: str
+    device: torch.device
 
     @property
     def num_layers(self) -> int: ...
@@ -106,6 +107,15 @@ def layer_files(folder: Path, run_key: str) -> tuple[LayerFiles, LayerFiles]:
     """Return a run folder's pruned layers, and the means that wait to be expanded together."""
     layers = folder / "layers"
     return LayerFiles(layers, owner("layer", run_key)), LayerFiles(layers / "pending", owner("mean", run_key))
+
+
+def together(layers: Mapping[int, Payload]) -> Payload:
+    """Return one message of some decoder layers: the names of their matrices begin with their layer's number."""
+    named = [(f"{number}/", layer) for number, layer in layers.items()]
+    return Payload(
+        {start + name: tensor for start, layer in named for name, tensor in layer.tensors.items()},
+        {start + name: mask for start, layer in named for name, mask in layer.masks.items()},
+    )
 
 
 def lost_layers(versions: Mapping[str, int], files: LayerFiles) -> Iterator[str]:

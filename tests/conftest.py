@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +15,18 @@ import pytest
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 
-from fedprune_app import cli, client_app, server_app
-from fedprune_app.config import parse_config
+from fedprune_app import cli, client_app, plugins, registry, server_app
+from fedprune_app.config import config as configuration
+from fedprune_app.config import parse_config, plugged
+from fedprune_app.data import names as data_names
 from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.learning import training
+from fedprune_app.models import names as model_names
+from fedprune_app.testing import FinishedRun as Finished
 from tests import leftovers
 from tests.leftovers import pytest_unconfigure
 
-__all__ = ["pytest_unconfigure"]
+__all__ = ["Finished", "pytest_unconfigure"]
 Tamper = Callable[[Message, Message, int], Message]  # (request, honest reply, partition) -> what is sent
 
 SMALL = {
@@ -35,29 +37,6 @@ SMALL = {
     "shards-per-client": 2,
 }
 """Settings of the quick runs: 6 clients of 240 digits each."""
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A run folder, read."""
-
-    folder: Path
-
-    @property
-    def info(self) -> dict[str, Any]:
-        return json.loads((self.folder / "run.json").read_text())
-
-    @property
-    def rounds(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "rounds.jsonl").read_text().splitlines()]
-
-    @property
-    def clients(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "clients.jsonl").read_text().splitlines()]
-
-    @property
-    def sha256(self) -> str:
-        return self.info["final_sha256"]
 
 
 def wrapped_app(train: Callable[..., Message]) -> ClientApp:
@@ -116,6 +95,24 @@ def loggers_that_speak() -> None:
         logger = logging.getLogger(name)
         logger.disabled, logger.propagate = False, True
     logging.getLogger("flwr").setLevel(logging.DEBUG)
+
+
+REGISTRIES: tuple[dict[Any, Any], ...] = (
+    *(registry.SYSTEMS, data_names.DATASETS, data_names.LOADERS, data_names.PARTITIONS, data_names.DEALERS),
+    *(model_names.MODELS, model_names.BUILDERS, model_names.AUTO),
+    *(configuration._OPTIONS, plugged._TABLES, plugged.uses_of, plugins._files, plugins._origins),
+)
+
+
+@pytest.fixture
+def no_plugins() -> Iterator[None]:
+    """The plug-ins that a test loads are not there in another test."""
+    before = [dict(each) for each in REGISTRIES]
+    yield
+    for each, content in zip(REGISTRIES, before, strict=True):
+        each.clear()
+        each.update(content)
+    plugins._forget()
 
 
 @pytest.fixture

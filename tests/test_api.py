@@ -110,3 +110,43 @@ def test_to_import_the_package_imports_nothing_heavy():
 def test_every_public_name_is_documented():
     for name in fedprune_app.__all__:
         assert getattr(fedprune_app, name).__doc__, name
+
+
+def test_a_run_is_read_as_frames(finished):
+    rounds, clients = finished.frame(), finished.frame("clients")
+    assert list(rounds["round"]) == [1]
+    assert rounds["accuracy_personal_mean"][0] == finished.rounds[0]["accuracy_personal_mean"]
+    assert len(clients) == len(finished.clients)
+    with pytest.raises(ValueError, match="frame is 'masks', allowed: rounds, clients"):
+        finished.frame("masks")
+
+
+def test_a_clients_model_and_masks_are_those_of_its_last_round(finished):
+    network, kept = fedprune_app.model(finished, 1), fedprune_app.masks(finished.folder, client=1)
+    weights = dict(network.named_parameters())
+    assert 0 < len(kept) < len(weights)
+    for name, mask in kept.items():
+        assert not weights[name][~mask].any()
+    share = sum(int(mask.sum()) for mask in kept.values()) / sum(mask.numel() for mask in kept.values())
+    assert share == pytest.approx(0.5, abs=0.01)
+    with pytest.raises(ValueError, match="system 'dispfl' has no global model"):
+        fedprune_app.model(finished)
+
+
+def test_a_sweep_returns_its_runs_and_goes_on(tmp_path):
+    matrix = {"systems": ["fedavg", "standalone"], "seeds": [0, 1], "common": {"local-epochs": 1}}
+    quick = {"clients": 2, "engine": "inprocess", "progress": False, "num_server_rounds": 1}
+    runs = fedprune_app.sweep(matrix, out=tmp_path / "s", **quick)
+    assert [(run.system, run.seed) for run in runs] == [
+        ("fedavg", 0),
+        ("fedavg", 1),
+        ("standalone", 0),
+        ("standalone", 1),
+    ]
+    assert (tmp_path / "s" / "table.csv").exists()
+    again = fedprune_app.sweep(matrix, out=tmp_path / "s", resume=True, **quick)
+    assert [run.info["final_sha256"] for run in again] == [run.info["final_sha256"] for run in runs]
+    with pytest.raises(fedprune_app.ConfigError, match="is not empty, allowed: a new folder, or --resume"):
+        fedprune_app.sweep(matrix, out=tmp_path / "s", **quick)
+    with pytest.raises(fedprune_app.ConfigError, match="matrix 'in memory' has unknown entry 'system'"):
+        fedprune_app.sweep({"system": "fedavg"}, out=tmp_path / "t", **quick)

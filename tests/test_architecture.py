@@ -32,6 +32,12 @@ ROOF += [
     "checked",
     "numbered",
     "shipped",
+    "plugins",
+    "searching",
+    "sweeping",
+    "predicting",
+    "extend",
+    "testing",
 ]
 ALLOWED = {  # room: rooms it may import
     "fedprune_app.core": set(),

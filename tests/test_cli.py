@@ -277,3 +277,29 @@ def test_an_option_that_is_a_setting_is_answered_with_the_setting(arguments, ans
         [sys.executable, "-m", "fedprune_app.cli", "run", *arguments], capture_output=True, text=True, cwd=tmp_path
     )
     assert (done.returncode, done.stderr.strip()) == (2, f"error: {answer}")
+
+
+def test_report_watch_follows_runs_until_none_is_going_on(fedprune, federate, tmp_path, monkeypatch):
+    folder = federate(system="standalone", num_server_rounds=1).folder
+    looks, pages = iter([True, False, True, False, False, False]), []
+    page = tmp_path / "page.html"
+    monkeypatch.setattr("fedprune_app.results.report.is_any_running", lambda folders: next(looks))
+    monkeypatch.setattr(cli.time, "sleep", lambda seconds: pages.append(page.read_text()))
+    code, said = fedprune("report", folder, "-o", page, "--watch")
+    assert code == 0, said
+    assert len(pages) == 6
+    assert all('<meta http-equiv="refresh" content="5">' in each for each in pages)
+    assert 'http-equiv="refresh"' not in page.read_text()  # what is left does not load itself anew
+    assert next(looks, None) is None  # three quiet looks in a row end the watch
+
+
+def test_a_run_that_goes_on_is_known_from_one_that_ended(federate, tmp_path):
+    from fedprune_app.engine.store import exclusive
+    from fedprune_app.results.report import is_any_running
+
+    folder = federate(system="standalone", num_server_rounds=1).folder
+    assert not is_any_running([folder, tmp_path / "none"])
+    info = json.loads((folder / "run.json").read_text())
+    write_info(folder, {**info, "status": "running"})
+    with exclusive(folder):
+        assert is_any_running([folder])

@@ -255,6 +255,7 @@ ELSEWHERE = {  # what writes by itself, and why it may
     "fedprune_app/models/checkpoints.py": "into a folder of replacing_folder",
     "fedprune_app/privacy/ledger.py": "adds to a ledger in place, under a lock: a rename could lose a charge",
     "fedprune_app/exporting.py": "into memory",
+    "fedprune_app/testing.py": "copies a run within a scratch folder",
     "fedprune_app/numbered.py": "a link to a run, where nothing else has its name",
 }
 WRITING = {
@@ -288,6 +289,26 @@ def writes(path: Path) -> list[str]:
         if name in WRITING or (owner_name, name) in OF_MODULES or opens:
             found.append(f"{path.relative_to(ROOT)}:{node.lineno} {name}")
     return found
+
+
+def test_who_waits_for_another_process_says_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(files, "_QUIETLY_SECONDS", 0.01)
+    holds, ends = threading.Event(), threading.Event()
+
+    def hold():
+        with files.locked(tmp_path / "a.lock", "holds it"):
+            holds.set()
+            ends.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    holds.wait(60)
+    monkeypatch.setattr(files, "say_waiting", lambda what: (caplog.records.append(what), ends.set()))
+    with files.locked(tmp_path / "a.lock", "trains a model"):
+        assert caplog.records == ["trains a model"]
+    holder.join()
+    with files.locked(tmp_path / "a.lock", "nobody"):
+        assert caplog.records == ["trains a model"]
 
 
 def test_nothing_else_writes_files():

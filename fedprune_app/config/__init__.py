@@ -8,7 +8,7 @@ value is a :class:`ConfigError` of one line that names the key, the value and wh
 This package is a leaf of the house: it imports nothing of ours, and everything above ``core`` may import it.
 """
 
-from fedprune_app.config.common import class_names
+from fedprune_app.config.common import Table, class_names
 from fedprune_app.config.config import DEFAULTS, OPTIONS, Config
 from fedprune_app.config.effects import check_effects, has_effect
 from fedprune_app.config.errors import ConfigError, refusal, refused
@@ -16,9 +16,10 @@ from fedprune_app.config.fedltp import FedLTPOptions
 from fedprune_app.config.fedp3 import FEDP3_COUNTS, FedP3Options
 from fedprune_app.config.fedspa import FedSPAOptions
 from fedprune_app.config.gossip import DisPFLOptions, DPSGDOptions, GossipOptions
-from fedprune_app.config.options import Kind, Option, Scalar
+from fedprune_app.config.options import Kind, Option, Scalar, option
 from fedprune_app.config.parsing import check_resumable, parse_config, paths_from_here, written_below
-from fedprune_app.config.policy import NO_POLICY, POLICY_KEYS, Policy, PolicyError
+from fedprune_app.config.plugged import is_used, register_table, uses_of, with_carrier
+from fedprune_app.config.policy import NO_POLICY, POLICY_KEYS, Policy, PolicyError, declined
 from fedprune_app.config.toml import flatten, parse_override, read_toml, to_toml, toml_value
 
 __all__ = [
@@ -40,18 +41,25 @@ __all__ = [
     "Policy",
     "PolicyError",
     "Scalar",
+    "Table",
     "check_effects",
     "check_resumable",
     "class_names",
+    "declined",
     "flatten",
     "has_effect",
+    "is_used",
+    "option",
     "parse_config",
     "parse_override",
     "paths_from_here",
     "read_toml",
     "refusal",
     "refused",
+    "register_table",
     "to_toml",
     "toml_value",
+    "uses_of",
+    "with_carrier",
     "written_below",
 ]

@@ -18,7 +18,12 @@ class CommonOptions:
     """These options stand at the top of a configuration; field ``learning_rate`` is the key ``learning-rate``."""
 
     system: str = option("subfedavg", "The system that is run; `fedprune list` names all systems.")
-    dataset: str = option("digits", "The dataset; `fedprune list` names all datasets.")
+    dataset: str = option(
+        "digits",
+        "The dataset; `fedprune list` names all datasets. A function of your own that loads one is 'module:function' "
+        "or 'file.py:function'.",
+        kind=Kind.CODE,
+    )
     data_dir: str = option(
         "",
         "The folder that holds the data. Dataset 'digits' needs none.",
@@ -29,20 +34,29 @@ class CommonOptions:
     )
     classes: str = option(
         "",
-        "The classes of an image folder, in the order in which they are numbered: 'cat, dog'. Empty means every "
-        "class that has a folder.",
-        needs={"dataset": ("image-folder",)},
+        "The classes of an image folder or a table, in the order in which they are numbered: 'cat, dog'. Empty means "
+        "every class that has a folder, or every label in the table.",
+        needs={"dataset": ("image-folder", "table")},
+    )
+    label_column: str = option("label", "The name of a table's column of labels.", needs={"dataset": ("table",)})
+    owner_column: str = option(
+        "",
+        "The name of a table's column that says whose each row is, for partition 'owners'. Empty means that there is "
+        "no such column.",
+        needs={"dataset": ("table",)},
     )
     download: bool = option(
         False,
         "If true, missing files are fetched: a torchvision dataset into data-dir, a model from the Hugging Face hub.",
         changes_results=False,
         resumable=True,
-        needs={"dataset": NoneOf(("digits", "image-folder"))},
+        needs={"dataset": NoneOf(("digits", "image-folder", "femnist", "table", "huggingface"))},
     )
     partition: str = option(
         "shards",
-        "The rule that deals the training data to the clients; `fedprune list` names all rules.",
+        "The rule that deals the training data to the clients; `fedprune list` names all rules. A function of your own "
+        "is named as for dataset.",
+        kind=Kind.CODE,
         needs=IMAGES,
     )
     shard_size: int = option(
@@ -91,6 +105,20 @@ class CommonOptions:
         least=0,
         needs=IMAGES,
     )
+    image_size: int = option(
+        0,
+        "The side in pixels of the squares that the images of a folder become. 0 leaves images as they are, and they "
+        "must have one size.",
+        least=0,
+        most=4096,
+        needs={**IMAGES, "dataset": ("image-folder",)},
+    )
+    image_fit: str = option(
+        "crop",
+        "The way in which an image becomes a square, with image-size.",
+        choices={"crop": "the image is cut around its middle", "stretch": "the image is squeezed, nothing is cut"},
+        needs={**IMAGES, "dataset": ("image-folder",), "image-size": NoneOf((0,))},
+    )
     augmentation: str = option(
         "none",
         "The random change of training images in each step.",
@@ -116,7 +144,7 @@ class CommonOptions:
         "auto",
         "The test data of a client. A client with data of its own has its test folder, or else holds out a share.",
         choices={
-            "auto": "'holdout' with dp.enabled, otherwise 'labels'; a run's record says which",
+            "auto": "'holdout' with dp.enabled or partition 'owners', otherwise 'labels'; a run's record says which",
             "labels": "all test images with a label that the client trains on",
             "proportional": "test-samples images, with the client's shares of the labels",
             "holdout": "a share test-fraction of the client's own data",
@@ -135,8 +163,8 @@ class CommonOptions:
     )
     model: str = option(
         "auto",
-        "The network; `fedprune list` names all networks. 'auto' takes the dataset's. A language model is a folder or "
-        "a name on the hub.",
+        "The network; `fedprune list` names all networks. 'auto' takes the dataset's. A function of your own that "
+        "makes one is 'module:function' or 'file.py:function'. A language model is a folder or a name on the hub.",
         kind=Kind.MODEL,
     )
     init: str = option(
@@ -215,7 +243,12 @@ class CommonOptions:
         most=1,
         needs={"system": ("dispfl", "fedp3", "fedcr", "fedltp", "fedspallm")},
     )
-    seed: int = option(0, "The number that all randomness of a run derives from.", least=0, most=2**53)
+    seed: int = option(
+        0,
+        "The number that the randomness of a run derives from, but for private noise on real nodes.",
+        least=0,
+        most=2**53,
+    )
     evaluate_every: int = option(
         5,
         "The number of rounds from one evaluation of all clients to the next. 0 means that only the last round is "
@@ -325,10 +358,30 @@ class CommonOptions:
     )
     tracking: str = option(
         "none",
-        "The tracking files that are written beside the run's records.",
-        choices={"none": "no such files", "tensorboard": "TensorBoard's event files"},
+        "The tracker that gets the run's settings and numbers beside the run's own records.",
+        choices={
+            "none": "no tracker",
+            "tensorboard": "TensorBoard's event files in the run folder",
+            "mlflow": "MLflow, at MLFLOW_TRACKING_URI or in the run folder",
+            "trackio": "Trackio, which speaks wandb's calls, in TRACKIO_DIR or in the run folder",
+        },
         changes_results=False,
         resumable=True,
+    )
+
+    plugins: str = option(
+        "",
+        "The plug-ins that the run needs: modules, and files that end in .py, separated by commas. The system, "
+        "network, dataset or partition of an installed plug-in needs no mention here.",
+        kind=Kind.CODE,
+        changes_results=False,
+        resumable=True,
+    )
+    plugin_options: str = option(
+        "",
+        "The options of a plug-in's system as JSON. The command line takes them as KEY=VALUE; `flwr run` takes no keys "
+        "but declared ones.",
+        changes_results=False,
     )
 
     @property
@@ -338,7 +391,7 @@ class CommonOptions:
 
     def check(self) -> None:
         """Raise :class:`ConfigError` where two of these options do not go together."""
-        if class_names(self.classes) and self.dataset != "image-folder":
+        if class_names(self.classes) and self.dataset not in ("image-folder", "table"):
             raise ConfigError(f"classes is {self.classes!r}, allowed with dataset {self.dataset!r}: nothing")
         if 0 < self.evaluate_clients < self.min_replies:
             allowed = f"0 or at least min-replies, {self.min_replies}"
@@ -370,6 +423,8 @@ class Table:
     """
 
     needs: ClassVar[Needs] = {}
+    name: ClassVar[str] = ""
+    """The name in keys; empty for the product's own tables, whose name is their field's."""
 
     def check(self, common: CommonOptions) -> None:
         """Raise :class:`ConfigError` where these options do not go together, or not with the ``common`` ones."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Self
+from types import MappingProxyType
+from typing import Self, TypeVar
 
 from fedprune_app.config.baselines import (
     DittoOptions,
@@ -24,6 +25,8 @@ from fedprune_app.config.gossip import DisPFLOptions, DPSGDOptions
 from fedprune_app.config.options import Option, Scalar, option_of
 from fedprune_app.config.privacy import DPOptions
 from fedprune_app.config.subfedavg import SubFedAvgOptions
+
+T = TypeVar("T", bound=Table)
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class Config(CommonOptions):
     fedspa: FedSPAOptions = field(default_factory=FedSPAOptions)
     dp: DPOptions = field(default_factory=DPOptions)
     fedspallm: FedSpaLLMOptions = field(default_factory=FedSpaLLMOptions)
+    own: Table = field(default_factory=Table)  # the options of a plug-in's system
 
     @property
     def tables(self) -> list[Table]:
@@ -61,7 +65,8 @@ class Config(CommonOptions):
         """Return the configuration with the test split that 'auto' stands for."""
         if self.test_split != "auto":
             return self
-        return replace(self, test_split="holdout" if self.dp.enabled else "labels")
+        holds_out = self.dp.enabled or self.partition == "owners"
+        return replace(self, test_split="holdout" if holds_out else "labels")
 
     def check(self) -> None:
         """Raise :class:`ConfigError` where options do not go together, in any table."""
@@ -76,17 +81,26 @@ class Config(CommonOptions):
             fixed = {**table.fixed_on_resume(self), **fixed}
         return fixed
 
+    def table(self, kind: type[T]) -> T:
+        """Return the options of this run's system, which a plug-in declares as the class ``kind``.
+
+        Raises ``TypeError`` in a run of another system.
+        """
+        if not isinstance(self.own, kind):
+            raise TypeError(f"system {self.system!r} has no options of the class {kind.__name__}")
+        return self.own
+
     def to_dict(self) -> dict[str, Scalar]:
         """Return the flat form with kebab-case keys, every key present."""
-        return {key: value for key, value, _ in _flat(self)}
+        return {key: value for key, value, _ in flat(self)}
 
 
-def _flat(options: CommonOptions | Table, prefix: str = "") -> Iterator[tuple[str, Scalar, Option]]:
+def flat(options: CommonOptions | Table, prefix: str = "") -> Iterator[tuple[str, Scalar, Option]]:
     """Yield key, value and declaration of every option; those of a table as ``table.key``."""
     for item in fields(options):
         key, value = f"{prefix}{item.name.replace('_', '-')}", getattr(options, item.name)
         if isinstance(value, Table):
-            yield from _flat(value, f"{key}.")
+            yield from flat(value, f"{value.name or key}.")
         else:
             yield key, value, option_of(item)
 
@@ -99,6 +113,15 @@ def _with_needs(key: str, declared: Option, config: Config) -> Option:
     return replace(declared, needs={name: values for name, values in {**of_table, **own}.items() if name != key})
 
 
-OPTIONS: Mapping[str, Option] = {key: _with_needs(key, declared, Config()) for key, _, declared in _flat(Config())}
-"""Every option of the product by its key."""
-DEFAULTS: dict[str, Scalar] = {key: declared.default for key, declared in OPTIONS.items()}
+_OPTIONS = {key: _with_needs(key, declared, Config()) for key, _, declared in flat(Config())}
+OPTIONS: Mapping[str, Option] = MappingProxyType(_OPTIONS)
+"""Every option by its key: those of the product, and those of the plug-ins that are loaded."""
+DEFAULTS: Mapping[str, Scalar] = {key: declared.default for key, declared in OPTIONS.items()}
+"""The default of every option of the product; Flower's pyproject.toml declares these keys."""
+
+
+def register_keys(prefix: str, declared: Mapping[str, Option]) -> None:
+    """Add the options of a plug-in's table in place of those that begin with ``prefix``."""
+    for key in [key for key in _OPTIONS if key.startswith(prefix)]:
+        del _OPTIONS[key]
+    _OPTIONS.update(declared)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from fedprune_app.config.config import OPTIONS, Config
 from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.options import NoneOf, Scalar
+from fedprune_app.config.plugged import is_used
 
 _INSTEAD = {
     ("density", "subfedavg"): "subfedavg.target-rate, the percentage that is pruned",
@@ -31,8 +32,9 @@ def check_effects(given: Iterable[str], config: Config) -> None:
         if (unmet := _unmet(key, config)) is not None:
             name, values = unmet
             found = config.to_dict()
+            given = f"{found[key]!r}, which" if key in found else "given, but"
             raise ConfigError(
-                f"{key} is {found[key]!r}, which has no effect with {name} {found[name]!r}; "
+                f"{key} is {given} has no effect with {name} {found[name]!r}; "
                 f"{key} needs {name} {_words(values)}{_instead(key, config.system)}"
             )
 
@@ -42,6 +44,8 @@ def _unmet(key: str, config: Config) -> tuple[str, tuple[Scalar, ...]] | None:
     if not (needs := OPTIONS[key].needs):
         return None
     values = config.to_dict()
+    if is_used(config.system, key):
+        needs = {name: allowed for name, allowed in needs.items() if name != "system"}
     return next(((name, allowed) for name, allowed in needs.items() if values[name] not in allowed), None)
 
 

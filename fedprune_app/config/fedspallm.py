@@ -112,6 +112,28 @@ class FedSpaLLMOptions(Table):
             "current": "the current layer, which the client gets from round 2 on",
         },
     )
+    merge: str = option(
+        "mean",
+        "The rule by which the server makes a layer from the messages of the clients.",
+        choices={
+            "mean": "the paper's rule: each weight's mean over the clients that kept the weight, pruned to density",
+            "hessians": "clients send Hessians in place of weights, and the server prunes once by their sum",
+            "least-squares": "clients send both; masks are those of the mean, and weights solve a least-squares"
+            " problem for the sum of the Hessians",
+        },
+    )
+    hessian_bits: int = option(
+        32,
+        "The number of bits of an entry of a Hessian on the wire: 32, or 16, which are correlations in half precision.",
+        least=16,
+        most=32,
+        needs={".merge": ("hessians", "least-squares")},
+    )
+    refine: bool = option(
+        False,
+        "If true, the server solves the weights that SparseGPT left by least squares, for SparseGPT's masks.",
+        needs={".merge": ("hessians",)},
+    )
     expansion: str = option(
         "matrix",
         "The part of the model over which the mean is pruned to density.",
@@ -121,6 +143,7 @@ class FedSpaLLMOptions(Table):
             "global": "all layers together",
             "none": "the mean is not pruned",
         },
+        needs={".merge": ("mean", "least-squares")},
     )
     ties: str = option(
         "magnitude",
@@ -130,11 +153,13 @@ class FedSpaLLMOptions(Table):
             "wanda": "the weight with the smallest |w|·‖x‖ is pruned; x are the inputs that clients saw",
             "index": "the first weight in the matrix is pruned",
         },
+        needs={".merge": ("mean", "least-squares")},
     )
     weights: str = option(
         "uniform",
         "The weight of a client in the mean.",
         choices={"uniform": "every client counts alike", "segments": "a client counts by its segments"},
+        needs={".merge": ("mean", "least-squares")},
     )
 
     def check(self, common: CommonOptions) -> None:
@@ -151,11 +176,24 @@ class FedSpaLLMOptions(Table):
                 raise ConfigError(f"fedspallm.{key} is 1, allowed: 0, or at least 2")
         if self.ties == "wanda" and self.pruner == "magnitude":
             raise ConfigError("fedspallm.ties is 'wanda', allowed with fedspallm.pruner 'magnitude': magnitude, index")
+        if self.merge != "mean":
+            self._check_merge(common)
         if self.expansion == "global" and self.pattern:
             raise ConfigError("fedspallm.expansion is 'global', allowed with a pattern: matrix, layer, none")
         if (pattern := self.n_of_m()) and self.block_size % pattern[1]:
             allowed = f"a multiple of {pattern[1]}"
             raise ConfigError(f"fedspallm.block-size is {self.block_size}, allowed with a pattern: {allowed}")
+
+    def _check_merge(self, common: CommonOptions) -> None:
+        with_merge = f"allowed with fedspallm.merge {self.merge!r}"
+        if self.pruner != "sparsegpt":
+            raise ConfigError(f"fedspallm.pruner is {self.pruner!r}, {with_merge}: sparsegpt")
+        if self.hessian_bits not in (16, 32):
+            raise ConfigError(f"fedspallm.hessian-bits is {self.hessian_bits}, allowed: 16, 32")
+        if common.num_server_rounds > 1:
+            raise ConfigError(f"num-server-rounds is {common.num_server_rounds}, {with_merge}: 1")
+        if self.merge == "least-squares" and self.expansion == "global":
+            raise ConfigError(f"fedspallm.expansion is 'global', {with_merge}: matrix, layer, none")
 
     def n_of_m(self) -> tuple[int, int] | None:
         """Return ``pattern`` as (n, m), or None where there is no pattern. Raises :class:`ConfigError`."""

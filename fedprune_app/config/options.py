@@ -26,7 +26,8 @@ class Kind(Enum):
     FOLDER = auto()  # is read
     STATE_FOLDER = auto()  # is written in every round, and may be shared by runs
     RUN_FOLDER = auto()  # holds one run; a command line says it with --out and --resume
-    MODEL = auto()  # a folder, or else a name
+    MODEL = auto()  # a folder, or else a name, or code
+    CODE = auto()  # names, or code as 'module', 'file.py', 'module:function' or 'file.py:function'
     NAMED_FILES = auto()  # 'name=path, name=path'
 
     @property
@@ -101,8 +102,10 @@ class Option:
             return value
         if self.kind.is_path:
             return _resolved(value)
-        if self.kind is Kind.MODEL:
-            return _resolved(value) if Path(os.path.expanduser(value)).is_dir() else value
+        if self.kind is Kind.MODEL and Path(os.path.expanduser(value)).is_dir():
+            return _resolved(value)
+        if self.kind in (Kind.CODE, Kind.MODEL):
+            return ",".join(_code_from_here(part.strip()) for part in value.split(","))
         if self.kind is Kind.NAMED_FILES:
             parts = (part.partition("=") for part in value.split(","))
             return ",".join(f"{name.strip()}={_resolved(path.strip())}" if path else name for name, _, path in parts)
@@ -184,6 +187,12 @@ def _absolute(key: str, path: str) -> str:
     if not os.path.isabs(expanded):
         raise ConfigError(f"{key} is {path!r}, allowed: an absolute path")
     return str(Path(expanded))
+
+
+def _code_from_here(code: str) -> str:
+    """Return code in a file with the file's absolute path; a module and any other name stay as they are."""
+    file, colon, function = code.rpartition(":") if not code.endswith(".py") else (code, "", "")
+    return f"{_resolved(file)}{colon}{function}" if file.endswith(".py") else code
 
 
 def _resolved(path: str) -> str:

@@ -13,6 +13,7 @@ from fedprune_app.config.config import OPTIONS, Config
 from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.meant import unknown_key
 from fedprune_app.config.options import Kind, Scalar
+from fedprune_app.config.plugged import table_of, without_carrier
 
 T = TypeVar("T", bound=CommonOptions | Table)
 
@@ -20,23 +21,25 @@ T = TypeVar("T", bound=CommonOptions | Table)
 def parse_config(values: Mapping[str, object]) -> Config:
     """Return the configuration that flat ``values`` describe; missing keys take their defaults.
 
-    What depends on other keys is settled: ``test_split`` is never 'auto'.
+    What depends on other keys is settled: ``test_split`` is never 'auto'. Plug-ins have to be loaded before.
 
     Raises :class:`ConfigError` for an unknown key, a wrong type, a value out of range, or options that do not go
     together. Names of systems, datasets, partitions and models are checked where these are registered.
     """
+    values = without_carrier(values)
     for key in values:
         if key not in OPTIONS:
             raise unknown_key(key, OPTIONS)
     parsed = {key: OPTIONS[key].parse(key, value) for key, value in values.items()}
-    return _checked(frozenset((key, type(value), value) for key, value in parsed.items()))
+    own = table_of(values.get("system"))
+    return _checked(frozenset((key, type(value), value) for key, value in parsed.items()), own)
 
 
 @lru_cache(maxsize=16)  # a client is told its run's configuration with every message
-def _checked(given: frozenset[tuple[str, type, Scalar]]) -> Config:
+def _checked(given: frozenset[tuple[str, type, Scalar]], own: Table) -> Config:
     values = {key: value for key, _, value in given}
     defaults = {key: option.parse(key, option.default) for key, option in OPTIONS.items()}
-    config = _filled(Config(), defaults | values).settled()
+    config = _filled(Config(own=own), defaults | values).settled()
     config.check()
     return config
 
@@ -45,7 +48,9 @@ def _filled(blank: T, values: Mapping[str, Scalar], prefix: str = "") -> T:
     changes: dict[str, Any] = {}
     for item in fields(blank):
         key, value = f"{prefix}{item.name.replace('_', '-')}", getattr(blank, item.name)
-        changes[item.name] = _filled(value, values, f"{key}.") if isinstance(value, Table) else values[key]
+        changes[item.name] = (
+            _filled(value, values, f"{value.name or key}.") if isinstance(value, Table) else values[key]
+        )
     return replace(blank, **changes)
 
 

@@ -41,6 +41,12 @@ class Policy:
         " node of a deployment, or with data of its own, draws from the operating system whatever the run says.",
     )
     allowed_systems: str = option("", "The systems that the node runs, separated by spaces. Empty means all.")
+    allowed_plugins: str = option(
+        "",
+        "The modules and files of code that the node imports where a run names them, separated by commas. Plug-ins "
+        "that are installed on the node, and declare the name of a system, are imported whatever this key says.",
+        kind=Kind.CODE,
+    )
 
     @classmethod
     def parse(cls, values: Mapping[str, object], where: str) -> Policy:
@@ -62,6 +68,11 @@ class Policy:
         return tuple(self.allowed_systems.split())
 
     @property
+    def plugins(self) -> tuple[str, ...]:
+        """The modules and files in ``allowed-plugins``."""
+        return tuple(each.strip() for each in self.allowed_plugins.split(",") if each.strip())
+
+    @property
     def why_private(self) -> str:
         """The first key that asks for ``dp.enabled``; empty if none does."""
         asking = ("require_dp", "epsilon_budget", "min_noise_multiplier", "max_clip_norm")
@@ -70,21 +81,21 @@ class Policy:
     def check(self, config: Config) -> None:
         """Raise :class:`PolicyError` where a run asks for less, as far as its settings tell."""
         if self.systems and config.system not in self.systems:
-            raise _declined(f"system is {config.system!r}", "allowed-systems", ", ".join(self.systems))
+            raise declined(f"system is {config.system!r}", "allowed-systems", ", ".join(self.systems))
         if self.why_private and not config.dp.enabled:
-            raise _declined("dp.enabled is False", self.why_private, "true")
+            raise declined("dp.enabled is False", self.why_private, "true")
         if not config.dp.enabled:
             return
         if config.dp.noise_multiplier:  # dp.target-epsilon needs the number of examples: see check_noise
             self.check_noise(config.dp.noise_multiplier, "dp.noise-multiplier")
         if self.max_clip_norm and config.dp.clip_norm > self.max_clip_norm:
-            raise _declined(f"dp.clip-norm is {config.dp.clip_norm}", "max-clip-norm", f"at most {self.max_clip_norm}")
+            raise declined(f"dp.clip-norm is {config.dp.clip_norm}", "max-clip-norm", f"at most {self.max_clip_norm}")
 
     def check_noise(self, noise_multiplier: float, what: str) -> None:
         """Raise :class:`PolicyError` where the noise that a run has is too little."""
         if noise_multiplier < self.min_noise_multiplier:
             least = f"at least {self.min_noise_multiplier}"
-            raise _declined(f"{what} is {noise_multiplier}", "min-noise-multiplier", least)
+            raise declined(f"{what} is {noise_multiplier}", "min-noise-multiplier", least)
 
     def over(self, config: Config) -> Config:
         """Return the settings of a run as the policy leaves them.
@@ -97,7 +108,8 @@ class Policy:
         return config
 
 
-def _declined(given: str, key: str, allowed: str) -> PolicyError:
+def declined(given: str, key: str, allowed: str) -> PolicyError:
+    """Return the error of a run that asks for what the node's ``key`` does not allow."""
     return PolicyError(f"the node declines the run: {given}, allowed by its {key}: {allowed}")
 
 

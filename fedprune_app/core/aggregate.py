@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedprune_app.core.expansion import Votes, tie_break
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.scores import NOfM, check_n_of_m, smallest
+from fedprune_app.core.scores import NOfM, check_n_of_m, kth_smallest
 
 FRACTION_BITS = 40
 _GRID = 2.0**FRACTION_BITS
@@ -24,6 +25,8 @@ _BLOCK = 2**16  # coordinates at a time, so that a block's float64 and int64 tem
 _LARGEST_WIDE = 2.0 ** (51 - FRACTION_BITS)  # sums of at most this magnitude are exact in float64
 # Added to a smaller float64, this makes a number whose last bit is worth 2^-40: the addition rounds to the grid.
 _ROUNDER = 3 * _LARGEST_WIDE
+_SHIFT = 3 * 2.0**51
+_SHIFT_BITS = int(np.float64(_SHIFT).view(np.int64))
 _MOST_AT_ONCE = 255  # addends that a byte can count
 
 
@@ -55,7 +58,7 @@ class MaskedMean:
         """Add one client's payload; an error leaves the mean as if this payload had not come."""
         if not 1 <= weight <= self.max_weight:
             raise ValueError(f"weight is {weight}, allowed: 1 to {self.max_weight}")
-        self.check(payload)
+        rounded = _rounded if self.check(payload) <= _LARGEST_WIDE else _rounded_large
         scale = weight / self.max_weight * _GRID
         for name, tensor in payload.tensors.items():
             mask = payload.masks.get(name)
@@ -64,7 +67,7 @@ class MaskedMean:
                 self._weights[name].add_(weight)
             kept, weights = (None, ()) if mask is None else (_blocks(mask), _blocks(self._weights[name]))
             for i, (values, sums) in enumerate(zip(_blocks(tensor), _blocks(self._sums[name]), strict=True)):
-                addend = values.double().mul(scale).round_().to(torch.int64)  # not mul_: double() may be no copy
+                addend = rounded(values, scale)
                 if kept is not None:
                     addend.mul_(kept[i])
                     weights[i].add_(kept[i], alpha=weight)
@@ -179,6 +182,20 @@ class MaskedMean:
         }
 
 
+def _rounded(values: Tensor, scale: float) -> Tensor:
+    """Return ``values · scale``, rounded half to even, as int64; the products must be below 2^51 in magnitude.
+
+    A float64 between 2^52 and 2^53 has its integer in its last bits, which is many times as fast as a conversion.
+    """
+    shifted = values.double().mul(scale).add_(_SHIFT)  # not mul_: double() may be no copy
+    return shifted.view(torch.int64).sub_(_SHIFT_BITS)
+
+
+def _rounded_large(values: Tensor, scale: float) -> Tensor:
+    """Return what :func:`_rounded` returns, for products of any magnitude that an int64 holds."""
+    return values.double().mul(scale).round_().to(torch.int64)
+
+
 def _blocks(tensor: Tensor) -> Sequence[Tensor]:
     """A tensor's coordinates as flat pieces, views if it is contiguous; undivided off the CPU: no cache to stay in."""
     flat = tensor.detach().reshape(-1)
@@ -268,7 +285,13 @@ class L0Mean:
         return Payload(self._mean.mixed(), {name: held[name] for name in self._pruned})
 
     def expanded(
-        self, density: float, *, n_of_m: NOfM | None = None, ties: str = "magnitude", scope: str = "matrix"
+        self,
+        density: float,
+        *,
+        n_of_m: NOfM | None = None,
+        ties: str = "magnitude",
+        scope: str = "matrix",
+        mean: Payload | None = None,
     ) -> Payload:
         """Return equations (6) and (7): :meth:`mean`, pruned further to exactly ``keep_count(d, density)`` entries.
 
@@ -283,22 +306,22 @@ class L0Mean:
         negative). With ``scope="matrix"`` ``d`` counts the entries of one matrix. With ``scope="payload"`` ``d`` counts
         the entries of all masked tensors together, in the payload's order. With ``n_of_m`` every m neighbours of a row
         keep at most n entries, and ``density`` plays no part. No other entry compensates for an entry that is removed
-        here.
+        here. ``mean`` is what :meth:`mean` returned, if the caller has that already.
         """
         if scope not in SCOPES:
             raise ValueError(f"scope is {scope!r}, allowed: {', '.join(SCOPES)}")
-        mean = self.mean()
+        mean = self.mean() if mean is None else mean
         masks = {}
         groups = [[name] for name in self._pruned] if scope == "matrix" else [list(self._pruned)]
         for names in filter(None, groups):
-            num_clients = torch.cat([torch.full_like(self._pruned[n].view(-1), self._addends[n]) for n in names])
-            counts = torch.cat([self._pruned[n].view(-1) for n in names])
-            order = torch.cat([tie_break(mean, n, ties) for n in names])
+            counts = _joined([self._pruned[n].view(-1) for n in names])
+            order = _joined([tie_break(mean, n, ties) for n in names])
             if n_of_m is not None:
                 pruned = _most_pruned_of_m(counts, order, n_of_m, [self._pruned[n].shape[-1] for n in names])
             else:
                 target = counts.numel() - keep_count(counts.numel(), density)
-                pruned = _most_pruned(counts, num_clients, order, target)
+                kept = _joined([mean.masks[n].view(-1) for n in names])
+                pruned = _most_pruned(counts, kept, order, target)
             parts = torch.split(pruned, [self._pruned[n].numel() for n in names])
             for name, part in zip(names, parts, strict=True):
                 masks[name] = mean.masks[name] & ~part.view(self._pruned[name].shape)
@@ -309,18 +332,30 @@ class L0Mean:
         return Votes(self.mean(), {name: counts.clone() for name, counts in self._pruned.items()})
 
 
-def _most_pruned(counts: Tensor, num_clients: Tensor, tie_break: Tensor, target: int) -> Tensor:
-    """Return the pruned entries' mask: those that every client pruned, then the most often pruned, up to ``target``."""
-    pruned = counts == num_clients
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _most_pruned(counts: Tensor, kept: Tensor, tie_break: Tensor, target: int) -> Tensor:
+    """Return the pruned entries' mask: those that nobody ``kept``, then the most often pruned, up to ``target``."""
+    pruned = ~kept
     missing = target - int(pruned.count_nonzero())
-    for level in torch.unique(counts[~pruned]).flip(0).tolist():  # at most one level per client
-        if missing <= 0:
-            break
-        candidates = (~pruned & (counts == level)).nonzero().squeeze(1)
-        chosen = candidates[smallest(tie_break[candidates], min(missing, len(candidates)))]
-        pruned[chosen] = True
-        missing -= len(chosen)
-    return pruned
+    if missing <= 0:
+        return pruned
+    level = int(torch.where(kept, counts, -1).max())  # at most one level per client
+    while True:
+        candidates = kept & (counts == level)
+        found = int(candidates.count_nonzero())
+        if found > missing:
+            threshold = kth_smallest(tie_break[candidates], missing)
+            chosen = candidates & (tie_break < threshold)
+            equal = (candidates & (tie_break == threshold)).nonzero().squeeze(1)
+            chosen[equal[: missing - int(chosen.count_nonzero())]] = True
+            return pruned.logical_or_(chosen)
+        pruned.logical_or_(candidates)
+        missing, level = missing - found, level - 1
+        if missing == 0:
+            return pruned
 
 
 def _most_pruned_of_m(counts: Tensor, tie_break: Tensor, n_of_m: NOfM, row_lengths: Sequence[int]) -> Tensor:

@@ -40,7 +40,7 @@ def tie_break(mean: Payload, name: str, ties: str) -> Tensor:
     """
     if ties not in TIES:
         raise ValueError(f"ties is {ties!r}, allowed: {', '.join(TIES)}")
-    size = mean.tensors[name].abs().float()
+    size = mean.tensors[name].float().abs()
     if ties == "wanda":
         if INPUT_NORMS + name not in mean.tensors:
             raise ValueError(

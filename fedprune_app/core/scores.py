@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,9 +23,22 @@ def smallest(scores: Tensor, count: int) -> Tensor:
     flat = scores.reshape(-1)
     if bool(flat.isnan().any()):
         raise ValueError("scores hold NaN, allowed: numbers")
-    chosen = torch.zeros(flat.shape, dtype=torch.bool, device=scores.device)
-    chosen[flat.sort(stable=True).indices[:count]] = True
+    if count <= 0:
+        return torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
+    if count >= len(flat):
+        return torch.ones(scores.shape, dtype=torch.bool, device=scores.device)
+    threshold = kth_smallest(flat, count)
+    chosen = flat < threshold
+    equal = (flat == threshold).nonzero().squeeze(1)
+    chosen[equal[: count - int(chosen.count_nonzero())]] = True
     return chosen.view(scores.shape)
+
+
+def kth_smallest(flat: Tensor, rank: int) -> Tensor | float:
+    """Return the ``rank``-th smallest value, counted from 1. NumPy's selection is many times as fast as sorting."""
+    if flat.device.type == "cpu" and flat.dtype in (torch.float32, torch.float64):
+        return float(np.partition(flat.detach().numpy(), rank - 1)[rank - 1])
+    return flat.kthvalue(rank).values
 
 
 def n_of_m_mask(scores: Tensor, n_of_m: NOfM) -> Tensor:

@@ -6,6 +6,7 @@ Frantar and Alistarh, "SparseGPT: Massive Language Models Can Be Accurately Prun
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from fedprune_app.core.masks import keep_count
 from fedprune_app.core.scores import NOfM, check_n_of_m, n_of_m_mask, one_target, smallest
 
 COUNTS = ("exact", "code")
+_WIDE, _PANELS = 1024, 8
+_SMALL = 256  # rows of a triangle that is inverted by substitution
 
 
 class Hessian:
@@ -25,14 +28,29 @@ class Hessian:
 
     def __init__(self, num_inputs: int, device: torch.device | str = "cpu") -> None:
         self.num_sequences = 0
-        self.matrix = torch.zeros(num_inputs, num_inputs, device=device)
+        self._upper = torch.zeros(num_inputs, num_inputs, device=device)  # right of and on the diagonal
+        self._is_whole = True
+        # H is symmetric: a wide one is computed in column panels, each down to the diagonal, which saves two fifths.
+        self._panel = num_inputs if num_inputs < _WIDE else -(-num_inputs // _PANELS)
+
+    @property
+    def matrix(self) -> Tensor:
+        """Return ``H`` (in, in)."""
+        if not self._is_whole:
+            self._upper.triu_().add_(self._upper.triu(1).T)
+            self._is_whole = True
+        return self._upper
 
     def add(self, inputs: Tensor) -> None:
         """Add the inputs (sequences, ..., in) of some sequences."""
-        added = inputs.shape[0]
+        added, size = inputs.shape[0], inputs.shape[-1]
         total = self.num_sequences + added
-        tokens = inputs.detach().reshape(-1, inputs.shape[-1]).float() * math.sqrt(2 / total)
-        self.matrix.mul_(self.num_sequences / total).addmm_(tokens.T, tokens)
+        tokens = inputs.detach().reshape(-1, size).float() * math.sqrt(2 / total)
+        self._upper.mul_(self.num_sequences / total)
+        for start in range(0, size, self._panel):
+            stop = min(start + self._panel, size)
+            self._upper[:stop, start:stop].addmm_(tokens[:, :stop].T, tokens[:, start:stop])
+        self._is_whole = self._panel >= size
         self.num_sequences = total
 
     def input_norms(self) -> Tensor:
@@ -40,7 +58,7 @@ class Hessian:
 
         The norm is the root of the mean over sequences of the squared norm of input ``j``.
         """
-        return (self.matrix.diagonal() / 2).sqrt()
+        return (self._upper.diagonal() / 2).sqrt()
 
 
 class InputNorms:
@@ -91,9 +109,29 @@ def sparsegpt(
     Raises ``ValueError`` unless exactly one of ``density`` and ``n_of_m`` is given, for shapes and values out of range,
     and when the damped ``hessian`` is not positive definite. The function never falls back to another method.
     """
-    num_rows, num_columns = weight.shape
-    _check(weight, hessian, density, n_of_m, block_size, damping, count)
-    weights = weight.detach().float().clone()
+    (found,) = sparsegpt_together([weight], hessian, density, n_of_m, block_size, damping, count)
+    return found
+
+
+def sparsegpt_together(
+    matrices: Sequence[Tensor],
+    hessian: Tensor,
+    density: float | None = None,
+    n_of_m: NOfM | None = None,
+    block_size: int = 128,
+    damping: float = 0.01,
+    count: str = "exact",
+) -> list[tuple[Tensor, Tensor]]:
+    """Return what :func:`sparsegpt` returns, for each of some ``matrices`` (out, in) that have the same inputs.
+
+    The matrices share one factor, and one pass over the columns goes through the rows of all of them. Each matrix has
+    its own mask and its own count of kept entries. The arguments and errors are those of :func:`sparsegpt`.
+    """
+    for matrix in matrices:
+        _check(matrix, hessian, density, n_of_m, block_size, damping, count)
+    sizes = [len(matrix) for matrix in matrices]
+    num_columns = hessian.shape[0]
+    weights = torch.cat([matrix.detach().float() for matrix in matrices])
     unseen = hessian.diagonal() == 0
     weights[:, unseen] = 0
     factor = _inverse_factor(hessian, unseen, damping)
@@ -101,45 +139,71 @@ def sparsegpt(
 
     for start in range(0, num_columns, block_size):
         stop = min(start + block_size, num_columns)
-        block, kept = weights[:, start:stop], mask[:, start:stop]  # views
+        # Columns are rows here: the loop below reads and writes them whole.
+        block = weights[:, start:stop].T.contiguous()  # (block, rows)
         block_factor = factor[start:stop, start:stop]
+        diagonal = block_factor.diagonal()
         if density is not None:
-            scores = (block / block_factor.diagonal()).square()  # (out, block) / (block,)
-            before, after = (keep_count(num_rows * columns, density) for columns in (start, stop))
-            kept.copy_(~_removed(scores, after - before, density, count))
+            scores = (weights[:, start:stop] / diagonal).square()  # (rows, block) / (block,)
+            for scored, kept_rows in zip(torch.split(scores, sizes), torch.split(mask, sizes), strict=True):
+                before, after = (keep_count(len(scored) * columns, density) for columns in (start, stop))
+                kept_rows[:, start:stop] = ~_removed(scored, after - before, density, count)
+        kept = mask[:, start:stop].T.contiguous()
         errors = torch.zeros_like(block)
         for i in range(stop - start):
             if n_of_m is not None and i % n_of_m[1] == 0:
                 group = slice(i, i + n_of_m[1])
-                scores = (block[:, group] / block_factor.diagonal()[group]).square()
-                kept[:, group] = n_of_m_mask(scores, n_of_m)
-            column = block[:, i]
-            errors[:, i] = torch.where(kept[:, i], 0, column) / block_factor[i, i]
+                scores = (block[group].T / diagonal[group]).square()
+                kept[group] = n_of_m_mask(scores, n_of_m).T
+            torch.div(torch.where(kept[i], 0, block[i]), diagonal[i], out=errors[i])
             # In exact arithmetic the update leaves 0 at the column's removed weights; floats need the mask below.
-            block[:, i:].addr_(errors[:, i], block_factor[i, i:], alpha=-1)
-        weights[:, stop:].addmm_(errors, factor[start:stop, stop:], alpha=-1)
-    pruned = torch.where(mask, weights, 0).to(weight.dtype)
-    if not bool(pruned.isfinite().all()):
-        raise ValueError(f"updated weights are not finite in {weight.dtype}; allowed: a larger damping")
-    return pruned, mask
+            block[i:].addr_(block_factor[i, i:], errors[i], alpha=-1)
+        weights[:, start:stop], mask[:, start:stop] = block.T, kept.T
+        weights[:, stop:].addmm_(errors.T, factor[start:stop, stop:], alpha=-1)
+    weights.mul_(mask)
+    results = []
+    for matrix, pruned, kept_rows in zip(matrices, torch.split(weights, sizes), torch.split(mask, sizes), strict=True):
+        pruned = pruned.to(matrix.dtype)
+        if not bool(pruned.isfinite().all()):
+            raise ValueError(f"updated weights are not finite in {matrix.dtype}; allowed: a larger damping")
+        results.append((pruned, kept_rows))
+    return results
 
 
 def _inverse_factor(hessian: Tensor, unseen: Tensor, damping: float) -> Tensor:
-    """Return the upper Cholesky factor ``U`` of the inverse of the damped Hessian: ``H⁻¹ = UᵀU``."""
+    """Return the upper Cholesky factor ``U`` of the inverse of the damped Hessian: ``H⁻¹ = UᵀU``.
+
+    The inverse itself is never made. With rows and columns in reverse order, ``H = V Vᵀ`` has an upper triangle ``V``
+    by one factorisation, and ``U`` is the inverse of ``V``. That is half of the operations.
+    """
     damped = hessian.detach().float().clone()
     diagonal = damped.diagonal()
     diagonal[unseen] = 1
     diagonal.add_(damping * diagonal.mean())
-    factor: Tensor
-    factor, failed = torch.linalg.cholesky_ex(damped)
-    if not int(failed):
-        factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(factor), upper=True)
+    reverse: Tensor
+    reverse, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+    factor = reverse if int(failed) else _upper_inverse(reverse.flip(0, 1))
     if int(failed) or not bool(factor.isfinite().all()):
+        where = f" (Cholesky fails at input {len(damped) - int(failed)})" if int(failed) else ""
         raise ValueError(
-            f"the hessian with damping {damping} is not positive definite (Cholesky fails at input {int(failed)}), "
+            f"the hessian with damping {damping} is not positive definite{where}, "
             "allowed: more calibration text, or a larger damping"
         )
     return factor
+
+
+def _upper_inverse(upper: Tensor) -> Tensor:
+    """Return the inverse of an upper triangle (n, n): by halves, so that nearly all of the work is products."""
+    size = len(upper)
+    if size <= _SMALL:
+        small: Tensor = torch.linalg.solve_triangular(upper, torch.eye(size, device=upper.device), upper=True)
+        return small
+    half = size // 2
+    left, right = _upper_inverse(upper[:half, :half]), _upper_inverse(upper[half:, half:])
+    inverse = torch.zeros_like(upper)
+    inverse[:half, :half], inverse[half:, half:] = left, right
+    inverse[:half, half:] = -(left @ upper[:half, half:] @ right)
+    return inverse
 
 
 def _removed(scores: Tensor, num_kept: int, density: float, count: str) -> Tensor:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 DATASETS: dict[str, str] = {
     "digits": "8x8 grey digits, 10 classes, 1,797 images; comes with scikit-learn, needs no data-dir",
-    "mnist": "28x28 grey digits, 10 classes, 60,000 + 10,000",
-    "fashion-mnist": "28x28 grey clothing, 10 classes, 60,000 + 10,000",
-    "emnist-digits": "28x28 grey digits, 10 classes, 240,000 + 40,000",
-    "emnist-letters": "28x28 grey letters, 26 classes, 124,800 + 20,800",
-    "cifar10": "32x32 colour photographs, 10 classes, 50,000 + 10,000; binary version or image folder",
-    "cifar100": "32x32 colour photographs, 100 classes, 50,000 + 10,000; binary version",
+    "mnist": "28x28 grey digits, 10 classes, 60,000 + 10,000; data-dir/MNIST/raw/*-ubyte",
+    "fashion-mnist": "28x28 grey clothing, 10 classes, 60,000 + 10,000; data-dir/FashionMNIST/raw/*-ubyte",
+    "emnist-digits": "28x28 grey digits, 10 classes, 240,000 + 40,000; data-dir/EMNIST/raw/emnist-digits-*-ubyte",
+    "emnist-letters": "28x28 grey letters, 26 classes, 124,800 + 20,800; data-dir/EMNIST/raw/emnist-letters-*-ubyte",
+    "cifar10": "32x32 colour photographs, 10 classes, 50,000 + 10,000; cifar-10-batches-bin/*.bin or image folder",
+    "cifar100": "32x32 colour photographs, 100 classes, 50,000 + 10,000; data-dir/cifar-100-binary/*.bin",
     "tiny-imagenet": "64x64 colour photographs, 200 classes, 100,000 + 10,000 (its validation set)",
-    "image-folder": "your own: data-dir/train/<class>/* and data-dir/test/<class>/*, images of one size",
+    "femnist": "28x28 grey characters by writer, 62 classes, of LEAF; data-dir/train/*.json and data-dir/test/*.json",
+    "image-folder": "your own: data-dir/train/<class>/* and data-dir/test/<class>/*, images of one size or image-size",
+    "table": "your own numbers: data-dir/train.csv and test.csv, or .parquet, with a column of labels; extra 'data'",
+    "huggingface": "your own images: data-dir is what save_to_disk of Hugging Face's datasets wrote; extra 'data'",
 }
 
 TEXTS: dict[str, str] = {
@@ -25,4 +31,11 @@ PARTITIONS: dict[str, str] = {
     "classes": "a fixed number of classes per client, equal volumes (FedP3's class-wise, Dis-PFL's pathological)",
     "dirichlet-class": "each class split over the clients by a Dirichlet draw, unequal volumes (Fed-LTP)",
     "dirichlet-client": "each client draws its label preferences, equal volumes (Dis-PFL, FedP3)",
+    "owners": "each client has its own: data-dir/<client>/<class>/*, or as data-dir/owners.csv says; LEAF by writer",
 }
+
+OWNERS = "owners"
+LOADERS: dict[str, Callable[[str], Any]] = {}
+"""By dataset of a plug-in: the function that loads it, given the key data-dir. See ``data/brought.py``."""
+DEALERS: dict[str, Callable[..., Any]] = {}
+"""By partition of a plug-in: the function that deals (labels, number of clients, generator), as for LOADERS."""

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fedprune_app.config import Config, class_names
 from fedprune_app.core.rng import numpy_generator
-from fedprune_app.data import partitions
+from fedprune_app.data import brought, datasets, partitions
 from fedprune_app.data.datasets import Dataset, Labels, load_dataset
-from fedprune_app.data.names import PARTITIONS
+from fedprune_app.data.names import DEALERS, OWNERS, PARTITIONS
 from fedprune_app.data.partitions import Indices
 
 CLASS_ASSIGNMENTS = ("cyclic", "random")
@@ -45,7 +45,9 @@ class DataConfig:
       because the number of each label is rounded up.
     * ``is_own``: the folder is one client's alone, and this client takes all of it. Nothing is dealt, and the client is
       number 0 of 1. Its test data is the folder's. Where the folder has none, it is ``test_fraction`` of the images.
-    * ``classes``: the names of an image folder's classes, and their order.
+    * ``image_size``, ``image_fit``: the size that images of a folder become, see ``Form`` in ``data/folders.py``.
+    * ``label_column``, ``owner_column``: names of a table's columns.
+    * ``classes``: the names of the classes of an image folder or a table, and their order.
     * ``private``: each image is inside a promise of privacy. So nothing that is done with one image follows from the
       others: an image folder is not normalised by its own statistics, and each image's part is drawn by itself.
     """
@@ -66,6 +68,10 @@ class DataConfig:
     test_samples: int = 100
     test_fraction: float = 0.3
     public_share: float = 0.0
+    image_size: int = 0
+    image_fit: str = "crop"
+    label_column: str = "label"
+    owner_column: str = ""
     seed: int = 0
     classes: tuple[str, ...] = ()
     is_own: bool = False
@@ -172,6 +178,13 @@ def record_digests(config: DataConfig, partition_id: int, num_clients: int) -> l
     return sorted(pool.digests(own))
 
 
+def digests(config: DataConfig) -> tuple[list[bytes], list[bytes]]:
+    """Return the SHA-256 digests of all training images and of all test images, in their order."""
+    pool = _pool(config)
+    found = pool.digests(np.arange(len(pool.labels)))
+    return found[: pool.num_train], found[pool.num_train :]
+
+
 def label_counts(config: DataConfig, partition_id: int, num_clients: int) -> dict[str, list[int]]:
     """Return how many samples of each label are in the client's "train", "validation" and "test" data."""
     pool = _pool(config)
@@ -179,6 +192,13 @@ def label_counts(config: DataConfig, partition_id: int, num_clients: int) -> dic
         part: np.bincount(pool.labels[indices], minlength=pool.dataset.num_classes).tolist()
         for part, indices in _split_indices(config, partition_id, num_clients).items()
     }
+
+
+def forget() -> None:
+    """Drop all data that are kept, since a plug-in loads or deals others under their names."""
+    datasets.forget()
+    for kept in (_client_data, _pool, _partition, _split_indices):
+        kept.cache_clear()
 
 
 class _Pool:
@@ -196,7 +216,10 @@ class _Pool:
         data = self.dataset
         pixels = np.concatenate([data.train_images[train], data.test_images[test - self.num_train]])
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (data.mean, data.std))
-        return torch.from_numpy(pixels).float().div_(255).sub_(mean).div_(std)
+        scaled = torch.from_numpy(pixels).float()  # float32 numbers are not copied again: `pixels` is a copy
+        if pixels.dtype == np.uint8:
+            scaled.div_(255)
+        return scaled.sub_(mean).div_(std)
 
     def digests(self, indices: Indices) -> list[bytes]:
         """Return the SHA-256 digests of the images at these indices, each of that image alone.
@@ -262,9 +285,21 @@ def _client_data(config: DataConfig, partition_id: int, num_clients: int) -> Cli
 
 @lru_cache(maxsize=2)
 def _pool(config: DataConfig) -> _Pool:
-    needs_test = not config.is_own
+    needs_test = not config.is_own and config.test_split != "holdout"
     return _Pool(
-        load_dataset(config.dataset, config.data_dir, config.download, config.classes, needs_test, config.private)
+        load_dataset(
+            config.dataset,
+            config.data_dir,
+            config.download,
+            config.classes,
+            needs_test,
+            config.private,
+            config.image_size,
+            config.image_fit,
+            by_owner=config.partition == OWNERS and not config.is_own,
+            label_column=config.label_column,
+            owner_column=config.owner_column,
+        )
     )
 
 
@@ -284,8 +319,12 @@ def _partition(config: DataConfig, num_clients: int) -> tuple[Indices, ...]:
             parts = partitions.shards(labels, num_clients, config.shards_per_client, config.shard_size, rng)
         case "classes":
             parts = partitions.classes(labels, num_clients, config.classes_per_client, rng, config.class_assignment)
+        case "owners":
+            parts = _owned(config, pool.dataset, dealt, num_clients)
         case "dirichlet-class":
             parts = partitions.dirichlet_class(labels, num_clients, config.dirichlet_alpha, rng)
+        case plugged if plugged in DEALERS:
+            parts = brought.dealt(plugged, DEALERS[plugged], labels, num_clients, rng)
         case _:
             alpha, num_groups = config.dirichlet_alpha, config.dirichlet_groups
             parts = partitions.dirichlet_client(labels, num_clients, alpha, rng, num_groups)
@@ -293,6 +332,24 @@ def _partition(config: DataConfig, num_clients: int) -> tuple[Indices, ...]:
     for part in parts:
         part.setflags(write=False)
     return tuple(parts)
+
+
+def _owned(config: DataConfig, dataset: Dataset, dealt: Indices, num_clients: int) -> list[Indices]:
+    """Return each client's positions in ``dealt``: client k has what is the k-th owner's."""
+    owners = dataset.owners
+    if owners is None:
+        raise ValueError(
+            f"partition is '{OWNERS}', allowed with dataset '{config.dataset}': another rule; it does not say whose "
+            "each example is"
+        )
+    count = int(owners.max(initial=-1)) + 1  # somebody who has no training example is no client
+    if count != num_clients:
+        raise ValueError(f"--clients is {num_clients}, allowed with partition '{OWNERS}' and these data: {count}")
+    whose = np.full(len(dataset.train_labels) + len(dataset.test_labels), -1)
+    whose[: len(owners)] = owners
+    if dataset.test_owners is not None:  # else the test examples are nobody's
+        whose[len(owners) :] = dataset.test_owners
+    return [np.flatnonzero(whose[dealt] == owner) for owner in range(count)]
 
 
 def _dealt(labels: Labels, config: DataConfig, num_clients: int) -> Indices:

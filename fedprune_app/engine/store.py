@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import check_json, sealed_json
-from fedprune_app.files import appending, make_durable, replace_file
+from fedprune_app.files import appending, make_durable, replace_file, say_waiting
 from fedprune_app.results.lock import LOCK
 
 log = logging.getLogger("flwr.fedprune")  # below Flower's logger, so that `flwr log` shows it
@@ -123,14 +123,18 @@ def exclusive(folder: Path, patience_seconds: float = 30.0) -> Iterator[None]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     with appending(folder / LOCK) as lock:
-        deadline = time.monotonic() + patience_seconds
+        began, has_told = time.monotonic(), False
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:
+                waited = time.monotonic() - began
+                if waited > patience_seconds:
                     raise ValueError(f"run folder {str(folder)!r} is in use by another process") from None
+                if waited > 1 and not has_told:
+                    say_waiting(f"uses the run folder {str(folder)!r}")
+                    has_told = True
                 time.sleep(0.1)
         yield
 

@@ -76,7 +76,7 @@ class ImageClientInfo(ClientInfo):
     image_shape: tuple[int, int, int]
     num_classes: int
     label_counts: Mapping[str, list[int]] = field(default_factory=dict)
-    classes: tuple[str, ...] = ()  # of its own data, their names
+    classes: tuple[str, ...] = ()  # their names, empty where these are numbers
     data_dir: str = ""
 
     @classmethod

@@ -14,11 +14,15 @@ from fedprune_app.learning.device import computing, fast_layout, module_mode, mo
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An evaluation counts correct predictions and examples, and sums the examples' cross entropies."""
+    """An evaluation counts correct predictions and examples, and sums the examples' cross entropies.
+
+    ``correct_by_class`` counts the correct predictions of each class; the list is empty without examples.
+    """
 
     correct: int
     total: int
     loss_sum: float
+    correct_by_class: tuple[int, ...] = ()
 
     @property
     def accuracy(self) -> float:
@@ -47,16 +51,19 @@ def evaluate(
     if len(images) != len(labels):
         raise ValueError(f"{len(images)} images and {len(labels)} labels, allowed: equally many")
     device = move_to_device(model, device)
-    correct = torch.zeros((), dtype=torch.int64, device=device)
+    correct = torch.zeros(0, dtype=torch.int64, device=device)
     loss_sum = torch.zeros((), dtype=torch.float64, device=device)
     with module_mode(model, training=False), fast_layout(model), torch.inference_mode():
         for start in range(0, len(labels), batch_size):
             label_batch = labels[start : start + batch_size].to(device)
             with computing(device, precision):
                 logits = model(images[start : start + batch_size].to(device)).float()
-            correct += (logits.argmax(dim=1) == label_batch).sum()
+            if not len(correct):
+                correct = correct.new_zeros(logits.shape[1])
+            correct.index_add_(0, label_batch, (logits.argmax(dim=1) == label_batch).long())
             loss_sum += F.cross_entropy(logits, label_batch, reduction="sum")
-    return Evaluation(int(correct), len(labels), float(loss_sum))
+    by_class = tuple(correct.tolist())
+    return Evaluation(sum(by_class), len(labels), float(loss_sum), by_class)
 
 
 def dense_gradient(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Self, TypedDict
 
 import torch
@@ -144,6 +144,7 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
             learner.take_place(flat, number)
         steps: Alone | Grouped = Alone(first, flat) if first.form is None else Grouped(trainings, flat)
         on.enter_context(steps)
+        on.enter_context(_own_draws(first.rng))
         active = learners
         while active and not all(learner.error for learner in active):
             taken = [next(learner.batches) for learner in active]
@@ -158,6 +159,18 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
                     learner.end_epoch(epoch, steps.loss_sums, number)
             active = [learner for learner in active if learner.result is None]
     return [found for learner in learners if (found := learner.error or learner.result) is not None]
+
+
+@contextmanager
+def _own_draws(rng: torch.Generator) -> Iterator[None]:
+    """Let a network that draws while it trains, as dropout does, draw by the seed of its client's training.
+
+    Such networks are a plug-in's, and are trained alone: the grouped form has no layer that draws. The global generator
+    of the CPU is afterwards as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(rng.initial_seed())
+        yield
 
 
 class _Learner:

@@ -11,11 +11,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fedprune_app.files import replacing_folder
+from fedprune_app.files import locked, replacing_folder
 
 INDEX = "model.safetensors.index.json"
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
@@ -81,7 +80,7 @@ def _converted(name: str, snapshot: Path, download: bool) -> Path:
     if folder.is_dir():
         return folder
     transformers = import_transformers()
-    with FileLock(f"{folder}.lock"):
+    with locked(f"{folder}.lock", f"writes {str(folder)!r}"):
         if folder.is_dir():  # another process made the folder while this one waited
             return folder
         try:

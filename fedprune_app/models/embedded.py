@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedprune_app.files import replacing_folder
+from fedprune_app.files import locked, replacing_folder
 from fedprune_app.models.llm import import_transformers
 
 log = logging.getLogger("flwr.fedprune")
@@ -74,7 +73,7 @@ def train_embedded(texts: Sequence[str], recipe: Recipe = DEFAULT, on_step: OnSt
     """Return the model's folder, after training the model unless this or another process did so before."""
     folder = embedded_folder(texts, recipe)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
+    with locked(f"{folder}.lock", "trains the embedded language model"):
         known = folder.exists()
         if not (known and _is_whole(folder)):
             if known:

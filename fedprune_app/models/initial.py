@@ -51,6 +51,12 @@ def channels_of(
     return channel_groups(copy.deepcopy(model), image_shape)
 
 
+def forget() -> None:
+    """Drop all networks that are kept, since a plug-in makes others under their names."""
+    for kept in (_initial_model, layer_flops, channels_of):
+        kept.cache_clear()
+
+
 def shared_names(model: nn.Module, batch_norm: str) -> list[str]:
     """Return the names of the tensors that travel between server and clients.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.scores import NOfM, magnitude_mask, wanda_mask
-from fedprune_app.core.sparsegpt import Hessian, InputNorms, sparsegpt
+from fedprune_app.core.sparsegpt import Hessian, InputNorms, sparsegpt_together
 from fedprune_app.models.llm import LanguageModel
 
 PRUNERS = ("sparsegpt", "wanda", "magnitude")
@@ -29,18 +30,19 @@ class Pruner:
     damping: float = 0.01
     count: str = "exact"
 
-    def __call__(self, weight: Tensor, inputs: Hessian | InputNorms | None) -> tuple[Tensor, Tensor]:
-        """Return (pruned weight, mask)."""
+    def __call__(self, weights: Sequence[Tensor], inputs: Hessian | InputNorms | None) -> list[tuple[Tensor, Tensor]]:
+        """Return (pruned weight, mask) of each matrix; the matrices have the same inputs."""
         density = None if self.n_of_m else self.density
         if self.method == "sparsegpt":
             assert isinstance(inputs, Hessian)
-            return sparsegpt(weight, inputs.matrix, density, self.n_of_m, self.block_size, self.damping, self.count)
+            how = density, self.n_of_m, self.block_size, self.damping, self.count
+            return sparsegpt_together(weights, inputs.matrix, *how)
         if self.method == "wanda":
             assert inputs is not None
-            mask = wanda_mask(weight, inputs.input_norms(), density, self.n_of_m)
+            masks = [wanda_mask(weight, inputs.input_norms(), density, self.n_of_m) for weight in weights]
         else:
-            mask = magnitude_mask(weight, density, self.n_of_m)
-        return torch.where(mask, weight, 0), mask
+            masks = [magnitude_mask(weight, density, self.n_of_m) for weight in weights]
+        return [(torch.where(mask, weight, 0), mask) for weight, mask in zip(weights, masks, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class PrunedLayer:
     hidden: Tensor
     relative_error: float  # ‖outputs - outputs before‖² / ‖outputs before‖²
     input_rms: dict[str, Tensor]  # by matrix: each input's RMS (in,) over the tokens; empty with "magnitude"
+    hessians: dict[str, Tensor]  # by the first matrix with the same inputs; empty unless the method is "sparsegpt"
 
 
 def prune_layer(
@@ -64,24 +67,63 @@ def prune_layer(
     """
     names = model.prunable(layer)
     outputs, statistics = _observe(model, module, names, hidden, pruner.method, batch_size)
-    tensors, masks = {}, {}
     parameters = dict(module.named_parameters())
-    for name in names:
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for together in _of_same_inputs(names, statistics):
         try:
-            pruned, mask = pruner(parameters[name].data, statistics.get(name))
+            done = pruner([parameters[name].data for name in together], statistics.get(together[0]))
         except ValueError as error:
-            raise ValueError(f"{model.prefix}.{layer}.{name}: {error}") from None
-        parameters[name].data = pruned
-        tensors[name], masks[name] = pruned.cpu(), mask.cpu()
+            raise ValueError(f"{model.prefix}.{layer}.{together[0]}: {error}") from None
+        for name, (pruned, mask) in zip(together, done, strict=True):
+            parameters[name].data = pruned
+            found[name] = pruned.cpu(), mask.cpu()
+    tensors, masks = {name: found[name][0] for name in names}, {name: found[name][1] for name in names}
     per_token = hidden.shape[1] ** -0.5  # statistics are means over sequences, not over tokens
     rms = {name: each.input_norms().cpu() * per_token for name, each in statistics.items()}
+    hessians = _by_first(names, statistics)
     del statistics
     moved, size = 0.0, 0.0
     for new, old in zip(model.run(module, hidden, batch_size), torch.split(outputs, batch_size), strict=True):
         moved += float((new.float() - old.float()).square().sum(dtype=torch.float64))
         size += float(old.float().square().sum(dtype=torch.float64))
         old.copy_(new)
-    return PrunedLayer(Payload(tensors, masks), outputs, moved / size if size else 0.0, rms)
+    return PrunedLayer(Payload(tensors, masks), outputs, moved / size if size else 0.0, rms, hessians)
+
+
+def input_hessians(
+    model: LanguageModel, layer: int, module: nn.Module, hidden: Tensor, batch_size: int
+) -> dict[str, Tensor]:
+    """Return the Hessians (in, in) of the inputs of ``module``, decoder layer ``layer``, for these hidden states.
+
+    Matrices that are given one tensor share a Hessian, under the name of the first of them. The module and the hidden
+    states (sequences, length, width) stay as they are.
+    """
+    names = model.prunable(layer)
+    return _by_first(names, _observe(model, module, names, hidden, "sparsegpt", batch_size)[1])
+
+
+def same_inputs(model: LanguageModel) -> list[list[str]]:
+    """Return the matrices of a decoder layer in groups that have the same inputs, each in the order of the layer.
+
+    The groups are found by a call of the first layer; all layers are of one kind.
+    """
+    hidden = model.embed(torch.zeros((1, 2), dtype=torch.int64), 1)
+    module, names = model.layer(0, model.layer_tensors(0)), model.prunable(0)
+    return _of_same_inputs(names, _observe(model, module, names, hidden, "wanda", 1)[1])
+
+
+def _by_first(names: list[str], statistics: Mapping[str, Hessian | InputNorms]) -> dict[str, Tensor]:
+    groups = _of_same_inputs(names, statistics)
+    firsts = {together[0]: statistics.get(together[0]) for together in groups}
+    return {name: each.matrix for name, each in firsts.items() if isinstance(each, Hessian)}
+
+
+def _of_same_inputs(names: list[str], statistics: Mapping[str, object]) -> list[list[str]]:
+    """Return the matrices in groups that share their inputs' statistics, where there are any; else one by one."""
+    groups: dict[object, list[str]] = {}
+    for name in names:
+        groups.setdefault(id(statistics[name]) if name in statistics else name, []).append(name)
+    return list(groups.values())
 
 
 def _observe(

@@ -1,7 +1,7 @@
 """A causal language model is a shell and a row of decoder layers, of which one is in memory at a time.
 
 This works for any transformers model that keeps its decoder layers, all of one kind, in a list and their matrices in
-``nn.Linear``: OPT, LLaMA and their like. Nothing here knows a family by name.
+``nn.Linear``: OPT, LLaMA, Qwen, Mistral, Phi and their like. Nothing here knows a family by name.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ log = logging.getLogger("flwr.fedprune")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 _LENGTH = 2048  # tokens in SparseGPT's, Wanda's and FedSpaLLM's sequences
 _LOGITS = 2**22  # logits in memory at a time, unless one sequence has more; logits are many times wider than states
+_HIDDEN = 2**32  # bytes of hidden states of the texts whose perplexity is measured at a time
 _REMEMBERED = 2**22  # longest text, in characters, whose tokens are remembered
 LayerTensors = Callable[[int], Mapping[str, Tensor]]
 """A function of this type returns the tensors of decoder layer i, by name within the layer."""
@@ -368,10 +369,37 @@ def perplexity(model: LanguageModel, layers: LayerTensors, windows: Tensor, batc
     One decoder layer is in memory at a time. Source: the evaluation of SparseGPT's released code, which weighs each
     window's mean over ``length - 1`` targets by ``length``.
     """
-    hidden = model.embed(windows, batch_size)
+    return perplexities(model, layers, {"": windows}, batch_size)[""]
+
+
+def perplexities(
+    model: LanguageModel, layers: LayerTensors, texts: Mapping[str, Tensor], batch_size: int
+) -> dict[str, Perplexity]:
+    """Return what :func:`perplexity` returns, for the windows of each of some ``texts``, by name.
+
+    Each layer is read once for as many texts as :data:`_HIDDEN` lets in.
+    """
+    found: dict[str, Perplexity] = {}
+    width = getattr(model.config, "hidden_size", 1) * model.dtype.itemsize
+    group: dict[str, Tensor] = {}
+    for name, windows in texts.items():
+        if group and sum(each.numel() for each in [*group.values(), windows]) * width > _HIDDEN:
+            found |= _perplexities(model, layers, group, batch_size)
+            group = {}
+        group[name] = windows
+    return found | _perplexities(model, layers, group, batch_size)
+
+
+def _perplexities(
+    model: LanguageModel, layers: LayerTensors, texts: Mapping[str, Tensor], batch_size: int
+) -> dict[str, Perplexity]:
+    hidden = {name: model.embed(windows, batch_size) for name, windows in texts.items()}
     for layer in range(model.num_layers):
         module = model.layer(layer, layers(layer))
-        hidden = model.pass_through(module, hidden, batch_size)
-    losses = model.losses(windows, hidden)
-    value = math.exp(min(math.fsum(losses) / len(losses), 700.0))
-    return Perplexity(value, windows.shape[1], len(losses))
+        hidden = {name: model.pass_through(module, states, batch_size) for name, states in hidden.items()}
+    found = {}
+    for name, windows in texts.items():
+        losses = model.losses(windows, hidden.pop(name))
+        value = math.exp(min(math.fsum(losses) / len(losses), 700.0))
+        found[name] = Perplexity(value, windows.shape[1], len(losses))
+    return found

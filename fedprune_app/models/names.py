@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 MODELS: dict[str, str] = {
     "lenet5": "LeNet-5 of Sub-FedAvg: conv 6, 16 (5x5), fc 120, 84; 62,006 parameters on 3x32x32, 10 classes",
     "lenet5-bn": "LeNet-5 with batch normalisation after each convolution (Sub-FedAvg hybrid)",
@@ -14,6 +17,7 @@ MODELS: dict[str, str] = {
     "cnn-fedp3-fmnist": "CNN of FedP3's code: conv 4, 12 (5x5), fc 1024, 1024; 1,258,798 parameters on 1x28x28",
     "cnn-fedltp-mnist": "model 1 of Fed-LTP: conv 10, 20 (5x5), fc 320; 111,210 parameters on 1x28x28, 10 classes",
     "cnn-fedltp-fmnist": "model 2 of Fed-LTP: conv 32, 64 (3x3), fc 512; 843,658 parameters on 1x28x28, 10 classes",
+    "mlp-small": "MLP for tables: fc 64, 64",
     "mlp3": "MLP of FedP3's code: fc 1024, 1024; 1,863,690 parameters on 1x28x28, 10 classes",
     "mlp4": "MLP of FedP3: fc 1024, 1024, 1024; 2,913,290 parameters on 1x28x28, 10 classes",
     "cnn-fedp3-cr": "cnn-fedp3 for FedCR: a Gaussian code of 256 before the last layer; 3,323,722 parameters",
@@ -35,11 +39,18 @@ AUTO = {
     "cifar10": "lenet5",
     "cifar100": "lenet5",
     "tiny-imagenet": "lenet5",
+    "femnist": "cnn5",
     "image-folder": "lenet5",
+    "table": "mlp-small",
+    "huggingface": "lenet5",
 }
 """The network that ``model = "auto"`` means, by dataset: the papers' network where they name one."""
 
 
+BUILDERS: dict[str, Callable[[tuple[int, int, int], int], Any]] = {}
+"""By network of a plug-in: the function that makes it, given an image's shape (C, H, W) and the number of classes."""
+
+
 def chosen_name(name: str, dataset: str) -> str:
     """Return the name of the network that the key ``model`` means."""
-    return AUTO[dataset] if name == "auto" else name
+    return AUTO.get(dataset, "lenet5") if name == "auto" else name

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedprune_app.models.names import MODELS
+from fedprune_app.models.names import BUILDERS, MODELS
 from fedprune_app.models.variational import LATENT, Prior, Variational
 
 ImageShape = tuple[int, int, int]  # (channels, height, width)
@@ -48,6 +48,7 @@ _CONV_NETS: dict[str, dict[str, Any]] = {  # arguments of conv_net
     "cnn-fedp3-fmnist": {"channels": (4, 12), "hidden": (1024, 1024)},
     "cnn-fedltp-mnist": {"channels": (10, 20), "hidden": (320,)},
     "cnn-fedltp-fmnist": {"channels": (32, 64), "hidden": (512,), "kernel_size": 3},
+    "mlp-small": {"channels": (), "hidden": (64, 64)},
     "mlp3": {"channels": (), "hidden": (1024, 1024)},
     "mlp4": {"channels": (), "hidden": (1024, 1024, 1024)},
     "vgg11-gn": {**_VGG11, "norm": "gn"},
@@ -95,7 +96,10 @@ def conv_net(
     depth, height, width = image_shape
     if min(height, width) < smallest:
         given = "x".join(map(str, image_shape))
-        raise ValueError(f"image shape {given} is too small for this model, allowed: sides >= {smallest}")
+        raise ValueError(
+            f"image shape {given} is too small for this model, allowed: sides >= {smallest}, or another model such as "
+            "cnn-small"
+        )
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for i, (out_channels, stride, pools) in enumerate(zip(channels, strides, pooled, strict=True), start=1):
         layers[f"conv{i}"] = nn.Conv2d(depth, out_channels, kernel_size, stride, padding)
@@ -154,32 +158,44 @@ def _resnet18(image_shape: ImageShape, num_classes: int, norm: Callable[[int], n
     return model
 
 
+Build = Callable[[ImageShape, int], nn.Module]
+"""A function of a plug-in, which makes a network for images of a shape and a number of classes."""
+
+
 def build_model(
     name: str, image_shape: ImageShape, num_classes: int, *, rng: torch.Generator, init: str = "default"
 ) -> nn.Module:
     """Return a network of :data:`MODELS` on the CPU, initialised from ``rng`` alone (the global RNG is not touched).
 
-    ``init="default"`` is PyTorch's own initialisation. For VGG-11 it is that of the released code, ``"kaiming"``.
+    ``init="default"`` is PyTorch's own initialisation. For VGG-11 it is that of the released code, ``"kaiming"``. For a
+    network of a plug-in it is the one that its function draws.
     ``image_shape`` is (channels, height, width). Raises ``ValueError`` for an unknown name or initialisation,
     fewer than two classes, or an image too small for the network.
     """
     model = architecture(name, image_shape, num_classes)
+    if name in BUILDERS and init == "default":
+        return made_by(
+            BUILDERS[name], name, image_shape, num_classes, seed=int(torch.randint(2**62, (1,), generator=rng))
+        )
     model.to_empty(device="cpu")
     initialise(model, "kaiming" if init == "default" and name in _KAIMING else init, rng)
     return model
 
 
-def architecture(name: str, image_shape: ImageShape, num_classes: int) -> nn.Module:
-    """Return a network of :data:`MODELS` on the meta device: shapes without values.
+def architecture(name: str, image_shape: ImageShape, num_classes: int, build: Build | None = None) -> nn.Module:
+    """Return a network of :data:`MODELS`, or the one that ``build`` makes, on the meta device: shapes without values.
 
     The network takes no memory and no randomness.
     Raises ``ValueError`` as :func:`build_model`.
     """
-    if name not in MODELS:
+    build = build or BUILDERS.get(name)
+    if name not in MODELS and build is None:
         raise ValueError(f"model '{name}' is unknown, allowed: {', '.join(MODELS)}")
     if num_classes < 2:
         raise ValueError(f"model '{name}' with {num_classes} classes, allowed: at least 2")
     with torch.device("meta"):
+        if build is not None:
+            return _checked(name, _brought(build, name, image_shape, num_classes), image_shape, num_classes)
         if name == "resnet18-gn":
             return _resnet18(image_shape, num_classes, partial(nn.GroupNorm, 32))
         if name == "resnet18-bn":
@@ -188,6 +204,43 @@ def architecture(name: str, image_shape: ImageShape, num_classes: int) -> nn.Mod
             encoder = conv_net(image_shape, 2 * LATENT, **_CONV_NETS[plain])
             return Variational(OrderedDict(encoder.named_children()), num_classes, LATENT)
         return conv_net(image_shape, num_classes, **_CONV_NETS[name])
+
+
+def made_by(build: Build, name: str, image_shape: ImageShape, num_classes: int, *, seed: int) -> nn.Module:
+    """Return the network of a plug-in on the CPU, as ``build`` makes it from a global generator with this seed.
+
+    The generator is afterwards as it was. Raises ``ValueError`` where the function fails.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _brought(build, name, image_shape, num_classes)
+
+
+def _brought(build: Build, name: str, image_shape: ImageShape, num_classes: int) -> nn.Module:
+    try:
+        model = build(image_shape, num_classes)
+    except Exception as error:  # a user's function raises what it likes
+        given = f"images of {'x'.join(map(str, image_shape))} and {num_classes} classes"
+        raise ValueError(f"model '{name}' cannot be made for {given}: {type(error).__name__}: {error}") from error
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model '{name}' is of type {type(model).__name__}, allowed: torch.nn.Module")
+    return model
+
+
+def _checked(name: str, model: nn.Module, image_shape: ImageShape, num_classes: int) -> nn.Module:
+    """Return a network of a plug-in, on the meta device, if it maps two images to their logits."""
+    if not prunable_names(model):
+        raise ValueError(f"model '{name}' has no layer that can be pruned, allowed: one with nn.Conv2d or nn.Linear")
+    try:
+        with torch.no_grad():
+            logits = model.eval()(torch.empty(2, *image_shape, device="meta"))
+    except Exception as error:  # as above
+        given = "x".join(map(str, image_shape))
+        raise ValueError(f"model '{name}' fails on images of {given}: {type(error).__name__}: {error}") from error
+    if not isinstance(logits, Tensor) or tuple(logits.shape) != (2, num_classes):
+        found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise ValueError(f"model '{name}' returns {found} for two images, allowed: logits of shape {(2, num_classes)}")
+    return model.train()
 
 
 @torch.no_grad()

@@ -35,8 +35,15 @@ from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import Unsealed, check_json, sealed_json
 from fedprune_app.core.structured import ChannelGroup, Slice, shrink
-from fedprune_app.models.names import MODELS
-from fedprune_app.models.vision import architecture, load_state_tensors, named_tensors, parameter_names
+from fedprune_app.models.names import BUILDERS, MODELS
+from fedprune_app.models.vision import (
+    Build,
+    architecture,
+    load_state_tensors,
+    made_by,
+    named_tensors,
+    parameter_names,
+)
 
 log = logging.getLogger("flwr.fedprune")
 FORMAT = 1
@@ -44,6 +51,7 @@ _BODY = "body_sha256"
 MAX_FILE_BYTES = 1 << 31
 _MAX_SIDE = 1 << 12  # of an image, in pixels or channels
 _MAX_CLASSES = 1 << 20
+_MAX_NAME = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,8 @@ class ExportInfo:
     ``image_shape`` is (channels, height, width). The network expects images scaled to [0, 1], less ``mean``, divided by
     ``std``, per channel. ``density`` is the share of the full network's parameters that is left. ``channels`` has, for
     each group of channels that could be removed, the indices of the full network's channels that are left, ascending;
-    it is empty for a system that removes none.
+    it is empty for a system that removes none. ``class_names`` are empty where classes are numbers. ``image_fit`` says
+    how an image of another size is brought to the right one: "crop" or "stretch".
     """
 
     system: str
@@ -66,6 +75,8 @@ class ExportInfo:
     std: tuple[float, ...]
     density: float
     channels: Mapping[str, tuple[int, ...]]
+    class_names: tuple[str, ...] = ()
+    image_fit: str = "crop"
 
     def to_json(self) -> str:
         """Return the metadata of an export file, which :meth:`from_json` reads."""
@@ -84,6 +95,8 @@ class ExportInfo:
         if not isinstance(found, dict):
             raise ValueError(f"its metadata is {_short(found)}, allowed: a JSON object")
         for key, (is_allowed, allowed) in _KEYS.items():
+            if key not in found and key in _LATER:
+                continue
             if key not in found:
                 raise ValueError(f"its metadata has no '{key}', allowed: {allowed}")
             if not is_allowed(found.get(key)):
@@ -92,7 +105,11 @@ class ExportInfo:
         for key in ("mean", "std"):
             if len(found[key]) != depth:
                 raise ValueError(f"'{key}' has {len(found[key])} numbers, allowed: {depth}, one per channel")
-        values: dict[str, Any] = {f.name: tuple(v) if isinstance(v := found[f.name], list) else v for f in fields(cls)}
+        if (count := len(found.get("class_names") or [])) not in (0, found["classes"]):
+            raise ValueError(f"'class_names' has {count} names, allowed: {found['classes']}, or none")
+        values: dict[str, Any] = {
+            f.name: tuple(v) if isinstance(v := found[f.name], list) else v for f in fields(cls) if f.name in found
+        }
         channels = {name: tuple(indices) for name, indices in found["channels"].items()}
         return cls(**{**values, "channels": channels})
 
@@ -121,28 +138,34 @@ def read_export_info(path: str | PathLike[str]) -> ExportInfo:
     return found.info
 
 
-def load_model(path: str | PathLike[str]) -> nn.Module:
+def load_model(path: str | PathLike[str], *, build: Build | None = None) -> nn.Module:
     """Load the exported network on the CPU, in evaluation mode, with the logits of the model that was exported.
+
+    A network of a plug-in is made by ``build(image_shape, num_classes)``, the plug-in's own function; where a plug-in
+    registered the network under a name, it is enough to import the plug-in.
 
     Pruned weights are zeros, and removed channels are not there. The file may come from a stranger: everything is
     checked before memory is taken for it, and the memory is never more than the full network would need. Raises a
     one-line ``ValueError`` naming the file.
     """
-    found = _read(Path(path), with_tensors=True)
+    found = _read(Path(path), with_tensors=True, build=build)
     try:
-        network = network_of(found.info, found.payload)
+        network = network_of(found.info, found.payload, build)
     except ValueError as error:
         raise ValueError(f"exported model {str(path)!r}: {error}") from None
     _check_digests(Path(path), found)  # last, because a digest cannot say what is wrong
     return network
 
 
-def network_of(info: ExportInfo, payload: Payload) -> nn.Module:
+def network_of(info: ExportInfo, payload: Payload, build: Build | None = None) -> nn.Module:
     """Return the network of the model's name, as small as the payload's tensors, in evaluation mode.
+
+    ``build`` makes a network that has no such name.
 
     Raises ``ValueError`` where tensors are missing or too many, do not fit each other, or are not what ``info`` says.
     """
-    model = architecture(info.model, info.image_shape, info.classes)
+    build = build or BUILDERS.get(info.model)
+    model = architecture(info.model, info.image_shape, info.classes, build)
     full = {name: tensor.shape for name, tensor in named_tensors(model).items()}
     for name in full.keys() ^ payload.tensors.keys():
         raise ValueError(f"tensor {name!r} is {'missing' if name in full else 'not in the model'}")
@@ -153,7 +176,8 @@ def network_of(info: ExportInfo, payload: Payload) -> nn.Module:
     if abs(density - info.density) > 1e-9:
         raise ValueError(f"'density' is {info.density}, its tensors' is {density}")
 
-    shrink(model, *_cuts(full, payload.tensors))
+    cuts = _cuts(full, payload.tensors)
+    shrink(model, *cuts)
     model.eval().requires_grad_(False)
     try:  # with shapes alone, which take no memory
         logits = model(torch.empty(1, *info.image_shape, device="meta"))
@@ -161,9 +185,14 @@ def network_of(info: ExportInfo, payload: Payload) -> nn.Module:
         raise ValueError(f"its tensors do not fit each other: {str(error).splitlines()[0]}") from None
     if logits.shape != (1, info.classes):
         raise ValueError(f"its network gives outputs of shape {tuple(logits.shape)}, allowed: (1, {info.classes})")
-    model.to_empty(device="cpu")
-    for buffer in model.buffers():
-        buffer.zero_()  # the counters, which are in no file
+    if build is None:
+        model.to_empty(device="cpu")
+        for buffer in model.buffers():
+            buffer.zero_()  # the counters, which are in no file
+    else:  # a network may have constants of its own, which are in no file
+        model = made_by(build, info.model, info.image_shape, info.classes, seed=0)
+        shrink(model, *cuts)
+        model.eval().requires_grad_(False)
     load_state_tensors(model, payload.tensors)
     return model
 
@@ -203,7 +232,7 @@ def _check_digests(path: Path, found: _Found) -> None:
     raise ValueError(f"exported model {str(path)!r} is damaged: its content is not what was written")
 
 
-def _read(path: Path, with_tensors: bool) -> _Found:
+def _read(path: Path, with_tensors: bool, build: Build | None = None) -> _Found:
     try:
         if (size := path.stat().st_size) > MAX_FILE_BYTES:
             raise ValueError(f"{size} bytes, allowed: at most {MAX_FILE_BYTES}")
@@ -218,7 +247,12 @@ def _read(path: Path, with_tensors: bool) -> _Found:
             body = file.get_tensor(codec.KEY)
         if body.dtype != torch.uint8:
             raise ValueError(f"tensor {codec.KEY!r} has dtype {body.dtype}, allowed: torch.uint8")
-        model = architecture(info.model, info.image_shape, info.classes)
+        if info.model not in MODELS and build is None:
+            raise ValueError(
+                f"model {info.model!r} is of a plug-in, allowed: with --build FILE.py:FUNCTION, or in Python "
+                "load_model(path, build=function)"
+            )
+        model = architecture(info.model, info.image_shape, info.classes, build)
         # the values, and one byte per element of a mask
         needed = sum(tensor.numel() * (tensor.element_size() + 1) for tensor in named_tensors(model).values())
         payload = codec.decode({codec.KEY: body.numpy()}, max_bytes=min(needed, MAX_FILE_BYTES))
@@ -287,12 +321,13 @@ def _short(value: object) -> str:
 
 
 _COUNT = 1 << 53
+_LATER = ("class_names", "image_fit")  # not in files of earlier versions
 _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "format": (lambda v: _is_whole(v, FORMAT, FORMAT), str(FORMAT)),
     "system": (lambda v: isinstance(v, str), "text"),
     "client": (lambda v: v is None or _is_whole(v, 0, _COUNT), "a number from 0, or null"),
     "round": (lambda v: _is_whole(v, 0, _COUNT), "a number from 0"),
-    "model": (lambda v: isinstance(v, str) and v in MODELS, ", ".join(MODELS)),
+    "model": (lambda v: isinstance(v, str) and 0 < len(v) < _MAX_NAME, "the name of a network"),
     "image_shape": (
         lambda v: _is_list(v, lambda n: _is_whole(n, 1, _MAX_SIDE)) and len(v) == 3,
         f"3 numbers from 1 to {_MAX_SIDE}",
@@ -305,4 +340,6 @@ _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: isinstance(v, dict) and all(_is_list(one, lambda n: _is_whole(n, 0, _COUNT)) for one in v.values()),
         "an object of lists of whole numbers",
     ),
+    "class_names": (lambda v: _is_list(v, lambda n: isinstance(n, str) and len(n) < _MAX_NAME), "a list of names"),
+    "image_fit": (lambda v: v in ("crop", "stretch"), "crop, stretch"),
 }

@@ -34,6 +34,8 @@ LAST = 1000
 """The place of what is shown after all else."""
 MEGABYTE = 1e6
 """Bytes of a megabyte, as the papers count."""
+MOST_CLASSES = 1000
+"""Accuracies by class are recorded of so many classes at most."""
 
 
 class Reply(Enum):
@@ -208,8 +210,9 @@ class Measure:
 
     ``name`` is its column in clients.jsonl, and with dashes its field in a reply; ``field`` is another name for that
     field. The number is ``required`` in some kinds of reply and ``optional`` in others; it lies between ``least`` and
-    ``most``. A count is made an integer. A number that is ``withheld`` is not looked at in a private run. A number
-    ``by_layer`` is told of each layer, as ``field/layer``. ``view`` is its view in the figure of all clients.
+    ``most``. A count is made an integer. A number that is ``withheld`` is not looked at in a private run. A number that
+    is told ``by`` layer or class is in several fields, as ``field/layer``. ``view`` is its view in the figure of all
+    clients.
 
     The ``columns`` are taken over the replies of an evaluation if the number is in these, else over those of training.
     """
@@ -222,7 +225,7 @@ class Measure:
     most: float = LARGEST_SAID
     is_count: bool = False
     withheld: bool = False
-    by_layer: bool = False
+    by: Literal["", "layer", "class"] = ""
     recorded: Recorded = Recorded.ALWAYS
     kind: Kind = Kind.NUMBER
     view: Title | None = None
@@ -253,11 +256,14 @@ class Measure:
         value = bounded(fields.get(name), f"field '{name}'", self.least, self.most if most is None else most)
         return int(value) if self.is_count else value
 
-    def found(self, fields: Row, reply: Reply, layers: Iterable[str]) -> Any:
-        """A reply of this kind tells one number, or numbers by layer, or None if the number is optional there."""
-        if self.by_layer:
-            told = (layer for layer in sorted(layers) if f"{self.wire_name}/{layer}" in fields)
-            return {layer: self.of(fields, about=layer) for layer in told}
+    def found(self, fields: Row, reply: Reply, names: Mapping[str, Iterable[str]]) -> Any:
+        """A reply of this kind tells one number, or numbers by name, or None if the number is optional there.
+
+        ``names`` says which layers and classes there are.
+        """
+        if self.by:
+            told = (name for name in names.get(self.by, ()) if f"{self.wire_name}/{name}" in fields)
+            return {name: self.of(fields, about=name) for name in told} or None
         return self.of(fields) if reply in self.required or self.wire_name in fields else None
 
 
@@ -375,6 +381,7 @@ MEASURES = Measures(
                     "accuracy_personal_mean",
                     mean,
                     is_headline=True,
+                    table=InTable("personal_accuracy", "Personal (%)", 2, 100, place=27),
                     view=Title("Personal", 10),
                     line=InLine("personal accuracy", "personal", ".1f", 100, " %"),
                 ),
@@ -394,7 +401,14 @@ MEASURES = Measures(
             least=0,
             most=1,
             view=Title("Received", 30),
-            columns=(Column("accuracy_received_mean", mean, view=Title("Received", 30)),),
+            columns=(
+                Column(
+                    "accuracy_received_mean",
+                    mean,
+                    table=InTable("received_accuracy", "Received (%)", 2, 100, place=28),
+                    view=Title("Received", 30),
+                ),
+            ),
         ),
         Measure(
             "accuracy_validation",
@@ -420,6 +434,19 @@ MEASURES = Measures(
                     line=InLine("global accuracy", "global", ".1f", 100, " %"),
                 ),
             ),
+        ),
+        # of the personal model, on the client's test examples of each class, by the class's number
+        Measure(
+            "accuracy_by_class",
+            "accuracy-of-class",
+            optional=_EVALUATION,
+            least=0,
+            most=1,
+            withheld=True,
+            by="class",
+            recorded=_WHERE_MEASURED,
+            kind=Kind.BY_NAME,
+            columns=(Column("accuracy_by_class", running_mean, recorded=_WHERE_MEASURED, kind=Kind.BY_NAME),),
         ),
         # language models: on the run's first test text, others are in perplexity_by_text
         Measure(
@@ -510,8 +537,9 @@ MEASURES = Measures(
             optional=_EVALUATION,
             least=0,
             most=1,
-            by_layer=True,
-            recorded=_NEVER,
+            by="layer",
+            recorded=_WHERE_MEASURED,
+            kind=Kind.BY_NAME,
             columns=(Column("density_by_layer", running_mean, kind=Kind.BY_NAME),),
         ),
         Measure("flops", required=_TRAINING, least=0, recorded=_WHERE_MEASURED, columns=(Column("flops", sum),)),
@@ -576,15 +604,18 @@ def told(name: str, fields: Row, *, about: str | None = None, most: float | None
     return MEASURES.of_clients[name].of(fields, about=about, most=most)
 
 
-def row_of(reply: Reply, fields: Row, *, private: bool = False, layers: Iterable[str] = ()) -> dict[str, Any]:
+def row_of(
+    reply: Reply, fields: Row, *, private: bool = False, layers: Iterable[str] = (), num_classes: int = 0
+) -> dict[str, Any]:
     """The row of a reply holds the numbers of this kind of reply by name, each checked.
 
     An optional number that is not told is None. In a ``private`` run what is withheld is None whatever the reply says.
-    Numbers by layer are asked of ``layers`` alone. ``ValueError`` names the first field that is missing or out of
-    bounds.
+    Numbers by layer are asked of ``layers`` alone, and numbers by class of so many classes. ``ValueError`` names the
+    first field that is missing or out of bounds.
     """
+    names = {"layer": sorted(layers), "class": [str(number) for number in range(min(num_classes, MOST_CLASSES))]}
     return {
-        each.name: None if private and each.withheld else each.found(fields, reply, layers)
+        each.name: None if private and each.withheld else each.found(fields, reply, names)
         for each in MEASURES.told_in(reply)
     }
 
@@ -598,8 +629,8 @@ def from_training(row: Row, trained: Row) -> dict[str, Any]:
 def over_clients(rows: Iterable[Row], reply: Reply) -> dict[str, Any]:
     """The clients' rows of one kind of reply make these columns of the round, by name.
 
-    A client that lacks a number is left out of its columns. Numbers by layer become a column by layer, in the order in
-    which the clients tell of the layers.
+    A client that lacks a number is left out of its columns. Numbers by layer or class become a column of numbers by
+    name, in the order in which the clients tell of the names.
     """
     rows = list(rows)
     found: dict[str, Any] = {}
@@ -609,16 +640,16 @@ def over_clients(rows: Iterable[Row], reply: Reply) -> dict[str, Any]:
         values = [row[each.name] for row in rows if row.get(each.name) is not None]
         for column in each.columns:
             if column.take is not None:
-                found[column.name] = _by_layer(values, column.take) if each.by_layer else column.take(values)
+                found[column.name] = _by_name(values, column.take) if each.by else column.take(values)
     return found
 
 
-def _by_layer(rows: Iterable[Mapping[str, float]], take: Take) -> dict[str, float | None]:
+def _by_name(rows: Iterable[Mapping[str, float]], take: Take) -> dict[str, float | None]:
     values: dict[str, list[float]] = {}
     for row in rows:
-        for layer, value in row.items():
-            values.setdefault(layer, []).append(value)
-    return {layer: take(of_layer) for layer, of_layer in values.items()}
+        for name, value in row.items():
+            values.setdefault(name, []).append(value)
+    return {name: take(of_name) for name, of_name in values.items()}
 
 
 # --- the line that tells of a round -----------------------------------------------------------------------------

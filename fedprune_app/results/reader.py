@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -27,6 +27,8 @@ from fedprune_app.results.measures import Kind
 Row = Mapping[str, Any]
 STATUSES = ("running", "completed", "failed", "interrupted")
 Matrix = NDArray[np.floating[Any]] | Sequence[Sequence[float]]
+Links = Mapping[int, Sequence[int]]
+"""From whom each client receives, by client."""
 
 MAX_JSON_BYTES = 64 << 20  # run.json: the class counts of 10,000 clients take about 10 MB
 MAX_MASKS_BYTES = 16 << 20
@@ -51,15 +53,17 @@ class Masks:
     """The distances say how far the clients' masks are apart after ``round``.
 
     ``distance[i, j]`` is between ``clients[i]`` and ``clients[j]``: the share of coordinates in which the two masks
-    differ, their Hamming distance in [0, 1]. ``distance`` (K, K) is symmetric, with a zero diagonal.
+    differ, their Hamming distance in [0, 1]. ``distance`` (K, K) is symmetric, with a zero diagonal. ``links`` says
+    from whom each client received in that round, where clients exchange models with neighbours; else it is empty.
     """
 
     round: int
     clients: tuple[int, ...]
     distance: NDArray[np.float64]
+    links: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, round: int, clients: Sequence[int], distance: Matrix) -> Masks:
+    def of(cls, round: int, clients: Sequence[int], distance: Matrix, links: Links | None = None) -> Masks:
         """Return checked distances.
 
         Raises a one-line ``ValueError`` that says why the numbers are no distances between these clients.
@@ -76,7 +80,7 @@ class Masks:
             raise ValueError(f"'distance' has {outside[0]}, allowed: numbers in [0, 1]")
         if matrix.diagonal().any() or not np.allclose(matrix, matrix.T, rtol=0, atol=1e-6):
             raise ValueError("'distance' is not symmetric with a zero diagonal, as distances are")
-        return cls(round, tuple(clients), matrix)
+        return cls(round, tuple(clients), matrix, {client: tuple(senders) for client, senders in (links or {}).items()})
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,18 @@ class Run:
         """The config has the resolved settings of the run by key."""
         config: Mapping[str, Any] = self.info["config"]
         return config
+
+    def frame(self, which: str = "rounds") -> Any:
+        """Return the rows of "rounds" or of "clients" as a pandas DataFrame, with None where a number does not apply.
+
+        Raises ``ValueError`` for another name, and ``ImportError`` where pandas is not installed.
+        """
+        tables = {"rounds": self.rounds, "clients": self.clients}
+        if which not in tables:
+            raise ValueError(f"frame is {which!r}, allowed: {', '.join(tables)}")
+        import pandas
+
+        return pandas.DataFrame.from_records([dict(row) for row in tables[which]])
 
     @property
     def headline(self) -> str:
@@ -281,8 +297,13 @@ def read_masks(folder: Path, info: Mapping[str, Any] | None = None) -> Masks | N
     if not _is_list_of(rows, lambda row: _is_list_of(row, _is_share) and len(row) == len(clients)):
         allowed = f"rows of {len(clients)} numbers in [0, 1]"
         raise ValueError(f"{path}: 'distance' is {_short(rows)}, allowed: {allowed}")
+    links = found.get("links", {})
+    if not isinstance(links, dict) or not all(
+        client.isdecimal() and _is_list_of(senders, _is_count) for client, senders in links.items()
+    ):
+        raise ValueError(f"{path}: 'links' is {_short(links)}, allowed: lists of clients by client")
     try:
-        return Masks.of(found["round"], clients, rows)
+        return Masks.of(found["round"], clients, rows, {int(client): senders for client, senders in links.items()})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 

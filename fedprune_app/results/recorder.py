@@ -20,24 +20,17 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from fedprune_app.core import seals
 from fedprune_app.files import append_lines, replace_file
 from fedprune_app.results import measures
 from fedprune_app.results.ownership import check_free
-from fedprune_app.results.reader import RECORDS, Mark, Masks, Matrix, read_info, read_masks, readable_lines
+from fedprune_app.results.reader import RECORDS, Links, Mark, Masks, Matrix, read_info, read_masks, readable_lines
+from fedprune_app.results.tracking import Guarded, check_tracker, open_tracker, scalars
 
 GIT_VARIABLE = "FEDPRUNE_GIT_HASH"
 Status = Literal["completed", "failed", "interrupted"]
-
-
-class _Writer(Protocol):
-    """The writer is the part of TensorBoard's SummaryWriter that is used here."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
-    def flush(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class _Tally:
@@ -64,14 +57,15 @@ class Recorder:
     Accuracies and densities are shares in [0, 1], bytes are bytes, times are seconds. A declared field that a row lacks
     is written as null, a field that is not declared is kept, and NaN and infinities become null.
 
-    With ``tensorboard`` the numbers of each round also go to ``folder/tensorboard``. Raises ``ValueError`` at once if
-    that package is missing.
+    With ``tracking`` the numbers of each round also go to a tracker, see :mod:`fedprune_app.results.tracking`. Raises
+    ``ValueError`` at once if the tracker's package is missing.
     """
 
-    def __init__(self, folder: Path, *, tensorboard: bool = False) -> None:
+    def __init__(self, folder: Path, *, tracking: str = "none") -> None:
         self.folder = Path(folder)
-        self._tensorboard = tensorboard
-        self._writer: _Writer | None = None
+        self._tracking = tracking
+        self._tracker: Guarded | None = None
+        self._last: dict[str, float] = {}  # the numbers of the last round
         self._info: dict[str, Any] = {}
         self._tallies = {name: _Tally() for name in RECORDS}
         self._masks_sha256: str | None = None
@@ -79,8 +73,8 @@ class Recorder:
         self._waits = False
         self._seconds_before = 0.0  # spent by earlier processes of a resumed run
         self._started_at = 0.0
-        if tensorboard:
-            _summary_writer_class()
+        if tracking != "none":
+            check_tracker(tracking)
 
     def start(self, config: Mapping[str, Any], seed: int, extra: Mapping[str, Any] | None = None) -> None:
         """Begin a new run; ``extra`` is added to run.json (``headline``, ``partition``, ``model``, ...).
@@ -173,10 +167,9 @@ class Recorder:
         self._append("rounds.jsonl", [full])
         info["rounds_completed"] = full["round"]
         self._write_info()
-        if self._writer is not None:
-            for tag, value in _scalars(full):
-                self._writer.add_scalar(tag, value, full["round"])
-            self._writer.flush()
+        if self._tracker is not None:
+            self._last = dict(scalars(full))
+            self._tracker.log(self._last, full["round"])
 
     def clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append the clients of one round: those that trained, and in evaluation rounds all of them."""
@@ -187,16 +180,19 @@ class Recorder:
         )
         self._append("clients.jsonl", [_complete(row, declared.client_fields) for row in recorded])
 
-    def masks(self, clients: Sequence[int], distance: Matrix) -> None:
+    def masks(self, clients: Sequence[int], distance: Matrix, links: Links | None = None) -> None:
         """Record how far the clients' masks are apart after the last recorded round.
 
         These distances replace those of an earlier round.
 
         ``distance`` (K, K) holds the Hamming distance in [0, 1] of each two of the K ``clients``, symmetric with a zero
-        diagonal; it is kept to six decimals. Raises ``ValueError`` for anything else.
+        diagonal; it is kept to six decimals. ``links`` say from whom each client received, where clients exchange
+        models with neighbours. Raises ``ValueError`` for anything else.
         """
-        masks = Masks.of(self._running()["rounds_completed"], clients, distance)
+        masks = Masks.of(self._running()["rounds_completed"], clients, distance, links)
         content = {"round": masks.round, "partitions": masks.clients, "distance": masks.distance.round(6)}
+        if masks.links:
+            content["links"] = {str(client): list(senders) for client, senders in masks.links.items()}
         data = json.dumps(_plain(content), allow_nan=False).encode()
         replace_file(self._masks_path, data)
         self._masks_sha256 = hashlib.sha256(data).hexdigest()
@@ -226,9 +222,9 @@ class Recorder:
         self._write_info()
         self.done_waiting()
         self._info, self._writes = {}, False
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._tracker is not None:
+            self._tracker.close(status, self._last)
+            self._tracker = None
 
     @property
     def is_open(self) -> bool:
@@ -254,9 +250,8 @@ class Recorder:
         self._seconds_before = float(info["seconds"])
         self._started_at = time.monotonic()
         self._write_info()
-        if self._tensorboard:
-            log_dir, first = str(self.folder / "tensorboard"), info["rounds_completed"] + 1
-            self._writer = _summary_writer_class()(log_dir, purge_step=first)
+        if self._tracking != "none":
+            self._tracker = Guarded(open_tracker(self._tracking, self.folder, self._info))
 
     def _running(self) -> dict[str, Any]:
         if not self._info:
@@ -338,24 +333,6 @@ def _git(folder: Path, *arguments: str) -> str:
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
     return done.stdout.strip()
-
-
-def _summary_writer_class() -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ValueError(
-            "tracking 'tensorboard' needs the package tensorboard: install the extra fedprune[tracking]"
-        ) from None
-    return SummaryWriter
-
-
-def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, float]]:
-    for key, value in row.items():
-        if isinstance(value, Mapping):
-            yield from _scalars(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float) and key != "round":
-            yield prefix + key, value
 
 
 def _complete(row: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:

@@ -390,7 +390,13 @@ def _label(run: Run, settings: Mapping[str, Any]) -> str:
 def _value(value: Any) -> str:
     if value is None:
         return NOT_MEASURED
-    return f"{value:g}" if isinstance(value, float) and math.isfinite(value) else str(value)
+    return f"{value:g}" if isinstance(value, float) and math.isfinite(value) else short_name(str(value))
+
+
+def short_name(text: str) -> str:
+    """Return ``file.py:function`` without the folders of the file; another text stays as it is."""
+    file, colon, function = text.rpartition(":")
+    return f"{Path(file).name}:{function}" if file.endswith(".py") and colon and function.isidentifier() else text
 
 
 def _data(group: Group) -> tuple[str, str]:

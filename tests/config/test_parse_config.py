@@ -199,7 +199,7 @@ def test_every_other_word_for_a_key_stands_for_one_that_there_is():
         ("download", "True", "; did you mean true?"),
         ("robust", "trimmed_mean", "; did you mean 'trimmed-mean'?"),
         ("dataset", "imagenet", "; did you mean 'tiny-imagenet'?"),
-        ("system", "xyzzy", ""),
+        ("system", "xyzzy", "; a plug-in's name needs --plugin"),
     ],
 )
 def test_a_name_that_people_type_is_answered_with_the_one_that_is_meant(key, value, answer):

@@ -7,38 +7,26 @@ that cannot run on the common settings says in ``MORE`` what it needs.
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedprune_app import client_app, server_app
-from fedprune_app.config import parse_config
-from fedprune_app.engine import inprocess, wire
-from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
+from fedprune_app.engine.inprocess import InProcessGrid
 from fedprune_app.registry import SYSTEMS
-from tests.conftest import Finished
+from fedprune_app.testing import CLIENTS, PRIVATE, QUICK, ROUNDS, ObservedRun, run_with
 from tests.models.tiny_llm import text_folder, tiny_byte_model
 
-CLIENTS, ROUNDS = 5, 3
+__all__ = ["CLIENTS", "PRIVATE", "ROUNDS"]
 COMMON: Mapping[str, Any] = {
-    "num-server-rounds": ROUNDS,
-    "local-epochs": 1,
-    "fraction-train": 1.0,
-    "evaluate-every": 1,
-    "shards-per-client": 3,
-    "shard-size": 20,
-    "learning-rate": 0.05,
+    **QUICK,
     "subfedavg.accuracy-threshold": 0.0,
     "subfedavg.mask-distance": 0.0,
     "dispfl.neighbours": 2,
     "dpsgd.neighbours": 2,
     "fedfomo.candidates": 2,
 }
-PRIVATE = {"dp.enabled": True, "dp.noise-multiplier": 1.0, "dp.delta": 1e-3}
 MORE: Mapping[str, Mapping[str, Any]] = {
     "subfedavg-hy": {"model": "cnn-small-bn"},
     "fedcr": {"model": "cnn-small-cr", "learning-rate": 0.005, "max-grad-norm": 10.0},
@@ -110,6 +98,8 @@ VARIANTS = {
         "fedspallm.layer-shares": "0.5 1.0",
         "fedspallm.unsampled": "current",
     },
+    "fedspallm: Hessians": {"system": "fedspallm", "fedspallm.merge": "hessians", "num-server-rounds": 1},
+    "fedspallm: least squares": {"system": "fedspallm", "fedspallm.merge": "least-squares", "num-server-rounds": 1},
 }
 """Settings that take other paths through the code than every system's own run; ``conform`` knows them by name."""
 
@@ -145,43 +135,18 @@ def settings_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
     return settings
 
 
-@dataclass(frozen=True)
-class Conformed(Finished):
-    """A finished run, and the names of the fields of each reply that its server was given, by kind of message."""
-
-    replies: dict[str, list[set[str]]]
-
-
-def listening(grid: type[InProcessGrid], replies: dict[str, list[set[str]]]) -> type[InProcessGrid]:
-    """``grid``, which notes the names of the fields of every reply that is none of its misdeeds."""
-
-    class Listening(grid):  # type: ignore[misc, valid-type]
-        def pull_messages(self, message_ids: Any) -> Any:
-            for reply in super().pull_messages(message_ids):
-                if not reply.has_error():
-                    replies[reply.metadata.message_type].append(set(wire.fields_of(reply.content)))
-                yield reply
-
-    return Listening
-
-
 @pytest.fixture(scope="session")
-def conform(settings_of, tmp_path_factory) -> Callable[..., Conformed]:
+def conform(settings_of, tmp_path_factory) -> Callable[..., ObservedRun]:
     """``conform(case, grid=InProcessGrid, **settings)``: a finished run in this process; equal runs are shared."""
-    finished: dict[str, Conformed] = {}
+    finished: dict[str, ObservedRun] = {}
 
-    def run(system: str, grid: type[InProcessGrid] = InProcessGrid, **settings: Any) -> Conformed:
+    def run(system: str, grid: type[InProcessGrid] = InProcessGrid, **settings: Any) -> ObservedRun:
         given = {key.replace("_", "-"): value for key, value in settings.items()}
         values = {**settings_of(system), **given}
         key = json.dumps([grid.__name__, values], sort_keys=True)
         if key not in finished:
             folder = Path(given.get("resume-from") or tmp_path_factory.mktemp(system))
-            config = parse_config({**values, "out-dir": str(folder)})
-            run = Conformed(folder, defaultdict(list))
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(inprocess, "InProcessGrid", listening(grid, run.replies))
-                run_in_process(server_app.app, client_app.app, CLIENTS, config.to_dict())
-            finished[key] = run
+            finished[key] = run_with(values, folder, grid)
         return finished[key]
 
     return run

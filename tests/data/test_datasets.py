@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedprune_app.data import datasets
+from fedprune_app.data import datasets, folders
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.errors import FileError
 from fedprune_app.data.names import DATASETS
@@ -255,10 +255,10 @@ def test_cifar10_is_also_read_from_an_image_folder(tmp_path, inner):
 
 
 def forbid_decoding(monkeypatch):
-    def refuse(paths):
+    def refuse(*given):
         raise AssertionError("decoded again")
 
-    monkeypatch.setattr(datasets, "_decode", refuse)
+    monkeypatch.setattr(folders, "_decode", refuse)
 
 
 def test_a_folder_is_decoded_once(folder, monkeypatch):
@@ -359,7 +359,7 @@ def test_a_corrupt_image_is_named_to_those_who_may_know_its_name(folder):
 def test_an_image_of_another_size_is_named(folder):
     path = folder / "train" / "dog" / "2.png"
     Image.new("RGB", (7, 5)).save(path)
-    why = "is 5x7 (height x width), the images before it are 5x4"
+    why = "is 5x7 (height x width), the images before it are 5x4; the key image-size makes them one size"
     assert error_of("image-folder", folder) == f"'{path}' {why}"
 
 
@@ -422,7 +422,8 @@ def test_missing_files_say_what_is_expected_where(tmp_path, name):
         message = error_of(name, tmp_path / folder)
         assert message.startswith(f"data-dir '{tmp_path / folder}' {says}")
         assert f"dataset '{name}'" in message
-        assert message.endswith("set download=true to fetch it") == (name != "image-folder")
+        own = ("femnist", "image-folder", "table", "huggingface")  # nobody offers them for download
+        assert message.endswith("set download=true to fetch it") == (name not in own)
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -459,7 +460,7 @@ def test_a_download_fills_the_folder_once(tmp_path, monkeypatch):
         fetched.append(url)
         write_cifar10(folder)
 
-    monkeypatch.setattr(datasets, "_fetch", fetch)
+    monkeypatch.setattr(datasets, "fetch_archive", fetch)
     for _ in range(2):
         datasets._load.cache_clear()
         assert len(load_dataset("cifar10", tmp_path / "new", download=True).train_labels) == 10

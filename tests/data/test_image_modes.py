@@ -116,10 +116,10 @@ def test_pixels_that_an_older_version_cached_are_not_used(tmp_path, monkeypatch)
     for kind in ("a", "b"):
         (tmp_path / "train" / kind).mkdir(parents=True)
         Image.fromarray(RAMP).save(tmp_path / "train" / kind / "x.png")
-    from fedprune_app.data import datasets
+    from fedprune_app.data import datasets, folders
 
-    monkeypatch.setattr(datasets, "_READING", b"")
-    monkeypatch.setattr(datasets, "_decode", lambda folder, paths: np.full((2, 1, 4, 5), 255, np.uint8))
+    monkeypatch.setattr(folders, "_READING", b"")
+    monkeypatch.setattr(folders, "_decode", lambda *given: np.full((2, 1, 4, 5), 255, np.uint8))
     load_dataset("image-folder", tmp_path, needs_test=False)
     monkeypatch.undo()
     datasets._load.cache_clear()

@@ -20,7 +20,7 @@ from fedprune_app.config import parse_config, read_toml
 from fedprune_app.registry import check_system
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FEDPRUNE = ("fedprune",)
 FLOWER = ("flwr", "flower-superlink", "flower-superexec", "flower-supernode")
 # What else a block of commands may call.
@@ -117,6 +117,9 @@ class Checker:
             "experiment.Session.run",
             "audit.audit",
             "exporting.export_model",
+            "predicting.predictions",
+            "searching.search",
+            "checked.data_found",
             "results.report.write_report",
             "deploy.is_healthy",
             "deploy.check_link",

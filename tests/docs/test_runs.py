@@ -20,7 +20,7 @@ import pytest
 
 from tests.docs.blocks import ROOT, Block, blocks, copy_of_the_repository
 
-USE = next(block for block in blocks() if "--out runs/first" in block.text and block.is_commands)
+USE = next(block for block in blocks() if block.page.endswith("guide.md") and "--out runs/first" in block.text)
 SNIPPET, IN_PYTHON = (
     next(block for block in blocks() if block.language == "python" and text in block.text)
     for text in ("transformers", "fedprune_app.run(")

@@ -62,6 +62,32 @@ def test_flwr_run_runs_the_app_with_a_config_file_and_any_number_of_clients(flow
     assert before == after, "a run must leave the repository as it was"
 
 
+def streamed(flower, run_config: str) -> str:
+    """What ``flwr run --stream`` shows of a run with these settings, up to its end."""
+    command = [FLWR, "run", ".", "--stream", "--run-config", run_config]
+    command += ["--federation-config", "num-supernodes=3 client-resources-num-cpus=1"]
+    done = subprocess.run(command, cwd=ROOT, env=flower, capture_output=True, text=True, timeout=1000)
+    return done.stdout + done.stderr
+
+
+def test_flwr_run_says_in_one_line_what_is_wrong_with_a_setting(flower):
+    said = streamed(flower, "density=7.0")
+    assert "this setting is refused: density is 7.0, allowed: above 0 and at most 1" in said
+    assert said.index("this setting is refused") < said.index("Traceback")
+
+
+def test_flwr_run_takes_a_plugin_and_its_options(flower, tmp_path):
+    page = (ROOT / "docs" / "extend.md").read_text()
+    file = tmp_path / "my_prox.py"
+    file.write_text(page.partition("```python\n# my_prox.py\n")[2].partition("```")[0])
+    settings = f"system='my-prox' plugins='{file}' plugin-options='{{\"my-prox.mu\": 0.2}}' num-server-rounds=1"
+    settings += f" out-dir='{tmp_path / 'run'}'"
+    said = streamed(flower, settings)
+    assert (tmp_path / "run" / "run.json").exists(), said[-3000:]
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (info["status"], info["config"]["my-prox.mu"]) == ("completed", 0.2)
+
+
 def test_the_bundle_holds_the_app_and_nothing_else(flower, tmp_path):
     subprocess.run(["git", "clone", "-q", str(ROOT), str(tmp_path / "copy")], check=True)
     subprocess.run([FLWR, "build"], cwd=tmp_path / "copy", env=flower, check=True, capture_output=True, timeout=1000)

@@ -79,7 +79,7 @@ def test_a_layer_in_half_precision_keeps_its_dtype_and_exactly_its_density(folde
         assert int(mask.sum()) == keep_count(mask.numel(), DENSITY)
         assert not tensor[~mask].any()
         assert (mask == standard.payload.masks[name]).double().mean() > 0.9, name
-    assert found.relative_error == pytest.approx(standard.relative_error, rel=0.1)
+    assert found.relative_error == pytest.approx(standard.relative_error, rel=0.15)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -31,6 +31,7 @@ SHAPES = {
     "cnn-fedp3-fmnist": (1, 28, 28),
     "cnn-fedltp-mnist": (1, 28, 28),
     "cnn-fedltp-fmnist": (1, 28, 28),
+    "mlp-small": (12, 1, 1),
     "mlp3": (1, 28, 28),
     "mlp4": (1, 28, 28),
     "cnn-fedp3-cr": (3, 32, 32),
@@ -47,6 +48,7 @@ SMALLEST = {
     "cnn-small": 4,
     "cnn-small-bn": 4,
     "cnn-gn": 7,
+    "mlp-small": 1,
     "mlp3": 1,
     "mlp4": 1,
     "mlp4-cr": 1,
@@ -91,6 +93,7 @@ def num_parameters(model):
         ("cnn-fedltp-fmnist", (1, 28, 28), 10, 843_658),  # and 2
         ("cnn-fedp3", (3, 32, 32), 100, 2_898_852),
         ("cnn-fedp3-fmnist", (1, 28, 28), 10, 1_258_798),
+        ("mlp-small", (12, 1, 1), 3, 5_187),
         ("mlp3", (1, 28, 28), 10, 1_863_690),
         ("mlp4", (1, 28, 28), 10, 2_913_290),
         # by hand: the encoder's last layer, 1024 to 2 x 256, and the head, 256 to 10, in place of 1024 to 10

@@ -11,7 +11,7 @@ import torch
 from fedprune_app.models.embedded import byte_tokenizer
 from fedprune_app.models.llm import import_transformers
 
-FAMILIES = ("opt", "llama")
+FAMILIES = ("opt", "llama", "qwen2", "qwen3", "mistral", "phi")
 _NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ("cpu", pytest.param("cuda", marks=[pytest.mark.gpu, _NO_GPU]))
 """For parametrised tests: the CPU, and where there is one the GPU."""
@@ -32,7 +32,8 @@ def tiny_model(family: str, num_layers: int = 3, seed: int = 0, vocabulary: int 
             dropout=0.0,
         )
     else:
-        config = transformers.LlamaConfig(
+        kinds = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "phi": "Phi"}
+        config = getattr(transformers, f"{kinds[family]}Config")(
             vocab_size=vocabulary,
             hidden_size=16,
             num_hidden_layers=num_layers,
@@ -40,6 +41,7 @@ def tiny_model(family: str, num_layers: int = 3, seed: int = 0, vocabulary: int 
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=64,
+            **({"head_dim": 4} if family == "qwen3" else {}),
         )
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     draw = torch.Generator().manual_seed(seed)

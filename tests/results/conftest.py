@@ -99,6 +99,9 @@ def made_up_run(
             }
             for client in range(clients):
                 own = {"accuracy_personal": personal[client], "density": 0.2 * (1 + client % 5) if peers else kept}
+                if peers:
+                    own["accuracy_by_class"] = {str(label): personal[client] for label in range(client % 5 + 1)}
+                    own["density_by_layer"] = dict.fromkeys(LAYERS, own["density"])
                 trained.setdefault(client, {}).update(own)
         if noise:
             joined += np.isin(np.arange(clients), [client for client, more in trained.items() if "seconds" in more])
@@ -109,7 +112,7 @@ def made_up_run(
         recorder.clients({"round": number, "partition": i} | more for i, more in sorted(trained.items()))
         recorder.round(row)
     if peers:
-        recorder.masks(range(clients), mask_distances(np.array(counts), rng))
+        recorder.masks(range(clients), mask_distances(np.array(counts), rng), {0: [1, 2], 3: [0]})
     recorder.finish(status, final_sha256="ab" * 32 if status == "completed" else None, error=error)
     return folder
 

@@ -110,7 +110,7 @@ def test_every_name_is_declared_once():
     for names in (columns, own):
         assert [name for name, count in Counter(names).items() if count > 1] == []
     for reply in Reply:
-        fields = [(each.wire_name, each.by_layer) for each in MEASURES.told_in(reply)]
+        fields = [(each.wire_name, each.by) for each in MEASURES.told_in(reply)]
         assert len(set(fields)) == len(fields)
 
 
@@ -252,14 +252,14 @@ def test_every_epsilon_that_people_read_says_where_its_noise_is_simulated():
 
 
 def test_what_is_declared_as_of_the_round_alone_is_not_in_a_clients_row():
-    assert MEASURES.of_the_round_alone == {"density_by_layer", "relative_error"}
+    assert MEASURES.of_the_round_alone == {"relative_error"}
     assert not MEASURES.of_the_round_alone & {*MEASURES.client_fields}
 
 
 def test_a_field_of_either_file_holds_one_kind_of_thing():
     kinds = MEASURES.kinds
     assert sum(map(len, kinds.values())) == len(set().union(*kinds.values()))
-    assert kinds[Kind.BY_NAME] == {"density_by_layer", "perplexity"}
+    assert kinds[Kind.BY_NAME] == {"accuracy_by_class", "density_by_layer", "perplexity"}
 
 
 def test_declarations_are_values_that_compare():

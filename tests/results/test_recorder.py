@@ -240,7 +240,7 @@ def test_a_killed_process_leaves_a_readable_folder(tmp_path):
 
 def test_tensorboard_gets_the_numbers_of_each_round(tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    recorder = started(tmp_path, tensorboard=True)
+    recorder = started(tmp_path, tracking="tensorboard")
     for number in (1, 2):
         layers = {"conv1": 0.1 * number}
         recorder.round({"round": number, "loss_mean": 0.5, "density_by_layer": layers, "accuracy_global": None})
@@ -250,12 +250,6 @@ def test_tensorboard_gets_the_numbers_of_each_round(tmp_path):
     assert [event.step for event in events.Scalars("loss_mean")] == [1, 2]
     assert [event.value for event in events.Scalars("density_by_layer/conv1")] == pytest.approx([0.1, 0.2])
     assert "accuracy_global" not in events.Tags()["scalars"]
-
-
-def test_a_missing_tensorboard_is_one_line_that_names_the_setting(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ValueError, match=r"^tracking 'tensorboard' needs .*fedprune\[tracking\]$"):
-        Recorder(tmp_path, tensorboard=True)
 
 
 def test_a_package_that_is_not_installed_has_no_version(monkeypatch):

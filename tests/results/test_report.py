@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import base64
 import csv
 import json
 import math
 import re
+import zlib
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -11,9 +13,9 @@ from pathlib import Path
 import pytest
 from plotly.offline import get_plotlyjs
 
-from fedprune_app.results.figures import figures
+from fedprune_app.results.figures import figures, losses
 from fedprune_app.results.reader import load_run
-from fedprune_app.results.report import appearance, write_report
+from fedprune_app.results.report import _packed_plotly, appearance, write_report
 from fedprune_app.results.tables import columns, comma_separated, epsilon_remark, final_rows, group_runs
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>{{7*7}}\u2028\ud800'\""
@@ -47,7 +49,7 @@ class Elements(HTMLParser):
 
 
 def page_of(folders: list[Path], out: Path) -> str:
-    return write_report(folders, out).read_text(encoding="utf-8").replace(get_plotlyjs(), "")
+    return write_report(folders, out).read_text(encoding="utf-8").replace(_packed_plotly(), "")
 
 
 def test_the_page_needs_nothing_from_the_network(six, tmp_path):
@@ -59,7 +61,15 @@ def test_the_page_needs_nothing_from_the_network(six, tmp_path):
 
 def test_the_whole_of_plotly_is_inside_the_page_once(six, tmp_path):
     text = write_report(six, tmp_path / "report.html").read_text(encoding="utf-8")
-    assert text.count(get_plotlyjs()) == 1
+    packed = re.findall(r'<script type="text/plain" id="plotly">(.*?)</script>', text, re.DOTALL)
+    assert len(packed) == 1
+    assert zlib.decompress(base64.b85decode(packed[0].replace(",", "<"))).decode() == get_plotlyjs()
+    assert "<" not in packed[0]
+    assert "plotly.js" in text[: text.index(packed[0])]  # its licence asks to be named
+
+
+def test_a_page_is_small(six, tmp_path):
+    assert write_report(six, tmp_path / "report.html").stat().st_size < 2_200_000
 
 
 def test_nothing_a_run_says_can_become_html_or_script(make_run, tmp_path):
@@ -89,6 +99,12 @@ def test_the_page_shows_the_final_numbers_and_the_configuration(six, tmp_path):
     assert "subfedavg · target-rate 30" in text
     assert "learning-rate" in text
     assert "ab" * 32 in text
+
+
+def test_code_of_ones_own_has_its_file_s_name_without_folders(make_run, tmp_path):
+    own = {"dataset": "/home/me/secret/rings.py:rings"}
+    page = page_of([make_run("own", config=own)], tmp_path / "report.html")
+    assert "dataset rings.py:rings" in page
 
 
 def test_a_failed_run_is_shown_as_failed_with_its_error(six, tmp_path):
@@ -123,7 +139,18 @@ def drawn(folders) -> dict:
 
 
 def test_every_figure_with_data_is_drawn_and_none_without(six, make_run):
-    expected = {"accuracy", "efficiency", "tradeoff", "clients", "bytes", "layers", "density", "loss", "partition"}
+    expected = {
+        "accuracy",
+        "efficiency",
+        "tradeoff",
+        "clients",
+        "bytes",
+        "layers",
+        "density",
+        "loss",
+        "partition",
+        "losses",
+    }
     assert drawn(six).keys() == expected  # no epsilon was measured
     assert drawn([make_run("empty", rounds=0)]).keys() == {"partition"}
 
@@ -178,7 +205,9 @@ def test_accuracy_over_epsilon_ends_at_what_was_spent(private):
 def test_a_sweep_is_a_point_per_setting_against_epsilon_and_against_traffic_joined_by_system(private):
     runs = [load_run(folder) for folder in private]
     by_name = {view.name: view for view in drawn(private)["tradeoff"].variants}
-    line, strong, weak = by_name["Privacy"].traces
+    front, line, strong, weak = by_name["Privacy"].traces
+    assert front["front"]
+    assert set(zip(front["x"], front["y"], strict=True)) <= set(zip(line["x"], line["y"], strict=True))
     epsilons = [run.last("epsilon_max") for run in runs[:2]]
     reached = [run.last("accuracy_personal_mean") for run in runs[:2]]
     assert strong["x"] == [pytest.approx(sum(epsilons) / 2)]
@@ -187,10 +216,32 @@ def test_a_sweep_is_a_point_per_setting_against_epsilon_and_against_traffic_join
     assert (weak["x"], weak["y"]) == ([runs[2].last("epsilon_max")], [runs[2].last("accuracy_personal_mean")])
     assert list(line["x"]) == [*weak["x"], *strong["x"]]  # in the order of what was spent
     assert list(line["y"]) == [*weak["y"], *strong["y"]]
-    points = [trace for trace in by_name["Traffic"].traces if "thin" not in trace]
+    points = [trace for trace in by_name["Traffic"].traces if trace["mode"] == "markers"]
+    beaten = [trace for trace in points if any(_beats(other, trace) for other in points)]
+    assert [trace for trace in points if trace.get("dominated")] == beaten
     spent = (runs[3].total("bytes_up") + runs[3].total("bytes_down")) / 1e6
     assert [trace["series"] for trace in points] == [0, 1, 2]
     assert points[2]["x"] == [pytest.approx(spent)]
+
+
+def _beats(one, other):
+    """Whether one point reaches at least as much for no more, and is not the same point."""
+    (x, y), (u, v) = ((trace["x"][0], trace["y"][0]) for trace in (one, other))
+    return x <= u and y >= v and (x, y) != (u, v)
+
+
+def test_what_was_lost_is_drawn_by_round_and_reason(make_run):
+    run = load_run(make_run("a", "fedavg", 0, rounds=6))
+    lost = {1: {"failures": 2}, 3: {"failures": 1, "dropped": 4}}
+    none = {"failures": 0, "stragglers": 0, "dropped": 0, "evaluation_failures": 0}
+    run = replace(run, rounds=tuple({**row, **none, **lost.get(row["round"], {})} for row in run.rounds))
+    (view,) = losses.losses(group_runs([run])).variants
+    assert {trace["name"]: (trace["x"], trace["y"]) for trace in view.traces} == {
+        "Failures": ([1, 3], [2, 1]),
+        "Dropped out": ([3], [4]),
+    }
+    assert view.note == "In 6 rounds: failures hatched, 3; dropped out striped, 4."
+    assert len({trace["marker"]["pattern"]["shape"] for trace in view.traces}) == 2
 
 
 def test_one_setting_shows_no_trade(private):
@@ -351,6 +402,47 @@ def test_each_run_with_masks_is_a_view_of_two_panels_in_one_order(peers):
         assert "after round 4" in view.note
 
 
+def test_clients_with_alike_masks_are_near_on_the_map_and_links_are_lines(peers):
+    figure = drawn(peers)["neighbourhood"]
+    view = figure.variants[0]
+    lines, points = view.traces
+    assert len(points["x"]) == 20
+    assert points["text"][3] == "3"
+    assert points["customdata"][0].endswith("received from 1, 2")
+    place = {client: (points["x"][client], points["y"][client]) for client in range(20)}
+    joined = [(place[a], place[b]) for a, b in ((0, 1), (0, 2), (0, 3))]
+    drawn_lines = list(zip(lines["x"], lines["y"], strict=True))
+    assert [tuple(drawn_lines[i : i + 2]) for i in range(0, len(drawn_lines), 3)] == joined
+    assert "A line joins two clients" in view.note
+
+
+def test_accuracies_by_class_are_a_matrix_with_gaps_where_a_client_has_no_such_class(peers):
+    view = drawn(peers)["classes"].variants[0]
+    (trace,) = view.traces
+    assert (trace["x"][:2], trace["y"]) == (["0", "1"], [str(label) for label in range(5)])
+    assert trace["z"][1][0] is None
+    run = load_run(peers[0])
+    last = [row for row in run.clients if row["partition"] == 7 and row.get("accuracy_by_class")][-1]
+    assert trace["z"][2][7] == round(last["accuracy_by_class"]["2"], 3)
+
+
+def test_masks_by_layer_and_round_are_a_small_plot_for_each_of_twelve_clients_at_most(peers):
+    view = drawn(peers)["mask-layers"].variants[0]
+    assert len(view.panels) == len(view.traces) == 10
+    assert view.panels[:2] == ("Client 0", "Client 2")
+    assert "10 of 20 clients" in view.note
+    third = view.traces[2]
+    assert (third["xaxis"], third["x"], third["y"][0]) == ("x3", ["2", "4"], "conv1")
+    assert third["z"] == [[1.0, 1.0]] * 5
+    assert [trace["showscale"] for trace in view.traces] == [False] * 9 + [True]
+
+
+def test_clients_that_keep_everything_have_no_masks_by_layer(make_run):
+    run = load_run(make_run("dense", "dispfl", peers=True, rounds=2, clients=4))
+    dense = tuple(row | {"density_by_layer": {"conv1.weight": 1.0}} for row in run.clients)
+    assert "mask-layers" not in {figure.key for figure in figures(group_runs([replace(run, clients=dense)]))}
+
+
 def test_of_very_many_clients_every_nth_is_shown_and_the_view_says_so(make_run):
     (view,) = drawn([make_run("many", "dispfl", peers=True, rounds=1, clients=201)])["masks"].variants
     assert len(view.traces[0]["x"]) == len(view.traces[0]["z"]) == len(view.traces[0]["z"][0]) == 101
@@ -398,7 +490,7 @@ def test_a_damaged_run_is_left_out_and_named(make_run, tmp_path):
     page = write_report([good[0], damaged, good[1]], tmp_path / "r.html", on_left_out=said.append).read_text()
     (line,) = said
     assert f"{damaged / 'rounds.jsonl'} line 1: 'round' is 'one'" in line
-    text = " ".join(Elements(page.replace(get_plotlyjs(), "")).text.split())
+    text = " ".join(Elements(page.replace(_packed_plotly(), "")).text.split())
     assert "Left out: 1 of 3 run folders cannot be read" in text
     assert f"{damaged / 'rounds.jsonl'} line 1" in text
     assert "Left out" not in page_of(good, tmp_path / "whole.html")

@@ -62,10 +62,56 @@ def test_every_figure_is_drawn_and_the_page_fits_the_screen(make_run, tmp_path, 
     panels, note, inner, page_width, plots, drawn, overflows, hidden, problems = found.split("|")
     assert int(inner) == width
     assert int(page_width) <= width
-    assert int(drawn) == int(plots) == 13
+    assert int(drawn) == int(plots) == 17
     assert (panels, note) == ("beside" if width == 1280 else "below", "true")
     assert (overflows, hidden, problems) == ("false", "1", "")  # the legend's first chip hides its one curve
 
     picture = tmp_path / f"{width}-{scheme}.png"
     chromium(tmp_path, *look, f"--screenshot={picture}", address)
     assert picture.stat().st_size > 50_000  # an empty page compresses to a tenth of that
+
+
+# Each text's colour is compared with what is painted behind it, by the formula of WCAG 2.1; texts of figures are left
+# to the colours of the page, which they share.
+CONTRAST = """<script>
+addEventListener("load", () => setTimeout(() => {
+  const parse = (text) => (text.match(/[\\d.]+/g) ?? [0, 0, 0, 0]).map(Number);
+  const light = ([r, g, b]) => {
+    const linear = (c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+    const [x, y, z] = [r / 255, g / 255, b / 255].map(linear);
+    return 0.2126 * x + 0.7152 * y + 0.0722 * z;
+  };
+  const behind = (node) => {
+    for (let at = node; at; at = at.parentElement) {
+      const colour = parse(getComputedStyle(at).backgroundColor);
+      if (colour.length < 4 || colour[3] === 1) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const low = new Set();
+  let count = 0;
+  for (const node of document.body.querySelectorAll("*")) {
+    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
+    if (!own || !node.getClientRects().length || node.closest("svg, script, noscript, .plot")) continue;
+    const style = getComputedStyle(node);
+    const [one, two] = [light(parse(style.color)), light(behind(node))].sort((a, b) => b - a);
+    const large = parseFloat(style.fontSize) >= 24 || (parseFloat(style.fontSize) >= 18.66 && style.fontWeight >= 700);
+    const ratio = (one + 0.05) / (two + 0.05);
+    count += 1;
+    if (ratio < (large ? 3 : 4.5)) low.add(`${node.tagName}.${node.className} ${ratio.toFixed(2)}`);
+  }
+  const dark = light(behind(document.body)) < 0.2 ? "dark" : "light";
+  document.body.dataset.found = [dark, count > 50, [...low].slice(0, 5).join(", ")].join("|");
+}, 1500));
+</script></head>"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_has_the_contrast_that_wcag_aa_asks_for(make_run, tmp_path, scheme):
+    folders = [make_run(name, name, seed=0) for name in ("fedavg", "subfedavg", "standalone")]
+    folders += [make_run("f", "fedltp", rounds=3, status="failed", error="it broke")]
+    text = write_report(folders, tmp_path / "report.html").read_text(encoding="utf-8")
+    (tmp_path / "page.html").write_text(text.replace("</head>", CONTRAST, 1), encoding="utf-8")
+    look = ["--window-size=1280,4000", *(["--force-dark-mode"] if scheme == "dark" else [])]
+    found = chromium(tmp_path, *look, "--dump-dom", (tmp_path / "page.html").as_uri())
+    assert f'data-found="{scheme}|true|"' in found, found[found.index("data-found") :][:300]

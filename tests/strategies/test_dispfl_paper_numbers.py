@@ -167,7 +167,7 @@ def shipped(setting):
     classes = tuple(map(str, range(num_classes)))
     stand_in = Dataset(config.dataset, pixels, labels, pixels[few], labels[few], classes, (0.0,), (1.0,))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(splits, "load_dataset", lambda *_: stand_in)
+        patch.setattr(splits, "load_dataset", lambda *_, **__: stand_in)
         splits._pool.cache_clear()
         counts = [splits.label_counts(data_config(config), k, NUM_CLIENTS)["train"] for k in range(NUM_CLIENTS)]
         splits._pool.cache_clear()

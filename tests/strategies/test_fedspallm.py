@@ -715,3 +715,14 @@ def test_a_packed_model_trusts_nothing(run, tmp_path):
         load_packed(folder)
     with pytest.raises(ValueError, match=r"too early|declares"):
         unpack(part.read_bytes(), 10**6)
+
+
+def test_a_second_round_at_the_same_density_changes_next_to_nothing_and_says_so(run):
+    once, twice = run(), run(num_server_rounds=2)
+    before, after = global_layers(once), global_layers(twice)
+    moved = sum(int((after[key][0] != before[key][0]).sum()) for key in after)
+    assert sum(row["moved"] for row in twice.rounds[-1]["layers"].values()) == moved
+    total = sum(mask.numel() for _, mask in after.values())
+    assert [f"changed {moved:,} of {total:,} weights" in note for note in twice.rounds[-1]["notes"]] == [True]
+    assert not once.rounds[-1].get("notes")
+    assert all("moved" not in row for row in once.rounds[-1]["layers"].values())

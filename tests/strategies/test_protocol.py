@@ -114,8 +114,8 @@ def test_only_a_gate_on_test_data_sees_test_labels(federation, monkeypatch, gate
     """The same data but for the labels of the test images, in a folder of another name."""
     real = splits.load_dataset
 
-    def load(name, data_dir, *more):
-        dataset = real(name, data_dir, *more)
+    def load(name, data_dir, *more, **how):
+        dataset = real(name, data_dir, *more, **how)
         if data_dir != "/other-test-labels":
             return dataset
         return replace(dataset, test_labels=np.random.default_rng(0).permutation(dataset.test_labels))

@@ -7,7 +7,17 @@ from collections.abc import Sequence
 
 from fedprune_app.core.metrics import worst_decile
 from fedprune_app.results import measures
-from fedprune_app.results.figures.common import Figure, Trace, Variant, number_of, row_axis, text_of
+from fedprune_app.results.figures.common import (
+    HEATMAP_UP_TO,
+    Figure,
+    Trace,
+    Variant,
+    class_name,
+    number_of,
+    row_axis,
+    run_name,
+    text_of,
+)
 from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import Group
 
@@ -25,6 +35,18 @@ def accuracies(groups: Sequence[Group]) -> Figure:
     )
 
 
+def by_class(groups: Sequence[Group]) -> Figure:
+    """The figure shows the accuracy of each client on each class."""
+    return Figure(
+        "classes",
+        "Accuracy by class and client",
+        "Accuracy of each client's own model in the last evaluation, on the client's test examples of each class. "
+        "A cell is empty where a client has none.",
+        [variant for group in groups if (variant := _by_class(group, group.runs[0]))],
+        wide=True,
+    )
+
+
 def density_groups(groups: Sequence[Group]) -> Figure:
     """The figure shows the accuracy of each client by its density."""
     return Figure(
@@ -34,6 +56,34 @@ def density_groups(groups: Sequence[Group]) -> Figure:
         "of the same density.",
         _density_group_variants(groups),
     )
+
+
+def _by_class(group: Group, run: Run) -> Variant | None:
+    """Return a view of a run: classes by clients."""
+    rows = [row for row in run.clients if row.get("accuracy_by_class")]
+    last = {int(row["partition"]): row["accuracy_by_class"] for row in rows}  # later rows take the place of earlier
+    if not last:
+        return None
+    step = -(-len(last) // HEATMAP_UP_TO)
+    clients = sorted(last)[::step]
+    classes = sorted({int(label) for found in last.values() for label in found})
+    shares = [[last[client].get(str(label)) for client in clients] for label in classes]
+    trace: Trace = {
+        "type": "heatmap",
+        "x": [str(client) for client in clients],
+        "y": [text_of(class_name(run, label)) for label in classes],
+        "z": [[None if share is None else round(share, 3) for share in row] for row in shares],
+        "zmin": 0,
+        "zmax": 1,
+        "colorbar": {"tickformat": ".0%"},
+        "hovertemplate": "client %{x}, class %{y}<br>%{z:.1%} correct<extra></extra>",
+    }
+    axes = {
+        "xaxis": {"type": "category", "title": {"text": "Client"}},
+        "yaxis": {"type": "category", "title": {"text": "Class"}},
+    }
+    note = f"Shown is one client in {step}." if step > 1 else ""
+    return Variant(run_name(group, run), [trace], axes, note)
 
 
 def _client_variants(groups: Sequence[Group]) -> list[Variant]:

@@ -11,6 +11,7 @@ from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import Group
 
 Trace = dict[str, Any]
+_LONGEST_NAME = 24  # characters of a class
 HEATMAP_UP_TO = 200  # clients a side; more of them would be smaller than a pixel
 
 
@@ -54,6 +55,12 @@ def number_of(count: int, thing: str) -> str:
 def run_name(group: Group, run: Run) -> str:
     """Return the name of a run: its group, and its seed where the group has several."""
     return group.label if len(group.runs) == 1 else f"{group.label} · seed {run.seed}"
+
+
+def class_name(run: Run, label: int) -> str:
+    """Return the name of a class, which is its number where the data have no names."""
+    names = (run.info.get("model") or {}).get("class_names") or []
+    return str(names[label])[:_LONGEST_NAME] if label < len(names) else str(label)
 
 
 def row_axis(groups: Sequence[Group]) -> dict[str, Any]:

@@ -6,8 +6,11 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fedprune_app.results.figures.common import Figure, Trace, Variant, last_table, text_of
+from fedprune_app.results.figures.common import Figure, Trace, Variant, last_table, run_name, text_of
+from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import Group, Statistic
+
+_SMALL_PLOTS = 12  # clients whose masks are shown beside one another
 
 
 def densities(groups: Sequence[Group]) -> Figure:
@@ -17,6 +20,17 @@ def densities(groups: Sequence[Group]) -> Figure:
         "Density by layer",
         "Kept share of each layer in the last evaluation, mean over clients.",
         _layer_variants(groups),
+    )
+
+
+def by_round(groups: Sequence[Group]) -> Figure:
+    """The figure shows how each client's mask changes by layer and round, in small plots beside one another."""
+    return Figure(
+        "mask-layers",
+        "Each client's mask by layer and round",
+        "Kept share of each layer of a client's own model, in the evaluated rounds.",
+        [variant for group in groups if (variant := _by_round(group, group.runs[0]))],
+        wide=True,
     )
 
 
@@ -60,6 +74,45 @@ def _layer_variants(groups: Sequence[Group]) -> list[Variant]:
         "yaxis": {"tickformat": ".0%", "hoverformat": ".1%", "rangemode": "tozero"},
     }
     return [Variant("Layers", traces, layout)] if traces else []
+
+
+def _by_round(group: Group, run: Run) -> Variant | None:
+    """Return a view of a run: a small plot for each of some clients, unless all of them keep all weights."""
+    known: dict[int, dict[int, Mapping[str, float]]] = {}
+    for row in run.clients:
+        if row.get("density_by_layer"):
+            known.setdefault(int(row["partition"]), {})[int(row["round"])] = row["density_by_layer"]
+    if all(share == 1 for rounds in known.values() for shares in rounds.values() for share in shares.values()):
+        return None
+    clients = sorted(known)
+    shown = clients[:: -(-len(clients) // _SMALL_PLOTS)]
+    layers = list(dict.fromkeys(layer for rounds in known.values() for shares in rounds.values() for layer in shares))
+    start = _common_start(layers)
+    names = [text_of(layer.removeprefix(start).removesuffix(".weight")) for layer in layers]
+    traces: list[Trace] = []
+    for number, client in enumerate(shown, start=1):
+        rounds = sorted(known[client])
+        traces.append(
+            {
+                "type": "heatmap",
+                "x": [str(round) for round in rounds],
+                "y": names,
+                "z": [[_rounded(known[client][round].get(layer)) for round in rounds] for layer in layers],
+                "zmin": 0,
+                "zmax": 1,
+                "showscale": number == len(shown),
+                "hovertemplate": f"client {client}, round %{{x}}<br>%{{y}} keeps %{{z:.1%}}<extra></extra>",
+                "colorbar": {"tickformat": ".0%"},
+            }
+            | ({"xaxis": f"x{number}", "yaxis": f"y{number}"} if number > 1 else {})
+        )
+    axes = {"xaxis": {"type": "category", "nticks": 4}, "yaxis": {"type": "category", "autorange": "reversed"}}
+    note = "" if len(shown) == len(clients) else f"Shown are {len(shown)} of {len(clients):,} clients."
+    return Variant(run_name(group, run), traces, axes, note, tuple(f"Client {client}" for client in shown))
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
 
 
 def _common_start(names: Sequence[str]) -> str:

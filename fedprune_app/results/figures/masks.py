@@ -6,9 +6,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedprune_app.results.figures.common import HEATMAP_UP_TO, Figure, Trace, Variant, number_of, run_name, text_of
-from fedprune_app.results.similarity import Comparison, compare
+from fedprune_app.results.figures.common import (
+    HEATMAP_UP_TO,
+    Figure,
+    Trace,
+    Variant,
+    class_name,
+    number_of,
+    run_name,
+    text_of,
+)
+from fedprune_app.results.reader import Masks, Run
+from fedprune_app.results.similarity import Comparison, compare, projected
 from fedprune_app.results.tables import Group
+
+_NAMED = 12  # neighbours of a client
 
 
 def similarity(groups: Sequence[Group]) -> Figure:
@@ -19,6 +31,18 @@ def similarity(groups: Sequence[Group]) -> Figure:
         "Each two clients: cosine of their training label counts, and the share of coordinates in which their "
         "masks agree. In both, clients with alike labels stand side by side.",
         _mask_variants(groups),
+        wide=True,
+    )
+
+
+def neighbourhood(groups: Sequence[Group]) -> Figure:
+    """The figure is a map of the clients by their masks, with the links over which they exchange models."""
+    return Figure(
+        "neighbourhood",
+        "Who is like whom",
+        "Each point is a client. Clients with alike masks are near each other: the map is a projection of all mask "
+        "distances to two dimensions, by classical multidimensional scaling.",
+        [_map(group, run, run.masks) for group in groups for run in group.runs if run.masks and _apart(run.masks)],
         wide=True,
     )
 
@@ -72,6 +96,57 @@ def _mask_variant(name: str, found: Comparison) -> Variant:
         note += f" Shown is one client in {step}."
     axes = {"xaxis": {"type": "category"}, "yaxis": {"type": "category", "autorange": "reversed"}}
     return Variant(name, traces, axes, note, tuple(panels))
+
+
+def _apart(masks: Masks) -> bool:
+    return len(masks.clients) > 2 and bool(masks.distance.any())
+
+
+def _map(group: Group, run: Run, masks: Masks) -> Variant:
+    """Return a view of a run: points for clients, and lines for the links of the last round."""
+    places, explained = projected(masks.distance)
+    spot = dict(zip(masks.clients, places.round(4).tolist(), strict=True))
+    x: list[float | None] = []
+    y: list[float | None] = []
+    pairs = {tuple(sorted((client, sender))) for client, senders in masks.links.items() for sender in senders}
+    for first, second in sorted(pairs):
+        if first in spot and second in spot:
+            x += [spot[first][0], spot[second][0], None]
+            y += [spot[first][1], spot[second][1], None]
+    lines: list[Trace] = [{"type": "scatter", "link": True, "x": x, "y": y, "mode": "lines", "hoverinfo": "skip"}]
+    partition = {int(row["partition"]): row.get("train") or [] for row in run.info.get("partition") or ()}
+    points: Trace = {
+        "type": "scatter",
+        "node": True,
+        "x": [at[0] for at in spot.values()],
+        "y": [at[1] for at in spot.values()],
+        "mode": "markers+text",
+        "text": [str(client) for client in spot],
+        "textposition": "top center",
+        "customdata": [text_of(_about(run, client, masks, partition.get(client, []))) for client in spot],
+        "hovertemplate": "client %{text}%{customdata}<extra></extra>",
+    }
+    hidden = {"showticklabels": False, "showgrid": False, "showline": False}
+    layout = {"xaxis": hidden, "yaxis": hidden | {"scaleanchor": "x"}, "hovermode": "closest"}
+    note = f"Two dimensions hold {explained:.0%} of the distances between masks after round {masks.round}."
+    if pairs:
+        note += " A line joins two clients of which one received the other's model in that round."
+    return Variant(run_name(group, run), [*(lines if x else []), points], layout, note)
+
+
+def _about(run: Run, client: int, masks: Masks, counts: Sequence[int]) -> str:
+    """Return what the map says of a client: its most frequent class, its nearest client, and its neighbours."""
+    words = ""
+    if any(counts):
+        words += f", mostly class {class_name(run, int(np.argmax(counts)))}"
+    at = masks.clients.index(client)
+    row = masks.distance[at].copy()
+    row[at] = np.inf
+    nearest = int(row.argmin())
+    words += f", nearest: client {masks.clients[nearest]} at {row[nearest]:.3f}"
+    if senders := masks.links.get(client):
+        words += f", received from {', '.join(map(str, senders[:_NAMED]))}{' ...' if len(senders) > _NAMED else ''}"
+    return words
 
 
 def _agreement_variants(groups: Sequence[Group]) -> list[Variant]:

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from fedprune_app.results.figures.common import Figure, Trace, Variant
+from fedprune_app.results.figures.common import Figure, Trace, Variant, class_name
+from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import Group
 
 
@@ -41,10 +42,21 @@ def _partition_variants(groups: Sequence[Group]) -> list[Variant]:
         trace: Trace = {
             "type": "heatmap",
             "x": [row["partition"] for row in rows],
-            "y": list(range(classes)),
+            "y": _class_names(run, classes),
             "z": counts,  # (classes, clients)
             "hovertemplate": "client %{x}, class %{y}: %{z} examples<extra></extra>",
         }
         axis: dict[str, Any] = {"title": {"text": "Class"}} | ({"dtick": 1} if classes <= 20 else {})
+        axis |= {"type": "category", "automargin": True} if _named(run, classes) else {}
         views[repr(rows)] = Variant(title, [trace], {"xaxis": {"title": {"text": "Client"}}, "yaxis": axis})
     return list(views.values())
+
+
+def _named(run: Run, classes: int) -> list[str]:
+    """Return the names of the classes, none where they are numbers."""
+    names = (run.info.get("model") or {}).get("class_names") or []
+    return [class_name(run, label) for label in range(classes)] if len(names) == classes else []
+
+
+def _class_names(run: Run, classes: int) -> list[str] | list[int]:
+    return _named(run, classes) or list(range(classes))

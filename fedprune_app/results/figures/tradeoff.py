@@ -16,7 +16,8 @@ def tradeoff(groups: Sequence[Group]) -> Figure:
         "tradeoff",
         "What accuracy costs",
         "One point per setting at the end of the run: the main number against what was spent for it. A line joins "
-        "the settings of a system; bars are standard deviations over seeds.",
+        "the settings of a system; bars are standard deviations over seeds. The dotted line is the front: a pale point "
+        "is behind, since another setting is at least as accurate for no more.",
         _tradeoff_variants(groups),
     )
 
@@ -52,14 +53,32 @@ def _tradeoff_variants(groups: Sequence[Group]) -> list[Variant]:
             traces.append(point)
         if len(traces) < 2:
             continue
+        every = [point for of_system in points.values() for point in of_system]
+        front = _front([(spent, reached) for spent, reached, _ in every])
+        for trace in traces:
+            if trace["mode"] == "markers" and (trace["x"][0], trace["y"][0]) not in front:
+                trace["dominated"] = True
         for of_system in points.values():
             x, y, indices = zip(*sorted(of_system), strict=True)
             if len(x) > 1:
                 line = {"type": "scatter", "series": indices[0], "x": x, "y": y, "mode": "lines", "thin": True}
                 traces.insert(0, line | {"hoverinfo": "skip"})
+        if len(front) > 1:
+            x, y = zip(*front, strict=True)
+            line = {"type": "scatter", "x": x, "y": y, "mode": "lines", "front": True, "hoverinfo": "skip"}
+            traces.insert(0, line)
         layout = {"xaxis": {"title": {"text": axis}, "rangemode": "tozero"}, "yaxis": {"tickformat": ".0%"}}
         variants.append(Variant(title, traces, layout | {"hovermode": "closest"}))
     return variants
+
+
+def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points (spent, reached), by what was spent, of which no other reaches as much for as little."""
+    front: list[tuple[float, float]] = []
+    for spent, reached in sorted(set(points), key=lambda point: (point[0], -point[1])):
+        if not front or reached > front[-1][1]:
+            front.append((spent, reached))
+    return front
 
 
 def _total_megabytes(run: Run) -> float | None:

@@ -1,0 +1,287 @@
+"""The data behind docs/evidence.md: finished runs become rows, and rows become the tables of the page.
+
+    python benchmarks/evidence.py add dispfl-scarce runs/scarce/*     # rows of finished runs, each once
+    python benchmarks/evidence.py write                               # the tables between the page's marks
+
+A run is a row of docs/data/evidence/NAME.csv, with its settings, hash and commit; NAME.clients.csv has the accuracy of
+each client after the last round, and NAME.rounds.csv the course of the run. A claim compares two settings: client by
+client of the same seed, with a paired bootstrap over all pairs, and seed by seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedprune_app.config import DEFAULTS, OPTIONS
+from fedprune_app.results.differences import Difference, Paired, difference
+from fedprune_app.results.measures import MEGABYTE
+from fedprune_app.results.reader import Run, load_run
+
+ROOT = Path(__file__).parents[1]
+DATA, PAGE = ROOT / "docs" / "data" / "evidence", ROOT / "docs" / "evidence.md"
+Row = dict[str, str]
+COLUMNS = (
+    "system", "settings", "seed", "clients", "rounds", "personal", "worst_decile", "received", "global",
+    "megabytes_up", "megabytes_down", "peer_megabytes", "busiest_megabytes_per_round", "teraflops", "minutes",
+    "final_sha256", "git_hash",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim says that ``better`` beats ``worse``, or with ``margin`` that it is no more than so many points behind.
+
+    Both are settings that a row must have, such as ``{"system": "dispfl", "density": 0.5}``. ``seeds`` is the number of
+    seeds that was decided on before the first run.
+    """
+
+    name: str
+    source: str
+    text: str
+    data: str
+    better: Mapping[str, Any]
+    worse: Mapping[str, Any]
+    seeds: int = 3
+    margin: float = 0.0
+
+
+def _dispfl(**more: Any) -> dict[str, Any]:
+    return {"system": "dispfl", **{key.replace("_", "."): value for key, value in more.items()}}
+
+
+SCARCE, DPSGD_FT = "dispfl-scarce", {"system": "dpsgd-ft"}
+CLAIMS = (
+    Claim(
+        "1a", "Dis-PFL, Table 1", "Dis-PFL at density 0.5 is more accurate than training alone", SCARCE,
+        _dispfl(density=0.5), {"system": "standalone"},
+    ),
+    Claim(
+        "1b", "Dis-PFL, Table 1", "D-PSGD-FT is more accurate than training alone", SCARCE,
+        DPSGD_FT, {"system": "standalone"},
+    ),
+    Claim(
+        "1c", "Dis-PFL, Tables 1 and 3",
+        "Dis-PFL at density 0.5, with half the traffic, is at most one point behind D-PSGD-FT", SCARCE,
+        _dispfl(density=0.5), DPSGD_FT, margin=1.0,
+    ),
+    Claim(
+        "1d", "Dis-PFL, Figure 4", "Dis-PFL at density 0.8 is at most one point behind D-PSGD-FT", SCARCE,
+        _dispfl(density=0.8), DPSGD_FT, margin=1.0,
+    ),
+    Claim(
+        "1e", "Dis-PFL, Algorithm 2", "Growth by gradient is more accurate than growth at random, density 0.5", SCARCE,
+        _dispfl(density=0.5), _dispfl(density=0.5, dispfl_growth="random"),
+    ),
+)  # fmt: skip
+
+
+# --- from runs to rows ----------------------------------------------------------------------------------------------
+
+
+def settings_of(run: Run) -> dict[str, Any]:
+    """The settings that are not the default, and change what is computed, but for the seed."""
+    given = {key: value for key, value in run.config.items() if key in OPTIONS and OPTIONS[key].changes_results}
+    return {key: value for key, value in given.items() if value != DEFAULTS[key] and key not in ("seed", "data-dir")}
+
+
+def row_of(run: Run) -> Row:
+    """One finished run as a row; ``ValueError`` for one that did not complete."""
+    if run.info["status"] != "completed":
+        raise ValueError(f"{run.folder} is {run.info['status']}, allowed: a run that has completed")
+    rows = run.rounds
+
+    def total(key: str, scale: float = MEGABYTE) -> float:
+        return sum(row.get(key) or 0 for row in rows) / scale
+
+    settings = settings_of(run)
+    found = {
+        "system": run.info["system"],
+        "settings": json.dumps(settings, sort_keys=True),
+        "seed": run.seed,
+        "clients": len(run.info["partition"]),
+        "rounds": run.info["rounds_completed"],
+        "personal": _percent(run.last("accuracy_personal_mean")),
+        "worst_decile": _percent(run.last("accuracy_personal_worst_decile")),
+        "received": _percent(run.last("accuracy_received_mean")),
+        "global": _percent(run.last("accuracy_global")),
+        "megabytes_up": f"{total('bytes_up'):.2f}",
+        "megabytes_down": f"{total('bytes_down'):.2f}",
+        "peer_megabytes": f"{total('peer_bytes'):.2f}",
+        "busiest_megabytes_per_round": f"{total('busiest_node_bytes') / max(1, len(rows)):.4f}",
+        "teraflops": f"{total('flops', 1e12):.2f}",
+        "minutes": f"{run.info['seconds'] / 60:.1f}",
+        "final_sha256": run.info["final_sha256"],
+        "git_hash": run.info["git_hash"] or "",
+    }
+    return {key: str(found[key]) for key in COLUMNS}
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.2f}"
+
+
+def add(name: str, folders: Iterable[Path]) -> int:
+    """Add the runs that are not yet rows, and return how many there were."""
+    known = {row["final_sha256"] + row["settings"] for row in read(name)}
+    added = 0
+    for folder in folders:
+        run = load_run(folder)
+        row = row_of(run)
+        if row["final_sha256"] + row["settings"] in known:
+            continue
+        key = {"system": row["system"], "settings": row["settings"], "seed": row["seed"]}
+        last = max((each["round"] for each in run.clients if each.get("accuracy_personal") is not None), default=0)
+        clients = [
+            {**key, "client": str(each["partition"]), "personal": f"{each['accuracy_personal']:.4f}"}
+            for each in run.clients
+            if each["round"] == last and each.get("accuracy_personal") is not None
+        ]
+        course = [
+            {**key, "round": str(each["round"]), "personal": _percent(each["accuracy_personal_mean"])}
+            for each in run.rounds
+            if each.get("accuracy_personal_mean") is not None
+        ]
+        _append(name, [row])
+        _append(f"{name}.clients", clients)
+        _append(f"{name}.rounds", course)
+        added += 1
+    return added
+
+
+def _append(name: str, rows: Sequence[Row]) -> None:
+    path = DATA / f"{name}.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def read(name: str) -> list[Row]:
+    """The rows of a data file, none where there is no file."""
+    path = DATA / f"{name}.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# --- from rows to the page ------------------------------------------------------------------------------------------
+
+
+def chosen(rows: Iterable[Row], wanted: Mapping[str, Any]) -> list[Row]:
+    """The rows of a system with these settings; a table's setting that is not wanted is at its default."""
+    found = []
+    for row in rows:
+        settings = {**json.loads(row["settings"]), "system": row["system"]}
+        own = {key for key in settings if key.partition(".")[0] == row["system"] and "neighbours" not in key}
+        if all(settings.get(key, DEFAULTS.get(key)) == value for key, value in wanted.items()) and own <= {*wanted}:
+            found.append(row)
+    return found
+
+
+def paired(name: str, rows: Sequence[Row]) -> Paired:
+    """By seed and client: the accuracies of the rows' clients."""
+    wanted = {(row["settings"], row["system"], row["seed"]) for row in rows}
+    return {
+        (int(row["seed"]), int(row["client"])): float(row["personal"])
+        for row in read(f"{name}.clients")
+        if (row["settings"], row["system"], row["seed"]) in wanted
+    }
+
+
+def verdict(claim: Claim, apart: Difference | None, by_seed: Sequence[float]) -> str:
+    """Shown or refuted where the interval and every seed say so, else undecided; open while seeds are missing."""
+    if apart is None or len(by_seed) < claim.seeds:
+        return f"open: {len(by_seed)} of {claim.seeds} seeds"
+    floor = -claim.margin / 100
+    if apart.low > floor and min(by_seed) > floor:
+        return "shown"
+    if apart.high < floor and max(by_seed) < floor:
+        return "refuted"
+    return "undecided"
+
+
+def compared(claim: Claim) -> tuple[Difference | None, list[float]]:
+    """How far ``better`` is ahead, and the mean of each seed that both have."""
+    rows = read(claim.data)
+    first, second = (paired(claim.data, chosen(rows, side)) for side in (claim.better, claim.worse))
+    seeds = sorted({seed for seed, _ in first} & {seed for seed, _ in second})
+    means = []
+    for seed in seeds:
+        both = [key for key in first if key[0] == seed and key in second]
+        means.append(sum(first[key] - second[key] for key in both) / len(both))
+    return difference(first, second), means
+
+
+def claims_table() -> str:
+    """All claims with their differences and verdicts."""
+    lines = [
+        "| | claim | from | difference, points | 95 % | by seed | verdict |",
+        "| --- | --- | --- | ---: | --- | --- | --- |",
+    ]
+    for claim in CLAIMS:
+        apart, by_seed = compared(claim)
+        numbers = ("–", "–", "–")
+        if apart is not None:
+            interval = f"{100 * apart.low:+.2f} to {100 * apart.high:+.2f}"
+            numbers = f"{100 * apart.mean:+.2f}", interval, ", ".join(f"{100 * mean:+.2f}" for mean in by_seed)
+        cells = [claim.name, claim.text, claim.source, *numbers, verdict(claim, apart, by_seed)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def runs_table(name: str) -> str:
+    """All rows of a data file, with those settings in which the rows of one system differ."""
+    rows = sorted(read(name), key=lambda row: (row["system"], row["settings"], int(row["seed"])))
+    lines = [
+        "| system | settings | seed | personal | worst tenth | received | busiest node, MB/round | minutes |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    numbers = ("seed", "personal", "worst_decile", "received", "busiest_megabytes_per_round", "minutes")
+    for row in rows:
+        of_system = [json.loads(other["settings"]) for other in rows if other["system"] == row["system"]]
+        keys = sorted({key for settings in of_system for key in settings})
+        values = {key: {json.dumps(each.get(key, DEFAULTS[key])) for each in of_system} for key in keys}
+        own = json.loads(row["settings"])
+        differing = [f"`{key}={own.get(key, DEFAULTS[key])}`" for key in keys if len(values[key]) > 1]
+        cells = [row["system"], ", ".join(differing) or "–", *(row[number] or "–" for number in numbers)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def written(text: str) -> str:
+    """The page with its tables made anew: each stands between ``<!-- NAME -->`` and ``<!-- end -->``."""
+
+    def table(found: re.Match[str]) -> str:
+        name = found[1]
+        made = claims_table() if name == "claims" else runs_table(name.removeprefix("runs "))
+        return f"<!-- {name} -->\n\n{made}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- (claims|runs [\w-]+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    adding = commands.add_parser("add")
+    adding.add_argument("name")
+    adding.add_argument("runs", nargs="+", type=Path)
+    commands.add_parser("write")
+    given = parser.parse_args()
+    if given.command == "add":
+        print(f"{add(given.name, given.runs)} rows added")
+    PAGE.write_text(written(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()

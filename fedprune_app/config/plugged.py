@@ -1,0 +1,83 @@
+"""Tables of options that a plug-in declares while the program runs.
+
+A run has the table of its own system, as ``config.own``. Flower refuses keys that the app's pyproject.toml does not
+declare, so such options travel as JSON in the one declared key ``plugin-options``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+
+from fedprune_app.config.common import Table
+from fedprune_app.config.config import OPTIONS, Config, flat, register_keys
+from fedprune_app.config.errors import ConfigError
+from fedprune_app.config.options import Scalar
+
+_TABLES: dict[str, type[Table]] = {}
+"""By system of a plug-in: its table."""
+uses_of: dict[str, tuple[str, ...]] = {}
+"""By system of a plug-in: the keys and tables of other systems that it reads as well."""
+CARRIER = "plugin-options"
+
+
+def register_table(system: str, kind: type[Table]) -> None:
+    """Declare the options of a plug-in's ``system``.
+
+    Their table has the name that the class gives it, or else the name of the system. Systems may share a table. Raises
+    :class:`ConfigError` for a class that is no frozen dataclass of options, and for a name that is taken.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Table) and is_dataclass(kind)):
+        raise ConfigError(f"options of system {system!r} is {kind!r}, allowed: a frozen dataclass that extends Table")
+    kind.name = kind.name or system
+    if kind.name in {item.name.replace("_", "-") for item in fields(Config)}:
+        raise ConfigError(f"system {system!r} has a table {kind.name!r} of options, allowed: a name that no table has")
+    _TABLES[system] = kind
+    systems = tuple(name for name, each in _TABLES.items() if each is kind)
+    prefix = f"{kind.name}."
+    register_keys(
+        prefix, {key: replace(each, needs={"system": systems, **each.needs}) for key, _, each in flat(kind(), prefix)}
+    )
+
+
+def table_of(system: object) -> Table:
+    """Return the default options of a plug-in's system; an empty table for any other."""
+    return _TABLES.get(str(system), Table)()
+
+
+def is_used(system: str, key: str) -> bool:
+    """Return whether a plug-in's ``system`` says that it reads the option ``key`` of another system."""
+    return not {key, key.rpartition(".")[0]}.isdisjoint(uses_of.get(system, ()))
+
+
+def without_carrier(values: Mapping[str, object]) -> dict[str, object]:
+    """Return ``values`` with the options that ``plugin-options`` carries under keys of their own."""
+    text = values.get(CARRIER)
+    rest = {key: value for key, value in values.items() if key != CARRIER}
+    if not text:
+        return rest
+    try:
+        carried = json.loads(str(text))
+    except ValueError:
+        carried = None
+    if not isinstance(carried, dict):
+        raise ConfigError(f"{CARRIER} is {text!r}, allowed: a JSON object such as '{{\"my-system.mu\": 0.1}}'")
+    tables = {kind.name for kind in _TABLES.values()}
+    for key in carried:
+        if key.rpartition(".")[0] not in tables:
+            allowed = ", ".join(each for each in OPTIONS if each.rpartition(".")[0] in tables) or "none here"
+            raise ConfigError(f"{CARRIER} has the key {key!r}, allowed: the options of plug-ins, {allowed}")
+        if key in rest:
+            raise ConfigError(f"{key} is given by itself and in {CARRIER}, allowed: one of them")
+    return {**rest, **carried}
+
+
+def with_carrier(config: Config) -> dict[str, Scalar]:
+    """Return the flat form of a configuration in declared keys alone, as Flower takes it."""
+    values = config.to_dict()
+    prefix = f"{config.own.name}."
+    carried = {key: value for key, value in values.items() if config.own.name and key.startswith(prefix)}
+    if not carried:
+        return values
+    return {**{key: value for key, value in values.items() if key not in carried}, CARRIER: json.dumps(carried)}

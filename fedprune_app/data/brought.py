@@ -1,0 +1,187 @@
+"""Datasets and partitions that plug-ins bring: what their functions return is checked and made the product's own.
+
+A function that loads a dataset is called with the key ``data-dir`` and returns one of these:
+
+* a :class:`~fedprune_app.data.datasets.Dataset`;
+* a pair of a training part and a test part, of which the test part may be None;
+* a mapping with the parts "train" and "test", as Hugging Face's DatasetDict is one.
+
+A part is a pair of arrays (examples, labels), or a dataset in the manner of PyTorch whose items are (example, label),
+or a ``datasets.Dataset`` of Hugging Face with an image column and a label column. Examples are images of 8 bits as
+(H, W), (H, W, C) or (C, H, W) with 1 or 3 channels, images of Pillow, or floating-point numbers: (C, H, W), or (F,) for
+a row of a table, which becomes an image of F channels and one pixel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedprune_app.data.datasets import Dataset, Labels, channel_stats, missing
+from fedprune_app.data.partitions import Indices
+
+_CHANNELS = (1, 3)
+Part = tuple[NDArray[Any], Labels, tuple[str, ...]]
+"""These are examples of shape (N, C, H, W), labels, and the names of the classes if the part knows them."""
+
+
+def dataset(name: str, load: Callable[[str], Any], data_dir: str, *, needs_test: bool, public_scale: bool) -> Dataset:
+    """Return what the function ``load`` of a plug-in returns for ``data_dir``, as a dataset called ``name``.
+
+    Examples are normalised by the statistics of the training part. With ``public_scale`` they are not: images are
+    scaled to [-1, 1], and numbers stay as they are. Raises ``ValueError`` in one line.
+    """
+    try:
+        found = load(data_dir)
+    except Exception as error:  # a user's function raises what it likes
+        raise ValueError(f"dataset '{name}' cannot be loaded: {type(error).__name__}: {error}") from error
+    if isinstance(found, Dataset):
+        return found
+    parts = [found.get("train"), found.get("test")] if isinstance(found, Mapping) else found
+    if not isinstance(parts, Sequence) or len(parts) != 2 or parts[0] is None:
+        raise _wrong(name, f"returns a {type(found).__name__}", "a pair of training and test part, or a Dataset")
+    if parts[1] is None and needs_test:
+        raise _wrong(name, "has no test part", "one with a test part, or test-split 'holdout'")
+    train = _part(name, "training", parts[0])
+    test = (train[0][:0], train[1][:0], ()) if parts[1] is None else _part(name, "test", parts[1])
+    if train[0].shape[1:] != test[0].shape[1:] or train[0].dtype != test[0].dtype:
+        shapes = f"examples of {train[0].shape[1:]} {train[0].dtype} and {test[0].shape[1:]} {test[0].dtype}"
+        raise _wrong(name, f"has training and test {shapes}", "parts of one shape and type")
+    highest = int(max(train[1].max(), test[1].max(initial=0)))
+    classes = train[2] or test[2] or tuple(str(label) for label in range(max(highest + 1, 2)))
+    if highest >= len(classes):
+        raise _wrong(name, f"has the label {highest}", f"labels of its {len(classes)} classes")
+    mean, std = scale(train[0], public_scale)
+    return Dataset(name, train[0], train[1], test[0], test[1], classes, mean, std)
+
+
+def on_disk(folder: Path, *, needs_test: bool, public_scale: bool) -> Dataset:
+    """Return the dataset that Hugging Face's ``save_to_disk`` wrote into ``folder``: with the splits train and test.
+
+    Raises ``ValueError`` in one line.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise ValueError("dataset 'huggingface' needs Hugging Face's datasets: install fedprune[data]") from None
+    markers = ("dataset_dict.json", "state.json")
+    if not any((folder / marker).is_file() for marker in markers):
+        raise ValueError(missing("huggingface", folder, "what save_to_disk wrote", Path(markers[0])))
+    datasets.disable_progress_bars()
+
+    def load(data_dir: str) -> Any:
+        found = datasets.load_from_disk(data_dir)
+        return found if isinstance(found, Mapping) else (found, None)
+
+    return dataset("huggingface", load, str(folder), needs_test=needs_test, public_scale=public_scale)
+
+
+def dealt(
+    name: str, deal: Callable[..., Any], labels: Labels, num_clients: int, rng: np.random.Generator
+) -> list[Indices]:
+    """Return the indices that the function ``deal`` of a plug-in gives to each client. Raises ``ValueError``."""
+    try:
+        parts = [np.sort(np.asarray(part, dtype=np.int64)) for part in deal(labels, num_clients, rng)]
+    except Exception as error:  # as above
+        raise ValueError(f"partition '{name}' fails: {type(error).__name__}: {error}") from error
+    if len(parts) != num_clients:
+        raise ValueError(f"partition '{name}' returns {len(parts)} parts, allowed: one per client, {num_clients}")
+    for client, part in enumerate(parts):
+        if not len(part) or part[0] < 0 or part[-1] >= len(labels):
+            found = f"indices from {part[0]} to {part[-1]}" if len(part) else "nothing"
+            allowed = f"0 to {len(labels) - 1}" if len(part) else "at least one example for each client"
+            raise ValueError(f"partition '{name}' gives client {client} {found}, allowed: {allowed}")
+    together = np.concatenate(parts)
+    if len(np.unique(together)) < len(together):
+        raise ValueError(f"partition '{name}' gives an example to two clients, or twice, allowed: each to one client")
+    return parts
+
+
+def _wrong(name: str, found: str, allowed: str) -> ValueError:
+    return ValueError(f"dataset '{name}' {found}, allowed: {allowed}")
+
+
+def _part(name: str, which: str, part: Any) -> Part:
+    is_pair = isinstance(part, tuple | list) and len(part) == 2 and hasattr(part[0], "shape")
+    examples, labels, classes = (*part, ()) if is_pair else _items(name, which, part)
+    examples, labels = np.asarray(examples), np.asarray(labels)
+    if labels.ndim != 1 or len(labels) != len(examples) or not len(labels):
+        raise _wrong(
+            name, f"has {len(labels)} {which} labels for {len(examples)} examples", "one label for each, at least one"
+        )
+    if not np.issubdtype(labels.dtype, np.integer):
+        raise _wrong(name, f"has {which} labels of type {labels.dtype}", "whole numbers from 0 on")
+    if labels.min() < 0:
+        raise _wrong(name, f"has the {which} label {labels.min()}", "whole numbers from 0 on")
+    return _four_dimensions(name, which, examples), labels.astype(np.int64), tuple(map(str, classes))
+
+
+def _items(name: str, which: str, part: Any) -> tuple[NDArray[Any], Labels, Iterable[str]]:
+    """Read a dataset item by item: PyTorch's gives pairs, Hugging Face's mappings."""
+    try:
+        items = [part[i] for i in range(len(part))]
+        first = items[0]
+    except Exception as error:  # as above
+        raise _unreadable(name, which, part) from error
+    columns: tuple[Any, Any] = (0, 1)
+    if isinstance(first, Mapping):
+        by_kind = {type(feature).__name__: column for column, feature in getattr(part, "features", {}).items()}
+        columns = by_kind.get("Image", "image"), by_kind.get("ClassLabel", "label")
+        for column in columns:
+            if column not in first:
+                raise _wrong(name, f"has the {which} columns {', '.join(first)}", "an image and a label column")
+    label_feature = getattr(part, "features", {}).get(columns[1]) if isinstance(first, Mapping) else None
+    classes = getattr(part, "classes", None) or getattr(label_feature, "names", None) or ()
+    try:
+        examples = [_channels_first(np.asarray(item[columns[0]])) for item in items]
+        labels = np.array([int(item[columns[1]]) for item in items], dtype=np.int64)
+    except (TypeError, ValueError, IndexError, KeyError) as error:
+        raise _unreadable(name, which, part) from error
+    if len({example.shape for example in examples}) > 1:
+        raise _wrong(name, f"has {which} examples of several sizes", "examples of one size")
+    return np.stack(examples), labels, classes
+
+
+def _unreadable(name: str, which: str, part: Any) -> ValueError:
+    found = f"has a {which} part of type {type(part).__name__}, whose items cannot be read"
+    allowed = "a function that returns ((X, y), (X_test, y_test)) of arrays, or two datasets of (example, label)"
+    return _wrong(name, found, allowed)
+
+
+def _channels_first(image: NDArray[Any]) -> NDArray[Any]:
+    """Return one example with its channels first; Pillow's images have them last."""
+    is_last = image.ndim == 3 and image.shape[2] in _CHANNELS and image.shape[0] not in _CHANNELS
+    return image.transpose(2, 0, 1) if is_last else image
+
+
+def _four_dimensions(name: str, which: str, examples: NDArray[Any]) -> NDArray[Any]:
+    if examples.dtype == np.uint8 and examples.ndim in (3, 4):
+        if examples.ndim == 3:
+            return examples[:, None]
+        if examples.shape[1] in _CHANNELS:
+            return examples
+        if examples.shape[3] in _CHANNELS:
+            return np.ascontiguousarray(examples.transpose(0, 3, 1, 2))
+    elif np.issubdtype(examples.dtype, np.floating) and examples.ndim in (2, 4):
+        numbers = examples.astype(np.float32)
+        if not np.isfinite(numbers).all():
+            raise _wrong(name, f"has {which} examples with NaN or infinity", "finite numbers")
+        return numbers[:, :, None, None] if numbers.ndim == 2 else numbers
+    found = f"{which} examples of shape {examples.shape} and type {examples.dtype}"
+    raise _wrong(name, f"has {found}", "uint8 images with 1 or 3 channels, or floating-point (N, C, H, W) or (N, F)")
+
+
+def scale(examples: NDArray[Any], public_scale: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the mean and the standard deviation by channel that examples are normalised with."""
+    channels = examples.shape[1]
+    if examples.dtype == np.uint8:
+        return ((0.5,) * channels, (0.5,) * channels) if public_scale else channel_stats(examples)
+    if public_scale:
+        return (0.0,) * channels, (1.0,) * channels
+    wide = examples.astype(np.float64)
+    mean, std = wide.mean(axis=(0, 2, 3)), wide.std(axis=(0, 2, 3))
+    return tuple(map(float, mean)), tuple(float(each) or 1.0 for each in std)

@@ -1,0 +1,73 @@
+"""LEAF's FEMNIST: handwritten characters by writer, from the files that LEAF's scripts make.
+
+Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018. ``data-dir/train/*.json`` and ``data-dir/test/*.json``
+have the lists ``users`` and ``num_samples``, and ``user_data``: for each user ``x``, images of 784 numbers from 0
+(black) to 1 (white), and ``y``, labels from 0 to 61.
+"""
+
+from __future__ import annotations
+
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedprune_app.data.brought import scale
+from fedprune_app.data.datasets import Dataset, Images, Labels, missing, owned_by, visible
+
+CLASSES = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
+_SIDE = 28
+
+
+def femnist(folder: Path, *, public_scale: bool) -> Dataset:
+    """Read FEMNIST with its writers, who are the owners of its images.
+
+    Images are normalised by the statistics of the training images, or to [-1, 1] with ``public_scale``. Raises a
+    one-line ``ValueError``.
+    """
+    parts = {part: _read(folder, part) for part in ("train", "test")}
+    (images, labels, writers), (test_images, test_labels, test_writers) = parts["train"], parts["test"]
+    owners = owned_by([*writers, *test_writers])
+    return Dataset(
+        "femnist",
+        *(images, labels, test_images, test_labels, CLASSES, *scale(images, public_scale)),
+        owners=owners[: len(writers)],
+        test_owners=owners[len(writers) :],
+    )
+
+
+def _read(folder: Path, part: str) -> tuple[Images, Labels, list[str]]:
+    files = [Path(item.path) for item in visible(folder / part) if item.name.endswith(".json")]
+    if not files:
+        raise ValueError(missing("femnist", folder, f"{part}/*.json (of LEAF's preprocess.sh)", Path(part)))
+    images, labels, writers = [], [], []
+    for path in files:
+        for writer, own in _users(path):
+            pixels, own_labels = _checked(path, writer, own)
+            images.append(pixels)
+            labels.append(own_labels)
+            writers += [writer] * len(own_labels)
+    return np.concatenate(images), np.concatenate(labels), writers
+
+
+def _users(path: Path) -> list[tuple[str, Any]]:
+    try:
+        found = json.loads(path.read_bytes())
+        return [(str(writer), found["user_data"][writer]) for writer in found["users"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"'{path}' is no file of LEAF's ({type(error).__name__})") from None
+
+
+def _checked(path: Path, writer: str, own: Any) -> tuple[Images, Labels]:
+    try:
+        pixels = np.asarray(own["x"], dtype=np.float64).reshape(-1, 1, _SIDE, _SIDE)
+        labels = np.asarray(own["y"], dtype=np.int64)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"'{path}': the images of user '{writer}' cannot be read ({type(error).__name__})") from None
+    in_range = not len(pixels) or (pixels.min() >= 0 and pixels.max() <= 1)  # False for NaN
+    if labels.shape != (len(pixels),) or not in_range or (len(labels) and not 0 <= labels.min() <= labels.max() < 62):
+        allowed = "as many labels from 0 to 61 as images of numbers from 0 to 1"
+        raise ValueError(f"'{path}': the images of user '{writer}' do not fit, allowed: {allowed}")
+    return np.rint(pixels * 255).astype(np.uint8), labels

@@ -1,0 +1,118 @@
+"""Tables of numbers: CSV or Parquet files with a column of labels, for networks of linear layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedprune_app.data.brought import scale
+from fedprune_app.data.datasets import Dataset, missing, owned_by
+
+if TYPE_CHECKING:
+    import pandas
+
+_SUFFIXES = (".csv", ".parquet")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """These are the names of a table's columns that hold no feature; ``owner`` is empty where nobody owns rows."""
+
+    label: str = "label"
+    owner: str = ""
+
+
+def table(
+    folder: Path, columns: Columns, fixed: tuple[str, ...] = (), *, needs_test: bool, public_scale: bool
+) -> Dataset:
+    """Read ``folder/train.csv`` and ``folder/test.csv``, or Parquet files of these names.
+
+    Each row is an example. All columns but the label's and the owner's are features, in the order of the training
+    file. They are numbers, which are normalised by the mean and the standard deviation of the training rows. With
+    ``public_scale`` they stay as they are. The classes are the different labels in order, or ``fixed``. Raises a
+    one-line ``ValueError`` naming the file and the column.
+    """
+    files = {part: _file(folder, part) for part in ("train", "test")}
+    if files["train"] is None or (needs_test and files["test"] is None):
+        part = "train" if files["train"] is None else "test"
+        advice = "; test-split=holdout holds out a share of each client's rows" if part == "test" else ""
+        raise ValueError(missing("table", folder, f"{part}.csv or {part}.parquet", Path(f"{part}.csv"), advice))
+    frames = {part: _read(path) for part, path in files.items() if path is not None}
+    train = frames["train"]
+    features = [name for name in train.columns if name not in (columns.label, columns.owner)]
+    if not features:
+        raise ValueError(f"'{files['train']}' has no column but the label's, allowed: at least one feature")
+    arrays = {part: _features(files[part], frame, features, columns) for part, frame in frames.items()}
+    labels = {part: frame[columns.label].astype(str).to_numpy() for part, frame in frames.items()}
+    classes = fixed or _ordered(set(labels["train"]))
+    if len(classes) < 2:
+        raise ValueError(f"'{files['train']}' has one label, {classes[0]!r}, allowed: at least two")
+    numbers = {name: number for number, name in enumerate(classes)}
+    for part, found in labels.items():
+        if strange := sorted(set(found) - set(classes)):
+            raise ValueError(f"'{files[part]}' has the label {strange[0]!r}, allowed: {', '.join(classes)}")
+    coded = {part: np.array([numbers[name] for name in found], dtype=np.int64) for part, found in labels.items()}
+    none = arrays["train"][:0], coded["train"][:0]
+    test = (arrays["test"], coded["test"]) if "test" in arrays else none
+    owners, test_owners = _owners(frames, columns.owner)
+    mean, std = scale(arrays["train"], public_scale)
+    return Dataset("table", arrays["train"], coded["train"], *test, classes, mean, std, owners, test_owners)
+
+
+def _file(folder: Path, part: str) -> Path | None:
+    return next((folder / f"{part}{suffix}" for suffix in _SUFFIXES if (folder / f"{part}{suffix}").is_file()), None)
+
+
+def _read(path: Path) -> pandas.DataFrame:
+    try:
+        import pandas
+    except ImportError:
+        raise ValueError("dataset 'table' needs pandas: install fedprune[data]") from None
+    try:
+        # a label or an owner may look like a number, and stays the text that it is
+        return pandas.read_csv(path) if path.suffix == ".csv" else pandas.read_parquet(path)
+    except Exception as error:  # pandas' readers raise what they like
+        raise ValueError(f"'{path}' cannot be read: {' '.join(str(error).split())}") from None
+
+
+def _features(path: Path | None, frame: pandas.DataFrame, features: list[str], columns: Columns) -> Any:
+    """Return the features as float32 (N, F, 1, 1)."""
+    for name in (columns.label, columns.owner):
+        if name and name not in frame.columns:
+            key = "label-column" if name == columns.label else "owner-column"
+            raise ValueError(f"{key} is '{name}', allowed: a column of '{path}': {', '.join(frame.columns)}")
+    if missing_ones := [name for name in features if name not in frame.columns]:
+        raise ValueError(f"'{path}' has no column '{missing_ones[0]}', which the training rows have")
+    for name in (*features, columns.label):
+        if absent := int(frame[name].isna().sum()):
+            raise ValueError(f"'{path}': column '{name}' has {absent} missing values, allowed: none")
+    for name in features:
+        if frame[name].dtype.kind not in "iufb":
+            raise ValueError(
+                f"'{path}': column '{name}' holds no numbers, allowed: numbers (pandas.get_dummies makes columns of 0 "
+                "and 1 from texts)"
+            )
+    with np.errstate(over="ignore"):
+        numbers = frame[features].to_numpy(dtype=np.float32)
+    if not np.isfinite(numbers).all():
+        raise ValueError(f"'{path}' has a number that is infinite, or too large for float32")
+    return numbers[:, :, None, None]
+
+
+def _ordered(labels: set[str]) -> tuple[str, ...]:
+    """Return labels in order: numbers by their value, texts by their letters."""
+    try:
+        return tuple(sorted(labels, key=float))
+    except ValueError:
+        return tuple(sorted(labels))
+
+
+def _owners(frames: dict[str, pandas.DataFrame], column: str) -> tuple[Any, Any]:
+    if not column:
+        return None, None
+    names = {part: frame[column].fillna("").astype(str).tolist() for part, frame in frames.items() if column in frame}
+    numbers = owned_by([*names["train"], *names.get("test", [])])
+    return numbers[: len(names["train"])], numbers[len(names["train"]) :] if "test" in names else None

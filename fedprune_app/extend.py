@@ -1,0 +1,65 @@
+"""What a plug-in is written with: how names are registered, and the classes that systems extend.
+
+docs/extend.md explains each of them by an example.
+"""
+
+from __future__ import annotations
+
+from clients.base import ImageClient, LocalTraining, Update
+from clients.dispfl import DisPFLClient
+from clients.fedavg import FedAvgClient
+from clients.reply_fields import ReplyFields
+from clients.standalone import StandaloneClient
+from clients.subfedavg import SubFedAvgClient
+from clients.task import Task
+from fedprune_app.config import Config, ConfigError, Table, option
+from fedprune_app.core.payload import Payload
+from fedprune_app.data.datasets import Dataset
+from fedprune_app.engine.store import State, grouped
+from fedprune_app.engine.wire import Schema
+from fedprune_app.federation.round import Outgoing, Round, RunContext
+from fedprune_app.learning.hooks import proximal
+from fedprune_app.learning.training import TrainingResult
+from fedprune_app.plugins import register_dataset, register_model, register_partition, register_system
+from strategies.averaging import AveragingStrategy
+from strategies.base import FederatedStrategy
+from strategies.dispfl import DisPFL
+from strategies.fedavg import FedAvg
+from strategies.standalone import Standalone
+from strategies.subfedavg import SubFedAvg
+
+__all__ = [
+    "AveragingStrategy",
+    "Config",
+    "ConfigError",
+    "Dataset",
+    "DisPFL",
+    "DisPFLClient",
+    "FedAvg",
+    "FedAvgClient",
+    "FederatedStrategy",
+    "ImageClient",
+    "LocalTraining",
+    "Outgoing",
+    "Payload",
+    "ReplyFields",
+    "Round",
+    "RunContext",
+    "Schema",
+    "Standalone",
+    "StandaloneClient",
+    "State",
+    "SubFedAvg",
+    "SubFedAvgClient",
+    "Table",
+    "Task",
+    "TrainingResult",
+    "Update",
+    "grouped",
+    "option",
+    "proximal",
+    "register_dataset",
+    "register_model",
+    "register_partition",
+    "register_system",
+]

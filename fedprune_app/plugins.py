@@ -1,0 +1,359 @@
+"""Plug-ins: code of users that adds systems, networks, datasets and partitions, and how a run finds it.
+
+A run names code in three ways:
+
+* ``system``, ``model``, ``dataset`` or ``partition`` is a name that an installed package declares as an entry point of
+  the groups in :data:`GROUPS`. The entry point is the module that registers the name.
+* ``plugins`` names modules, or files that end in .py; each registers names when it is imported.
+* ``model``, ``dataset`` or ``partition`` is ``module:function`` or ``file.py:function``.
+
+Code is imported only where a person named it here: on a command line, in a run-config file, or in a call of Python. A
+run folder does not make anybody import code. A node of a deployment imports what is installed there as a plug-in, and
+what its operator allows with ``allowed-plugins``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fedprune_app.config import DEFAULTS, Config, ConfigError, Table, parse_config, register_table, uses_of
+from fedprune_app.data.names import DATASETS, DEALERS, LOADERS, PARTITIONS
+from fedprune_app.models.names import AUTO, BUILDERS, MODELS
+from fedprune_app.registry import SYSTEMS, System
+
+log = logging.getLogger("flwr.fedprune")
+GROUPS = {
+    "system": "fedprune.systems",
+    "model": "fedprune.models",
+    "dataset": "fedprune.datasets",
+    "partition": "fedprune.partitions",
+}
+"""By key of the configuration: the group of entry points for its names."""
+_NAMES: Mapping[str, Mapping[str, object]] = {
+    "system": SYSTEMS,
+    "model": MODELS,
+    "dataset": DATASETS,
+    "partition": PARTITIONS,
+}
+_FUNCTIONS = ("model", "dataset", "partition")
+_files: dict[str, tuple[str, ModuleType]] = {}  # by path: the digest of what was loaded
+_origins: dict[tuple[str, str], str] = {}  # by key and name: the module that registered it
+
+
+@dataclass(frozen=True)
+class Code:
+    """Code is a module, or a file that ends in .py, which a run's ``key`` names; with ``function``, one thing in it."""
+
+    key: str
+    target: str
+    function: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.target}:{self.function}" if self.function else self.target
+
+
+def names_in(values: Mapping[str, object]) -> list[str]:
+    """Return the modules and files that the key ``plugins`` names."""
+    return [name.strip() for name in str(values.get("plugins") or "").split(",") if name.strip()]
+
+
+def code_in(values: Mapping[str, object]) -> Iterator[Code]:
+    """Yield all code that the settings ``values`` name, but for entry points."""
+    for target in names_in(values):
+        yield Code("plugins", target)
+    for key in _FUNCTIONS:
+        target, colon, function = str(values.get(key) or "").rpartition(":")
+        if colon and function.isidentifier():
+            yield Code(key, target, function)
+
+
+# --- what a plug-in calls -----------------------------------------------------------------------------------------
+
+
+def register_system(
+    name: str,
+    *,
+    strategy: type[Any],
+    client: type[Any],
+    summary: str,
+    options: type[Table] | None = None,
+    uses: Collection[str] = (),
+) -> None:
+    """Add a system: its server half ``strategy`` and its client half ``client``.
+
+    * ``summary`` is one line for ``fedprune list``.
+    * ``options`` is a frozen dataclass that extends Table, with a field for each option. The option ``mu`` is the key
+      ``name.mu``; the halves read it as ``self.config.table(Options).mu``.
+    * ``uses`` are keys and tables of other systems that this one reads as well: ``("density", "dispfl")``.
+
+    Raises :class:`ConfigError` for a name that is taken.
+    """
+    from clients.node import Node
+    from strategies.base import FederatedStrategy
+
+    for what, half, base in (("strategy", strategy, FederatedStrategy), ("client", client, Node)):
+        if not (isinstance(half, type) and issubclass(half, base)):
+            raise ConfigError(f"{what} of system {name!r} is {half!r}, allowed: a class that extends {base.__name__}")
+    _claim("system", name)
+    if options is not None:
+        register_table(name, options)
+    uses_of[name] = tuple(uses)
+    SYSTEMS[name] = System(strategy, client, summary)
+
+
+def register_model(name: str, build: Callable[[tuple[int, int, int], int], Any], summary: str) -> None:
+    """Add a network: ``build(image_shape, num_classes)`` returns a ``torch.nn.Module`` that maps images to logits.
+
+    ``image_shape`` is (channels, height, width). The weights of its convolutions and linear layers can be pruned. The
+    function draws initial weights from PyTorch's global generator, which is seeded by the run.
+    """
+    _claim("model", name)
+    BUILDERS[name], MODELS[name] = build, summary
+
+
+def register_dataset(name: str, load: Callable[[str], Any], summary: str, *, model: str = "lenet5") -> None:
+    """Add a dataset: ``load(data_dir)`` returns its training and test part, see :mod:`fedprune_app.data.brought`.
+
+    ``model`` is the network that ``model=auto`` means with it.
+    """
+    _claim("dataset", name)
+    LOADERS[name], DATASETS[name], AUTO[name] = load, summary, model
+
+
+def register_partition(name: str, deal: Callable[..., Any], summary: str) -> None:
+    """Add a partition: ``deal(labels, num_clients, rng)`` returns each client's indices of its examples.
+
+    ``labels`` is int64 of shape (N,), and ``rng`` a NumPy generator that depends on the run's seed alone.
+    """
+    _claim("partition", name)
+    DEALERS[name], PARTITIONS[name] = deal, summary
+
+
+def _claim(key: str, name: str) -> None:
+    """Let the module that calls register a name, anew if it registered the name before."""
+    origin = sys._getframe(2).f_globals["__name__"]
+    before = _origins.get((key, name))
+    if name in _NAMES[key] and before is None:
+        raise ConfigError(f"{key} {name!r} of plug-in {origin} is one of fedprune's own, allowed: another name")
+    if before not in (None, origin):
+        raise ConfigError(f"{key} {name!r} of plug-in {origin} is one of plug-in {before} too, allowed: another name")
+    if not name or name != name.strip() or set(name) & set("=,"):
+        raise ConfigError(f"{key} {name!r} of plug-in {origin}, allowed: a name without spaces around it, '=' and ','")
+    _origins[key, name] = origin
+    if before is not None:
+        _forget()
+
+
+def _forget() -> None:
+    from fedprune_app.data import splits
+    from fedprune_app.models import initial
+
+    splits.forget()
+    initial.forget()
+
+
+# --- how a run finds its plug-ins ---------------------------------------------------------------------------------
+
+
+def parse(values: Mapping[str, object], *, allows: Callable[[Code], None] | None = None) -> Config:
+    """Load the plug-ins that ``values`` name, and return the configuration that ``values`` describe.
+
+    Raises :class:`ConfigError` as :func:`load` and :func:`~fedprune_app.config.parse_config`.
+    """
+    load(values, allows=allows)
+    return parse_config(values)
+
+
+def load(values: Mapping[str, object], *, allows: Callable[[Code], None] | None = None) -> None:
+    """Import the code that ``values`` name, so that all their names are registered.
+
+    ``allows`` is asked first, and raises what it does not allow. Raises :class:`ConfigError` for code that is not there
+    or fails.
+    """
+    for code in code_in(values):
+        if allows is not None:
+            allows(code)
+        module = _imported(code)
+        if code.function:
+            _register_function(code, module)
+    for key, group in GROUPS.items():
+        name = str(values.get(key) or DEFAULTS[key])
+        if name not in _NAMES[key]:
+            _load_entry_point(key, group, name)
+
+
+def check_named(values: Mapping[str, object], named: Mapping[str, object]) -> None:
+    """Raise :class:`ConfigError` if ``values``, which a run folder holds, name code that ``named`` does not name.
+
+    The settings ``named`` come from the person at the command line, who trusts the code.
+    """
+    trusted = {code.target for code in code_in(named)}
+    if missing := list(dict.fromkeys(code.target for code in code_in(values) if code.target not in trusted)):
+        options = " ".join(f"--plugin {target}" for target in missing)
+        raise ConfigError(f"this run used code that is not named: add {options} if you trust that code")
+
+
+def described(values: Mapping[str, object]) -> dict[str, str]:
+    """Return for all plug-ins that ``values`` name which code they are: a version, or the SHA-256 of the file."""
+    found = {code.target: _identity(code.target) for code in code_in(values)}
+    for key in GROUPS:
+        origin = _origins.get((key, str(values.get(key) or DEFAULTS[key])), "")
+        if origin and not any(_files.get(target, ("", None))[1] is sys.modules.get(origin) for target in found):
+            found.setdefault(origin, _identity(origin))
+    return found
+
+
+def _identity(target: str) -> str:
+    if target in _files:
+        return f"sha256 {_files[target][0]}"
+    top = target.partition(".")[0]
+    for distribution in importlib.metadata.packages_distributions().get(top, []):
+        return f"{distribution} {importlib.metadata.version(distribution)}"
+    file = getattr(sys.modules.get(target), "__file__", None)
+    return f"sha256 {hashlib.sha256(Path(file).read_bytes()).hexdigest()}" if file else "unknown"
+
+
+def _imported(code: Code) -> ModuleType:
+    try:
+        return _from_file(code) if code.target.endswith(".py") else importlib.import_module(code.target)
+    except ConfigError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name and f"{code.target}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{code.key} names {code.target!r}, which is not installed here") from None
+        raise _broken(code, error) from error
+    except BaseException as error:  # whatever a user's module raises, SystemExit too
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise _broken(code, error) from error
+
+
+@contextmanager
+def located() -> Iterator[None]:
+    """Say of an error in a plug-in's code in which file, line and function it was raised.
+
+    Errors that are meant for the user pass as they are. The whole traceback is in the log, with FEDPRUNE_LOG=DEBUG.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        place = _place_in_plugin(error)
+        if not place:
+            raise
+        log.debug("a plug-in failed", exc_info=True)
+        raise RuntimeError(f"{' '.join(f'{type(error).__name__}: {error}'.split())} ({place})") from error
+
+
+def _place_in_plugin(error: BaseException) -> str:
+    """Return the last place of an error's traceback that is in a plug-in, or nothing."""
+    names = {module.__name__ for _, module in _files.values()} | {*_origins.values()}
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__") in names:
+            code = trace.tb_frame.f_code
+            place = f"{Path(code.co_filename).name}, line {trace.tb_lineno}, in {code.co_name}"
+        trace = trace.tb_next
+    return place
+
+
+def _broken(code: Code, error: BaseException) -> ConfigError:
+    line, trace = "", error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == code.target:
+            line = f", line {trace.tb_lineno}"
+        trace = trace.tb_next
+    said = " ".join(f"{type(error).__name__}: {error}".split())
+    return ConfigError(f"{code.key} names {code.target!r}, which cannot be loaded{line}: {said}")
+
+
+def _from_file(code: Code) -> ModuleType:
+    """Import a file, and import it again if its content has changed since."""
+    path = Path(code.target)
+    if not path.is_absolute():
+        raise ConfigError(f"{code.key} names {code.target!r}, allowed: an absolute path, or a module")
+    try:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        reason = "there is no such file here" if isinstance(error, FileNotFoundError) else str(error)
+        raise ConfigError(f"{code.key} names {code.target!r}: {reason}") from None
+    known = _files.get(code.target)
+    if known is None or known[0] != digest:
+        name = f"fedprune_plugin_{path.stem}_{hashlib.sha256(code.target.encode()).hexdigest()[:8]}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        before = sys.modules.get(name)
+        sys.modules[name] = module  # where dataclasses look for the module of a class
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            sys.modules.pop(name)
+            if before is not None:
+                sys.modules[name] = before
+            raise
+        _files[code.target] = digest, module
+    return _files[code.target][1]
+
+
+def _register_function(code: Code, module: ModuleType) -> None:
+    """Register a function under the text that names it."""
+    function = getattr(module, code.function, None)
+    if not callable(function):
+        own = [name for name, each in vars(module).items() if getattr(each, "__module__", "") == module.__name__]
+        names = ", ".join([name for name in own if not name.startswith("_")][:10]) or "which has none"
+        raise ConfigError(f"{code.key} is {str(code)!r}, allowed: a function of {code.target}: {names}")
+    name, summary = str(code), f"{code.function} of {code.target}"
+    tables: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+        "model": (BUILDERS, MODELS),
+        "dataset": (LOADERS, DATASETS),
+        "partition": (DEALERS, PARTITIONS),
+    }
+    functions, summaries = tables[code.key]
+    is_other = functions.get(name) not in (None, function)
+    functions[name], summaries[name] = function, summary
+    if is_other:
+        _forget()
+
+
+def function(key: str, name: str) -> Callable[..., Any]:
+    """Return the function that ``file.py:function`` or ``module:function`` names; ``key`` is for errors.
+
+    Raises :class:`ConfigError` where there is none.
+    """
+    target, _, attribute = name.rpartition(":")
+    code = Code(key, target, attribute)
+    found = getattr(_imported(code), attribute, None) if target else None
+    if not callable(found):
+        raise ConfigError(f"{key} is {name!r}, allowed: file.py:function or module:function")
+    made: Callable[..., Any] = found
+    return made
+
+
+def _load_entry_point(key: str, group: str, name: str) -> None:
+    """Load the installed plug-in that declares a name, if there is one."""
+    for entry in importlib.metadata.entry_points(group=group, name=name):
+        _imported(Code(key, entry.module))
+        if name not in _NAMES[key]:
+            raise ConfigError(f"{key} is {name!r}, which {entry.module} declares and does not register")
+
+
+def installed() -> dict[str, dict[str, str]]:
+    """Return by key the names that installed plug-ins declare, each with the module that registers it."""
+    return {
+        key: {entry.name: entry.module for entry in importlib.metadata.entry_points(group=group)}
+        for key, group in GROUPS.items()
+    }

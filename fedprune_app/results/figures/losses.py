@@ -1,0 +1,67 @@
+"""This figure shows what was lost when: replies that failed or came too late, and clients that dropped out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedprune_app.results import measures
+from fedprune_app.results.figures.common import Figure, Trace, Variant, number_of, text_of
+from fedprune_app.results.reader import Run
+from fedprune_app.results.tables import Group
+
+_HATCHES = ("/", "x", ".", "-", "+")
+_WORDS = {"/": "hatched", "x": "crossed", ".": "dotted", "-": "striped", "+": "checked"}
+
+
+def losses(groups: Sequence[Group]) -> Figure:
+    """The figure shows for each run the replies that were lost in each round."""
+    return Figure(
+        "losses",
+        "What was lost when",
+        "Clients of each round whose reply does not count, by the reason. A run without such a round is not shown.",
+        _loss_variants(groups),
+    )
+
+
+def _loss_variants(groups: Sequence[Group]) -> list[Variant]:
+    declared = [(column.lost, name) for name, column in measures.MEASURES.columns.items() if column.lost]
+    kinds = [(title.text, name) for title, name in sorted(declared, key=lambda each: each[0].place)]
+    variants = []
+    for index, group in enumerate(groups):
+        for run in group.runs:
+            name = group.label if len(group.runs) == 1 else f"{group.label}, seed {run.seed}"
+            if variant := _variant(name, index, run, kinds):
+                variants.append(variant)
+    return variants
+
+
+def _variant(name: str, index: int, run: Run, kinds: Sequence[tuple[str, str]]) -> Variant | None:
+    traces: list[Trace] = []
+    told = []
+    for (title, column), hatch in zip(kinds, _HATCHES, strict=False):
+        lost = [(round, count) for round, count in run.series(column) if count]
+        if not lost:
+            continue
+        rounds, counts = zip(*lost, strict=True)
+        traces.append(
+            {
+                "type": "bar",
+                "series": index,
+                "name": text_of(title),
+                "x": list(rounds),
+                "y": list(counts),
+                "marker": {"pattern": {"shape": hatch}},
+                "hovertemplate": f"round %{{x}}: %{{y}} {title.lower()}<extra></extra>",
+            }
+        )
+        told.append(f"{title.lower()} {_WORDS[hatch]}, {int(sum(counts)):,}")
+    if not traces:
+        return None
+    last = run.rounds[-1]["round"]
+    most = max(sum(row.get(column) or 0 for _, column in kinds) for row in run.rounds)
+    layout = {
+        "barmode": "stack",
+        "xaxis": {"title": {"text": "Round"}, "range": [0.5, last + 0.5]},
+        "yaxis": {"title": {"text": "Clients"}, "rangemode": "tozero"} | ({"dtick": 1} if most <= 10 else {}),
+    }
+    return Variant(name, traces, layout, note=f"In {number_of(len(run.rounds), 'round')}: {'; '.join(told)}.")

@@ -1,0 +1,190 @@
+"""A run's numbers also go where people keep those of their other experiments: TensorBoard, MLflow or Trackio.
+
+What is tracked is what rounds.jsonl has: the settings once, the numbers of each round, and the final ones. Tracking
+writes on the server's machine, in the run folder unless the environment names another place. A tracker that fails in
+the middle of a run is no longer used, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, Protocol
+
+log = logging.getLogger("flwr.fedprune")
+_AT_ONCE = 100  # so many parameters MLflow takes in one request
+
+
+class Tracker(Protocol):
+    """A tracker gets the numbers of one run, round by round."""
+
+    def log(self, numbers: Mapping[str, float], round: int) -> None:
+        """Take the numbers of a round by name."""
+
+    def close(self, status: str, numbers: Mapping[str, float]) -> None:
+        """Take the status and the last numbers of the run, and end."""
+
+
+def open_tracker(kind: str, folder: Path, info: Mapping[str, Any]) -> Tracker:
+    """Return the tracker ``kind`` of the run in ``folder``, with the run's settings in ``info``, which is run.json.
+
+    A resumed run goes on in the same place.
+    """
+    return _TRACKERS[kind](folder, info)
+
+
+def check_tracker(kind: str) -> None:
+    """Raise ``ValueError`` if the package of the tracker ``kind`` is missing; the package is not imported."""
+    if importlib.util.find_spec(kind) is None:
+        extra = "tracking" if kind == "tensorboard" else kind
+        raise ValueError(f"tracking is {kind!r}, which needs the package {kind}: install the extra fedprune[{extra}]")
+
+
+def scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a row by name; those within a mapping as ``name/key``."""
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            yield from scalars(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float) and key != "round":
+            yield prefix + key, value
+
+
+class Guarded:
+    """A guarded tracker never stops a run: after its first error it is not used again, and the log says why."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker: Tracker | None = tracker
+
+    def log(self, numbers: Mapping[str, float], round: int) -> None:
+        """Take the numbers of a round by name."""
+        self._try(lambda tracker: tracker.log(numbers, round))
+
+    def close(self, status: str, numbers: Mapping[str, float]) -> None:
+        """Take the status and the last numbers of the run, and end."""
+        self._try(lambda tracker: tracker.close(status, numbers))
+        self._tracker = None
+
+    def _try(self, call: Callable[[Tracker], None]) -> None:
+        if self._tracker is None:
+            return
+        try:
+            call(self._tracker)
+        except Exception as error:  # a library's, of files or of a network
+            log.warning("tracking stops: %s: %s", type(error).__name__, " ".join(str(error).split()))
+            self._tracker = None
+
+
+class TensorBoard:
+    """TensorBoard's event files are in ``folder/tensorboard``; a resumed run replaces those of lost rounds."""
+
+    def __init__(self, folder: Path, info: Mapping[str, Any]) -> None:
+        self._settings = _settings(info)
+        writer = _packages("tensorboard").SummaryWriter
+        self._writer = writer(str(folder / "tensorboard"), purge_step=info["rounds_completed"] + 1)
+
+    def log(self, numbers: Mapping[str, float], round: int) -> None:
+        """Write a scalar for each number."""
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, round)
+        self._writer.flush()
+
+    def close(self, status: str, numbers: Mapping[str, float]) -> None:
+        """Write the settings and the final numbers as TensorBoard's hyperparameters."""
+        if numbers:
+            final = {f"final/{name}": value for name, value in numbers.items()}
+            self._writer.add_hparams({**self._settings, "status": status}, final, run_name=".")
+        self._writer.close()
+
+
+class MLflow:
+    """MLflow's run is in the store that MLFLOW_TRACKING_URI names, or else in ``folder/mlflow/mlflow.db``."""
+
+    def __init__(self, folder: Path, info: Mapping[str, Any]) -> None:
+        mlflow = _packages("mlflow")
+        place = os.environ.get("MLFLOW_TRACKING_URI")
+        if not place:
+            (folder / "mlflow").mkdir(exist_ok=True)
+            place = f"sqlite:///{folder / 'mlflow' / 'mlflow.db'}"
+        self._client = mlflow.MlflowClient(tracking_uri=place)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fedprune")
+        experiment = self._client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        # the run's key finds the run again when fedprune resumes it
+        key = str(info.get("run_key") or folder.name)
+        found = self._client.search_runs([number], f"tags.`fedprune.run_key` = '{key}'", max_results=1)
+        if found:
+            self._run = found[0].info.run_id
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        tags = {"fedprune.run_key": key, "fedprune.folder": str(folder)}
+        self._run = self._client.create_run(number, run_name=f"{info['system']} {folder.name}", tags=tags).info.run_id
+        params = [mlflow.entities.Param(key, str(value)[:6000]) for key, value in _settings(info).items()]
+        for start in range(0, len(params), _AT_ONCE):
+            self._client.log_batch(self._run, params=params[start : start + _AT_ONCE])
+
+    def log(self, numbers: Mapping[str, float], round: int) -> None:
+        """Log a metric for each number."""
+        entities, now = _packages("mlflow").entities, _packages("mlflow").utils.time.get_current_time_millis()
+        metrics = [entities.Metric(name, value, now, round) for name, value in numbers.items()]
+        for start in range(0, len(metrics), _AT_ONCE):
+            self._client.log_batch(self._run, metrics=metrics[start : start + _AT_ONCE])
+
+    def close(self, status: str, numbers: Mapping[str, float]) -> None:
+        """End the run with its status."""
+        ends = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+        self._client.set_terminated(self._run, status=ends[status])
+
+
+class Trackio:
+    """Trackio's run is in TRACKIO_DIR, or else in ``folder/trackio``; ``trackio show`` with that variable shows it."""
+
+    def __init__(self, folder: Path, info: Mapping[str, Any]) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str(folder / "trackio"))  # read when trackio is imported
+        trackio = _packages("trackio")
+        name = f"{info['system']} {folder.name} {info.get('run_key', '')}".strip()
+        with redirect_stdout(io.StringIO()):  # the terminal belongs to the run's progress
+            self._run = trackio.init(
+                project="fedprune", name=name, config=_settings(info), resume="allow", embed=False, auto_log_gpu=False
+            )
+
+    def log(self, numbers: Mapping[str, float], round: int) -> None:
+        """Log the numbers at the step of their round."""
+        self._run.log(dict(numbers), step=round)
+
+    def close(self, status: str, numbers: Mapping[str, float]) -> None:
+        """End the run."""
+        with redirect_stdout(io.StringIO()):
+            _packages("trackio").finish()
+
+
+_TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "trackio": Trackio,
+}
+
+
+def _settings(info: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in info["config"].items() if value != ""}
+
+
+def _packages(kind: str) -> Any:
+    """Import what a tracker needs."""
+    if kind == "tensorboard":
+        from torch.utils import tensorboard
+
+        return tensorboard
+    if kind == "mlflow":
+        import mlflow
+        import mlflow.entities
+        import mlflow.utils.time
+
+        return mlflow
+    import trackio
+
+    return trackio

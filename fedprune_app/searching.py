@@ -1,0 +1,266 @@
+"""A search tries settings at random or by Optuna's Bayesian sampler, and keeps those that do best on validation data.
+
+A search file is a matrix file with the entry ``search`` in place of ``systems`` and ``datasets``::
+
+    clients: 20
+    common: {system: dispfl, num-server-rounds: 20}
+    seeds: [0, 1]
+    search:
+      trials: 20
+      sampler: tpe                        # or random
+      objective: accuracy_validation_mean
+      space:
+        learning-rate: {low: 0.001, high: 0.3, log: true}
+        local-epochs: {low: 1, high: 10}
+        dispfl.topology: [ring, random]
+
+Each trial is a run for each seed, and counts with the mean of the objective in the last evaluated round. Optuna's study
+is in ``optuna.db`` in the sweep's folder, so that a search that was stopped goes on. The draws of a trial derive from
+its number and the first seed, whatever was interrupted before.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedprune_app import plugins
+from fedprune_app.config import (
+    OPTIONS,
+    Config,
+    ConfigError,
+    Scalar,
+    check_effects,
+    paths_from_here,
+)
+from fedprune_app.config.meant import unknown_key
+from fedprune_app.errors import LaunchError
+from fedprune_app.files import replace_file
+from fedprune_app.registry import check_names, check_system
+from fedprune_app.results.reader import Run, load_run
+from fedprune_app.results.recorder import holds_run
+
+if TYPE_CHECKING:
+    import optuna
+
+OBJECTIVES = {"accuracy_validation_mean": "maximize", "loss_mean": "minimize"}
+"""What a search may go by, and where better is; no number of test data, which nothing may be decided by."""
+_SAMPLERS = ("tpe", "random")
+_ENTRIES = ("trials", "sampler", "objective", "space")
+TABLE = "search.csv"
+STUDY = "optuna.db"
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search draws ``trials`` settings from ``space``: for each key its choices, or its low and high end."""
+
+    common: Mapping[str, Scalar]
+    seeds: tuple[int, ...]
+    num_clients: int | None
+    trials: int
+    sampler: str
+    objective: str
+    space: Mapping[str, Mapping[str, Any] | list[Scalar]]
+
+    def config(self, drawn: Mapping[str, Scalar], seed: int, place: Mapping[str, Scalar] | None = None) -> Config:
+        """Return the settings of one run, checked."""
+        return check_system(
+            check_names(plugins.parse(paths_from_here({**self.common, **drawn, "seed": seed, **(place or {})})))
+        )
+
+    def check(self) -> None:
+        """Raise :class:`ConfigError` for settings that cannot be, at either end of each range and for each choice."""
+        first = {key: _values(each)[0] for key, each in self.space.items()}
+        for key, each in self.space.items():
+            for value in _values(each):
+                config = self.config({**first, key: value}, self.seeds[0])
+        check_effects(self.space, config)
+
+    @property
+    def asked(self) -> str:
+        """What was asked, as text: a search that goes on asks the same."""
+        return json.dumps(
+            [dict(self.common), self.seeds, self.sampler, self.objective, dict(self.space)], sort_keys=True, default=str
+        )
+
+
+def search_of(document: Mapping[str, Any], common: Mapping[str, Any], seeds: list[int], path: Path | str) -> Search:
+    """Return the search that a matrix file describes. Raises :class:`ConfigError` naming the file and the entry."""
+    where = f"matrix {str(path)!r}"
+    for section in ("systems", "datasets"):
+        if section in document:
+            raise ConfigError(f"{where} has {section} beside search, allowed: common, seeds, clients and search")
+    if "system" not in common:
+        raise ConfigError(f"{where}: common has no system, allowed with search: one system")
+    found = document["search"]
+    if not isinstance(found, dict) or set(found) - set(_ENTRIES) or "space" not in found:
+        raise ConfigError(f"{where}: search is {str(found)[:80]!r}, allowed: {', '.join(_ENTRIES)}")
+    trials, sampler = found.get("trials", 20), found.get("sampler", "tpe")
+    objective, space = found.get("objective", "accuracy_validation_mean"), found["space"]
+    if type(trials) is not int or trials < 1:
+        raise ConfigError(f"{where}: trials is {trials!r}, allowed: a whole number, at least 1")
+    if sampler not in _SAMPLERS:
+        raise ConfigError(f"{where}: sampler is {sampler!r}, allowed: {', '.join(_SAMPLERS)}")
+    if objective not in OBJECTIVES:
+        allowed = f"{', '.join(OBJECTIVES)}; nothing may be decided by test data"
+        raise ConfigError(f"{where}: objective is {objective!r}, allowed: {allowed}")
+    if not isinstance(space, dict) or not space:
+        raise ConfigError(f"{where}: space is {space!r}, allowed: a range or choices for each key")
+    for key, each in space.items():
+        _check_range(where, key, each)
+    return Search(common, tuple(seeds), document.get("clients"), trials, sampler, objective, space)
+
+
+def _check_range(where: str, key: str, each: Any) -> None:
+    if key not in OPTIONS:
+        raise unknown_key(key, OPTIONS)
+    if isinstance(each, list) and each and all(isinstance(value, bool | int | float | str) for value in each):
+        return
+    low, high = (each.get("low"), each.get("high")) if isinstance(each, dict) else (None, None)
+    is_range = isinstance(low, int | float) and isinstance(high, int | float) and low < high
+    if not is_range or set(each) - {"low", "high", "log", "step"}:
+        allowed = "a list of choices, or {low: ..., high: ...} with log: true or step: ..."
+        raise ConfigError(f"{where}: {key} in space is {each!r}, allowed: {allowed}")
+
+
+def _values(each: Mapping[str, Any] | list[Scalar]) -> list[Scalar]:
+    return each if isinstance(each, list) else [each["low"], each["high"]]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A search has found the ``best`` settings with the ``value`` of their objective, and made these runs."""
+
+    best: Mapping[str, Scalar]
+    value: float
+    runs: tuple[Run, ...]
+    table: Path
+
+
+def search(
+    asked: Search,
+    out: Path,
+    run: Callable[[Config, Path], object],
+    say: Callable[[str, str], object],
+) -> Found:
+    """Make all trials of a search, each by ``run(config, folder)``, and return what was found.
+
+    Trials that were made before, in the same ``out``, count. A trial whose run fails counts for nothing. Raises
+    :class:`LaunchError` if no trial succeeded, and :class:`ConfigError` if ``out`` has another search.
+    """
+    optuna = _optuna()
+    study = optuna.create_study(
+        storage=f"sqlite:///{out / STUDY}",
+        study_name="fedprune",
+        direction=OBJECTIVES[asked.objective],
+        load_if_exists=True,
+    )
+    before = study.user_attrs.get("asked")
+    if before not in (None, asked.asked):
+        raise ConfigError(f"--out {str(out)!r} has a search with other settings, allowed: the same, or a new folder")
+    study.set_user_attr("asked", asked.asked)
+    distributions = {key: _distribution(optuna, each) for key, each in asked.space.items()}
+    while open_trial := _next_trial(optuna, study, asked, distributions):
+        number, drawn = open_trial
+        words = ", ".join(f"{key}={value}" for key, value in drawn.items())
+        say("", f"({number + 1}/{asked.trials}) {words}")
+        try:
+            value = _value_of(asked, number, drawn, out, run)
+        except (LaunchError, ConfigError) as error:
+            say("failed", f" trial {number + 1}: {' '.join(str(error).split())}")
+            study.tell(number, state=optuna.trial.TrialState.FAIL)
+        else:
+            study.tell(number, value)
+        _write_table(out / TABLE, study, asked)
+    done = [trial for trial in study.trials if trial.state == optuna.trial.TrialState.COMPLETE]
+    if not done:
+        raise LaunchError(f"none of {asked.trials} trials succeeded")
+    runs = [load_run(out / _name(trial.number, seed)) for trial in done for seed in asked.seeds]
+    return Found(dict(study.best_params), float(study.best_value), tuple(runs), out / TABLE)
+
+
+def _next_trial(
+    optuna: Any, study: optuna.Study, asked: Search, distributions: Mapping[str, Any]
+) -> tuple[int, dict[str, Scalar]] | None:
+    """Return number and settings of a trial that is not over: one that was interrupted, else a new one."""
+    for trial in study.trials:
+        if trial.state == optuna.trial.TrialState.RUNNING:
+            return trial.number, dict(trial.params)
+    number = len(study.trials)
+    if number >= asked.trials:
+        return None
+    seed = 1000 * asked.seeds[0] + number
+    samplers = optuna.samplers
+    study.sampler = samplers.TPESampler(seed=seed) if asked.sampler == "tpe" else samplers.RandomSampler(seed=seed)
+    asked_for = study.ask(dict(distributions))
+    return asked_for.number, dict(asked_for.params)
+
+
+def _value_of(
+    asked: Search, number: int, drawn: Mapping[str, Scalar], out: Path, run: Callable[[Config, Path], object]
+) -> float:
+    values = []
+    for seed in asked.seeds:
+        folder = out / _name(number, seed)
+        place: dict[str, Scalar] = {"out-dir": str(folder)}
+        if holds_run(folder):
+            place["resume-from"] = str(folder)
+        config = asked.config(drawn, seed, place)
+        if not (holds_run(folder) and load_run(folder).status == "completed"):
+            run(config, folder)
+        series = load_run(folder).series(asked.objective)
+        if not series:
+            raise LaunchError(f"{folder.name} has no {asked.objective}: no round was evaluated on validation data")
+        values.append(series[-1][1])
+    return statistics.fmean(values)
+
+
+def _name(number: int, seed: int) -> str:
+    return f"trial{number + 1:03d}-seed{seed}"
+
+
+def _distribution(optuna: Any, each: Mapping[str, Any] | list[Scalar]) -> Any:
+    if isinstance(each, list):
+        return optuna.distributions.CategoricalDistribution(each)
+    is_whole = all(type(each[end]) is int for end in ("low", "high"))
+    kind = optuna.distributions.IntDistribution if is_whole else optuna.distributions.FloatDistribution
+    return partial(kind, low=each["low"], high=each["high"], log=bool(each.get("log")))(
+        **({"step": each["step"]} if "step" in each else {})
+    )
+
+
+def _write_table(path: Path, study: optuna.Study, asked: Search) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["trial", *asked.space, asked.objective, "state"])
+    for trial in study.trials:
+        drawn = [trial.params.get(key, "") for key in asked.space]
+        writer.writerow(
+            [trial.number + 1, *drawn, "" if trial.value is None else trial.value, trial.state.name.lower()]
+        )
+    replace_file(path, text.getvalue().encode())
+
+
+def _optuna() -> Any:
+    try:
+        import optuna
+    except ImportError:
+        raise ConfigError("a search needs the package optuna: install the extra fedprune[search]") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def with_overrides(asked: Search, overrides: Mapping[str, Scalar]) -> Search:
+    """Return a search with more settings for all runs. Raises :class:`ConfigError` for one that the search draws."""
+    for key in overrides:
+        if key in asked.space or key == "seed":
+            raise ConfigError(f"{key} is given on the command line, allowed: what the search does not draw")
+    return replace(asked, common={**asked.common, **overrides})

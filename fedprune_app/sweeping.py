@@ -1,0 +1,126 @@
+"""The runs of a matrix are made one after another, and tables compare them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fedprune_app import demo, searching
+from fedprune_app.config import ConfigError, Scalar
+from fedprune_app.errors import LaunchError
+from fedprune_app.experiment import Placement, Session
+from fedprune_app.matrices import Matrix, is_complete
+from fedprune_app.results.ownership import check_free, check_marked, clear_the_way, mark
+from fedprune_app.results.reader import Run, load_run
+from fedprune_app.results.tables import TABLES, write_tables
+from fedprune_app.searching import STUDY, TABLE, Search, with_overrides
+
+Say = Callable[[str, str], object]
+"""This is told what happens: a label, which may be empty, and a text."""
+
+
+@dataclass(frozen=True)
+class Swept:
+    """A sweep has these finished runs in the order of the matrix, files of tables, and names of runs that failed."""
+
+    runs: tuple[Run, ...]
+    tables: tuple[Path, ...]
+    failed: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Raise :class:`LaunchError` if a run failed."""
+        if self.failed:
+            count = len(self.runs) + len(self.failed)
+            raise LaunchError(f"{len(self.failed)} of {count} runs failed: {', '.join(self.failed)}")
+
+
+def _check_new(out: Path, resume: bool) -> None:
+    if out.exists() and any(out.iterdir()) and not resume:
+        raise ConfigError(f"--out {str(out)!r} is not empty, allowed: a new folder, or --resume")
+
+
+def run_search(
+    asked: Search,
+    out: Path,
+    overrides: Mapping[str, Scalar],
+    placement: Placement,
+    console: Console,
+    say: Say,
+    *,
+    resume: bool = False,
+    force: bool = False,
+) -> Swept:
+    """Make all trials of a search in folders below ``out``, and say what was best; tables are as for a matrix.
+
+    The arguments and errors are those of :func:`run_matrix`. With ``resume`` trials that were made before count.
+    """
+    _check_new(out, resume)
+    asked = with_overrides(asked, overrides)
+    asked.check()
+    if not force:
+        check_marked(out, "sweep", (*TABLES, TABLE, STUDY))
+    first = asked.config({key: _first(each) for key, each in asked.space.items()}, asked.seeds[0])
+    demo.prepare_models([first], console)
+    with Session(placement, console) as session:
+        session.check(first)
+        mark(out, "sweep")
+        found = searching.search(asked, out, lambda config, folder: session.run(config, folder), say)
+    words = ", ".join(f"{key}={value}" for key, value in found.best.items())
+    say("", f"best: {words}  {asked.objective} {found.value:.4f}")
+    return Swept(found.runs, (found.table, *write_tables(found.runs, out)))
+
+
+def _first(each: Any) -> Scalar:
+    first: Scalar = each[0] if isinstance(each, list) else each["low"]
+    return first
+
+
+def run_matrix(
+    matrix: Matrix,
+    out: Path,
+    overrides: Mapping[str, Scalar],
+    placement: Placement,
+    console: Console,
+    say: Say,
+    *,
+    resume: bool = False,
+    force: bool = False,
+) -> Swept:
+    """Make all runs of a matrix in folders below ``out``, and write tables of them; a run that fails stops no other.
+
+    With ``resume`` runs that have finished are kept. Raises :class:`ConfigError` before anything is written.
+    """
+    _check_new(out, resume)
+    cells = matrix.cells(out, overrides, resume)
+    if not force:
+        check_marked(out, "sweep", TABLES)
+        for cell in cells:
+            if not cell.config.resume_from:
+                check_free(out / cell.name)
+    left = [cell.config for cell in cells if not is_complete(out / cell.name, cell.config)]
+    demo.prepare_models(left, console)
+    failed = []
+    with Session(placement, console) as session:
+        for config in left:
+            session.check(config)
+        mark(out, "sweep")
+        for number, cell in enumerate(cells, start=1):
+            folder = out / cell.name
+            if is_complete(folder, cell.config):
+                say("", f"({number}/{len(cells)}) {cell.name}: finished before")
+                continue
+            say("", f"({number}/{len(cells)}) {cell.name}")
+            if force and not cell.config.resume_from:
+                clear_the_way(folder)
+            try:
+                session.run(cell.config, folder)
+            except (LaunchError, ConfigError) as error:
+                failed.append(cell.name)
+                say("failed", f" {cell.name}: {' '.join(str(error).split())}")
+    done = [load_run(out / cell.name) for cell in cells if is_complete(out / cell.name, cell.config)]
+    tables = write_tables(done, out) if done else []
+    return Swept(tuple(done), tuple(tables), tuple(failed))

@@ -1,0 +1,59 @@
+"""How a wheel is built: the packages ``strategies`` and ``clients`` go below ``fedprune_app``.
+
+In a checkout, and in the bundle that Flower ships, the three packages stand beside each other. At the top of
+site-packages the names ``strategies`` and ``clients`` would collide with anybody's. So a wheel holds them as
+``fedprune_app.strategies`` and ``fedprune_app.clients``, and its modules import them under these names.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+_INNER = ("strategies", "clients")
+_FROM = re.compile(r"^(\s*)from (strategies|clients)(?=[.\s])", re.MULTILINE)
+_IMPORT = re.compile(r"^(\s*)import (strategies|clients)$", re.MULTILINE)
+_OTHER = re.compile(r"^\s*(?:import\s.*\b|from\s+)(strategies|clients)\b", re.MULTILINE)
+
+
+class WheelHook(BuildHookInterface):  # type: ignore[misc, type-arg]  # hatchling is there when a wheel is built
+    """The hook makes the tree that a wheel holds, in a folder of its own."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Give hatchling the files of a wheel; an editable installation uses the checkout as it is."""
+        if version == "editable":
+            return
+        root, self._tree = Path(self.root), Path(tempfile.mkdtemp(prefix="fedprune-wheel-"))
+        package = self._tree / "fedprune_app"
+        ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+        shutil.copytree(root / "fedprune_app", package, ignore=ignored)
+        for name in _INNER:
+            shutil.copytree(root / name, package / name, ignore=ignored)
+        shutil.copytree(root / "configs", package / "configs", ignore=ignored)
+        for module in package.rglob("*.py"):
+            module.write_text(below_fedprune(module.read_text(encoding="utf-8")), encoding="utf-8")
+        build_data["force_include"][str(package)] = "fedprune_app"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove the tree."""
+        if version != "editable":
+            shutil.rmtree(self._tree)
+
+
+def below_fedprune(source: str) -> str:
+    """Return a module's source with imports of ``strategies`` and ``clients`` from below ``fedprune_app``.
+
+    Raises ``ValueError`` for an import of another form.
+    """
+    found = _FROM.sub(r"\1from fedprune_app.\2", source)
+    found = _IMPORT.sub(r"\1from fedprune_app import \2", found)
+    if left := _OTHER.search(found.replace("from fedprune_app import", "")):
+        raise ValueError(f"an import of {left[1]} has a form that a wheel cannot change: {left[0].strip()!r}")
+    return found

@@ -1,0 +1,92 @@
+"""How FedSpaLLM's server makes a layer of Hessians, beside the paper's mean of weights. These rules are ours.
+
+SparseGPT moves the weights that stay to make up for those that it removes, for one client's text and one client's mask.
+A mean over clients makes up for nobody's removals. With the Hessians of all clients the server can do better:
+
+* ``fedspallm.merge = "hessians"``: clients send Hessians alone. The server prunes each matrix once, by their sum: as
+  SparseGPT would with all text in one place. Each layer follows the pruned layers before it, which clients receive.
+  SparseGPT goes from left to right and looks at each column once. With ``fedspallm.refine`` its weights are solved
+  anew for its masks, as below.
+* ``fedspallm.merge = "least-squares"``: clients prune and vote as in the paper. For the masks that come out, the server
+  solves ``min ‖(W - W₀) X‖²`` by the sum of the Hessians.
+
+A Hessian tells more of a text than masks do: docs/systems/fedspallm.md says what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fedprune_app.config import Config
+from fedprune_app.core import hessians
+from fedprune_app.core.payload import Payload
+from fedprune_app.core.sparsegpt import sparsegpt_together
+
+
+class HessianMerge:
+    """A merge adds up the Hessians of one layer at a time, and makes the layer.
+
+    ``groups`` are the matrices of a layer that have the same inputs. ``sizes`` are the numbers of these inputs.
+    """
+
+    def __init__(
+        self, config: Config, groups: Sequence[Sequence[str]], sizes: Mapping[str, int], device: torch.device
+    ) -> None:
+        self.options, self.density, self.device = config.fedspallm, config.density, device
+        self.groups = groups
+        self.sizes = {names[0]: sizes[names[0]] for names in groups}
+        self._sums = self._none()
+
+    def _none(self) -> dict[str, hessians.HessianSum]:
+        return {name: hessians.HessianSum(size) for name, size in self.sizes.items()}
+
+    def like(self) -> dict[str, Tensor]:
+        """Return what a client sends of a layer's Hessians, without values."""
+        bits = self.options.hessian_bits
+        return {k: each for name, size in self.sizes.items() for k, each in hessians.like(name, size, bits).items()}
+
+    def add(self, update: Payload, num_sequences: int) -> Payload:
+        """Add a client's Hessians, and return what else the client sent. ``ValueError`` for Hessians that cannot be."""
+        sent = self.like().keys()
+        added = {name: tensor for name, tensor in update.tensors.items() if name in sent}
+        for name, total in self._sums.items():
+            total.add(name, added, num_sequences)
+        rest = {name: tensor for name, tensor in update.tensors.items() if name not in sent}
+        return Payload(rest, update.masks)
+
+    def pruned(self, dense: Mapping[str, Tensor]) -> Payload:
+        """Return a layer's matrices, pruned from these ``dense`` ones by the sum of the Hessians; begin a new sum."""
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        pattern = self.options.n_of_m()
+        density = None if pattern else self.density
+        how = density, pattern, self.options.block_size, self.options.damping, self.options.count
+        for names in self.groups:
+            hessian = self._sums[names[0]].matrix().to(self.device)
+            whole = [dense[name].to(self.device) for name in names]
+            done = sparsegpt_together(whole, hessian, *how)
+            if self.options.refine:
+                masks = [mask for _, mask in done]
+                done = [(self._solved(weight, mask, hessian), mask) for weight, mask in zip(whole, masks, strict=True)]
+            found |= {name: (weight.cpu(), mask.cpu()) for name, (weight, mask) in zip(names, done, strict=True)}
+        self._sums = self._none()
+        return Payload(
+            {name: found[name][0] for name in dense if name in found},
+            {name: found[name][1] for name in dense if name in found},
+        )
+
+    def solved(self, voted: Payload, dense: Mapping[str, Tensor]) -> Payload:
+        """Return the ``voted`` masks with the weights that solve the least-squares problem; begin a new sum."""
+        tensors = dict(voted.tensors)
+        for names in self.groups:
+            hessian = self._sums[names[0]].matrix().to(self.device)
+            for name in names:
+                weight, mask = dense[name].to(self.device), voted.masks[name].to(self.device)
+                tensors[name] = self._solved(weight, mask, hessian).cpu()
+        self._sums = self._none()
+        return Payload(tensors, voted.masks)
+
+    def _solved(self, weight: Tensor, mask: Tensor, hessian: Tensor) -> Tensor:
+        return hessians.least_squares(weight, mask, hessian, self.options.damping)

@@ -1,0 +1,239 @@
+"""Tables, LEAF's files and Hugging Face's folders are read as what they are, and refused by name where they are not."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from fedprune_app.data import leaf, splits
+from fedprune_app.data.datasets import load_dataset
+from fedprune_app.data.splits import DataConfig, label_counts
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    splits.forget()
+
+
+def patients(count, seed):
+    rng = np.random.default_rng(seed)
+    age, pressure = rng.integers(20, 90, count), rng.normal(120, 15, count)
+    ill = np.where(age + rng.normal(0, 5, count) > 60, "ill", "well")
+    return pd.DataFrame(
+        {
+            "age": age,
+            "pressure": pressure,
+            "smokes": age % 2 == 0,
+            "clinic": [f"c{k % 3}" for k in range(count)],
+            "label": ill,
+        }
+    )
+
+
+@pytest.fixture
+def clinics(tmp_path):
+    patients(300, 0).to_csv(tmp_path / "train.csv", index=False)
+    patients(90, 1).to_csv(tmp_path / "test.csv", index=False)
+    return tmp_path
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_table_is_read_with_its_columns_as_features(clinics):
+    data = load_dataset("table", clinics, owner_column="clinic")
+    rows = patients(300, 0)
+    assert data.classes == ("ill", "well")
+    assert data.image_shape == (3, 1, 1)
+    np.testing.assert_allclose(data.train_images[:, 1, 0, 0], rows["pressure"], rtol=1e-6)
+    np.testing.assert_array_equal(data.train_images[:, 2, 0, 0], rows["smokes"])
+    np.testing.assert_array_equal(data.train_labels, (rows["label"] == "well").astype(int))
+    assert data.owners[:4].tolist() == [0, 1, 2, 0]
+    assert data.mean[0] == pytest.approx(rows["age"].mean())
+    assert len(data.test_labels) == 90
+
+
+def test_parquet_is_the_same_table(clinics, tmp_path):
+    for part in ("train", "test"):
+        (tmp_path / "p").mkdir(exist_ok=True)
+        pd.read_csv(clinics / f"{part}.csv").to_parquet(tmp_path / "p" / f"{part}.parquet")
+    here, there = (load_dataset("table", folder, owner_column="clinic") for folder in (clinics, tmp_path / "p"))
+    np.testing.assert_array_equal(here.train_images, there.train_images)
+    assert here.classes == there.classes
+
+
+def test_numbers_as_labels_are_in_the_order_of_their_values(tmp_path):
+    rows = pd.DataFrame({"x": range(24), "label": [10, 9, 2] * 8})
+    rows.to_csv(tmp_path / "train.csv", index=False)
+    assert load_dataset("table", tmp_path, needs_test=False).classes == ("2", "9", "10")
+
+
+def test_clinics_are_clients(clinics):
+    config = DataConfig("table", str(clinics), partition="owners", test_split="labels", owner_column="clinic")
+    assert [sum(label_counts(config, client, 3)["train"]) for client in range(3)] == [90, 90, 90]
+    config = DataConfig("table", str(clinics), partition="owners", test_split="holdout", owner_column="clinic")
+    sizes = [sum(sum(part) for part in label_counts(config, client, 3).values()) for client in range(3)]
+    assert sizes == [130, 130, 130]  # those of the test file too: the table says whose they are
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "said"),
+    [
+        (lambda t: t.drop(columns="label"), {}, "label-column is 'label', allowed: a column of .*train.csv': age, "),
+        (lambda t: t, {"owner_column": "ward"}, "owner-column is 'ward', allowed: a column of "),
+        (lambda t: t, {}, "column 'clinic' holds no numbers, allowed: numbers"),
+        (
+            lambda t: t.assign(age=None),
+            {"owner_column": "clinic"},
+            "column 'age' has 300 missing values",
+        ),
+        (lambda t: t.assign(label="x"), {"owner_column": "clinic"}, "has one label, 'x', allowed: at least two"),
+        (lambda t: t[["label"]], {}, "has no column but the label's"),
+        (lambda t: t.assign(age=1e300), {"owner_column": "clinic"}, "too large for float32"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(clinics, change, settings, said):
+    change(patients(300, 0)).to_csv(clinics / "train.csv", index=False)
+    with pytest.raises(ValueError, match=said) as error:
+        load_dataset("table", clinics, **settings)
+    assert "\n" not in str(error.value)
+
+
+def test_a_test_table_has_the_columns_and_labels_of_the_training_table(clinics):
+    rows = patients(90, 1)
+    for broken, said in (
+        (rows.drop(columns="age"), "has no column 'age', which the training rows have"),
+        (rows.assign(label="dead"), "has the label 'dead', allowed: ill, well"),
+    ):
+        broken.to_csv(clinics / "test.csv", index=False)
+        splits.forget()
+        with pytest.raises(ValueError, match=said):
+            load_dataset("table", clinics, owner_column="clinic")
+    (clinics / "test.csv").unlink()
+    with pytest.raises(ValueError, match=re.escape("has no test.csv or test.parquet")) as error:
+        load_dataset("table", clinics, owner_column="clinic")
+    assert "test-split=holdout" in str(error.value)
+
+
+@pytest.mark.parametrize("system", ["fedavg", "subfedavg", "fedp3"])
+def test_a_run_on_a_table(fedprune, clinics, tmp_path, system):
+    given = ("dataset=table", f"data-dir={clinics}", "owner-column=clinic", "partition=owners", f"system={system}")
+    quick = ("num-server-rounds=4", "--clients", "3", "--engine", "inprocess", "--out", "run")
+    code, said = fedprune("run", *given, "learning-rate=0.1", *quick)
+    assert code == 0, said
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rounds.jsonl").read_text().splitlines()]
+    assert rows[-1]["accuracy_personal_mean"] > 0.75  # who is older is more often ill
+    code, said = fedprune("check-data", *given[:3])
+    assert code == 0, said
+
+
+# --- LEAF -------------------------------------------------------------------------------------------------------------
+
+
+def write_leaf(folder, part, users, seed=0):
+    rng = np.random.default_rng(seed)
+    data = {
+        name: {"x": rng.random((count, 784)).round(3).tolist(), "y": rng.integers(0, 62, count).tolist()}
+        for name, count in users.items()
+    }
+    (folder / part).mkdir(parents=True, exist_ok=True)
+    content = {"users": list(users), "num_samples": list(users.values()), "user_data": data}
+    (folder / part / f"all_data_{seed}.json").write_text(json.dumps(content))
+    return data
+
+
+def test_femnist_is_read_by_writer(tmp_path):
+    data = write_leaf(tmp_path, "train", {"f0001_41": 6, "f0000_14": 4})
+    write_leaf(tmp_path, "train", {"f0002_07": 5}, seed=1)
+    write_leaf(tmp_path, "test", {"f0000_14": 2, "f0001_41": 3, "f0002_07": 1}, seed=2)
+    found = load_dataset("femnist", tmp_path)
+    assert found.classes == leaf.CLASSES
+    assert found.image_shape == (1, 28, 28)
+    assert found.owners.tolist() == [1] * 6 + [0] * 4 + [2] * 5
+    assert found.test_owners.tolist() == [0, 0, 1, 1, 1, 2]
+    first = np.rint(np.array(data["f0001_41"]["x"][0]) * 255)
+    np.testing.assert_array_equal(found.train_images[0, 0].ravel(), first)
+    config = DataConfig("femnist", str(tmp_path), partition="owners", test_split="holdout", validation_fraction=0)
+    sizes = [sum(sum(part) for part in label_counts(config, client, 3).values()) for client in range(3)]
+    assert sizes == [6, 9, 6]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "is no file of LEAF's"),
+        ('{"users": ["a"]}', "is no file of LEAF's"),
+        ('{"users": ["a"], "user_data": {"a": {"x": [[1]], "y": [0]}}}', "the images of user 'a' cannot be read"),
+        ({"x": [[2.0] * 784], "y": [0]}, "the images of user 'a' do not fit"),
+        ({"x": [[0.5] * 784], "y": [62]}, "the images of user 'a' do not fit"),
+        ({"x": [[0.5] * 784], "y": [1, 2]}, "the images of user 'a' do not fit"),
+    ],
+)
+def test_a_file_that_is_not_leafs_is_refused(tmp_path, content, said):
+    write_leaf(tmp_path, "test", {"a": 1})
+    (tmp_path / "train").mkdir()
+    text = content if isinstance(content, str) else json.dumps({"users": ["a"], "user_data": {"a": content}})
+    (tmp_path / "train" / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=said):
+        load_dataset("femnist", tmp_path)
+
+
+def test_a_folder_without_leafs_files_is_answered(tmp_path):
+    with pytest.raises(ValueError, match=r"has no train/\*\.json \(of LEAF's preprocess\.sh\)"):
+        load_dataset("femnist", tmp_path)
+
+
+# --- Hugging Face -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def saved(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rng = np.random.default_rng(0)
+
+    def part(count):
+        images = [Image.fromarray(rng.integers(0, 256, (9, 8, 3), dtype=np.uint8)) for _ in range(count)]
+        features = datasets.Features(
+            {"photo": datasets.Image(), "kind": datasets.ClassLabel(names=["cat", "dog", "owl"])}
+        )
+        return datasets.Dataset.from_dict({"photo": images, "kind": [k % 3 for k in range(count)]}, features=features)
+
+    datasets.disable_progress_bars()
+    whole = datasets.DatasetDict({"train": part(30), "test": part(9)})
+    whole.save_to_disk(str(tmp_path / "saved"))
+    whole["train"].save_to_disk(str(tmp_path / "train-only"))
+    return tmp_path, whole
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_save_to_disk_wrote_is_read(saved):
+    folder, whole = saved
+    data = load_dataset("huggingface", folder / "saved")
+    assert data.classes == ("cat", "dog", "owl")
+    assert data.image_shape == (3, 9, 8)
+    np.testing.assert_array_equal(data.train_images[4], np.asarray(whole["train"][4]["photo"]).transpose(2, 0, 1))
+    assert data.test_labels.tolist() == [0, 1, 2] * 3
+    with pytest.raises(ValueError, match="has no test part, allowed: one with a test part, or test-split 'holdout'"):
+        load_dataset("huggingface", folder / "train-only")
+    assert len(load_dataset("huggingface", folder / "train-only", needs_test=False).train_labels) == 30
+    with pytest.raises(ValueError, match=r"has no what save_to_disk wrote, which dataset 'huggingface' is read from"):
+        load_dataset("huggingface", folder)
+
+
+# --- what is found before a run ---------------------------------------------------------------------------------------
+
+
+def test_check_data_tells_what_it_found(fedprune, clinics, capsys, monkeypatch):
+    rows = patients(300, 0)
+    pd.concat([patients(88, 1), rows.iloc[:2]]).to_csv(clinics / "test.csv", index=False)
+    code, said = fedprune("check-data", "dataset=table", f"data-dir={clinics}", "owner-column=clinic")
+    assert code == 0
+    assert "2 test examples are training examples too" in " ".join(said.split())
+    code, said = fedprune("check-data", "dataset=table", f"data-dir={clinics}")
+    assert code == 2
+    assert "column 'clinic' holds no numbers" in said

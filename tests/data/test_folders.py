@@ -1,0 +1,212 @@
+"""Folders of images: sizes that are made one, and images that belong to somebody."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedprune_app.data import splits
+from fedprune_app.data.datasets import load_dataset
+from fedprune_app.data.splits import DataConfig, client_data, label_counts
+from fedprune_app.predicting import predictions
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    splits.forget()
+
+
+def write(path: Path, size=(6, 8), value=None, mode="L"):
+    """One image of (height, width)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(abs(hash(path.name)) % 2**32)
+    pixels = rng.integers(0, 256, size, dtype=np.uint8) if value is None else np.full(size, value, np.uint8)
+    Image.fromarray(pixels).convert(mode).save(path)
+
+
+@pytest.fixture
+def mixed(tmp_path):
+    """Images of several sizes in train/ and test/."""
+    for part in ("train", "test"):
+        for k, size in enumerate([(20, 30), (30, 20), (25, 25)]):
+            for name in ("cat", "dog"):
+                write(tmp_path / part / name / f"{k}.png", size)
+    return tmp_path
+
+
+@pytest.fixture
+def people(tmp_path):
+    """Three people, with 8, 12 and 16 images of two classes, and one class that only the last one has."""
+    for count, name in ((4, "anna"), (6, "ben"), (8, "cleo")):
+        for label in ("cat", "dog"):
+            for k in range(count):
+                write(tmp_path / name / label / f"{name}-{k}.png")
+    write(tmp_path / "cleo" / "owl" / "only.png")
+    return tmp_path
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def test_images_of_several_sizes_become_squares_of_one(mixed):
+    with pytest.raises(ValueError, match="the key image-size makes them one size"):
+        load_dataset("image-folder", mixed)
+    for fit in ("crop", "stretch"):
+        assert load_dataset("image-folder", mixed, image_size=16, image_fit=fit).image_shape == (1, 16, 16)
+
+
+def test_crop_cuts_around_the_middle_and_stretch_cuts_nothing(tmp_path):
+    pixels = np.zeros((10, 30), np.uint8)
+    pixels[:, 10:20] = 200  # the middle third is light
+    for part in ("train", "test"):
+        for name in ("a", "b"):
+            path = tmp_path / part / name / "0.png"
+            path.parent.mkdir(parents=True)
+            Image.fromarray(pixels).save(path)
+    cut = load_dataset("image-folder", tmp_path, image_size=10, image_fit="crop").train_images[0, 0]
+    squeezed = load_dataset("image-folder", tmp_path, image_size=10, image_fit="stretch").train_images[0, 0]
+    assert (cut == 200).all()
+    assert squeezed[:, 0].max() < 20 < 180 < squeezed[:, 5].min()
+
+
+def test_a_size_that_images_have_already_changes_none(people):
+    every = {"by_owner": True, "needs_test": False}
+    for name in ("anna", "ben", "cleo"):
+        for path in (people / name).rglob("*.png"):
+            write(path, (8, 8))
+    as_they_are = load_dataset("image-folder", people, **every)
+    resized = load_dataset("image-folder", people, image_size=8, **every)
+    np.testing.assert_array_equal(as_they_are.train_images, resized.train_images)
+
+
+def test_each_size_has_a_cache_of_its_own(mixed):
+    shapes = [load_dataset("image-folder", mixed, image_size=size).image_shape for size in (8, 12, 8)]
+    assert shapes == [(1, 8, 8), (1, 12, 12), (1, 8, 8)]
+
+
+# --- owners -----------------------------------------------------------------------------------------------------------
+
+
+def test_each_client_has_the_images_of_one_folder(people):
+    config = DataConfig("image-folder", str(people), partition="owners", test_split="holdout", seed=3)
+    counts = [label_counts(config, client, 3) for client in range(3)]
+    assert [[sum(part[label] for part in each.values()) for label in range(3)] for each in counts] == [
+        [4, 4, 0],
+        [6, 6, 0],
+        [8, 8, 1],
+    ]
+    assert all(sum(each["test"]) > 0 for each in counts)
+
+
+def test_each_client_has_the_images_that_the_table_gives_to_it(mixed):
+    rows = [("train/cat/0.png", "b"), ("train/cat/1.png", "a"), ("train/dog/1.png", "a"), ("./train/dog/2.png", "b")]
+    with (mixed / "owners.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([("file", "client"), *rows])
+    config = DataConfig(
+        "image-folder", str(mixed), partition="owners", image_size=8, test_split="labels", validation_fraction=0
+    )
+    data = load_dataset("image-folder", mixed, image_size=8, by_owner=True)
+    assert data.owners.tolist() == [1, 0, -1, -1, 0, 1]  # a is the first, and two images are nobody's
+    assert [label_counts(config, client, 2)["train"] for client in range(2)] == [[1, 1], [1, 1]]
+    assert len(client_data(config, 0, 2).test_labels) == 6
+
+
+def test_the_numbers_of_clients_and_of_owners_are_the_same(people):
+    config = DataConfig("image-folder", str(people), partition="owners", test_split="holdout")
+    with pytest.raises(ValueError, match="--clients is 20, allowed with partition 'owners' and these data: 3"):
+        label_counts(config, 0, 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "is missing, allowed with partition 'owners': a table with the columns file and client"),
+        ("name,who\nx,y\n", r"cannot be read \(KeyError\), allowed: a table with the columns file and client"),
+        ("file,client\ntrain/cat/9.png,a\n", "names 1 files that are no training images"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(mixed, text, said):
+    if text is not None:
+        (mixed / "owners.csv").write_text(text)
+    with pytest.raises(ValueError, match=said) as error:
+        load_dataset("image-folder", mixed, image_size=8, by_owner=True)
+    assert "\n" not in str(error.value)
+
+
+def test_a_dataset_that_does_not_say_whose_its_examples_are_is_refused():
+    config = DataConfig(partition="owners", test_split="holdout")
+    with pytest.raises(ValueError, match="partition is 'owners', allowed with dataset 'digits': another rule"):
+        label_counts(config, 0, 3)
+
+
+def test_folders_of_people_need_tests_of_their_own(people):
+    config = DataConfig("image-folder", str(people), partition="owners", test_split="labels")
+    with pytest.raises(ValueError, match="or test-split=holdout with a folder for each client"):
+        label_counts(config, 0, 3)
+
+
+# --- as a user runs it ------------------------------------------------------------------------------------------------
+
+
+def test_a_run_on_folders_of_people(fedprune, people, tmp_path):
+    given = ("dataset=image-folder", f"data-dir={people}", "partition=owners", "image-size=16", "image-fit=stretch")
+    quick = ("num-server-rounds=1", "--clients", "3", "--engine", "inprocess", "--out", "run")
+    code, said = fedprune("run", "system=fedavg", "model=cnn-small", *given, *quick)
+    assert code == 0, said
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert info["config"]["test-split"] == "holdout"
+    parts = ("train", "validation", "test")
+    assert [sum(sum(row[part]) for part in parts) for row in info["partition"]] == [8, 12, 17]
+    assert info["model"]["class_names"] == ["cat", "dog", "owl"]
+    code, said = fedprune("export", "run", "--global", "-o", "net.safetensors")
+    assert code == 0, said
+    write(tmp_path / "new" / "holiday.png", (40, 50), mode="RGB")
+    code, said = fedprune("predict", "net.safetensors", tmp_path / "new" / "holiday.png")
+    assert code == 0, said
+    assert os.listdir(tmp_path / "new") == ["holiday.png"]
+
+
+def test_predict_knows_what_was_learnt(fedprune, tmp_path, capsys):
+    for part, count in (("train", 40), ("test", 4)):
+        for name, value in (("dark", 20), ("light", 230)):
+            for k in range(count):
+                write(tmp_path / "shades" / part / name / f"{k}.png", (8, 8), value + k % 9)
+    given = ("dataset=image-folder", f"data-dir={tmp_path / 'shades'}", "model=cnn-small", "partition=iid")
+    quick = ("num-server-rounds=4", "--clients", "2", "--engine", "inprocess", "--out", "run")
+    assert fedprune("run", "system=fedavg", *given, *quick)[0] == 0
+    assert fedprune("export", "run", "--global", "-o", "net.safetensors")[0] == 0
+    write(tmp_path / "night.jpg", (30, 50), 25, mode="RGB")  # another size, and coloured
+    write(tmp_path / "day.png", (8, 8), 220)
+    found = predictions(tmp_path / "net.safetensors", [tmp_path / "night.jpg", tmp_path / "day.png"], top=2)
+    assert [best[0][0] for _, best in found] == ["dark", "light"]
+    for _, best in found:
+        assert sum(share for _, share in best) == pytest.approx(1)
+    assert fedprune("predict", "net.safetensors", "day.png", "--top", "5", "--json")[0] == 0
+    for given, said in (
+        (("net.safetensors", "none.png"), "image 'none.png' does not exist"),
+        (("day.png", "day.png"), "exported model 'day.png'"),
+        (("net.safetensors", "net.safetensors"), "cannot be read as an image"),
+    ):
+        code, text = fedprune("predict", *given)
+        assert (code, said in " ".join(text.split())) == (2, True), text
+
+
+def test_an_image_folder_without_test_images_holds_out_a_share(fedprune, mixed):
+    given = ("system=fedavg", "dataset=image-folder", f"data-dir={mixed}", "image-size=8", "model=cnn-small")
+    given += ("partition=iid",)
+    for path in (mixed / "test").rglob("*.png"):
+        path.unlink()
+    (mixed / "test" / "cat").rmdir()
+    (mixed / "test" / "dog").rmdir()
+    (mixed / "test").rmdir()
+    code, said = fedprune("check", *given, "--clients", "2")
+    assert code == 2
+    assert "test-split=holdout" in said
+    code, said = fedprune("check", *given, "test-split=holdout", "validation-fraction=0", "--clients", "2")
+    assert code == 0, said

@@ -1,0 +1,103 @@
+"""An installed wheel: nothing of it at the top of site-packages but fedprune_app, beside packages of the same names."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from hatch_build import below_fedprune
+from tests.docs.blocks import ROOT
+
+RUN = ("system=dispfl", "num-server-rounds=1", "local-epochs=1", "dispfl.neighbours=2", "--clients", "3")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """A folder with the content of a wheel, and with somebody else's packages ``clients`` and ``strategies``."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("*.whl")
+    place = folder / "site"
+    with zipfile.ZipFile(wheel) as file:
+        file.extractall(place)
+    (place / "clients.py").write_text("ADDRESSES = ['somebody@example.org']\n")
+    (place / "strategies").mkdir()
+    (place / "strategies" / "__init__.py").write_text("TO_WIN = 'patience'\n")
+    return place
+
+
+def python(site: Path, folder: Path, code: str) -> str:
+    """What a program says that finds the wheel before the checkout."""
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=folder, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.programs
+def test_a_wheel_has_one_package_at_the_top(site):
+    tops = {path.name for path in site.iterdir()} - {"clients.py", "strategies"}
+    assert sorted(name.partition("-")[0] for name in tops) == ["fedprune", "fedprune_app"]
+    assert (site / "fedprune_app" / "strategies" / "dispfl.py").exists()
+    assert (site / "fedprune_app" / "configs" / "subfedavg.toml").exists()
+
+
+@pytest.mark.programs
+def test_an_installed_wheel_runs_on_every_engine_beside_packages_of_the_same_names(site, federate, tmp_path):
+    code = (
+        "import sys, clients, strategies, fedprune_app.cli\n"
+        "assert clients.ADDRESSES and strategies.TO_WIN and fedprune_app.__file__.startswith(sys.path[1])\n"
+        f"sys.argv = ['fedprune', 'run', *{RUN!r}, '--engine', '%s', '--out', '%s']\n"
+        "fedprune_app.cli.main()\n"
+    )
+    hashes = set()
+    for engine in ("inprocess", "ray", "flower"):
+        python(site, tmp_path, code % (engine, engine))
+        hashes.add(json.loads((tmp_path / engine / "run.json").read_text())["final_sha256"])
+    settings = {"num_server_rounds": 1, "local_epochs": 1, "dispfl.neighbours": 2}
+    settings |= {"fraction_train": 0.5, "evaluate_every": 5}
+    assert hashes == {federate(clients=3, system="dispfl", **settings).sha256}
+
+
+@pytest.mark.programs
+def test_a_plugin_is_the_same_file_for_a_wheel_and_a_checkout(site, tmp_path):
+    page = (ROOT / "docs" / "extend.md").read_text()
+    (tmp_path / "my_prox.py").write_text(page.partition("```python\n# my_prox.py\n")[2].partition("```")[0])
+    code = "from fedprune_app.testing import check_system\ncheck_system('my-prox', plugins='my_prox.py')\nprint('kept')"
+    assert python(site, tmp_path, code) == "kept\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from clients.base import X", "from fedprune_app.clients.base import X"),
+        ("    from strategies import base", "    from fedprune_app.strategies import base"),
+        (
+            "import clients\nimport strategies\n",
+            "from fedprune_app import clients\nfrom fedprune_app import strategies\n",
+        ),
+        ("from fedprune_app.federation.clients import X", "from fedprune_app.federation.clients import X"),
+        (
+            '"""Which clients come from where."""\nimport clientside',
+            '"""Which clients come from where."""\nimport clientside',
+        ),
+    ],
+)
+def test_imports_are_moved_below_fedprune(source, found):
+    assert below_fedprune(source) == found
+
+
+@pytest.mark.parametrize("source", ["import clients.base", "import json, clients", "import clients as c"])
+def test_an_import_that_cannot_be_moved_stops_the_build(source):
+    with pytest.raises(ValueError, match="an import of clients has a form that a wheel cannot change"):
+        below_fedprune(source)

@@ -1,0 +1,72 @@
+"""Differences between systems are paired by client, and their intervals hold the truth as often as they say."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fedprune_app.results.differences import difference, difference_rows, from_best, personal_accuracies
+from fedprune_app.results.figures.tradeoff import _front
+from fedprune_app.results.reader import load_run
+from fedprune_app.results.tables import group_runs
+
+
+def paired(values):
+    return {(0, client): value for client, value in enumerate(values)}
+
+
+def test_a_difference_is_paired_by_client():
+    easy = np.linspace(0.2, 0.9, 40)  # clients differ by far more than the systems do
+    found = difference(paired(easy + 0.01), paired(easy))
+    assert found.mean == pytest.approx(0.01)
+    assert found.is_clear
+    assert found.ahead == 1.0
+    assert found.pairs == 40
+    back = difference(paired(easy), paired(easy + 0.01))
+    assert (back.mean, back.low, back.high) == pytest.approx((-found.mean, -found.high, -found.low))
+
+
+def test_only_pairs_of_both_count_and_one_is_too_few():
+    assert difference({(0, 0): 0.5, (0, 1): 0.6}, {(0, 1): 0.5, (1, 0): 0.5}) is None
+    found = difference({(0, 0): 0.5, (0, 1): 0.6, (1, 0): 0.9}, {(0, 0): 0.5, (0, 1): 0.4, (2, 0): 0.1})
+    assert found.pairs == 2
+    assert found.mean == pytest.approx(0.1)
+
+
+def test_the_interval_holds_the_truth_about_as_often_as_it_says():
+    rng, held = np.random.default_rng(0), 0
+    for _ in range(200):
+        apart = rng.normal(0.02, 0.05, 30)
+        found = difference(paired(apart), paired(np.zeros(30)))
+        held += found.low <= 0.02 <= found.high
+    assert 0.88 <= held / 200 <= 0.99
+
+
+def test_many_pairs_take_little_memory_and_give_the_same_interval_each_time():
+    values = np.random.default_rng(1).normal(0, 1, 20_000)
+    first, again = (difference(paired(values), paired(np.zeros(20_000))) for _ in range(2))
+    assert first == again
+    assert first.high - first.low == pytest.approx(2 * 1.96 / np.sqrt(20_000), rel=0.1)
+
+
+def test_a_report_compares_each_system_with_the_best_on_the_same_data(make_run):
+    folders = [make_run(f"{name}{seed}", name, seed, clients=12) for name in ("fedavg", "dispfl") for seed in (0, 1)]
+    groups = group_runs([load_run(folder) for folder in folders])
+    best, others = from_best(groups)
+    means = {group.label: np.mean(list(personal_accuracies(group).values())) for group in groups}
+    assert best == max(means, key=means.get)
+    ((group, apart),) = others
+    assert apart.pairs == 24
+    assert apart.mean == pytest.approx(means[best] - means[group.label])
+    label, rows = difference_rows(groups)
+    assert label == best
+    assert float(rows[0][1]) == pytest.approx(-100 * apart.mean, abs=0.005)
+
+
+def test_a_single_system_is_compared_with_nothing(make_run):
+    assert difference_rows(group_runs([load_run(make_run("a", "fedavg", 0))])) == ("", [])
+
+
+def test_the_front_is_what_nothing_beats():
+    points = [(1.0, 0.5), (2.0, 0.4), (2.0, 0.7), (3.0, 0.7), (4.0, 0.9), (1.0, 0.3)]
+    assert _front(points) == [(1.0, 0.5), (2.0, 0.7), (4.0, 0.9)]

@@ -1,0 +1,108 @@
+"""Each tracker gets a run's settings, the numbers of each round, and how the run ended; its own library reads them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+import subprocess
+import sys
+
+import pytest
+
+from fedprune_app.results import tracking
+from fedprune_app.results.recorder import Recorder
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CONFIG = {"system": "fedavg", "seed": 3, "learning-rate": 0.1, "data-dir": ""}
+
+
+def record(folder, kind, rounds=(1, 2), resume=0):
+    recorder = Recorder(folder, tracking=kind)
+    if resume:
+        recorder.reopen()
+        recorder.resume(resume)
+    else:
+        recorder.start(CONFIG, 3, {"run_key": "0123456789abcdef"})
+    for number in rounds:
+        recorder.round({"round": number, "accuracy_global": number / 10, "seconds": 1.5})
+    recorder.finish("completed", "0" * 64)
+
+
+def test_tensorboard_has_the_numbers_and_the_settings(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    record(tmp_path / "run", "tensorboard")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    assert [(each.step, round(each.value, 6)) for each in events.Scalars("accuracy_global")] == [(1, 0.1), (2, 0.2)]
+    assert events.Scalars("final/accuracy_global")[0].value == pytest.approx(0.2)
+    summary = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert b"learning-rate" in summary
+
+
+def history(client, run):
+    return [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, "accuracy_global")]
+
+
+def test_mlflow_has_the_numbers_and_the_settings_and_goes_on_in_the_same_run(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    import mlflow
+
+    record(tmp_path / "run", "mlflow")
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'run' / 'mlflow' / 'mlflow.db'}")
+    number = client.get_experiment_by_name("fedprune").experiment_id
+    (run,) = client.search_runs([number])
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"system": "fedavg", "seed": "3", "learning-rate": "0.1"}
+    assert history(client, run) == [(1, 0.1), (2, 0.2)]
+    record(tmp_path / "run", "mlflow", rounds=[3], resume=2)
+    (again,) = client.search_runs([number])
+    assert history(client, again) == [(1, 0.1), (2, 0.2), (3, 0.3)]
+
+
+def test_trackio_has_the_numbers_and_the_settings(tmp_path):
+    """In a process of its own, because trackio reads its folder when it is imported."""
+    code = "from tests.results.test_tracking import record; from pathlib import Path; record(Path('run'), 'trackio')"
+    environment = {"PYTHONPATH": ":".join(sys.path), "HOME": str(tmp_path), "PATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Trackio" not in done.stdout
+    with sqlite3.connect(tmp_path / "run" / "trackio" / "fedprune.db") as database:
+        rows = database.execute("select step, metrics from metrics order by step").fetchall()
+        (settings,) = database.execute("select config from configs").fetchone()
+    assert [(step, json.loads(metrics)["accuracy_global"]) for step, metrics in rows] == [(1, 0.1), (2, 0.2)]
+    assert json.loads(settings)["learning-rate"] == 0.1
+
+
+def test_a_tracker_that_fails_stops_no_run_and_is_not_asked_again(tmp_path, caplog, monkeypatch):
+    calls = []
+
+    class Failing:
+        def __init__(self, folder, info):
+            pass
+
+        def log(self, numbers, round):
+            calls.append(round)
+            raise OSError("the server\nis gone")
+
+        def close(self, status, numbers):
+            calls.append(status)
+
+    monkeypatch.setitem(tracking._TRACKERS, "tensorboard", Failing)
+    with caplog.at_level(logging.WARNING, "flwr.fedprune"):
+        record(tmp_path / "run", "tensorboard")
+    assert calls == [1]
+    assert "tracking stops: OSError: the server is gone" in caplog.text
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "completed"
+
+
+@pytest.mark.parametrize(("kind", "extra"), [("tensorboard", "tracking"), ("mlflow", "mlflow"), ("trackio", "trackio")])
+def test_a_tracker_that_is_not_installed_is_refused_before_the_run(fedprune, tmp_path, monkeypatch, kind, extra):
+    find = tracking.importlib.util.find_spec
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None if name == kind else find(name))
+    code, said = fedprune("run", f"tracking={kind}", "--engine", "inprocess", "--out", "run")
+    assert code == 2
+    assert f"which needs the package {kind}: install the extra fedprune[{extra}]" in " ".join(said.split())
+    assert not (tmp_path / "run").exists()

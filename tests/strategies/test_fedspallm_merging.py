@@ -1,0 +1,199 @@
+"""FedSpaLLM's merges by Hessians, against one place that has all clients' text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fedprune_app import client_app, server_app
+from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.core import hessians
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.results.reader import load_run
+from strategies.fedspallm import FedSpaLLM
+from tests.conftest import Finished, wrapped_app
+from tests.strategies.test_fedspallm import (
+    CLIENTS,
+    family,
+    global_layers,
+    layers_of,
+    llm,
+    perplexity_by_hand,
+    pruned_by_hand,
+    replies_of,
+    run,
+    segments_of,
+    settings,
+    texts,
+    whole,
+)
+
+__all__ = ["family", "llm", "run", "settings", "texts"]  # fixtures
+
+
+def all_segments(result, folder, counts=(4, 4, 4)):
+    parts = [segments_of(result.config, partition, CLIENTS, folder) for partition in range(CLIENTS)]
+    assert tuple(map(len, parts)) == counts
+    return torch.cat(parts)
+
+
+def test_hessians_of_all_clients_prune_as_one_place_with_all_text_would(run, llm, texts, tmp_path):
+    result = run(fedspallm_merge="hessians", fedspallm_segment_counts="4 1 2")
+    model = whole(llm)
+    expected = pruned_by_hand(model, all_segments(result, tmp_path, (4, 1, 2)), result.config)
+    for (layer, name), (weight, mask) in global_layers(result).items():
+        there, kept = expected[layer][name]
+        assert int((mask != kept).sum()) <= 2, (layer, name)  # a tie can go either way by rounding
+        same = mask == kept
+        torch.testing.assert_close(weight[same], there[same], atol=2e-3, rtol=2e-2)
+        assert int(mask.sum()) == int(kept.sum())
+    words = (texts / "test" / "first.txt").read_text()
+    central = perplexity_by_hand(model, words, 32)[0]
+    assert result.rounds[-1]["perplexity_global"] == pytest.approx(central, rel=5e-3)
+
+
+def test_hessians_travel_in_place_of_weights_and_clients_get_the_pruned_layers_before(run):
+    result = run(fedspallm_merge="hessians")
+    for message in (m for m in result.wiretap.messages if m.kind == "train"):
+        assert not message.up.masks
+        assert all(name.startswith(hessians.HESSIAN) for name in message.up.tensors)
+        assert {name.partition("/")[0] for name in message.down.tensors} == ({"0"} if message.round == 2 else set())
+        assert message.down.masks.keys() == message.down.tensors.keys()
+    row = result.rounds[-1]
+    assert row["personal_models"] == 0
+    assert row["perplexity_personal_mean"] is None
+    assert [client["perplexity_personal"] for client in result.clients] == [None] * CLIENTS
+    assert [client["pruned_layers"] for client in result.clients] == [2] * CLIENTS
+    assert {client["density"] for client in result.clients} == {result.clients[0]["density"]}
+    assert load_run(result.folder).masks is None
+
+
+def test_half_precision_correlations_are_near_and_cost_about_half(run):
+    wide = run(fedspallm_merge="hessians")
+    half = run(fedspallm_merge="hessians", fedspallm_hessian_bits=16)
+    assert half.rounds[-1]["bytes_up"] < 0.75 * wide.rounds[-1]["bytes_up"]
+    assert half.rounds[-1]["perplexity_global"] == pytest.approx(wide.rounds[-1]["perplexity_global"], rel=0.02)
+    assert half.sha256 != wide.sha256
+
+
+def test_least_squares_keeps_the_voted_masks_and_solves_each_row(run, llm, tmp_path):
+    result, voted = run(fedspallm_merge="least-squares"), run()
+    found, before = global_layers(result), global_layers(voted)
+    model = whole(llm)
+    layer = layers_of(model)[0]
+    linears = {f"{name}.weight": m for name, m in layer.named_modules() if isinstance(m, nn.Linear)}
+    seen = {name: [] for name in linears}
+    for name, linear in linears.items():
+        linear.register_forward_hook(lambda m, arguments, output, into=seen[name]: into.append(arguments[0]))
+    with torch.no_grad():
+        for segment in all_segments(result, tmp_path):
+            model(segment[None])
+    for name, linear in linears.items():
+        weight, mask = found[0, name]
+        assert torch.equal(mask, before[0, name][1])
+        inputs = torch.cat([x.reshape(-1, x.shape[-1]) for x in seen[name]]).double()
+        damped = inputs.T @ inputs
+        damped.diagonal().add_(0.01 * damped.diagonal().mean())
+        dense = linear.weight.data.double()
+        for row in range(0, len(weight), 7):
+            kept = mask[row].nonzero().squeeze(1)
+            exact = torch.linalg.solve(damped[kept][:, kept], damped[kept] @ dense[row])
+            torch.testing.assert_close(weight[row, kept].double(), exact, atol=1e-3, rtol=1e-2)
+    assert replies_of(result).keys() == replies_of(voted).keys()
+
+
+@pytest.mark.parametrize("merge", ["hessians", "least-squares"])
+def test_a_run_that_was_cut_off_goes_on_to_the_same_model(run, settings, tmp_path, monkeypatch, merge):
+    honest = FedSpaLLM._install
+
+    def fail(self, round, layer, new):
+        if layer == 1:
+            raise KeyboardInterrupt
+        honest(self, round, layer, new)
+
+    wanted = {**settings, "fedspallm.merge": merge}
+    folder = tmp_path / "run"
+    monkeypatch.setattr(FedSpaLLM, "_install", fail)
+    config = parse_config({**wanted, "out-dir": str(folder)}).to_dict()
+    with pytest.raises(KeyboardInterrupt):
+        run_in_process(server_app.app, client_app.app, CLIENTS, config)
+    monkeypatch.setattr(FedSpaLLM, "_install", honest)
+    again = parse_config({**wanted, "resume-from": str(folder)})
+    run_in_process(server_app.app, client_app.app, CLIENTS, again.to_dict())
+    assert Finished(folder).sha256 == run(fedspallm_merge=merge).sha256
+
+
+def test_a_client_that_missed_a_layer_is_sent_what_it_missed(settings, tmp_path):
+    received = {}
+
+    def listen(message, context, honest):
+        layer = message.content["fields"]["layer"] if "fields" in message.content else None
+        client = context.node_config["partition-id"]
+        if client == 1 and layer == 0:
+            raise ValueError("away")
+        reply = honest(message, context)
+        if layer is not None:
+            received[client, layer] = reply
+        return reply
+
+    folder = tmp_path / "run"
+    config = parse_config({**settings, "fedspallm.merge": "hessians", "out-dir": str(folder), "min-replies": 1})
+    run_in_process(server_app.app, wrapped_app(listen), CLIENTS, config.to_dict())
+    result = Finished(folder)
+    assert (1, 1) in received
+    assert (1, 0) not in received
+    assert result.info["status"] == "completed"
+    assert [row["pruned_layers"] for row in result.clients if row["round"] == 1] == [2] * CLIENTS
+
+
+def test_hessians_that_are_none_are_refused():
+    total = hessians.HessianSum(3)
+    good = torch.tensor([[2.0, 1, 0], [1, 3, -1], [0, -1, 1]])
+    total.add("a", hessians.encoded("a", good), 2)
+    for wrong in (torch.diag(torch.tensor([1.0, -1, 1])), good + 100 * (1 - torch.eye(3))):
+        with pytest.raises(ValueError, match="no sum of products"):
+            total.add("a", hessians.encoded("a", wrong), 1)
+    with pytest.raises(ValueError, match="has magnitude"):
+        total.add("a", hessians.encoded("a", 1e30 * good), 1)
+    assert torch.equal(total.matrix(), good)
+
+
+def test_sums_of_hessians_have_the_same_bits_in_any_order():
+    draw = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(20, 9, generator=draw) * 10 ** (k - 2) for k in range(6)]
+    sent = [hessians.encoded("a", each.T @ each, bits) for each, bits in zip(inputs, [32, 16] * 3, strict=True)]
+    sums = []
+    for order in (range(6), range(5, -1, -1)):
+        total = hessians.HessianSum(9)
+        for number in order:
+            total.add("a", sent[number], number + 1)
+        sums.append(total.matrix())
+    assert torch.equal(*sums)
+    exact = sum((number + 1) * (each.double().T @ each.double()) for number, each in enumerate(inputs)) / 21
+    torch.testing.assert_close(sums[0].double(), exact, rtol=1e-3, atol=1e-3 * float(exact.max()))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fedspallm.merge": "hessians", "fedspallm.pruner": "wanda"}, "fedspallm.pruner is 'wanda', allowed with"),
+        ({"fedspallm.merge": "hessians", "num-server-rounds": 2}, "num-server-rounds is 2, allowed with"),
+        ({"fedspallm.merge": "hessians", "fedspallm.hessian-bits": 24}, "hessian-bits is 24, allowed: 16, 32"),
+        ({"fedspallm.merge": "least-squares", "fedspallm.expansion": "global"}, "expansion is 'global', allowed with"),
+        ({"fedspallm.merge": "best"}, "fedspallm.merge is 'best', allowed: mean, hessians, least-squares"),
+    ],
+)
+def test_merges_that_cannot_be_are_refused(settings, options, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_config({**settings, **options})
+
+
+def test_a_packed_triangle_comes_back():
+    matrix = torch.randn(7, 7, dtype=torch.float64)
+    matrix = matrix @ matrix.T
+    packed = hessians.packed_upper(matrix)
+    assert packed.shape == (28,)
+    assert torch.equal(hessians.unpacked(packed, 7), torch.triu(matrix) + torch.triu(matrix, 1).T)
+    assert Payload(hessians.encoded("x", matrix.float())).tensors.keys() == hessians.like("x", 7).keys()

@@ -1,0 +1,550 @@
+"""Plug-ins: the files of docs/extend.md as a user would write them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import fedprune_app
+from fedprune_app import plugins, registry
+from fedprune_app.config import ConfigError, PolicyError, parse_config, with_carrier
+from fedprune_app.data import brought
+from fedprune_app.node_policy import read_policy
+from fedprune_app.testing import BrokenLawError, check_system
+
+PAGE = Path(__file__).parents[1] / "docs" / "extend.md"
+FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE.read_text(), re.DOTALL))
+pytestmark = pytest.mark.usefixtures("no_plugins")
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """The files of the page, in the current folder."""
+    assert FILES.keys() == {"mine.py", "my_prox.py", "server_momentum.py", "test_my_prox.py"}
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+QUICK = ("num-server-rounds=1", "--clients", "4", "--engine", "inprocess")
+
+
+# --- as the page says ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("system", ["subfedavg", "dispfl", "fedp3", "fedavg"])
+def test_a_network_of_ones_own_runs_with_every_kind_of_system(fedprune, files, system):
+    code, said = fedprune("run", "model=mine.py:net", f"system={system}", *QUICK, "--out", "run")
+    assert code == 0, said
+    info = json.loads((files / "run" / "run.json").read_text())
+    assert info["model"]["name"] == f"{files / 'mine.py'}:net"
+    assert list(info["plugins"]) == [str(files / "mine.py")]
+    assert info["plugins"][str(files / "mine.py")].startswith("sha256 ")
+
+
+def test_a_dataset_and_a_partition_of_ones_own_are_what_clients_learn_from(fedprune, files):
+    given = ("dataset=mine.py:stripes", "model=mine.py:net", "partition=mine.py:halves", "system=fedavg")
+    code, said = fedprune("run", *given, "num-server-rounds=3", *QUICK[1:], "--out", "run")
+    assert code == 0, said
+    partition = json.loads((files / "run" / "run.json").read_text())["partition"]
+    assert [sum(client["train"]) + sum(client["validation"]) for client in partition] == [125, 125, 125, 125]
+    rounds = [json.loads(line) for line in (files / "run" / "rounds.jsonl").read_text().splitlines()]
+    assert rounds[-1]["accuracy_global"] > 0.9  # the stripes are easy to see
+
+
+def test_a_system_of_ones_own_is_the_system_that_it_says(fedprune, files):
+    given = ("--plugin", "my_prox.py", "system=my-prox", "my-prox.mu=0.2")
+    for out, settings in (("mine", given), ("ours", ("system=fedprox", "fedprox.mu=0.2"))):
+        code, said = fedprune("run", *settings, *QUICK, "--out", out)
+        assert code == 0, said
+    mine, ours = (json.loads((files / out / "run.json").read_text()) for out in ("mine", "ours"))
+    assert mine["final_sha256"] == ours["final_sha256"]
+    assert mine["config"]["my-prox.mu"] == 0.2
+    assert mine["config"]["plugins"] == str(files / "my_prox.py")
+
+
+def test_the_system_of_the_page_keeps_the_laws_also_on_ray(files):
+    check_system("my-prox", plugins="my_prox.py", engines=["ray"])
+
+
+def test_the_page_s_system_that_remembers_keeps_the_laws(files):
+    check_system("fedavg-momentum", plugins="server_momentum.py")
+
+
+FAULTY = """from fedprune_app.extend import FedAvg, FedAvgClient, register_system
+
+class Server(FedAvg):
+    def end(self, round):
+        {server}
+        super().end(round)
+
+class Client(FedAvgClient):
+    def local_update(self, task, state):
+        {client}
+        return super().local_update(task, state)
+
+register_system("faulty", strategy=Server, client=Client, summary="one that fails")
+"""
+
+
+@pytest.mark.parametrize(
+    ("server", "client", "said"),
+    [
+        ("1 / 0", "pass", "ZeroDivisionError: division by zero (faulty.py, line 5, in end)"),
+        ("pass", "{}['x']", "KeyError: 'x' (faulty.py, line 10, in local_update)"),
+    ],
+)
+def test_an_error_in_ones_own_code_is_told_with_its_place(fedprune, tmp_path, monkeypatch, server, client, said):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "faulty.py", FAULTY.format(server=server, client=client))
+    code, found = fedprune("run", "--plugin", "faulty.py", "system=faulty", *QUICK, "--out", "run")
+    assert code == 1
+    assert said in " ".join(found.split())
+    assert said in json.loads((tmp_path / "run" / "run.json").read_text())["error"]
+
+
+def test_the_test_of_the_page_passes(files):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_prox.py"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=files)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_its_keys_are_listed_and_checked_as_those_of_fedprune(fedprune, files):
+    assert fedprune("list", "--plugin", "my_prox.py", "--keys", "my-prox")[0] == 0
+    for given, said in (
+        ("my-prox.mu=-1", "my-prox.mu is -1.0, allowed: at least 0"),
+        ("my-prox.mu=yes", "my-prox.mu is 'yes', allowed: a number"),
+        ("my-prox.nu=1", "unknown key 'my-prox.nu': did you mean 'my-prox.mu'?"),
+        ("density=0.2", "density is 0.2, which has no effect with system 'my-prox'"),
+        ("fedprox.mu=1", "fedprox.mu is 1.0, which has no effect with system 'my-prox'"),
+    ):
+        code, found = fedprune("check", "--plugin", "my_prox.py", "system=my-prox", given)
+        assert (code, said in " ".join(found.split())) == (2, True), found
+    code, found = fedprune("check", "--plugin", "my_prox.py", "system=fedavg", "my-prox.mu=1")
+    assert code == 2
+    assert "my-prox.mu needs system 'my-prox'" in found
+
+
+def test_a_sweep_compares_it_with_others(fedprune, files):
+    matrix = "systems: [fedavg, {system: my-prox, my-prox.mu: 0.5}]\ncommon: {num-server-rounds: 1}\n"
+    write(files / "matrix.yaml", matrix)
+    given = ("--plugin", "my_prox.py", "--clients", "3", "--engine", "inprocess", "--out", "swept")
+    code, said = fedprune("sweep", "matrix.yaml", *given)
+    assert code == 0, said
+    assert "my-prox" in (files / "swept" / "table.md").read_text()
+    code, said = fedprune("sweep", "matrix.yaml", *given, "--resume")
+    assert said.count("finished before") == 2
+
+
+def test_a_run_is_resumed_and_exported_where_the_code_is_named_again(fedprune, files):
+    given = ("model=mine.py:net", "system=fedavg")
+    fedprune("run", *given, "num-server-rounds=2", *QUICK[1:], "--out", "whole")
+    fedprune("run", *given, *QUICK, "--out", "run")
+    code, said = fedprune("run", "--resume", "num-server-rounds=2", *QUICK[3:], "--out", "run")
+    assert code == 2
+    named = f"this run used code that is not named: add --plugin {files / 'mine.py'} if you trust that code"
+    assert named in " ".join(said.split())
+    again = ("--plugin", "mine.py")
+    assert fedprune("run", "--resume", *again, "num-server-rounds=2", *QUICK[3:], "--out", "run")[0] == 0
+    hashes = {json.loads((files / out / "run.json").read_text())["final_sha256"] for out in ("whole", "run")}
+    assert len(hashes) == 1
+    code, said = fedprune("export", "run", "--global", "-o", "net.safetensors")
+    assert code == 2
+    assert named in " ".join(said.split())
+    assert fedprune("export", "run", "--global", "-o", "net.safetensors", *again)[0] == 0
+    with pytest.raises(ValueError, match=r"model 'mine.py:net' is of a plug-in, allowed: with --build FILE.py:FUNC"):
+        fedprune_app.load_model("net.safetensors")
+    scope: dict[str, object] = {}
+    exec(FILES["mine.py"], scope)
+    model = fedprune_app.load_model("net.safetensors", build=scope["net"])
+    assert model(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
+    Image.new("L", (8, 8), 9).save("one.png")
+    assert fedprune("predict", "net.safetensors", "one.png", "--build", "mine.py:net")[0] == 0
+    code, said = fedprune("predict", "net.safetensors", "one.png", "--build", "mine.py:none")
+    assert (code, "mine.py:none', allowed: file.py:function" in " ".join(said.split())) == (2, True)
+
+
+def test_a_run_says_if_its_plugin_has_changed_since_it_began(fedprune, files):
+    fedprune("run", "model=mine.py:net", "system=fedavg", *QUICK, "--out", "run")
+    (files / "mine.py").write_text(FILES["mine.py"] + "\n# changed\n")
+    code, said = fedprune("run", "--resume", "--plugin", "mine.py", "num-server-rounds=2", *QUICK[3:], "--out", "run")
+    assert code == 0, said
+    assert "is not the code that the run began with" in " ".join(said.split())
+
+
+def test_the_python_interface_takes_them_too(files):
+    settings = {"num_server_rounds": 1, "plugins": "my_prox.py", "my-prox": {"mu": 0.2}}
+    run = fedprune_app.run(system="my-prox", clients=3, engine="inprocess", out="run", progress=False, **settings)
+    assert run.info["config"]["my-prox.mu"] == 0.2
+
+
+def test_a_report_needs_no_code(fedprune, files):
+    fedprune("run", "model=mine.py:net", "system=fedavg", *QUICK, "--out", "run")
+    (files / "mine.py").unlink()
+    assert fedprune("report", "run", "-o", "page.html")[0] == 0
+
+
+# --- an installed package ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A package with entry points, as pip leaves it."""
+    site = tmp_path / "site"
+    (site / "prox_package").mkdir(parents=True)
+    (site / "prox_package" / "__init__.py").write_text("")
+    (site / "prox_package" / "my_prox.py").write_text(FILES["my_prox.py"])
+    network = "from fedprune_app.extend import register_model\nfrom torch import nn\n\n\ndef flat(shape, classes):\n"
+    network += "    return nn.Sequential(nn.Flatten(), nn.Linear(shape[0] * shape[1] * shape[2], classes))\n\n\n"
+    network += "register_model('flat', flat, 'one linear layer')\n"
+    (site / "prox_package" / "flat.py").write_text(network)
+    about = site / "prox_package-1.5.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: prox-package\nVersion: 1.5\n")
+    (about / "RECORD").write_text("prox_package/__init__.py,,\nprox_package/my_prox.py,,\nprox_package/flat.py,,\n")
+    (about / "entry_points.txt").write_text(
+        "[fedprune.systems]\nmy-prox = prox_package.my_prox\n[fedprune.models]\nflat = prox_package.flat\n"
+    )
+    monkeypatch.syspath_prepend(str(site))
+    yield site
+    for name in [name for name in sys.modules if name.startswith("prox_package")]:
+        del sys.modules[name]
+
+
+def test_an_installed_plugin_needs_no_mention(fedprune, installed, tmp_path, capsys):
+    code, said = fedprune("run", "system=my-prox", "model=flat", "my-prox.mu=0.3", *QUICK, "--out", "run")
+    assert code == 0, said
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    versions = {"prox_package.my_prox": "prox-package 1.5", "prox_package.flat": "prox-package 1.5"}
+    assert info["plugins"] == versions
+    assert info["config"]["plugins"] == ""
+
+
+def test_an_installed_plugin_is_listed(installed):
+    assert plugins.installed()["system"] == {"my-prox": "prox_package.my_prox"}
+    assert plugins.installed()["model"] == {"flat": "prox_package.flat"}
+
+
+def test_an_entry_point_that_registers_nothing_is_told(installed):
+    (installed / "prox_package" / "flat.py").write_text("")
+    with pytest.raises(ConfigError, match=r"model is 'flat', which prox_package\.flat declares and does not register"):
+        plugins.load({"model": "flat"})
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"plugins": "/no/such/file.py"}, "plugins names '/no/such/file.py': there is no such file here"),
+        ({"plugins": "no_such_module"}, "plugins names 'no_such_module', which is not installed here"),
+        ({"plugins": "relative.py"}, "plugins names 'relative.py', allowed: an absolute path, or a module"),
+        ({"model": "no_such_module:net"}, "model names 'no_such_module', which is not installed here"),
+        ({"model": "json:nothing"}, "model is 'json:nothing', allowed: a function of json: "),
+    ],
+)
+def test_code_that_is_not_there_is_named(settings, said):
+    with pytest.raises(ConfigError) as error:
+        plugins.load(settings)
+    assert str(error.value).startswith(said)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("1 / 0", "line 1: ZeroDivisionError: division by zero"),
+        ("x = (", "SyntaxError"),
+        ("import no_such_module_at_all", "line 1: ModuleNotFoundError"),
+        ("raise SystemExit(3)", "line 1: SystemExit: 3"),
+    ],
+)
+def test_a_file_that_fails_is_one_line_with_its_place(tmp_path, text, said):
+    path = write(tmp_path / "bad.py", text)
+    with pytest.raises(ConfigError, match=re.escape(f"plugins names {path!r}, which cannot be loaded")) as error:
+        plugins.load({"plugins": path})
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+REGISTER = "from fedprune_app.extend import *\nclass S(FedAvg): pass\nclass C(FedAvgClient): pass\n"
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("register_system('fedavg', strategy=S, client=C, summary='')", "system 'fedavg' of plug-in .* fedprune's own"),
+        ("register_system('a=b', strategy=S, client=C, summary='')", "allowed: a name without"),
+        ("register_system('x', strategy=C, client=C, summary='')", "strategy of system 'x' is .* FederatedStrategy"),
+        ("register_system('x', strategy=S, client=S, summary='')", "client of system 'x' is .* extends Node"),
+        ("register_system('x', strategy=S, client=C, summary='', options=dict)", "options of system 'x' is .* Table"),
+        (
+            "register_model('lenet5', print, '')",
+            "model 'lenet5' of plug-in .* fedprune's own",
+        ),
+    ],
+)
+def test_what_a_plugin_may_not_register(tmp_path, call, said):
+    with pytest.raises(ConfigError, match=said):
+        plugins.load({"plugins": write(tmp_path / "bad.py", f"{REGISTER}{call}\n")})
+
+
+def test_two_plugins_do_not_share_a_name(tmp_path):
+    call = f"{REGISTER}register_system('x', strategy=S, client=C, summary='')\n"
+    plugins.load({"plugins": write(tmp_path / "one.py", call)})
+    with pytest.raises(ConfigError, match=r"system 'x' of plug-in .*two.* is one of plug-in .*one.* too"):
+        plugins.load({"plugins": write(tmp_path / "two.py", call)})
+
+
+def test_a_file_that_changes_is_loaded_anew(tmp_path):
+    text = "import torch\ndef net(shape, classes):\n    return torch.nn.Sequential(torch.nn.Flatten(), "
+    path = tmp_path / "net.py"
+    sizes = []
+    for layers in ("torch.nn.Linear(64, 10))\n", "torch.nn.Linear(64, 9), torch.nn.Linear(9, 10))\n"):
+        settings = {"model": write(path, text + layers) + ":net"}
+        run = plugins.parse(settings)
+        from fedprune_app.models.initial import initial_model
+
+        model = initial_model(run.model, run.dataset, (1, 8, 8), 10, init="default", seed=0)
+        sizes.append(sum(parameter.numel() for parameter in model.parameters()))
+    assert sizes == [650, 685]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return torch.nn.Linear(3, 4)", "fails on images of 1x8x8: RuntimeError"),
+        ("return torch.nn.Flatten()", "has no layer that can be pruned"),
+        ("return 7", "is of type int, allowed: torch.nn.Module"),
+        ("raise KeyError('x')", "cannot be made for images of 1x8x8 and 10 classes: KeyError"),
+        ("return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))", r"returns \(2, 3\) for two images"),
+    ],
+)
+def test_a_network_that_does_not_fit_is_refused_before_the_run(fedprune, tmp_path, body, said):
+    path = write(tmp_path / "net.py", f"import torch\ndef net(shape, classes):\n    {body}\n")
+    code, found = fedprune("run", f"model={path}:net", "--out", "run", *QUICK)
+    assert code == 2
+    assert re.search(said, " ".join(found.split())), found
+    assert not (tmp_path / "run").exists()
+
+
+PUBLIC = {"needs_test": True, "public_scale": False}
+GREY = np.zeros((6, 4, 4), np.uint8)
+LABELS = np.array([0, 1, 0, 1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (7, "returns a int, allowed: a pair of training and test part"),
+        ((None, None), "returns a tuple"),
+        (((GREY, LABELS), None), "has no test part, allowed: one with a test part, or test-split 'holdout'"),
+        (((GREY, LABELS[:3]), (GREY, LABELS)), "has 3 training labels for 6 examples"),
+        (((GREY, LABELS.astype(float)), (GREY, LABELS)), "training labels of type float64"),
+        (((GREY, LABELS - 1), (GREY, LABELS)), "allowed: whole numbers from 0 on"),
+        (((GREY.astype(int), LABELS), (GREY, LABELS)), r"training examples of shape \(6, 4, 4\) and type int64"),
+        (((GREY[:, None, :, :].repeat(2, 1), LABELS), (GREY, LABELS)), "allowed: uint8 images with 1 or 3 channels"),
+        (((GREY, LABELS), (GREY[:, :3], LABELS)), "allowed: parts of one shape and type"),
+        (((np.full((6, 3), np.nan), LABELS), (GREY, LABELS)), "examples with NaN or infinity"),
+        (([1, 2], [3, 4]), "has a training part of type list, whose items cannot be read"),
+    ],
+)
+def test_a_dataset_that_cannot_be_is_refused(found, said):
+    with pytest.raises(ValueError, match=said):
+        brought.dataset("mine", lambda data_dir: found, "", **PUBLIC)
+
+
+def test_images_of_every_form_are_the_same_images():
+    rng = np.random.default_rng(0)
+    colours, labels = rng.integers(0, 256, (6, 5, 4, 3), dtype=np.uint8), LABELS
+
+    class Items(torch.utils.data.Dataset):
+        classes = ("cat", "dog")
+
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, i):
+            from PIL import Image
+
+            return Image.fromarray(colours[i]), int(labels[i])
+
+    forms = [(colours, labels), (colours.transpose(0, 3, 1, 2), labels), Items()]
+    loaded = [
+        brought.dataset(
+            "mine", lambda _, part=part: {"train": part, "test": part}, "", needs_test=True, public_scale=False
+        )
+        for part in forms
+    ]
+    for each in loaded:
+        np.testing.assert_array_equal(each.train_images, colours.transpose(0, 3, 1, 2))
+        np.testing.assert_array_equal(each.test_labels, labels)
+        assert each.mean == loaded[0].mean
+    assert [each.classes for each in loaded] == [("0", "1"), ("0", "1"), ("cat", "dog")]
+
+
+def test_numbers_of_a_table_are_normalised_but_not_where_each_row_is_private():
+    rows = np.random.default_rng(0).normal(3.0, 2.0, (50, 4)).astype(np.float32)
+    labels = np.arange(50) % 3
+    for public_scale in (False, True):
+        found = brought.dataset(
+            "mine", lambda _: ((rows, labels), None), "", needs_test=False, public_scale=public_scale
+        )
+        assert found.image_shape == (4, 1, 1)
+        assert found.num_classes == 3
+        assert (found.mean == (0.0,) * 4) is public_scale
+    assert len(found.test_labels) == 0
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([[0, 1], [2]], "returns 2 parts, allowed: one per client, 3"),
+        ([[0, 1], [2], []], "gives client 2 nothing"),
+        ([[0, 1], [2], [6]], "gives client 2 indices from 6 to 6, allowed: 0 to 5"),
+        ([[0, 1], [1], [2]], "gives an example to two clients"),
+    ],
+)
+def test_a_partition_that_cannot_be_is_refused(parts, said):
+    with pytest.raises(ValueError, match=f"partition 'mine' {said}"):
+        brought.dealt("mine", lambda labels, clients, rng: parts, LABELS, 3, np.random.default_rng(0))
+
+
+# --- real nodes, Flower, and other people's files ---------------------------------------------------------------------
+
+
+def test_options_travel_through_flower_in_one_declared_key(files):
+    plugins.load({"plugins": str(files / "my_prox.py")})
+    run = parse_config({"system": "my-prox", "my-prox.mu": 0.7})
+    carried = with_carrier(run)
+    assert carried.keys() == parse_config({}).to_dict().keys()
+    assert json.loads(carried["plugin-options"]) == {"my-prox.mu": 0.7}
+    assert parse_config(carried) == run
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "plugin-options is '{', allowed: a JSON object"),
+        ("[1]", "allowed: a JSON object"),
+        ('{"seed": 1}', "plugin-options has the key 'seed', allowed: the options of plug-ins"),
+        ('{"my-prox.mu": -1}', "my-prox.mu is -1"),
+        ('{"my-prox.mu": {"a": 1}}', "my-prox.mu is .*, allowed: a number"),
+    ],
+)
+def test_carried_options_are_checked(files, text, said):
+    plugins.load({"plugins": str(files / "my_prox.py")})
+    with pytest.raises(ConfigError, match=said):
+        parse_config({"system": "my-prox", "plugin-options": text})
+    with pytest.raises(ConfigError, match="is given by itself and in plugin-options"):
+        parse_config({"my-prox.mu": 1.0, "plugin-options": '{"my-prox.mu": 1.0}'})
+
+
+def node_settings(run, node):
+    from fedprune_app.client_app import node_settings
+
+    return node_settings(run, {"partition-id": 0, "num-partitions": 2, **node})
+
+
+def test_a_node_imports_only_what_its_operator_allows(files):
+    """No test of a node of a deployment runs inside a simulation, so the rule is asked for directly."""
+    mine, prox = str(files / "mine.py"), str(files / "my_prox.py")
+    run = {"model": f"{mine}:net", "system": "my-prox", "plugins": prox}
+    for allowed in ({}, {"allowed-plugins": mine}, {"allowed-plugins": "my_prox"}):
+        with pytest.raises(PolicyError, match=r"declines the run: .* which is code, allowed by its allowed-pl"):
+            node_settings(run, allowed)
+        assert "my-prox" not in registry.SYSTEMS
+    found, _ = node_settings(run, {"allowed-plugins": f"{mine}, {prox}"})
+    assert found.system == "my-prox"
+
+
+def test_a_node_imports_what_is_installed_there_as_a_plugin(installed):
+    found, _ = node_settings({"system": "my-prox"}, {})
+    assert found.system == "my-prox"
+    with pytest.raises(PolicyError, match="allowed-systems"):
+        node_settings({"system": "my-prox"}, {"allowed-systems": "fedavg"})
+    assert read_policy({"allowed-systems": "my-prox"}).systems == ("my-prox",)
+
+
+def test_a_system_that_a_node_does_not_have_is_named():
+    with pytest.raises(ConfigError, match="system is 'my-prox', allowed: subfedavg"):
+        node_settings({"system": "my-prox"}, {})
+
+
+def test_a_network_with_dropout_keeps_the_laws(tmp_path):
+    text = "from torch import nn\ndef net(shape, classes):\n    size = shape[0] * shape[1] * shape[2]\n"
+    text += "    return nn.Sequential(nn.Flatten(), nn.Linear(size, 32), nn.Dropout(0.5), nn.Linear(32, classes))"
+    check_system("subfedavg", settings={"model": f"{write(tmp_path / 'net.py', text)}:net"}, engines=["ray"])
+
+
+# --- the laws catch what they are for ---------------------------------------------------------------------------------
+
+BROKEN = """
+from fedprune_app.extend import *
+import torch
+
+class Strategy(FedAvg):
+    {strategy}
+
+class Client(FedAvgClient):
+    {client}
+
+register_system("broken", strategy=Strategy, client=Client, summary="breaks a law")
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "client", "said"),
+    [
+        # the server forgets something that it needs
+        (
+            "def end(self, round):\n        super().end(round)\n        self.sent = getattr(self, 'sent', 0) + 1\n"
+            "        self.model = {n: t * (1 + self.sent / 100) for n, t in self.model.items()}",
+            "pass",
+            "a run killed after round 1 resumes to the same: its models are others",
+        ),
+        # randomness that no seed decides
+        (
+            "pass",
+            "def begin(self, task, state):\n        found = super().begin(task, state)\n        import os\n"
+            "        return {n: t + os.urandom(1)[0] / 1000 for n, t in found.items()}",
+            "the same settings give the same models",
+        ),
+        # a reply counts in the state although it is refused
+        (
+            "def accept(self, round, client, content):\n        self.seen = getattr(self, 'seen', 0) + 1\n"
+            "        super().accept(round, client, content)\n\n"
+            "    def end(self, round):\n        super().end(round)\n"
+            "        self.model = {n: t * (1 + self.seen / 999) for n, t in self.model.items()}\n        self.seen = 0",
+            "pass",
+            "bad replies leave everything|a reply that comes twice counts once",
+        ),
+    ],
+)
+def test_a_system_that_breaks_a_law_is_told_which(tmp_path, strategy, client, said):
+    path = write(tmp_path / "broken.py", BROKEN.format(strategy=strategy, client=client))
+    with pytest.raises(BrokenLawError, match=said):
+        check_system("broken", plugins=path)
+
+
+def test_a_reply_with_an_undeclared_field_ends_the_laws_with_its_name(tmp_path):
+    client = "def answer_training(self, *given):\n        arrays, *rest, told = super().answer_training(*given)\n"
+    client += "        return (arrays, *rest, {**told, 'diary': 1})"
+    path = write(tmp_path / "broken.py", BROKEN.format(strategy="pass", client=client))
+    with pytest.raises(Exception, match="field 'diary' is in a reply"):
+        check_system("broken", plugins=path)

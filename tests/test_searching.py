@@ -1,0 +1,124 @@
+"""A search draws settings, goes by validation data alone, and goes on where it was stopped."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+import yaml
+
+import fedprune_app
+from fedprune_app import searching
+from fedprune_app.config import ConfigError
+from fedprune_app.matrices import matrix_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+SPACE = {
+    "learning-rate": {"low": 0.001, "high": 0.3, "log": True},
+    "local-epochs": {"low": 1, "high": 3},
+    "fedprox.mu": [0.0, 0.1],
+}
+DOCUMENT = {
+    "clients": 3,
+    "common": {"system": "fedprox", "num-server-rounds": 1, "evaluate-every": 1},
+    "search": {"trials": 4, "space": SPACE},
+}
+QUICK = {"engine": "inprocess", "progress": False}
+
+
+def rows(folder):
+    with (folder / "search.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_search_tries_settings_of_its_space_and_says_what_was_best(fedprune, tmp_path):
+    (tmp_path / "search.yaml").write_text(yaml.safe_dump(DOCUMENT))
+    code, said = fedprune("sweep", "search.yaml", "--engine", "inprocess", "--out", "found")
+    assert code == 0, said
+    found = rows(tmp_path / "found")
+    assert len(found) == 4
+    for row in found:
+        assert row["state"] == "complete"
+        assert 0.001 <= float(row["learning-rate"]) <= 0.3
+        assert row["local-epochs"] in ("1", "2", "3")
+        folder = tmp_path / "found" / f"trial{int(row['trial']):03d}-seed0"
+        info = json.loads((folder / "run.json").read_text())
+        assert info["config"]["learning-rate"] == float(row["learning-rate"])
+        last = json.loads((folder / "rounds.jsonl").read_text().splitlines()[-1])
+        assert float(row["accuracy_validation_mean"]) == last["accuracy_validation_mean"]
+    assert len({row["learning-rate"] for row in found}) == 4
+    best = max(found, key=lambda row: float(row["accuracy_validation_mean"]))
+    assert f"learning-rate={best['learning-rate']}" in " ".join(said.partition("best: ")[2].split())
+
+
+@pytest.mark.parametrize("sampler", ["tpe", "random"])
+def test_a_search_that_was_stopped_goes_on_to_the_same_trials(tmp_path, monkeypatch, sampler):
+    document = {**DOCUMENT, "search": {**DOCUMENT["search"], "sampler": sampler}}
+    fedprune_app.sweep(document, out=tmp_path / "whole", **QUICK)
+    real, count = searching._value_of, []
+
+    def stopped(*given):
+        count.append(1)
+        if len(count) == 3:
+            raise KeyboardInterrupt
+        return real(*given)
+
+    monkeypatch.setattr(searching, "_value_of", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        fedprune_app.sweep(document, out=tmp_path / "stopped", **QUICK)
+    runs = fedprune_app.sweep(document, out=tmp_path / "stopped", resume=True, **QUICK)
+    assert len(runs) == 4
+    assert rows(tmp_path / "stopped") == rows(tmp_path / "whole")
+
+
+def test_a_trial_that_fails_stops_no_other(tmp_path, monkeypatch):
+    real, count = searching._value_of, []
+
+    def failing(*given):
+        count.append(1)
+        if len(count) == 2:
+            raise fedprune_app.LaunchError("training diverged")
+        return real(*given)
+
+    monkeypatch.setattr(searching, "_value_of", failing)
+    runs = fedprune_app.sweep(DOCUMENT, out=tmp_path / "s", **QUICK)
+    assert [row["state"] for row in rows(tmp_path / "s")] == ["complete", "fail", "complete", "complete"]
+    assert len(runs) == 3
+
+
+def test_a_search_does_not_go_on_with_other_settings(tmp_path):
+    fedprune_app.sweep(DOCUMENT, out=tmp_path / "s", **QUICK)
+    with pytest.raises(ConfigError, match="has a search with other settings, allowed: the same, or a new folder"):
+        fedprune_app.sweep(DOCUMENT, out=tmp_path / "s", resume=True, momentum=0.9, **QUICK)
+    with pytest.raises(ConfigError, match="learning-rate is given on the command line"):
+        fedprune_app.sweep(DOCUMENT, out=tmp_path / "t", learning_rate=0.1, **QUICK)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"objective": "accuracy_personal_mean"}, "nothing may be decided by test data"),
+        ({"sampler": "grid"}, "sampler is 'grid', allowed: tpe, random"),
+        ({"trials": 0}, "trials is 0, allowed: a whole number, at least 1"),
+        ({"space": {}}, "space is {}, allowed: a range or choices for each key"),
+        ({"space": {"lr": [1]}}, "unknown key 'lr': did you mean 'learning-rate'"),
+        ({"space": {"density": {"low": 1, "high": 0}}}, "density in space is .*, allowed: a list of choices, or"),
+        ({"space": {"density": 0.5}}, "density in space is 0.5, allowed: a list of choices, or"),
+        ({"space": {"learning-rate": {"low": -1.0, "high": 1.0}}}, "learning-rate is -1.0, allowed: above 0"),
+        ({"space": {"density": [0.1, 0.2]}}, "density .* has no effect with system 'fedprox'"),
+        ({"speed": 3}, "search is .*, allowed: trials, sampler, objective, space"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused_before_anything_is_written(tmp_path, change, said):
+    document = {**DOCUMENT, "search": {**DOCUMENT["search"], **change}}
+    with pytest.raises(ConfigError, match=said):
+        fedprune_app.sweep(document, out=tmp_path / "s", **QUICK)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_search_is_of_one_system(tmp_path):
+    with pytest.raises(ConfigError, match="has systems beside search"):
+        matrix_of({**DOCUMENT, "systems": ["fedavg"]}, "x")
+    with pytest.raises(ConfigError, match="common has no system"):
+        matrix_of({"search": DOCUMENT["search"]}, "x")
