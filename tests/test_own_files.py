@@ -125,12 +125,13 @@ def test_a_resumed_sweep_does_not_replace_a_users_tables_and_folders(fedprune, t
 
 def test_a_report_replaces_reports_alone(fedprune, tmp_path):
     made_up_run(tmp_path / "a", rounds=2)
-    for name, text in (("page.html", "<html>mine</html>"), ("data.csv", "a,b"), ("empty.txt", "")):
+    for name, text in (("page.html", "<html>mine</html>"), ("data", "a,b"), ("empty.htm", "")):
         (tmp_path / name).write_text(text)
         assert_refused(fedprune("report", "a", "-o", name), f"'{name}' exists and fedprune did not write it", "--force")
         assert (tmp_path / name).read_text() == text
     assert_refused(fedprune("report", "a", "-o", "a"), "'a' is a folder, allowed: a file")
-    for arguments in (["report.html"], ["report.html"], ["data.csv", "--force"]):
+    assert_refused(fedprune("report", "a", "-o", "data.csv"), "'data.csv', allowed: a file that ends in .html")
+    for arguments in (["report.html"], ["report.html"], ["data", "--force"]):
         code, said = fedprune("report", "a", "-o", *arguments)
         assert code == 0, said
         assert (tmp_path / arguments[0]).read_text().startswith("<!doctype html>")
@@ -178,6 +179,13 @@ def test_a_demo_refuses_a_folder_with_a_users_run(fedprune, quick_demo, tmp_path
     after = contents(tmp_path / "mine")
     assert after["standalone/notes.txt"] == after["notes.txt"] == b"mine"
     assert after["standalone/run.json"] != before["standalone/run.json"]
+
+
+def test_a_demo_refuses_a_folder_that_is_itself_a_run(fedprune, quick_demo, tmp_path):
+    made_up_run(tmp_path / "mine", rounds=2)
+    before = contents(tmp_path / "mine")
+    assert_refused(fedprune("demo", "--out", "mine"), "mine")
+    assert contents(tmp_path / "mine") == before
 
 
 @pytest.mark.parametrize("name", ["report_html", "fedavg__rounds_jsonl", "fedavg__models__global_safetensors"])

@@ -626,6 +626,15 @@ def from_training(row: Row, trained: Row) -> dict[str, Any]:
     return {name: trained.get(name) for name in both if row[name] is None}
 
 
+def recorded_of_client(row: Row) -> dict[str, Any]:
+    """Clients.jsonl records these fields of a row: no number of the round alone, and no object that was not told."""
+    left_out = MEASURES.of_the_round_alone
+    objects = MEASURES.kinds[Kind.BY_NAME]
+    return {
+        name: value for name, value in row.items() if name not in left_out and not (value is None and name in objects)
+    }
+
+
 def over_clients(rows: Iterable[Row], reply: Reply) -> dict[str, Any]:
     """The clients' rows of one kind of reply make these columns of the round, by name.
 

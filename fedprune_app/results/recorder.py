@@ -174,11 +174,8 @@ class Recorder:
     def clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append the clients of one round: those that trained, and in evaluation rounds all of them."""
         self._running()
-        declared = measures.MEASURES
-        recorded = (
-            {name: value for name, value in row.items() if name not in declared.of_the_round_alone} for row in rows
-        )
-        self._append("clients.jsonl", [_complete(row, declared.client_fields) for row in recorded])
+        fields = measures.MEASURES.client_fields
+        self._append("clients.jsonl", [_complete(measures.recorded_of_client(row), fields) for row in rows])
 
     def masks(self, clients: Sequence[int], distance: Matrix, links: Links | None = None) -> None:
         """Record how far the clients' masks are apart after the last recorded round.
