@@ -3,12 +3,19 @@
 In a checkout, and in the bundle that Flower ships, the three packages stand beside each other. At the top of
 site-packages the names ``strategies`` and ``clients`` would collide with anybody's. So a wheel holds them as
 ``fedprune_app.strategies`` and ``fedprune_app.clients``, and its modules import them under these names.
+
+The library in C that multiplies sparse matrices is compiled here, with the compiler ``$CC``, else ``cc``. The library
+uses nothing of Python's or PyTorch's, so one wheel serves every Python of a platform. Without a compiler the wheel is
+for any platform, and linear layers stay dense.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,16 +36,20 @@ class WheelHook(BuildHookInterface):  # type: ignore[misc, type-arg]  # hatchlin
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Give hatchling the files of a wheel; an editable installation uses the checkout as it is."""
         if version == "editable":
+            compile_library(Path(self.root) / "fedprune_app" / "core")
             return
         root, self._tree = Path(self.root), Path(tempfile.mkdtemp(prefix="fedprune-wheel-"))
         package = self._tree / "fedprune_app"
-        ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+        ignored = shutil.ignore_patterns("__pycache__", "*.pyc", "*.so")
         shutil.copytree(root / "fedprune_app", package, ignore=ignored)
         for name in _INNER:
             shutil.copytree(root / name, package / name, ignore=ignored)
         shutil.copytree(root / "configs", package / "configs", ignore=ignored)
         for module in package.rglob("*.py"):
             module.write_text(below_fedprune(module.read_text(encoding="utf-8")), encoding="utf-8")
+        if compile_library(package / "core"):
+            build_data["pure_python"] = False
+            build_data["tag"] = "py3-none-" + re.sub(r"[-.]", "_", sysconfig.get_platform())
         build_data["force_include"][str(package)] = "fedprune_app"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
@@ -57,3 +68,22 @@ def below_fedprune(source: str) -> str:
     if left := _OTHER.search(found.replace("from fedprune_app import", "")):
         raise ValueError(f"an import of {left[1]} has a form that a wheel cannot change: {left[0].strip()!r}")
     return found
+
+
+def compile_library(folder: Path) -> bool:
+    """Compile ``sparse_linear.c`` to a library beside that file; return whether there was a compiler that could.
+
+    OpenMP is left out where the compiler has none. The library then uses one thread.
+    """
+    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), "")
+    library = folder / "_sparse_linear.so"
+    new = library.with_suffix(".new")
+    command = [compiler, "-O3", "-std=gnu11", "-shared", "-fPIC", "-o", str(new), str(folder / "sparse_linear.c")]
+    for more in (["-fopenmp"], []):
+        try:
+            subprocess.run([*command, *more], check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            continue
+        new.replace(library)  # at once: another process may be using the old one
+        return True
+    return False

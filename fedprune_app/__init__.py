@@ -16,11 +16,13 @@ if TYPE_CHECKING:
         Run,
         export,
         load_model,
+        load_packed,
         load_run,
         masks,
         model,
         report,
         run,
+        sparsify,
         sweep,
     )
 
@@ -31,11 +33,13 @@ __all__ = [
     "Run",
     "export",
     "load_model",
+    "load_packed",
     "load_run",
     "masks",
     "model",
     "report",
     "run",
+    "sparsify",
     "sweep",
 ]
 prepare_when_imported()

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from fedprune_app.config import ConfigError, Scalar, flatten, read_toml
 from fedprune_app.errors import LaunchError
+from fedprune_app.models.saving import load_packed
+from fedprune_app.models.sparse import sparsify
 from fedprune_app.plugins import names_in
 from fedprune_app.results.load import load_model
 from fedprune_app.results.reader import Run, load_run
@@ -35,11 +37,13 @@ __all__ = [
     "Run",
     "export",
     "load_model",
+    "load_packed",
     "load_run",
     "masks",
     "model",
     "report",
     "run",
+    "sparsify",
     "sweep",
 ]
 
@@ -198,7 +202,7 @@ def export(
 ) -> Path:
     """Write the smallest model of a ``client``, or the global one (None), of a completed run; return the file's path.
 
-    The ``format`` is safetensors, onnx or torch-export; by default the suffix of ``output`` says it. A file of
+    The ``format`` is safetensors, sparse, onnx or torch-export; by default the suffix of ``output`` says it. A file of
     safetensors is read by :func:`load_model`. Raises ``ValueError`` for what cannot be exported.
     """
     from fedprune_app.exporting import export_model, format_of

@@ -382,12 +382,12 @@ def _run_folders(folder: Path) -> list[Path]:
 @app.command()
 def export(
     folder: Annotated[Path, typer.Argument(metavar="RUN")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Write this file.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Write this file, or for a language model folder.")],
     client: Annotated[int | None, typer.Option("--client", help="Export the personal model of this client.")] = None,
     is_global: Annotated[bool, typer.Option("--global", help="Export the global model.")] = False,
     format: Annotated[
         str,
-        typer.Option("--format", help="The format is safetensors, onnx or torch-export: else as FILE's suffix says."),
+        typer.Option("--format", help="safetensors, sparse, onnx or torch-export. Default: as the file's suffix says."),
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
     state_dir: Annotated[
@@ -396,13 +396,20 @@ def export(
     data_dir: Annotated[str, typer.Option("--data-dir", help="Where the run's data-dir is now, if it has moved.")] = "",
     plugin: Plugins = None,
 ) -> None:
-    """Write the smallest model of a client, or the global model, as one file.
+    """Write the smallest model of a client, or the global model.
 
     RUN is the folder of a completed run.
-    The command prints what the file saves, compared with the dense model.
+    The command prints what the model saves, compared with the dense model.
+    With a format of sparse, a CPU computes with the kept weights alone.
+    For a language model the format is sparse.
+    RUN may then be a checkpoint of transformers whose pruned weights are zeros.
     """
     from fedprune_app.exporting import export_model, format_of, machine
+    from fedprune_app.packing import is_language_model
 
+    if is_language_model(folder):
+        _export_language_model(folder, client, format, output, force)
+        return
     format = format_of(output, format)
     if (client is None) != is_global:
         raise ConfigError("export needs one of --client K and --global")
@@ -429,6 +436,36 @@ def export(
         after = small.milliseconds[batch]
         cells = f"{milliseconds:.3g}", f"{after:.3g}", f"{after / milliseconds:.1%}"
         table.add_row(f"ms per batch of {batch}", *cells)
+    Console(**_AS_IT_IS).print(table)
+    _say(f": {output.resolve()}", "exported", "green")
+
+
+def _export_language_model(folder: Path, client: int | None, format: str, output: Path, force: bool) -> None:
+    from fedprune_app.exporting import machine
+    from fedprune_app.packing import pack_model
+
+    if client is not None or format not in ("", "sparse"):
+        wrong = f"--client is {client}" if client is not None else f"--format is {format!r}"
+        raise ConfigError(f"{wrong}, allowed with a language model: --global --format sparse")
+    if (folder / "run.json").exists():
+        _say_unsealed([folder])
+    with console.status(Text(f"packing {folder}")):
+        found = pack_model(folder, output.expanduser(), force=force)
+    dense, sparse = found.dense, found.sparse
+    table = Table(
+        title=f"density {found.density:.2f}",
+        caption=f"ms of one thread, median, in turns, on {machine()}",
+        box=None,
+    )
+    for column in ("", "dense", "sparse", "share"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, before, after, form in (
+        ("bytes on disk", dense.disk, sparse.disk, ",.0f"),
+        ("bytes in memory", dense.memory, sparse.memory, ",.0f"),
+        ("ms per token", dense.milliseconds, sparse.milliseconds, ".3g"),
+    ):
+        table.add_row(name, f"{before:{form}}", f"{after:{form}}", f"{after / before:.1%}")
+    table.add_row("sparse linear layers", "0", str(found.sparse_layers), f"of {found.layers}")
     Console(**_AS_IT_IS).print(table)
     _say(f": {output.resolve()}", "exported", "green")
 

@@ -7,6 +7,7 @@ weights are zeros.
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import platform
@@ -38,6 +39,7 @@ from fedprune_app.engine.store import State, checkpoint_store, client_store, own
 from fedprune_app.files import replace_file
 from fedprune_app.models.initial import channels_of, initial_model
 from fedprune_app.models.names import BUILDERS, chosen_name
+from fedprune_app.models.sparse import sparsify
 from fedprune_app.models.vision import load_state_tensors, parameter_names, prunable_names, state_tensors
 from fedprune_app.registry import SYSTEMS, check_system
 from fedprune_app.results.load import ExportInfo, encode_export, full_density, network_of, num_parameters
@@ -84,7 +86,7 @@ def format_of(output: Path, format: str) -> str:
     Raises a one-line ``ValueError`` for a suffix of another format.
     """
     by_suffix = _SUFFIXES.get(output.suffix.lower())
-    if format in FORMATS and by_suffix not in (None, format):
+    if format in FORMATS and by_suffix not in (None, "safetensors" if format == SPARSE else format):
         raise ValueError(f"--output is {str(output)!r}, allowed with --format {format}: no suffix of {by_suffix}")
     if not format and output.suffix and by_suffix is None:
         raise ValueError(
@@ -336,7 +338,8 @@ _RUNTIMES: dict[str, Callable[[nn.Module, ExportInfo], tuple[bytes, Runner]]] = 
     "onnx": _onnx,
     "torch-export": _torch_export,
 }
-FORMATS = ("safetensors", *_RUNTIMES)
+SPARSE = "sparse"  # the file of safetensors, timed as load_model(file, sparse=True) computes
+FORMATS = ("safetensors", SPARSE, *_RUNTIMES)
 
 
 def convert(found: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
@@ -345,8 +348,11 @@ def convert(found: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
     The runtime's logits must be PyTorch's for any batch size: the largest error is at most a ten-thousandth of the
     largest logit. Otherwise ``ValueError`` is raised.
     """
-    if format == "safetensors":
-        return encode_export(found.info, found.payload), found.network, found.full
+    if format in ("safetensors", SPARSE):
+        network = copy.deepcopy(found.network)
+        if format == SPARSE:
+            sparsify(network)
+        return encode_export(found.info, found.payload), network, found.full
     content, runner = _RUNTIMES[format](found.network, found.info)
     for batch in (1, 3):
         images = _examples(found.info.image_shape, batch)

@@ -36,6 +36,7 @@ ROOF += [
     "searching",
     "sweeping",
     "predicting",
+    "packing",
     "extend",
     "testing",
 ]

@@ -22,11 +22,13 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.engine.store import VersionedStore, read_tensors, write_tensors
+from fedprune_app.models.saving import load_packed
 from fedprune_app.models.vision import build_model, load_state_tensors
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.load import load_model, read_export_info
 from fedprune_app.results.recorder import write_info
 from tests.conftest import Finished
+from tests.models.tiny_llm import tiny_checkpoint
 
 CLIENTS = 4
 TINY = {
@@ -315,7 +317,7 @@ def test_the_command_writes_the_file_and_says_what_it_saves(fedprune, finished, 
         (
             "subfedavg",
             ["--global", "--format", "pickle"],
-            "--format is 'pickle', allowed: safetensors, onnx, torch-exp",
+            "--format is 'pickle', allowed: safetensors, sparse, onnx, torch-exp",
         ),
     ],
 )
@@ -333,6 +335,40 @@ def test_a_client_that_never_trained_has_no_model_of_its_own(fedprune, finished,
     code, _, err = fedprune("export", run.folder, "--client", other, "-o", tmp_path / "model")
     assert (code, err.count("\n")) == (2, 1)
     assert f"--client {other} never trained in this run and has no model, allowed: {one}" in err
+
+
+def test_a_sparse_export_is_the_same_file_with_a_loader_that_leaves_zeros_out(fedprune, finished, tmp_path):
+    run = finished("subfedavg")
+    path = tmp_path / "model.safetensors"
+    code, said, _ = fedprune("export", run.folder, "--client", trained(run)[0], "--format", "sparse", "-o", path)
+    assert code == 0
+    assert "sparse" in said
+    usual, _ = exported(run, trained(run)[0], tmp_path)
+    assert path.read_bytes() == usual.read_bytes()
+    images = torch.randn(3, *read_export_info(path).image_shape)
+    torch.testing.assert_close(load_model(path, sparse=True)(images), load_model(path)(images))
+
+
+def test_a_language_model_is_exported_as_a_folder(fedprune, tmp_path):
+    folder, out = tiny_checkpoint(tmp_path / "checkpoint", "llama"), tmp_path / "packed"
+    code, said, _ = fedprune("export", folder, "-o", out)
+    assert code == 0
+    for words in ("density 1.00", "sparse linear layers", "of 21", "bytes on disk", "bytes in memory", "ms per token"):
+        assert words in said
+    assert load_packed(out, sparse=True).config.num_hidden_layers == 3
+    for arguments, says in (
+        (["-o", out], f"--output {str(out)!r} exists, allowed: a new folder, or --force"),
+        (["-o", tmp_path, "--force"], f"--output {str(tmp_path)!r} exists, allowed: a new folder\n"),
+        (
+            ["-o", "x", "--format", "onnx"],
+            "--format is 'onnx', allowed with a language model: --global --format sparse",
+        ),
+        (["-o", "x", "--client", "1"], "--client is 1, allowed with a language model: --global --format sparse"),
+    ):
+        code, _, err = fedprune("export", folder, *arguments)
+        assert says in err
+        assert (code, err.count("\n")) == (2, 1)
+    assert fedprune("export", folder, "-o", out, "--force")[0] == 0
 
 
 def refused(folder, client, tmp_path, match, format="safetensors", **options):

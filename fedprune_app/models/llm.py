@@ -88,7 +88,7 @@ class LanguageModel:
         except ValueError:
             kind = type(self.config).__name__
             raise ValueError(f"checkpoint {str(folder)!r} is of {kind}, allowed: a causal language model") from None
-        self.prefix, self._layers = _decoder_layers(whole)
+        self.prefix, self._layers = decoder_layers(whole)
         more = self.prefix + f".{self.num_layers}."
         if beyond := next((name for name in self._files if name.startswith(more)), None):
             log.warning(
@@ -290,14 +290,7 @@ class LanguageModel:
         return tensor.dtype
 
     def _build_shell(self, auto: Any) -> tuple[Any, _Relay]:
-        config = copy.deepcopy(self.config)
-        config.num_hidden_layers = 1
-        kinds = getattr(config, "layer_types", None)
-        if kinds and len(set(kinds)) > 1:
-            raise ValueError(f"decoder layers of {type(config).__name__} are of {len(set(kinds))} kinds, allowed: one")
-        if kinds:
-            config.layer_types = kinds[:1]
-        shell = auto.from_config(config)
+        shell = auto.from_config(with_layers(self.config, 1))
         relay = _Relay()
         shell.get_submodule(self.prefix)[0] = relay
         shell.tie_weights()
@@ -332,7 +325,19 @@ def _is_matrix(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
-def _decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def with_layers(config: Any, count: int) -> Any:
+    """Return a copy of a transformers config for so many decoder layers. ``ValueError`` where these are not alike."""
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = count
+    kinds = getattr(config, "layer_types", None)
+    if kinds and len(set(kinds)) > 1:
+        raise ValueError(f"decoder layers of {type(config).__name__} are of {len(set(kinds))} kinds, allowed: one")
+    if kinds:
+        config.layer_types = [kinds[0]] * count
+    return config
+
+
+def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the name of the outermost list of modules that holds the most matrices, and the list."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outer = [(n, m) for n, m in lists if not any(n.startswith(f"{other}.") for other, _ in lists)]

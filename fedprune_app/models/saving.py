@@ -6,19 +6,21 @@ import copy
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.files import replacing_folder
 from fedprune_app.models.checkpoints import INDEX, inside
-from fedprune_app.models.llm import LanguageModel, cast, import_transformers
+from fedprune_app.models.llm import LanguageModel, cast, decoder_layers, import_transformers, with_layers
+from fedprune_app.models.sparse import Chooser
 
 PrunedLayers = Callable[[int], Payload]
 """A function of this type returns the pruned matrices of decoder layer i with their masks; none for a dense layer."""
@@ -71,36 +73,89 @@ def write_packed(model: LanguageModel, layers: PrunedLayers, folder: Path) -> in
     return total
 
 
-def load_packed(folder: Path | str) -> Any:
-    """Return a transformers model from a folder of :func:`write_packed`. ``ValueError`` for another folder."""
+def load_packed(folder: Path | str, *, sparse: bool = False) -> Any:
+    """Return a transformers model from a folder of :func:`write_packed`, on the CPU, in evaluation mode.
+
+    With ``sparse`` the pruned matrices stay packed in memory wherever a token is computed faster so, see
+    :mod:`fedprune_app.models.sparse`. The matrices of one layer at a time are dense. Such a model is for inference.
+    Raises ``ValueError`` for another folder.
+    """
     folder = Path(folder)
     transformers = import_transformers()
-    tensors: dict[str, Tensor] = {}
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
-        index = json.loads((folder / _PARTS).read_text())
-        if "sha256" in index:  # earlier versions wrote no digests
-            check_json(index)
-        for name, max_bytes in index["parts"].items():
-            if Path(name).name != name:
-                raise ValueError(f"{name!r} is no name of a part")
-            data = (folder / name).read_bytes()
-            if "sha256" in index and hashlib.sha256(data).hexdigest() != index["sha256"][name]:
-                raise ValueError(f"{name} is damaged: its content is not what was written")
-            tensors |= codec.unpack(data, int(max_bytes)).tensors
+        if not sparse:
+            return _dense(transformers, config, _parts(folder))
+        size = sum(path.stat().st_size for path in folder.glob("part-*.fp"))
+        return _sparse(transformers, config, _parts(folder), Chooser(size))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"packed model {str(folder)!r} cannot be read: {error}") from None
+
+
+def _parts(folder: Path) -> Iterator[Payload]:
+    """Yield the parts of a packed model, each checked: the shell first, then the decoder layers."""
+    index = json.loads((folder / _PARTS).read_text())
+    if "sha256" in index:  # earlier versions wrote no digests
+        check_json(index)
+    for name, max_bytes in index["parts"].items():
+        if Path(name).name != name:
+            raise ValueError(f"{name!r} is no name of a part")
+        data = (folder / name).read_bytes()
+        if "sha256" in index and hashlib.sha256(data).hexdigest() != index["sha256"][name]:
+            raise ValueError(f"{name} is damaged: its content is not what was written")
+        yield codec.unpack(data, int(max_bytes))
+
+
+def _dense(transformers: Any, config: Any, parts: Iterable[Payload]) -> Any:
+    tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
     dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
     model: Any = cast(transformers.AutoModelForCausalLM.from_config(config), dtype)
+    _load(model, tensors)
+    return model.eval()
+
+
+def _sparse(transformers: Any, config: Any, parts: Iterator[Payload], chooser: Chooser) -> Any:
+    auto = transformers.AutoModelForCausalLM
+    with torch.device("meta"):
+        prefix, layers = decoder_layers(auto.from_config(config))
+    shell = next(parts).tensors
+    model: Any = cast(auto.from_config(with_layers(config, 1)), next(t.dtype for t in shell.values()))
+    model.get_submodule(prefix)[0] = nn.Identity()
+    _load(model, shell)
+    model.get_submodule(prefix)[0] = _layer(layers[0], f"{prefix}.0.", next(parts), chooser)
+    for number, part in enumerate(parts, start=1):
+        model.get_submodule(prefix).append(_layer(layers[number], f"{prefix}.{number}.", part, chooser))
+    if (count := len(model.get_submodule(prefix))) != len(layers):
+        raise ValueError(f"{count} decoder layers, its config says {len(layers)}")
+    model.config.num_hidden_layers = len(layers)  # the modules share this object
+    if getattr(config, "layer_types", None):
+        model.config.layer_types = config.layer_types
+    return model.eval().requires_grad_(False)
+
+
+def _layer(like: nn.Module, start: str, part: Payload, chooser: Chooser) -> nn.Module:
+    """Return the decoder layer of a part, whose names begin with ``start``, sparse where that is faster."""
+    module = copy.deepcopy(like)  # on no device
+    tensors = {name.removeprefix(start): tensor for name, tensor in part.tensors.items()}
+    for name in [name.removeprefix(start) for name in part.masks]:
+        owner = name.removesuffix(".weight")
+        if new := chooser.layer(tensors[name], tensors.get(f"{owner}.bias")):
+            module.set_submodule(owner, new)
+            tensors = {each: tensor for each, tensor in tensors.items() if each.rpartition(".")[0] != owner}
+            tensors |= {f"{owner}.{each}": tensor for each, tensor in new.state_dict().items()}
+    module.load_state_dict(tensors, assign=True)
+    if any(buffer.is_meta for buffer in module.buffers()):
+        raise ValueError(f"{type(module).__name__} has buffers outside the checkpoint, allowed: with sparse=False")
+    return module
+
+
+def _load(model: Any, tensors: Mapping[str, Tensor]) -> None:
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     model.tie_weights()
     known = {tensor.data_ptr() for name, tensor in model.state_dict().items() if name in tensors}
     lacking = [name for name in missing if model.state_dict()[name].data_ptr() not in known]
     if lacking or unexpected:
-        raise ValueError(
-            f"packed model {str(folder)!r} has other tensors than its config: {[*lacking, *unexpected][:3]}"
-        )
-    return model.eval()
+        raise ValueError(f"it has other tensors than its config: {[*lacking, *unexpected][:3]}")
 
 
 def _named_part(

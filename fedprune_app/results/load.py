@@ -36,6 +36,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import Unsealed, check_json, sealed_json
 from fedprune_app.core.structured import ChannelGroup, Slice, shrink
 from fedprune_app.models.names import BUILDERS, MODELS
+from fedprune_app.models.sparse import sparsify
 from fedprune_app.models.vision import (
     Build,
     architecture,
@@ -138,11 +139,14 @@ def read_export_info(path: str | PathLike[str]) -> ExportInfo:
     return found.info
 
 
-def load_model(path: str | PathLike[str], *, build: Build | None = None) -> nn.Module:
+def load_model(path: str | PathLike[str], *, build: Build | None = None, sparse: bool = False) -> nn.Module:
     """Load the exported network on the CPU, in evaluation mode, with the logits of the model that was exported.
 
     A network of a plug-in is made by ``build(image_shape, num_classes)``, the plug-in's own function; where a plug-in
     registered the network under a name, it is enough to import the plug-in.
+
+    With ``sparse``, linear layers compute with their kept weights alone where that is faster on this machine, see
+    :func:`~fedprune_app.models.sparse.sparsify`.
 
     Pruned weights are zeros, and removed channels are not there. The file may come from a stranger: everything is
     checked before memory is taken for it, and the memory is never more than the full network would need. Raises a
@@ -154,6 +158,8 @@ def load_model(path: str | PathLike[str], *, build: Build | None = None) -> nn.M
     except ValueError as error:
         raise ValueError(f"exported model {str(path)!r}: {error}") from None
     _check_digests(Path(path), found)  # last, because a digest cannot say what is wrong
+    if sparse:
+        sparsify(network)
     return network
 
 

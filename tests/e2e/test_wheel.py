@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -17,14 +18,20 @@ from tests.docs.blocks import ROOT
 RUN = ("system=dispfl", "num-server-rounds=1", "local-epochs=1", "dispfl.neighbours=2", "--clients", "3")
 
 
+def built(folder: Path, **environment: str) -> Path:
+    """The wheel of this checkout, as pip builds it in this environment."""
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """A folder with the content of a wheel, and with somebody else's packages ``clients`` and ``strategies``."""
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (wheel,) = folder.glob("*.whl")
+    wheel = built(folder)
     place = folder / "site"
     with zipfile.ZipFile(wheel) as file:
         file.extractall(place)
@@ -67,6 +74,21 @@ def test_an_installed_wheel_runs_on_every_engine_beside_packages_of_the_same_nam
     settings = {"num_server_rounds": 1, "local_epochs": 1, "dispfl.neighbours": 2}
     settings |= {"fraction_train": 0.5, "evaluate_every": 5}
     assert hashes == {federate(clients=3, system="dispfl", **settings).sha256}
+
+
+@pytest.mark.programs
+@pytest.mark.skipif(not shutil.which("cc"), reason="needs a C compiler")
+def test_a_wheel_has_the_library_in_c_where_a_compiler_is(site, tmp_path):
+    code = "from fedprune_app.core import sparse_linear as s; print(s.LIBRARY.parents[2], s.instructions())"
+    place, instructions = python(site, tmp_path, code).rsplit(maxsplit=1)
+    assert (place, bool(instructions)) == (str(site), True)
+    (wheel,) = site.parent.glob("*.whl")
+    assert "-py3-none-" in wheel.name
+    assert not wheel.name.endswith("-any.whl")
+    without = built(tmp_path, CC=str(tmp_path / "no-compiler"))
+    assert without.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(without) as file:
+        assert not [name for name in file.namelist() if name.endswith(".so")]
 
 
 @pytest.mark.programs

@@ -1,0 +1,180 @@
+"""A linear layer with unstructured zeros is computed from its kept weights alone, on a CPU.
+
+One token at a time, a linear layer is as fast as its weights come from memory. A packed matrix has one bit for each
+entry and its kept values, so that fewer bytes have to come. The work is done by a small library in C,
+``sparse_linear.c``, which is compiled where fedprune is installed. Without a compiler there is no library, and linear
+layers stay dense.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+LIBRARY = Path(__file__).with_name("_sparse_linear.so")
+LEVELS = ("portable", "AVX2", "AVX-512")
+"""The instructions that the library can use, by the number that it has for them."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WORD = 64  # entries of a row in one word of the mask
+_PADDING = 64  # values behind the last one, which the library reads and never uses
+_FEW = 16  # inputs that are multiplied with packed rows; for more it is faster to make the rows dense, some at a time
+_TILE = 1 << 22  # bytes of those dense rows, which stay in the processor's cache
+_Pointer, _Long, _Int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL | None:
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+    except OSError:
+        return None
+    library.fedprune_linear.argtypes = [
+        _Pointer, _Long, _Long, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Long, _Int, _Int, _Int,
+    ]  # fmt: skip
+    library.fedprune_dense.argtypes = [
+        _Long, _Pointer, _Pointer, _Pointer, _Pointer, _Long, _Long, _Int, _Int, _Int,
+    ]  # fmt: skip
+    library.fedprune_linear.restype = library.fedprune_dense.restype = None
+    return library
+
+
+def instructions() -> str:
+    """Return the instructions that this processor multiplies packed matrices with, one of :data:`LEVELS`.
+
+    The text is empty where the library was not compiled.
+    """
+    library = _library()
+    return LEVELS[library.fedprune_level()] if library is not None else ""
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMatrix:
+    """A packed matrix (rows, columns) holds one bit for each entry and its kept values, on the CPU.
+
+    ``words`` (rows, ceil(columns / 64)) has 64 entries of a row in each int64, the first in the lowest bit. ``values``
+    has the kept values row by row, in one of :data:`DTYPES`, and some zeros behind them. Those of row r begin at
+    ``starts[r]``; ``starts`` (rows + 1,) is int64.
+    """
+
+    columns: int
+    words: Tensor
+    starts: Tensor
+    values: Tensor
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows the matrix has."""
+        return len(self.words)
+
+    @property
+    def density(self) -> float:
+        """Return the share of the entries that are kept."""
+        return float(self.starts[-1]) / max(1, self.rows * self.columns)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of the matrix in memory."""
+        return sum(each.numel() * each.element_size() for each in (self.words, self.starts, self.values))
+
+    def dense(self) -> Tensor:
+        """Return the matrix (rows, columns) with its zeros."""
+        bits = np.unpackbits(self.words.numpy().view(np.uint8), axis=1, count=self.columns, bitorder="little")
+        matrix = torch.zeros(self.rows, self.columns, dtype=self.values.dtype)
+        matrix[torch.from_numpy(bits).bool()] = self.values[: int(self.starts[-1])]
+        return matrix
+
+
+def pack(matrix: Tensor) -> PackedMatrix:
+    """Return ``matrix`` (rows, columns) packed: its entries that are not 0 are kept.
+
+    Raises ``ValueError`` for another shape, or a dtype that is not in :data:`DTYPES`.
+    """
+    if matrix.dim() != 2 or matrix.dtype not in DTYPES:
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise ValueError(f"a tensor of shape {tuple(matrix.shape)} and {matrix.dtype}, allowed: a matrix of {allowed}")
+    kept = matrix.detach().cpu() != 0
+    rows, columns = matrix.shape
+    count = -(-columns // _WORD)
+    words = np.zeros((rows, 8 * count), dtype=np.uint8)
+    words[:, : -(-columns // 8)] = np.packbits(kept.numpy(), axis=1, bitorder="little")
+    starts = torch.zeros(rows + 1, dtype=torch.int64)
+    torch.cumsum(kept.sum(1), 0, out=starts[1:])
+    values = matrix.detach().cpu()[kept]
+    return PackedMatrix(
+        columns, torch.from_numpy(words.view(np.int64)), starts, torch.cat([values, values.new_zeros(_PADDING)])
+    )
+
+
+def linear(inputs: Tensor, matrix: PackedMatrix, bias: Tensor | None = None, *, level: int | None = None) -> Tensor:
+    """Return ``inputs`` (..., columns) times the transposed matrix, plus ``bias`` (rows,): (..., rows).
+
+    The result has the inputs' dtype; sums are in float32 for a few inputs, and torch's own for many. There are no
+    gradients. The result is the same for any number of threads. ``level`` is the place in :data:`LEVELS` of the
+    instructions, by default the best of this processor.
+
+    Raises ``RuntimeError`` where the library was not compiled, or for inputs that need gradients or are not on the CPU.
+    """
+    library = _library()
+    if library is None:
+        raise RuntimeError("packed matrices need fedprune's library in C, which was not compiled: install a C compiler")
+    if inputs.device.type != "cpu" or (inputs.requires_grad and torch.is_grad_enabled()):
+        raise RuntimeError("a packed matrix multiplies inputs on the CPU that need no gradients")
+    if level is None:
+        level = library.fedprune_level()
+    flat = inputs.reshape(-1, matrix.columns)
+    if len(flat) > _FEW:
+        tiles = [F.linear(flat.to(tile.dtype), tile) for tile in _tiles(library, matrix, level)]
+        found = torch.cat(tiles, dim=1)
+        if bias is not None:
+            found += bias
+        return found.to(inputs.dtype).reshape(*inputs.shape[:-1], matrix.rows)
+    width = matrix.words.shape[1] * _WORD
+    x = flat.float()
+    x = F.pad(x, (0, width - matrix.columns)) if width > matrix.columns else x.contiguous()
+    added = None if bias is None else bias.float().contiguous()
+    y = torch.empty(len(x), matrix.rows)
+    library.fedprune_linear(
+        x.data_ptr(),
+        len(x),
+        matrix.words.shape[1],
+        matrix.words.data_ptr(),
+        matrix.starts.data_ptr(),
+        matrix.values.data_ptr(),
+        None if added is None else added.data_ptr(),
+        y.data_ptr(),
+        matrix.rows,
+        DTYPES.index(matrix.values.dtype),
+        level,
+        torch.get_num_threads(),
+    )
+    return y.to(inputs.dtype).reshape(*inputs.shape[:-1], matrix.rows)
+
+
+def _tiles(library: ctypes.CDLL, matrix: PackedMatrix, level: int) -> Iterator[Tensor]:
+    """Yield the matrix as dense rows, some at a time, always in the same memory."""
+    size = matrix.values.element_size()
+    some = max(16, _TILE // max(1, matrix.columns * size))
+    tile = torch.empty(min(some, matrix.rows), matrix.columns, dtype=matrix.values.dtype)
+    for first in range(0, matrix.rows, some):
+        last = min(first + some, matrix.rows)
+        library.fedprune_dense(
+            matrix.columns,
+            matrix.words.data_ptr(),
+            matrix.starts.data_ptr(),
+            matrix.values.data_ptr(),
+            tile.data_ptr(),
+            first,
+            last,
+            DTYPES.index(matrix.values.dtype),
+            level,
+            torch.get_num_threads(),
+        )
+        yield tile[: last - first]

@@ -1,0 +1,144 @@
+"""Linear layers of a pruned model keep their kept weights alone in memory, where that is also faster."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedprune_app.core import sparse_linear
+from fedprune_app.core.sparse_linear import DTYPES, PackedMatrix, pack
+
+_MOST_KEPT = 0.9  # denser matrices are never smaller by enough to be faster
+_TURNS = 5
+_CACHES = 1 << 29  # bytes, more than the caches of processors hold
+_GAIN = 0.95  # share of the dense layer's time that a packed layer may take, given that times differ from turn to turn
+
+
+class SparseLinear(nn.Module):
+    """A sparse linear layer computes what ``nn.Linear`` computes, from a packed matrix, on the CPU.
+
+    ``matrix`` is the packed weight (out_features, in_features), and ``bias`` has shape (out_features,). There are no
+    gradients.
+    """
+
+    words: Tensor
+    starts: Tensor
+    values: Tensor
+    bias: Tensor | None
+
+    def __init__(self, matrix: PackedMatrix, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.in_features, self.out_features = matrix.columns, matrix.rows
+        self.register_buffer("words", matrix.words)
+        self.register_buffer("starts", matrix.starts)
+        self.register_buffer("values", matrix.values)
+        self.register_buffer("bias", None if bias is None else bias.detach())
+
+    @property
+    def matrix(self) -> PackedMatrix:
+        """Return the packed weight."""
+        return PackedMatrix(self.in_features, self.words, self.starts, self.values)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Return (..., out_features) of ``inputs`` (..., in_features).
+
+        Raises ``RuntimeError`` for inputs that need gradients or are not on the CPU.
+        """
+        return sparse_linear.linear(inputs, self.matrix, self.bias)
+
+    def extra_repr(self) -> str:
+        """Return what ``print(model)`` shows of the layer."""
+        density = f"density={self.matrix.density:.3f}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, {density}"
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The speed of a linear layer for one input is in milliseconds, with its dense and with its packed weight."""
+
+    dense: float
+    packed: float
+
+    @property
+    def is_packed_faster(self) -> bool:
+        """Return whether the packed weight is faster by more than the times differ from turn to turn."""
+        return self.packed <= _GAIN * self.dense
+
+
+class Chooser:
+    """A chooser says which linear layers of a model become sparse: those that are faster then, on this machine.
+
+    The model's matrices have ``num_bytes``: from one token to the next, a small model stays in the processor's caches,
+    and a large one does not. Layers of one shape, dtype, density to 5 % and number of threads are measured once.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._found: dict[tuple[object, ...], Speed] = {}
+
+    def layer(self, weight: Tensor, bias: Tensor | None) -> SparseLinear | None:
+        """Return a sparse layer of these, or None where the dense one is at least as fast."""
+        if not sparse_linear.instructions() or weight.dtype not in DTYPES or weight.device.type != "cpu":
+            return None
+        density = float(torch.count_nonzero(weight)) / max(1, weight.numel())
+        if density > _MOST_KEPT:
+            return None
+        matrix = pack(weight)
+        key = (tuple(weight.shape), weight.dtype, round(20 * density), torch.get_num_threads())
+        if key not in self._found:
+            self._found[key] = speed_of(weight, matrix, self._num_bytes)
+        return SparseLinear(matrix, bias) if self._found[key].is_packed_faster else None
+
+
+def sparsify(model: nn.Module) -> list[str]:
+    """Replace the linear layers of ``model`` that are faster with their zeros left out; return the layers' names.
+
+    Each kind of layer is measured here, for one input. A layer stays dense where the dense one is as fast: with few
+    zeros, small, or without the library. The model is for inference on the CPU from then on, and is changed in place.
+    """
+    layers = list(_linear_layers(model))
+    chooser = Chooser(sum(module.weight.numel() * module.weight.element_size() for _, module, _ in layers))
+    replaced = []
+    for name, module, parent in layers:
+        if new := chooser.layer(module.weight.detach(), module.bias):
+            setattr(parent, name.rpartition(".")[2], new)
+            replaced.append(name)
+    return replaced
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear, nn.Module]]:
+    """Yield each linear layer with its name and the module that holds the layer, but for the model itself."""
+    for name, module in model.named_modules():
+        if name and type(module) is nn.Linear:
+            yield name, module, model.get_submodule(name.rpartition(".")[0])
+
+
+def speed_of(weight: Tensor, matrix: PackedMatrix, num_bytes: int = 0) -> Speed:
+    """Return the median times of one input through the dense ``weight`` and through ``matrix``, in turns.
+
+    Copies of them are used one after the other, together as large as the model's ``num_bytes``. So the weights come
+    from the cache or the memory from which they come when the model computes.
+    """
+    count = max(1, min(num_bytes, _CACHES) // (weight.numel() * weight.element_size()))
+    inputs = torch.ones(1, weight.shape[1], dtype=weight.dtype)
+    dense = [weight.clone() for _ in range(count)]
+    packed = [copy.deepcopy(matrix) for _ in range(count)]
+    ways: tuple[Callable[[int], Tensor], ...] = (
+        lambda number: F.linear(inputs, dense[number]),
+        lambda number: sparse_linear.linear(inputs, packed[number]),
+    )
+    times: list[list[float]] = [[], []]
+    for _ in range(1 + _TURNS):  # the first one is to warm up
+        for way, taken in zip(ways, times, strict=True):
+            started = time.perf_counter()
+            for number in range(count):
+                way(number)
+            taken.append(1000 * (time.perf_counter() - started) / count)
+    return Speed(*(statistics.median(taken[1:]) for taken in times))

@@ -1,0 +1,131 @@
+"""A pruned language model is packed: a folder of kept values and coded masks, which a CPU also computes with.
+
+``fedprune export --format sparse`` writes such a folder from a FedSpaLLM run, or from any checkpoint of transformers
+whose pruned weights are zeros.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedprune_app.core.payload import Payload
+from fedprune_app.models.checkpoints import resolve_checkpoint
+from fedprune_app.models.llm import LanguageModel
+from fedprune_app.models.saving import load_packed, write_packed
+from fedprune_app.models.sparse import SparseLinear
+from fedprune_app.results.reader import read_info
+
+CHECKPOINT = Path("models") / "global"
+"""A run of a language model leaves its global model here, for transformers."""
+_TURNS = 7
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A language model costs these bytes on disk and in memory, and these milliseconds for one token on one thread."""
+
+    disk: int
+    memory: int
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A checkpoint was packed: what the ``dense`` model costs, and the ``sparse`` one.
+
+    ``density`` is the share of the prunable weights that is left. Of ``layers`` linear layers in the decoder,
+    ``sparse_layers`` are computed from packed weights on this machine; the others are faster dense.
+    """
+
+    dense: Cost
+    sparse: Cost
+    density: float
+    layers: int
+    sparse_layers: int
+
+
+def is_language_model(folder: Path) -> bool:
+    """Return whether a folder is a checkpoint, or a run that left one."""
+    return any((place / "config.json").is_file() for place in (folder, folder / CHECKPOINT))
+
+
+def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
+    """Write the packed model of a run, or of a checkpoint, to the folder ``output``, and measure both.
+
+    A weight that is exactly 0 counts as pruned. Nothing is written on an error. Raises a one-line ``ValueError``.
+    """
+    if output.exists() and not (force and (output / "packed.json").is_file()):
+        allowed = "a new folder" + ("" if force else ", or --force to replace a packed model")
+        raise ValueError(f"--output {str(output)!r} exists, allowed: {allowed}")
+    if (folder / "run.json").exists():
+        if (status := read_info(folder)["status"]) != "completed":
+            raise ValueError(f"run {str(folder)!r} is {status}, allowed: a completed run")
+        folder = folder / CHECKPOINT
+    model = LanguageModel(resolve_checkpoint(str(folder), download=False))
+    kept = {"all": 0, "kept": 0}
+
+    def layer(number: int) -> Payload:
+        tensors = {name: tensor for name, tensor in model.layer_tensors(number).items() if name in prunable}
+        found = Payload.pruned(tensors, {name: tensor != 0 for name, tensor in tensors.items()})
+        kept["all"] += sum(tensor.numel() for tensor in tensors.values())
+        kept["kept"] += found.num_kept()
+        return found
+
+    prunable = set(model.prunable(0))
+    written = write_packed(model, layer, output)
+    try:
+        dense, sparse = _both(output)
+    except BaseException:
+        shutil.rmtree(output, ignore_errors=True)
+        raise
+    times = _milliseconds({"dense": dense, "sparse": sparse})
+    linear = [type(each) for each in sparse.modules() if isinstance(each, nn.Linear | SparseLinear)]
+    return Packed(
+        Cost(_bytes(dense), _bytes(dense), times["dense"]),
+        Cost(written, _bytes(sparse), times["sparse"]),
+        kept["kept"] / max(1, kept["all"]),
+        len(linear) - 1,  # the head is no layer of the decoder
+        linear.count(SparseLinear),
+    )
+
+
+def _both(folder: Path) -> tuple[Any, Any]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return load_packed(folder), load_packed(folder, sparse=True)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _bytes(model: nn.Module) -> int:
+    """Return the bytes of a model's tensors in memory; tied ones count once."""
+    tensors = {each.data_ptr(): each for each in [*model.parameters(), *model.buffers()]}
+    return sum(each.numel() * each.element_size() for each in tensors.values())
+
+
+@torch.inference_mode()
+def _milliseconds(models: Mapping[str, Any]) -> dict[str, float]:
+    """Return each model's median time for one token, without a context, on one thread, in turns."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    token = torch.zeros((1, 1), dtype=torch.int64)
+    times: dict[str, list[float]] = {name: [] for name in models}
+    try:
+        for _ in range(1 + _TURNS):  # the first one is to warm up
+            for name, model in models.items():
+                started = time.thread_time()
+                model(token, use_cache=False)
+                times[name].append(1000 * (time.thread_time() - started))
+    finally:
+        torch.set_num_threads(threads)
+    return {name: statistics.median(taken[1:]) for name, taken in times.items()}
