@@ -1,12 +1,12 @@
-"""What zeros save: linear layers and a whole language model, from kept weights alone, against dense ones and torch's CSR.
+"""What zeros save: linear layers and a language model from kept weights alone, against dense ones and torch's CSR.
 
     python benchmarks/sparse_layers.py [--densities 0.5 0.3 0.2] [--threads 1] [--dtypes float32 bfloat16] [--repeats 7]
     python benchmarks/sparse_layers.py --width 2048 --inner 5632 --layers 6     # another LLaMA shape
 
-First 24 matrices of 2048 x 2048 are multiplied with so many inputs, one matrix after the other, so that weights come from
+First 24 matrices of 2048 x 2048 are multiplied with some inputs, one matrix after the other, so that weights come from
 memory. Then a random LLaMA computes the logits of one token, and of a prompt. Its decoder has 308 million parameters by
-default, of which the matrices are pruned at random. What is compared takes turns; a ratio is the median of the turns'
-ratios, dense over sparse: above 1 the zeros save time. Memory is that of the decoder, without embeddings and head.
+default, and its matrices are pruned at random. Both ways take turns; a ratio is the median of the turns' ratios, dense
+over sparse: above 1 the zeros save time. Memory is that of the decoder, without embeddings and head.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def layers(density: float, dtype: torch.dtype, repeats: int) -> None:
         found = [f"{name} {ratio(seconds['dense'], seconds[name]):5.2f}" for name in ways if name != "dense"]
         milliseconds = 1000 * min(seconds["dense"]) / COUNT
         print(
-            f"  {str(dtype):15} density {density:.2f}  {count:4} inputs  dense {milliseconds:6.2f} ms  {'  '.join(found)}"
+            f"  {dtype!s:15} density {density:.2f}  {count:4} inputs  dense {milliseconds:6.2f} ms  ",
+            "  ".join(found),
         )
 
 
