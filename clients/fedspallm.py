@@ -27,6 +27,7 @@ from fedprune_app.config import Config
 from fedprune_app.core import hessians
 from fedprune_app.core.expansion import INPUT_NORMS
 from fedprune_app.core.payload import Payload
+from fedprune_app.core.rng import generator
 from fedprune_app.data.text import Document, perplexity_texts, stdlib_training_text, windows_of
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.store import State, owner
@@ -36,6 +37,7 @@ from fedprune_app.models.embedded import embedded_folder
 from fedprune_app.models.layer_pruning import Pruner, input_hessians, prune_layer
 from fedprune_app.models.llm import LanguageModel, LayerTensors, Perplexity, open_model
 from fedprune_app.models.llm import perplexities as measured_perplexities
+from fedprune_app.models.recovery import Schedule, recovered
 from fedprune_app.results.texts import OWN_TEXT
 
 
@@ -117,7 +119,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
     versions_kept = 1  # hidden states are large, and can be computed again
     declares: ClassVar = ReplyFields(
         introduction=frozenset({"documents", "shell-digest", "layer-digests"}),
-        training=frozenset({"density", "relative-error"}),
+        training=frozenset({"density", "relative-error", "recovery-loss"}),
         evaluation=frozenset({"digest", "density", "pruned-layers", "perplexity/", "windows", "windows-in-text"}),
     )
 
@@ -139,7 +141,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
 
     def message_schema(self) -> Schema:
         layers = [self.model.layer_like(layer) for layer in range(self.model.num_layers)]
-        if self.options.merge == "hessians":  # whoever missed some layers is sent all of them
+        if self.options.merge == "hessians" or self.options.recovery_rounds:  # a message may hold all layers
             return Schema.like({in_layer(i, name): t for i, like in enumerate(layers) for name, t in like.items()})
         return max(map(Schema.like, layers), key=lambda schema: schema.max_bytes)
 
@@ -150,8 +152,11 @@ class FedSpaLLMClient(Node[LayerUpdate]):
             return private_text.own_text(self.config.data_dir, self.config.test_fraction, self.config.seed)
         return None
 
-    def segments(self) -> tuple[Tensor, list[str]]:
-        """This returns the private text: token ids (segments, length), and the names of the documents they are from."""
+    def segments(self, count: int = 0) -> tuple[Tensor, list[str]]:
+        """This returns the private text: token ids (segments, length), and the names of the documents they are from.
+
+        There are ``count`` segments, or for 0 as many as the client calibrates with.
+        """
         return private_text.segments(
             self.model,
             self.config.dataset,
@@ -161,8 +166,8 @@ class FedSpaLLMClient(Node[LayerUpdate]):
                 "own" if self.own_text else self.options.deal,
                 self.client_id,
                 num_clients=self.place.share[1],
-                count=self.num_examples,
-                most=max(self.num_examples, *map(self.options.num_segments, range(self.place.share[1]))),
+                count=count or self.num_examples,
+                most=count or max(self.num_examples, *map(self.options.num_segments, range(self.place.share[1]))),
                 length=self.model.sequence_length(self.options.segment_length),
                 seed=self.config.seed,
             ),
@@ -172,6 +177,8 @@ class FedSpaLLMClient(Node[LayerUpdate]):
 
     def local_update(self, task: Task, state: State) -> LayerUpdate:
         """This does lines 11 to 15 for one layer; ``task.round`` counts layers over all rounds."""
+        if task.fields.get("recovers"):
+            return self.recovered(task, state)
         if self.options.merge == "hessians":
             return self.observed(task, state)
         layer, of_round, step = int(task.fields["layer"]), int(task.fields["of-round"]), task.round
@@ -217,6 +224,24 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         found = input_hessians(self.model, layer, module, hidden, self.config.batch_size)
         meta |= {"of-round": of_round, "next": layer}
         return LayerUpdate(Payload(self._encoded(found)), State({"hidden": hidden}, meta), {})
+
+    def recovered(self, task: Task, state: State) -> LayerUpdate:
+        """This trains the kept weights of the server's layers; the update has these weights alone, in a mask's order.
+
+        What the client keeps stays as it is: where clients have pruned models of their own, these are not trained.
+        """
+        options = self.options
+        schedule = Schedule(options.recovery_steps, self.config.batch_size, options.recovery_learning_rate)
+        round = int(task.fields["of-round"])
+        draw = generator(self.config.seed, "recovery", self.client_id, round)
+        segments, _ = self.segments(options.recovery_segments)
+        layers, loss = recovered(self.model, by_layer(task.payload), segments, schedule, draw)
+        kept = {
+            in_layer(layer, name): tensor[payload.masks[name]]
+            for layer, payload in layers.items()
+            for name, tensor in payload.tensors.items()
+        }
+        return LayerUpdate(Payload(kept), State({}, dict(state.meta)), {"recovery-loss": loss})
 
     def _encoded(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         bits = self.options.hessian_bits

@@ -31,7 +31,7 @@ import torch
 from flwr.app import RecordDict
 
 from fedprune_app.config import Config, ConfigError
-from fedprune_app.core import rng
+from fedprune_app.core import metrics, rng
 from fedprune_app.core.aggregate import L0Mean
 from fedprune_app.core.expansion import INPUT_NORMS, Cut, Votes
 from fedprune_app.core.layers import assign_layers
@@ -58,6 +58,7 @@ from strategies.pruned_model import (
     lost_layers,
     together,
 )
+from strategies.recovery import Recovery
 
 log = logging.getLogger("flwr.fedprune")
 
@@ -103,6 +104,7 @@ class FedSpaLLM(FederatedStrategy):
         self._pruners: dict[int, list[int]] = {}
         self._mean = L0Mean(1)
         self._hessians = None if self.options.merge == "mean" else self._hessian_merge(same_inputs())
+        self._recovery: Recovery | None = None  # in a round that recovers
         self._known: dict[int, int] = {}  # by client, the pruned layers of this round that it has been sent
         self._distances = MaskDistances()
         self._by_layer: dict[str, dict[str, Any]] = {}  # what the round's record says of each layer
@@ -167,6 +169,8 @@ class FedSpaLLM(FederatedStrategy):
 
     def train(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
         """Exchange layer after layer (lines 5 to 20), from where an interrupted round was left."""
+        if round.number > self.options.pruning_rounds(self.config):
+            return self._recover(round, exchanges)
         self._number, self._pruners = round.number, self.pruners(round)
         self._receiving = [self._receivers(round, layer) for layer in self._pruners]
         self._by_layer, self._distances, self._known = {}, MaskDistances(), {}
@@ -179,6 +183,30 @@ class FedSpaLLM(FederatedStrategy):
             self._expand_together(round.number)
         self._note_how_little_moved(round)
         return self._round_metrics(round)
+
+    def _recover(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
+        """Clients train the kept weights of the whole model, and the server averages them: one exchange."""
+        last = self.dense.num_layers - 1
+        self._number, self._layer = round.number, last
+        self._pruners = {layer: [] for layer in range(self.dense.num_layers)}
+        self._receiving = [list(round.participants)]
+        self._by_layer, self._distances, self._known = {}, MaskDistances(), {}
+        self._recovery = Recovery(self.global_model, len(round.participants))
+        self._show_progress(round)
+        name, step = f"recovery in round {round.number}", self.step(round.number, last)
+        exchange = replace(round, number=step, evaluates=self.participation.evaluates(step))
+        fields = {"layer": last, "of-round": round.number, "recovers": True}
+        sent = self._send_pruned(exchange, self.dense.num_layers, fields)
+        exchanges.train(name, exchange, sent, self._recovery.answer.max_bytes)
+        require(round.log.replies, min(self.config.min_replies, len(round.participants)), name, round.log.failures)
+        for layer, new in self._recovery.layers().items():
+            self._by_layer[str(layer)] = {"pruners": 0}
+            self._install(round.number, layer, new)
+        for layer in self.global_model.never_pruned():
+            self._by_layer[str(layer)] = {"pruners": 0, "density": {}}
+        self._recovery, self._known = None, {}  # clients have the layers of before
+        losses = [row["recovery_loss"] for row in round.log.clients.values() if row.get("recovery_loss") is not None]
+        return {**self._round_metrics(round), "recovery_loss": metrics.summary(losses).mean}
 
     def _note_how_little_moved(self, round: Round) -> None:
         """Say so where a later round found every layer pruned to its density already."""
@@ -242,6 +270,8 @@ class FedSpaLLM(FederatedStrategy):
             yield Outgoing(client, payloads[first], fields={} if fields is None else {**fields, "prunes": True})
 
     def expect(self, round: Round, client: int) -> wire.Schema:
+        if self._recovery is not None:
+            return self._recovery.answer
         return self.answer(self._layer) if client in self._pruners[self._layer] else wire.Schema.like({})
 
     def accept(self, round: Round, client: int, content: RecordDict) -> None:
@@ -250,6 +280,9 @@ class FedSpaLLM(FederatedStrategy):
 
     def receive(self, round: Round, client: int, update: Payload) -> None:
         """Add the reply to the layer's sums (line 17), as it comes in."""
+        if self._recovery is not None:
+            self._recovery.add(update)
+            return
         if not update.tensors:
             return
         if self._hessians is not None:
@@ -350,6 +383,8 @@ class FedSpaLLM(FederatedStrategy):
         pruned = client in self._pruners[self._layer] and self.options.merge != "hessians"  # else text passes through
         error = measures.told("relative_error", fields) if pruned else 0.0
         row = measures.row_of(Reply.LAYER, fields)
+        if self._recovery is not None:
+            row["recovery_loss"] = measures.told("recovery_loss", fields)
         return {
             **row,
             "seconds": before.get("seconds", 0.0) + row["seconds"],
@@ -389,6 +424,9 @@ class FedSpaLLM(FederatedStrategy):
         """Return (down, up): dense matrices, which are cached after round 1; kept values and a bit per entry."""
         size = next(iter(self.dense.layer_like(0).values())).dtype.itemsize
         up = down = 0.0
+        if round.number > self.options.pruning_rounds(self.config):
+            kept = sum(self.global_model.num_kept(layer) for layer in range(self.dense.num_layers))
+            return (len(round.participants) * kept * float(size),) * 2
         for layer, pruners in self._pruners.items():
             entries = sum(self.dense.layer_like(layer)[name].numel() for name in self.dense.prunable(layer))
             up += len(pruners) * entries * (size * self.kept_share + 1 / 8)
@@ -432,7 +470,8 @@ class FedSpaLLM(FederatedStrategy):
     def state(self) -> State:
         versions = {str(layer): version for layer, version in self.global_model.versions.items()}
         everybody = self.config.fraction_train == 1 and self.config.drop_probability == 0
-        renewed = everybody and all(layer_share(self.config, info) == 1 for info in self.clients.values())
+        prunes = not self.options.recovery_rounds or self._number < self.options.pruning_rounds(self.config)
+        renewed = everybody and prunes and all(layer_share(self.config, info) == 1 for info in self.clients.values())
         return State({}, {**super().state().meta, "versions": versions, "renewed": renewed})
 
     def restore(self, state: State) -> None:

@@ -10,7 +10,7 @@ from typing import ClassVar
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.lists import count_in_turn, share_in_turn
-from fedprune_app.config.options import Kind, Needs, option
+from fedprune_app.config.options import Kind, Needs, NoneOf, option
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,29 @@ class FedSpaLLMOptions(Table):
         "If true, the server solves the weights that SparseGPT left by least squares, for SparseGPT's masks.",
         needs={".merge": ("hessians",)},
     )
+    recovery_rounds: int = option(
+        0,
+        "The number of rounds, the last ones of the run, in which clients train the kept weights on their text.",
+        least=0,
+    )
+    recovery_segments: int = option(
+        256,
+        "The number of segments that a client trains on in such a round.",
+        least=1,
+        needs={".recovery-rounds": NoneOf((0,))},
+    )
+    recovery_steps: int = option(
+        100,
+        "The number of training steps of a client in such a round, each on batch-size segments.",
+        least=1,
+        needs={".recovery-rounds": NoneOf((0,))},
+    )
+    recovery_learning_rate: float = option(
+        3e-4,
+        "The largest learning rate of these steps.",
+        above=0,
+        needs={".recovery-rounds": NoneOf((0,))},
+    )
     expansion: str = option(
         "matrix",
         "The part of the model over which the mean is pruned to density.",
@@ -176,6 +199,11 @@ class FedSpaLLMOptions(Table):
                 raise ConfigError(f"fedspallm.{key} is 1, allowed: 0, or at least 2")
         if self.ties == "wanda" and self.pruner == "magnitude":
             raise ConfigError("fedspallm.ties is 'wanda', allowed with fedspallm.pruner 'magnitude': magnitude, index")
+        if common.system == "fedspallm" and self.pruning_rounds(common) < 1:
+            raise ConfigError(
+                f"fedspallm.recovery-rounds is {self.recovery_rounds}, allowed: less than num-server-rounds, "
+                f"{common.num_server_rounds}"
+            )
         if self.merge != "mean":
             self._check_merge(common)
         if self.expansion == "global" and self.pattern:
@@ -190,10 +218,15 @@ class FedSpaLLMOptions(Table):
             raise ConfigError(f"fedspallm.pruner is {self.pruner!r}, {with_merge}: sparsegpt")
         if self.hessian_bits not in (16, 32):
             raise ConfigError(f"fedspallm.hessian-bits is {self.hessian_bits}, allowed: 16, 32")
-        if common.num_server_rounds > 1:
-            raise ConfigError(f"num-server-rounds is {common.num_server_rounds}, {with_merge}: 1")
+        if self.pruning_rounds(common) > 1:
+            allowed = "1" + (" more than fedspallm.recovery-rounds" if self.recovery_rounds else "")
+            raise ConfigError(f"num-server-rounds is {common.num_server_rounds}, {with_merge}: {allowed}")
         if self.merge == "least-squares" and self.expansion == "global":
             raise ConfigError(f"fedspallm.expansion is 'global', {with_merge}: matrix, layer, none")
+
+    def pruning_rounds(self, common: CommonOptions) -> int:
+        """Return the number of rounds that prune; the others, after them, recover."""
+        return common.num_server_rounds - self.recovery_rounds
 
     def n_of_m(self) -> tuple[int, int] | None:
         """Return ``pattern`` as (n, m), or None where there is no pattern. Raises :class:`ConfigError`."""

@@ -587,6 +587,13 @@ MEASURES = Measures(
         # how far a layer's output is from the dense layer's; told by those that prune it
         Measure("relative_error", least=0, recorded=_NEVER),
         Measure("layers_pruned", recorded=_WHERE_MEASURED),
+        # mean cross entropy of the next token, in nats, over the steps of a round of recovery
+        Measure(
+            "recovery_loss",
+            least=0,
+            recorded=_WHERE_MEASURED,
+            columns=(Column("recovery_loss", mean, recorded=_WHERE_MEASURED),),
+        ),
         Measure("perplexity", least=0, recorded=_WHERE_MEASURED, kind=Kind.BY_NAME),
         # of a client's own text
         Measure("windows", least=1, most=2**31, is_count=True, recorded=_WHERE_MEASURED),

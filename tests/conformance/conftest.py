@@ -99,6 +99,13 @@ VARIANTS = {
         "fedspallm.unsampled": "current",
     },
     "fedspallm: Hessians": {"system": "fedspallm", "fedspallm.merge": "hessians", "num-server-rounds": 1},
+    "fedspallm: recovery": {
+        "system": "fedspallm",
+        "fedspallm.recovery-rounds": 2,
+        "fedspallm.recovery-segments": 4,
+        "fedspallm.recovery-steps": 3,
+        "fedspallm.recovery-learning-rate": 0.01,
+    },
     "fedspallm: least squares": {"system": "fedspallm", "fedspallm.merge": "least-squares", "num-server-rounds": 1},
 }
 """Settings that take other paths through the code than every system's own run; ``conform`` knows them by name."""

@@ -18,6 +18,8 @@ def compare(name: str, found: str) -> None:
     known = recorded.hashes()
     if known is None:
         pytest.skip("this machine rounds otherwise than those whose hashes are recorded (see recorded.py)")
+    if name not in known:
+        pytest.skip(f"{name!r} is newer than what was recorded for this machine's arithmetic")
     assert found == known[name]
 
 

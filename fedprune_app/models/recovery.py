@@ -1,0 +1,113 @@
+"""Recovery trains the weights that pruning has left, on text, with the pruned ones held at zero.
+
+Published pruning methods for language models recover accuracy so, with all data in one place; a federation of clients
+does it here, by federated averaging over the weights that are kept (McMahan et al., 2017).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedprune_app.core.payload import Payload
+from fedprune_app.models.llm import LanguageModel, cast, import_transformers
+
+_CLIP = 1.0  # the largest norm of a gradient
+_BETAS = (0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule is so many ``steps`` of AdamW, each on ``batch_size`` segments.
+
+    The learning rate rises over the first tenth of the steps to ``learning_rate``, and falls by half a cosine to a
+    tenth of it.
+    """
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step, from 0."""
+        rise = max(1, self.steps // 10)
+        if step < rise:
+            return self.learning_rate * (step + 1) / rise
+        done = (step - rise) / max(1, self.steps - rise)
+        return self.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def recovered(
+    model: LanguageModel, layers: Mapping[int, Payload], segments: Tensor, schedule: Schedule, draw: torch.Generator
+) -> tuple[dict[int, Payload], float]:
+    """Train the kept weights of the pruned ``layers`` on token ids (segments, length); return them and the mean loss.
+
+    Embeddings, norms, biases and the head stay as they are, and so does a layer that is not in ``layers``. The whole
+    model is in memory, in float32 on the model's device, with gradients and two moments of the kept matrices. The loss
+    is the mean cross entropy of the next token, in nats, over all steps. Raises ``ValueError`` for a loss that is not
+    finite.
+    """
+    whole = _whole(model, layers)
+    matrices = _matrices(model, whole, layers)
+    masks = {key: layers[key[0]].masks[key[1]].to(model.device) for key in matrices}
+    optimizer = torch.optim.AdamW(matrices.values(), lr=schedule.learning_rate, betas=_BETAS, weight_decay=0.0)
+    losses = []
+    for step, batch in zip(range(schedule.steps), _batches(segments, schedule.batch_size, draw), strict=False):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.rate(step)
+        ids = batch.to(model.device)
+        logits = whole(ids[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        for key, parameter in matrices.items():
+            assert parameter.grad is not None
+            parameter.grad.mul_(masks[key])  # a weight without gradients stays at zero
+        nn.utils.clip_grad_norm_(matrices.values(), _CLIP)
+        optimizer.step()
+        losses.append(loss.detach())
+    mean = float(torch.stack(losses).mean())
+    if not math.isfinite(mean):
+        raise ValueError(f"the loss of recovery is {mean}, allowed: a finite one (fedspallm.recovery-learning-rate)")
+    found: dict[int, Payload] = {}
+    for layer, pruned in layers.items():
+        tensors = {name: matrices[layer, name].detach().to("cpu", pruned.tensors[name].dtype) for name in pruned.masks}
+        found[layer] = Payload.pruned(tensors, pruned.masks)
+    return found, mean
+
+
+def _whole(model: LanguageModel, layers: Mapping[int, Payload]) -> Any:
+    whole: Any = import_transformers().AutoModelForCausalLM.from_config(model.config)
+    tensors = dict(model.shell_tensors())
+    for layer in range(model.num_layers):
+        pruned = layers[layer].tensors if layer in layers else {}
+        own = {**model.layer_tensors(layer), **pruned}
+        tensors |= {f"{model.prefix}.{layer}.{name}": tensor for name, tensor in own.items()}
+    whole.load_state_dict(tensors, strict=False)
+    whole.tie_weights()
+    return cast(whole, torch.float32).to(model.device).train().requires_grad_(False)
+
+
+def _matrices(
+    model: LanguageModel, whole: nn.Module, layers: Mapping[int, Payload]
+) -> dict[tuple[int, str], nn.Parameter]:
+    """Return the parameters that are trained, by layer and name within the layer."""
+    found = {}
+    for layer, pruned in layers.items():
+        for name in pruned.masks:
+            found[layer, name] = whole.get_parameter(f"{model.prefix}.{layer}.{name}")
+            found[layer, name].requires_grad_(True)
+    return found
+
+
+def _batches(segments: Tensor, size: int, draw: torch.Generator) -> Iterator[Tensor]:
+    """Yield batches without end: all segments in a drawn order, then again in another."""
+    while True:
+        for batch in torch.split(torch.randperm(len(segments), generator=draw), size):
+            yield segments[batch]
