@@ -7,9 +7,10 @@ client's model at once. Here a reply is yielded when it arrives, and dropped whe
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
@@ -60,8 +61,9 @@ def exchange(
 ) -> Iterator[Answer]:
     """Send ``messages`` (client, message) and yield an :class:`Answer` for each, in order of arrival.
 
-    A client that has not replied ``deadline_seconds`` after its message was sent is yielded as late. Its reply, should
-    it still come, is never fetched. Each reply is yielded before the next one is looked at. A message is made when it
+    A client that has not replied ``deadline_seconds`` after its message was sent is yielded as late. In a simulation
+    that time begins when the client's turn comes (see :func:`_in_turn`). Its reply, should it still come, is never
+    fetched. Each reply is yielded before the next one is looked at. A message is made when it
     is sent. While the messages on their way weigh more than ``in_flight_bytes``, the next one waits for a reply.
     Replies hold tensors of up to ``reply_bytes``. A reply of more than that and ``replies.FRAMING_BYTES`` is refused
     unread.
@@ -89,6 +91,7 @@ def exchange(
 
         arrived = False
         asked_at = time.monotonic()  # a reply that comes while earlier ones are taken in is not late
+        waiting = _in_turn(grid, waiting, deadline_seconds, asked_at)
         deadlines = {message_id: sent.deadline for message_id, sent in waiting.items()}
         for reply in replies.arrived(grid, deadlines, largest, reply_bytes + replies.FRAMING_BYTES):
             sent = waiting.pop(reply.message_id, None)
@@ -99,7 +102,10 @@ def exchange(
             yield Answer(sent.client, sent.num_bytes, reply.num_bytes, reply.content, reply.error)
             del reply  # its memory is free before the next reply is fetched
         now = time.monotonic()
-        for message_id in [message_id for message_id, sent in waiting.items() if sent.deadline <= asked_at]:
+        late = [message_id for message_id, sent in waiting.items() if sent.deadline <= asked_at]
+        if late and hasattr(grid, "forget"):
+            grid.forget(late)
+        for message_id in late:
             sent = waiting.pop(message_id)
             in_flight -= sent.num_bytes
             yield Answer(sent.client, sent.num_bytes, error=f"no reply in {deadline_seconds:g} s", late=True)
@@ -112,6 +118,25 @@ def exchange(
             # A grid that can wait returns as soon as a reply is there.
             wait = getattr(grid, "wait_for_reply", time.sleep)
             wait(min(pause, max(0.0, nearest - now)))
+
+
+def _in_turn(grid: Grid, waiting: dict[str, _Sent], seconds: float, now: float) -> dict[str, _Sent]:
+    """Return ``waiting`` with later deadlines for simulated clients that had to queue for a worker.
+
+    A grid that has such a queue tells when each client at work began (``begun``, by message id): after the last reply
+    of its cohort. A client in the queue has all its time left, as long as somebody is at work who is not late. So a
+    worker that hangs makes nobody wait without end.
+    """
+    if not hasattr(grid, "begun"):
+        return waiting
+    begun: Mapping[str, float] = grid.begun()
+    queue_moves = not begun.keys().isdisjoint(waiting)
+    from_now = dict.fromkeys(waiting, now) if queue_moves else {}
+    since = {**from_now, **begun}
+    return {
+        message_id: replace(sent, deadline=max(sent.deadline, since.get(message_id, -math.inf) + seconds))
+        for message_id, sent in waiting.items()
+    }
 
 
 def _pushed(grid: Grid, messages: Sequence[Message]) -> set[str]:

@@ -39,11 +39,12 @@ class SimulatedClients:
 
 @dataclass
 class _Cohort:
-    """A cohort is at work on messages; those without a reply yet are left."""
+    """A cohort is at work on messages; those without a reply yet are left, since then."""
 
     worker: Any
     ids: list[str]
     left: dict[str, Message] = field(default_factory=dict)
+    since: float = field(default_factory=time.monotonic)  # its beginning, or its last reply
 
 
 class RayGrid(SimulatedGrid):
@@ -70,12 +71,27 @@ class RayGrid(SimulatedGrid):
         self._at_work: dict[Any, _Cohort] = {}  # by the generator of replies
         self._suspects: dict[str, Message] = {}  # messages of cohorts that died; each is answered alone
         self._replies: dict[str, Message] = {}
+        self._forgotten: set[str] = set()  # messages at work whose replies nobody waits for
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Start whoever can be started, and return the replies that have come."""
         self._start()
         self._collect(seconds=0)
         return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]
+
+    def begun(self) -> dict[str, float]:
+        """Return when the clients at work began, by message id, on the clock of ``time.monotonic``.
+
+        Clients of a cohort may work one after the other: the time of those that are left begins at the last reply.
+        """
+        return {message_id: cohort.since for cohort in self._at_work.values() for message_id in cohort.left}
+
+    def forget(self, message_ids: Iterable[str]) -> None:
+        """Nobody waits for these replies any more: messages in the queue leave it, and replies to come are dropped."""
+        for message_id in message_ids:
+            queued = [waiting.pop(message_id, None) for waiting in (self._suspects, self._pending, self._replies)]
+            if not any(queued):
+                self._forgotten.add(message_id)
 
     def wait_for_reply(self, seconds: float) -> None:
         """Wait until there is a reply to pull, but no longer than this."""
@@ -99,9 +115,6 @@ class RayGrid(SimulatedGrid):
 
         Where the workers have to go several times, each time is as long as the others, so that all end together.
         """
-        for waiting in (self._suspects, self._pending):
-            for message_id in [message_id for message_id, message in waiting.items() if _is_stale(message)]:
-                del waiting[message_id]
         while self._idle and (self._suspects or self._pending):
             if self._suspects:
                 waiting, size = self._suspects, 1
@@ -112,6 +125,8 @@ class RayGrid(SimulatedGrid):
             ids = list(waiting)[:size]
             cohort = _Cohort(self._idle.pop(0), ids, {message_id: waiting.pop(message_id) for message_id in ids})
             asked = [(message, self._context(message)) for message in cohort.left.values()]
+            for message, _ in asked:
+                message.metadata.created_at = time.time()  # its time to live begins now, not in the queue
             self._at_work[cohort.worker.answer.options(num_returns="streaming").remote(asked)] = cohort
 
     def _collect(self, seconds: float) -> None:
@@ -139,19 +154,19 @@ class RayGrid(SimulatedGrid):
             del self._at_work[replies]
             self._idle.append(self._new_worker())
             if len(cohort.left) > 1:
-                self._suspects |= cohort.left
+                self._suspects |= {each: left for each, left in cohort.left.items() if each not in self._forgotten}
+                self._forgotten -= cohort.left.keys()
                 return
             for message_id, message in cohort.left.items():
                 reason = Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, f"{type(error).__name__}: {error}")
-                self._arrive(message_id, message, Message(reason, reply_to=message))
+                self._arrive(message_id, Message(reason, reply_to=message))
             return
-        self._arrive(cohort.ids[number], cohort.left.pop(cohort.ids[number]), reply)
+        cohort.since = time.monotonic()
+        del cohort.left[cohort.ids[number]]
+        self._arrive(cohort.ids[number], reply)
 
-    def _arrive(self, message_id: str, message: Message, reply: Message) -> None:
-        if not _is_stale(message):
-            self._replies[message_id] = self._answered(message_id, reply)
-
-
-def _is_stale(message: Message) -> bool:
-    """Return whether nobody waits for the reply any more."""
-    return message.metadata.created_at + message.metadata.ttl < time.time()
+    def _arrive(self, message_id: str, reply: Message) -> None:
+        if message_id in self._forgotten:
+            self._forgotten.discard(message_id)
+            return
+        self._replies[message_id] = self._answered(message_id, reply)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from flwr.app import Error, Message, MessageType
@@ -288,3 +289,71 @@ def test_large_replies_to_small_messages_are_asked_for_in_smaller_batches(monkey
 
 
 # --- waiting for clients ----------------------------------------------------------------------------------------------
+
+
+class QueueingGrid(ScriptedGrid):
+    """One worker takes the messages one after the other; ``script`` has each one's virtual seconds, or "never"."""
+
+    def __init__(self, script: dict[int, object]) -> None:
+        super().__init__(script)
+        self.now, self.queue, self.at_work, self.done, self.forgotten = 0.0, [], {}, [], []
+
+    def push_messages(self, messages):
+        accepted = super().push_messages(messages)
+        self.queue += accepted
+        self._begin()
+        return accepted
+
+    def _begin(self) -> None:
+        if self.queue and not self.at_work:
+            self.at_work[self.queue.pop(0)] = self.now
+
+    def wait_for_reply(self, seconds: float) -> None:
+        self.now += seconds
+        for message_id, since in list(self.at_work.items()):
+            needed = self.script[self.requests[message_id].metadata.dst_node_id]
+            if needed != "never" and self.now - since >= needed:
+                del self.at_work[message_id]
+                self.done.append(message_id)
+                self._begin()
+
+    def begun(self):
+        return dict(self.at_work)
+
+    def forget(self, message_ids) -> None:
+        self.forgotten += message_ids
+        self.queue = [message_id for message_id in self.queue if message_id not in message_ids]
+
+    def pull_messages(self, message_ids) -> Iterator[Message]:
+        for message_id in set(message_ids) & set(self.done):
+            self.done.remove(message_id)
+            request = self.requests[message_id]
+            yield Message(wire.pack(None, {"node": request.metadata.dst_node_id}), reply_to=request)
+
+
+def ask_in_virtual_time(
+    monkeypatch, script: dict[int, object], deadline: float
+) -> tuple[QueueingGrid, dict[int, Answer]]:
+    grid = QueueingGrid(script)
+    monkeypatch.setattr("fedprune_app.engine.exchange.time", SimpleNamespace(monotonic=lambda: grid.now, sleep=None))
+    return grid, ask(grid, deadline)
+
+
+def test_the_time_of_a_simulated_client_begins_with_its_turn(monkeypatch):
+    grid, answers = ask_in_virtual_time(monkeypatch, dict.fromkeys(range(1, 9), 3.0), deadline=5.0)
+    assert not any(answer.late for answer in answers.values())
+    assert grid.now >= 24
+    assert grid.forgotten == []
+
+
+def test_a_client_that_takes_too_long_is_late_and_those_behind_it_are_not(monkeypatch):
+    _, answers = ask_in_virtual_time(monkeypatch, {1: 3.0, 2: 5.5, 3: 3.0, 4: 3.0}, deadline=5.0)
+    assert {client: answer.late for client, answer in answers.items()} == {1: False, 2: True, 3: False, 4: False}
+
+
+def test_a_worker_that_hangs_makes_nobody_wait_without_end(monkeypatch):
+    grid, answers = ask_in_virtual_time(monkeypatch, {1: 3.0, 2: "never", 3: 3.0, 4: 3.0}, deadline=5.0)
+    assert {client: answer.late for client, answer in answers.items()} == {1: False, 2: True, 3: True, 4: True}
+    assert grid.now < 3 + 2 * 5 + 1
+    assert sorted(grid.forgotten) == ["m1", "m2", "m3"]
+    assert grid.queue == []
