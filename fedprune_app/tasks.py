@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from fedprune_app.models.layer_pruning import same_inputs
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.saving import PrunedLayers, write_checkpoint, write_packed
 from fedprune_app.models.vision import prunable_names, state_tensors
+from fedprune_app.models.zero_shot import accuracies
 from fedprune_app.registry import SYSTEMS
 from strategies.base import FederatedStrategy
 from strategies.fedspallm import FedSpaLLM
@@ -52,6 +54,14 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
     def measure(layers: PrunedLayers) -> Mapping[str, Any]:
         return perplexities(config, model, lambda layer: layers(layer).tensors)
 
+    tasks = config.fedspallm.tasks()
+    answered = partial(accuracies, model, tasks=tasks, batch_size=config.batch_size, download=config.download)
+
+    def answer_tasks(layers: PrunedLayers) -> Mapping[str, Mapping[str, Any]]:
+        found = answered(lambda layer: layers(layer).tensors) if tasks else {}
+        dense = recorder.info.get("dense_accuracy", {})
+        return {n: {"dense": dense[n], "global": each.value, "examples": each.examples} for n, each in found.items()}
+
     def write(folder: Path, layers: PrunedLayers) -> Mapping[str, Any]:
         return {
             "checkpoint_bytes": write_checkpoint(model, layers, folder / "global"),
@@ -82,8 +92,11 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
                 for name, p in found.items()
             }
         )
+    if tasks and "dense_accuracy" not in recorder.info:  # before anything is pruned: a task may be refused
+        dense = answered(lambda layer: {})
+        recorder.annotate(dense_accuracy={name: each.value for name, each in dense.items()})
     texts = list(recorder.info["dense_perplexity"])
-    return FedSpaLLM(context, model, measure, write, texts, lambda: same_inputs(model))
+    return FedSpaLLM(context, model, measure, answer_tasks, write, texts, lambda: same_inputs(model))
 
 
 BUILDS: dict[str, Build] = {"images": image_strategy, "text": text_strategy}

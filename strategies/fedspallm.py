@@ -73,6 +73,8 @@ _LITTLE = 0.05
 Layers = Callable[[int], Payload]
 Measure = Callable[[Layers], Mapping[str, Perplexity]]
 """Perplexities, by test text, of the model with these pruned layers."""
+Answer = Callable[[Layers], Mapping[str, Mapping[str, Any]]]
+"""Zero-shot accuracies, by task, of the dense model and of the model with these pruned layers; none without tasks."""
 Write = Callable[[Path, Layers], Mapping[str, Any]]
 """Writes the model with these pruned layers into a folder; what to record of it."""
 
@@ -88,13 +90,14 @@ class FedSpaLLM(FederatedStrategy):
         context: RunContext,
         dense: DenseModel,
         measure: Measure,
+        answer_tasks: Answer,
         write: Write,
         texts: Sequence[str],
         same_inputs: Callable[[], Sequence[Sequence[str]]],
     ) -> None:
         super().__init__(replace(context, clients=clients_with_the_model(context, dense)))
         self.options = self.config.fedspallm
-        self.dense, self.measure, self.write = dense, measure, write
+        self.dense, self.measure, self.answer_tasks, self.write = dense, measure, answer_tasks, write
         self._check_pattern()
         self.texts = texts  # by name; the first is what the run is judged by
         self.global_model = PrunedModel(dense, self.recorder.folder, context.run_key)
@@ -452,7 +455,9 @@ class FedSpaLLM(FederatedStrategy):
 
     def evaluation_metrics(self, round: Round, rows: Rows) -> dict[str, Any]:
         measured, dense = self.measure(self.global_model.layer), self.recorder.info["dense_perplexity"]
-        return perplexities.over_clients(rows, measured, dense, self.dense.num_layers)
+        found = perplexities.over_clients(rows, measured, dense, self.dense.num_layers)
+        tasks = self.answer_tasks(self.global_model.layer)
+        return {**found, "accuracy_by_task": tasks} if tasks else found
 
     def finish(self) -> None:
         """Record the distances of the clients' masks, where all of them pruned all layers in the last round."""

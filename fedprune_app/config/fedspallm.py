@@ -89,6 +89,12 @@ class FedSpaLLMOptions(Table):
         "ptb=/path/b.txt'.",
         kind=Kind.NAMED_FILES,
     )
+    evaluation_tasks: str = option(
+        "",
+        "The tasks that zero-shot accuracy is measured on: names of the lm-evaluation-harness, or "
+        "'name=/path/task.yaml'.",
+        kind=Kind.NAMED_FILES,
+    )
     dtype: str = option(
         "auto",
         "The number format of the model.",
@@ -194,6 +200,7 @@ class FedSpaLLMOptions(Table):
         self.layer_share(0)
         self.num_segments(0)
         self.more_texts()
+        self.tasks()
         for key, length in (("segment-length", self.segment_length), ("window", self.window)):
             if length == 1:
                 raise ConfigError(f"fedspallm.{key} is 1, allowed: 0, or at least 2")
@@ -243,17 +250,32 @@ class FedSpaLLMOptions(Table):
 
     def more_texts(self) -> dict[str, Path]:
         """Return ``evaluation-texts`` as name → path, in their order. Raises :class:`ConfigError`."""
-        found: dict[str, Path] = {}
-        for text in filter(None, (part.strip() for part in self.evaluation_texts.split(","))):
-            name, _, path = (part.strip() for part in text.partition("="))
-            if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or name in found or not Path(path).is_absolute():
-                raise ConfigError(
-                    f"fedspallm.evaluation-texts has {text!r}, allowed: name=path, names of letters and digits, each "
-                    "once, and absolute paths"
-                )
-            found[name] = Path(path)
-        return found
+        found = _named_files("evaluation-texts", self.evaluation_texts, needs_path=True)
+        return {name: path for name, path in found.items() if path}
+
+    def tasks(self) -> dict[str, Path | None]:
+        """Return ``evaluation-tasks`` as name → path of a YAML file, or None for one of the harness' own.
+
+        Raises :class:`ConfigError`.
+        """
+        return _named_files("evaluation-tasks", self.evaluation_tasks, needs_path=False)
 
     def layer_share(self, client: int) -> float:
         """Return the share of the layers that client number ``client`` prunes. Raises :class:`ConfigError`."""
         return share_in_turn("fedspallm.layer-shares", self.layer_shares, client, 1.0)
+
+
+def _named_files(key: str, value: str, *, needs_path: bool) -> dict[str, Path | None]:
+    """Return a list of ``name=path`` as name → path. Raises :class:`ConfigError`."""
+    found: dict[str, Path | None] = {}
+    for text in filter(None, (part.strip() for part in value.split(","))):
+        name, equals, path = (part.strip() for part in text.partition("="))
+        is_path = Path(path).is_absolute() if equals or needs_path else True
+        if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or name in found or not is_path:
+            form = "name=path" if needs_path else "a name, or name=path"
+            raise ConfigError(
+                f"fedspallm.{key} has {text!r}, allowed: {form}, names of letters and digits, each once, and absolute "
+                "paths"
+            )
+        found[name] = Path(path) if equals else None
+    return found

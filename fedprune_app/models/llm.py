@@ -195,6 +195,20 @@ class LanguageModel:
             )
         return module.eval().requires_grad_(False)
 
+    def whole(self, layers: LayerTensors) -> Any:
+        """Return the transformers model with the matrices of ``layers`` in place of its own, in training mode.
+
+        All of it is in memory, on the device, in the model's dtype.
+        """
+        model: Any = cast(import_transformers().AutoModelForCausalLM.from_config(self.config), self.dtype)
+        tensors = self.shell_tensors()
+        for layer in range(self.num_layers):
+            own = {**self.layer_tensors(layer), **layers(layer)}
+            tensors |= {f"{self.prefix}.{layer}.{name}": tensor for name, tensor in own.items()}
+        model.load_state_dict(tensors, strict=False)
+        model.tie_weights()
+        return model.to(self.device).train()
+
     @torch.no_grad()
     def embed(self, tokens: Tensor, batch_size: int) -> Tensor:
         """Return the hidden states (sequences, length, width), on the CPU, that enter the first layer for ``tokens``.

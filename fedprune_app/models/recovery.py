@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedprune_app.core.payload import Payload
-from fedprune_app.models.llm import LanguageModel, cast, import_transformers
+from fedprune_app.models.llm import LanguageModel, cast
 
 _CLIP = 1.0  # the largest norm of a gradient
 _BETAS = (0.9, 0.95)
@@ -53,7 +52,8 @@ def recovered(
     is the mean cross entropy of the next token, in nats, over all steps. Raises ``ValueError`` for a loss that is not
     finite.
     """
-    whole = _whole(model, layers)
+    whole = cast(model.whole(lambda layer: layers[layer].tensors if layer in layers else {}), torch.float32)
+    whole = whole.train().requires_grad_(False)
     matrices = _matrices(model, whole, layers)
     masks = {key: layers[key[0]].masks[key[1]].to(model.device) for key in matrices}
     optimizer = torch.optim.AdamW(matrices.values(), lr=schedule.learning_rate, betas=_BETAS, weight_decay=0.0)
@@ -80,18 +80,6 @@ def recovered(
         tensors = {name: matrices[layer, name].detach().to("cpu", pruned.tensors[name].dtype) for name in pruned.masks}
         found[layer] = Payload.pruned(tensors, pruned.masks)
     return found, mean
-
-
-def _whole(model: LanguageModel, layers: Mapping[int, Payload]) -> Any:
-    whole: Any = import_transformers().AutoModelForCausalLM.from_config(model.config)
-    tensors = dict(model.shell_tensors())
-    for layer in range(model.num_layers):
-        pruned = layers[layer].tensors if layer in layers else {}
-        own = {**model.layer_tensors(layer), **pruned}
-        tensors |= {f"{model.prefix}.{layer}.{name}": tensor for name, tensor in own.items()}
-    whole.load_state_dict(tensors, strict=False)
-    whole.tie_weights()
-    return cast(whole, torch.float32).to(model.device).train().requires_grad_(False)
 
 
 def _matrices(

@@ -285,8 +285,26 @@ def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]
         for name, cells in by_model.items():
             if any(cell != NOT_MEASURED for cell in cells.values()):
                 columns.append((f"{title}, {name}", cells))
+    columns += _task_columns(groups)
     rows = [[g.label, *(cells.get(g.label, NOT_MEASURED) for _, cells in columns)] for g in groups] if columns else []
     return ["System", *(title for title, _ in columns)], rows
+
+
+def _task_columns(groups: Sequence[Group]) -> list[tuple[str, dict[str, str]]]:
+    """Return the last zero-shot accuracies in percent, by task and model, and then by a group's label."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for group in groups:
+        each: list[dict[str, Any]] = [
+            next((row["accuracy_by_task"] for row in reversed(run.rounds) if row.get("accuracy_by_task")), {})
+            for run in group.runs
+        ]
+        for task in (task for task in each[0] if all(task in other for other in each)):
+            for key in ("dense", "global"):
+                title = f"{task}: {each[0][task]['examples']} examples (%)"
+                statistic = Statistic.of(other[task].get(key) for other in each)
+                cell = formatted(statistic, Column(key, key, lambda run: None, 100, 1))
+                found.setdefault((title, model_name(key, group)), {})[group.label] = cell
+    return [(f"{title}, {name}", cells) for (title, name), cells in found.items()]
 
 
 def markdown(groups: Sequence[Group]) -> str:

@@ -21,6 +21,7 @@ NO_COMMANDS = {
     "[project.entry-points": "a part of a pyproject.toml",
     "# photos.yaml": "a matrix",
     "# search.yaml": "a search",
+    "# task.yaml": "a task of the lm-evaluation-harness",
 }
 COMMANDS = [(block, command) for block in blocks() if block.is_commands for command in block.commands]
 SPANS = [(span, command) for span in spans() for command in span.commands]
