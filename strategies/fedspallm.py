@@ -455,7 +455,8 @@ class FedSpaLLM(FederatedStrategy):
 
     def evaluation_metrics(self, round: Round, rows: Rows) -> dict[str, Any]:
         measured, dense = self.measure(self.global_model.layer), self.recorder.info["dense_perplexity"]
-        found = perplexities.over_clients(rows, measured, dense, self.dense.num_layers)
+        num_asked = len(self.participation.evaluators(round.number))
+        found = perplexities.over_clients(rows, measured, dense, self.dense.num_layers, num_asked)
         tasks = self.answer_tasks(self.global_model.layer)
         return {**found, "accuracy_by_task": tasks} if tasks else found
 

@@ -54,12 +54,17 @@ def client_row(
 
 
 def over_clients(
-    rows: Rows, global_model: Mapping[str, Perplexity], dense: Mapping[str, Mapping[str, Any]], num_layers: int
+    rows: Rows,
+    global_model: Mapping[str, Perplexity],
+    dense: Mapping[str, Mapping[str, Any]],
+    num_layers: int,
+    num_asked: int,
 ) -> dict[str, Any]:
     """Return the columns of an evaluation; the first text of ``dense`` is the one that the run is judged by.
 
     Own models count where all layers are pruned: part of a dense model is no standalone result. Clients' own texts are
     an entry by themselves, since no other model was measured on them. ``dense`` has what the dense model measured.
+    ``num_asked`` clients were asked, of whom some may not have answered.
     """
     whole = [row for row in rows.values() if row["pruned_layers"] == num_layers and row["perplexity"]]
     by_text: dict[str, dict[str, Any]] = {}
@@ -68,6 +73,7 @@ def over_clients(
             "dense": dense[name]["value"],
             "global": found.value,
             **_of_clients(whole, name),
+            "asked": num_asked,
             "window": found.window,
             "windows": found.windows,
             "windows_in_text": found.windows_in_text,
@@ -95,5 +101,6 @@ def over_clients(
 
 def _of_clients(rows: Sequence[Mapping[str, Any]], text: str) -> dict[str, float]:
     """Return mean and spread of the clients' own models on a text, of those that measured it."""
-    found = metrics.summary([row["perplexity"][text] for row in rows if text in row["perplexity"]])
-    return {"personal_mean": found.mean, "personal_std": found.std}
+    values = [row["perplexity"][text] for row in rows if text in row["perplexity"]]
+    found = metrics.summary(values)
+    return {"personal_mean": found.mean, "personal_std": found.std, "personal_models": len(values)}

@@ -281,6 +281,8 @@ def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]
             statistic = Statistic.of(row.get(key) for row in found)
             name = model_name(key, named[label])
             cell = formatted(statistic, Column(key, name, lambda run: None, 1, 2))
+            if key == "personal_mean" and statistic:
+                cell += _of_fewer(found)
             by_model.setdefault(name, {})[label] = cell
         for name, cells in by_model.items():
             if any(cell != NOT_MEASURED for cell in cells.values()):
@@ -288,6 +290,13 @@ def perplexity_rows(groups: Sequence[Group]) -> tuple[list[str], list[list[str]]
     columns += _task_columns(groups)
     rows = [[g.label, *(cells.get(g.label, NOT_MEASURED) for _, cells in columns)] for g in groups] if columns else []
     return ["System", *(title for title, _ in columns)], rows
+
+
+def _of_fewer(found: Sequence[Mapping[str, float]]) -> str:
+    """Return how many clients' models a mean is of, ready to stand behind it; empty where nobody asked is missing."""
+    counts = [(int(each["personal_models"]), int(each["asked"])) for each in found if each.get("asked")]
+    few, asked = min(counts, key=lambda pair: pair[0] - pair[1], default=(0, 0))
+    return f" ({few} of {asked} clients)" if few < asked else ""
 
 
 def _task_columns(groups: Sequence[Group]) -> list[tuple[str, dict[str, str]]]:

@@ -726,3 +726,14 @@ def test_a_second_round_at_the_same_density_changes_next_to_nothing_and_says_so(
     assert [f"changed {moved:,} of {total:,} weights" in note for note in twice.rounds[-1]["notes"]] == [True]
     assert not once.rounds[-1].get("notes")
     assert all("moved" not in row for row in once.rounds[-1]["layers"].values())
+
+
+def test_a_mean_over_fewer_clients_than_were_asked_says_so(run):
+    fewer = run(fraction_train=0.7)  # two of three clients prune; all of them are asked
+    found = next(iter(fewer.rounds[-1]["perplexity_by_text"].values()))
+    assert (found["personal_models"], found["asked"]) == (2, 3)
+    header, ((_, *cells),) = perplexity_rows(group_runs([load_run(fewer.folder)]))
+    shown = {title.rpartition(", ")[2]: cell for title, cell in zip(header[1:], cells, strict=True)}
+    assert shown["standalone"].endswith(" (2 of 3 clients)")
+    _, ((_, *cells),) = perplexity_rows(group_runs([load_run(run().folder)]))
+    assert not any("of 3 clients" in cell for cell in cells)
