@@ -38,6 +38,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import constriction
 import numpy as np
@@ -119,6 +120,17 @@ class _Entry(NamedTuple):
         return 8 * abs(2 * self.kept - self.numel) <= self.numel  # |k/n - 1/2| <= 1/16
 
 
+_KNOWN: WeakKeyDictionary[Payload, dict[str, Bytes]] = WeakKeyDictionary()
+
+
+def encode_once(payload: Payload) -> dict[str, Bytes]:
+    """Return what :func:`encode` returns, which returns the same again as long as the payload lives.
+
+    A payload that goes both to disk and over the wire is encoded once so. Its tensors must not be written to.
+    """
+    return _KNOWN.setdefault(payload, encode(payload))
+
+
 def encode(payload: Payload) -> dict[str, Bytes]:
     """Return ``payload`` as bytes: of a masked tensor the kept values, and the mask in the cheapest way.
 
@@ -137,6 +149,8 @@ def encode(payload: Payload) -> dict[str, Bytes]:
     >>> decode(message).tensors["w"].tolist()
     [0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 7.0]
     """
+    if (known := _KNOWN.get(payload)) is not None:
+        return known
     if len(payload.tensors) > MAX_TENSORS:
         raise ValueError(f"a payload of {len(payload.tensors)} tensors, allowed: at most {MAX_TENSORS}")
     entries: list[_Entry] = []

@@ -27,7 +27,7 @@ class LayerFiles:
 
     def save(self, layer: int, version: int, payload: Payload) -> None:
         """Write a layer."""
-        body = codec.encode(payload)[codec.KEY].data
+        body = codec.encode_once(payload)[codec.KEY].data
         replace_file(self._path(layer, version), seal(body, self._about(layer, version)))
 
     def load(self, layer: int, version: int, max_bytes: int) -> Payload:

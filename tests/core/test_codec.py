@@ -1,5 +1,6 @@
 """The wire codec: round trip, size, one spelling per message, nothing but ValueError for hostile bytes."""
 
+import gc
 import math
 
 import constriction
@@ -436,3 +437,16 @@ def test_every_single_bit_flip_of_a_coded_mask_is_refused_or_understood():
         flipped = bytearray(body)
         flipped[bit // 8] ^= 1 << bit % 8
         read_or_refuse(bytes(flipped))
+
+
+def test_what_goes_to_disk_and_over_the_wire_is_encoded_once():
+    payload = Payload.pruned({"w": torch.arange(100.0)}, {"w": torch.arange(100) % 3 == 0})
+    first = codec.encode_once(payload)
+    assert codec.encode(payload) is first
+    same = Payload(dict(payload.tensors), dict(payload.masks))
+    assert codec.encode(same) is not first
+    assert codec.encode(same)[codec.KEY].tobytes() == first[codec.KEY].tobytes()
+    known = len(codec._KNOWN)
+    del payload
+    gc.collect()
+    assert len(codec._KNOWN) == known - 1
