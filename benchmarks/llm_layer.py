@@ -10,8 +10,8 @@ forward pass, is pruned, and a second pass gives the next layer's inputs. The tw
 machine does falls on both; the ratio is the median of the pairs'. Without a GPU, seconds are processor time.
 
 Several clients have segments of their own and one device, where they take turns. What is timed is then all that
-FedSpaLLM does with a layer: clients prune and encode it, the server decodes, takes the l0 mean and expands the masks.
-The bare loop goes over the layer once for each client.
+FedSpaLLM does with a layer, in parts: clients prune and encode it, the server decodes and adds each reply, takes the l0
+mean and expands the masks. The bare loop goes over the layer once for each client.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import resource
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,10 @@ from fedprune_app.models.layer_pruning import Pruner, prune_layer
 from fedprune_app.models.llm import LanguageModel, import_transformers
 
 OPT = {"opt-125m": (768, 3072, 12), "opt-1.3b": (2048, 8192, 32)}  # width, inner width, heads
+
+
+PARTS = ("prune", "encode", "decode", "add", "mean and expansion")
+Result = TypeVar("Result")
 
 
 def default_dtype(device: str) -> str:
@@ -132,23 +138,32 @@ def main() -> None:
     shape = (given.segments, given.length, model.config.hidden_size)
     texts = [torch.randn(shape, generator=draw).to(model.dtype) for _ in range(given.clients)]
     before, peak, device_peak = _peak(), 0, 0
-    ours, bare, server = [], [], []
+    ours, bare, num_bytes = [], [], 0
+    parts: dict[str, list[float]] = {part: [] for part in PARTS}
+
+    def timed(part: str, work: Callable[[], Result]) -> Result:
+        started = now()
+        found = work()
+        parts[part][-1] += now() - started
+        return found
+
     for repeat in range(given.repeats):
-        started, by_server = now(), 0.0
+        started = now()
+        for seconds in parts.values():
+            seconds.append(0.0)
         mean = L0Mean(given.clients)
         for hidden in texts:
-            pruned = prune_layer(model, 0, model.layer(0, tensors), hidden, Pruner(density=0.5), batch_size=1)
+            module = model.layer(0, tensors)
+            pruned = timed("prune", lambda m=module, h=hidden: prune_layer(model, 0, m, h, Pruner(density=0.5), 1))
             if given.clients > 1:
-                sent = pack(pruned.payload)
-                since = now()
-                mean.add(unpack(sent, 8 * len(sent)))
-                by_server += now() - since
+                sent = timed("encode", lambda pruned=pruned: pack(pruned.payload))
+                num_bytes = len(sent)
+                found = timed("decode", lambda sent=sent: unpack(sent, 8 * len(sent)))
+                timed("add", lambda found=found, mean=mean: mean.add(found))
+                del sent, found
         if given.clients > 1:
-            since = now()
-            mean.expanded(0.5)
-            by_server += now() - since
+            timed("mean and expansion", lambda mean=mean: mean.expanded(0.5))
         ours.append(now() - started)
-        server.append(by_server)
         if not repeat:  # the bare loop has not added its own yet
             peak, device_peak = _peak(), torch.cuda.max_memory_allocated() if given.device == "cuda" else 0
         modules = [model.layer(0, {name: tensor.clone() for name, tensor in tensors.items()}) for _ in texts]
@@ -162,7 +177,10 @@ def main() -> None:
     print(f"{given.shape} on {given.device}, {given.dtype}, {what}")
     print(f"one decoder layer: {statistics.median(ours):.2f} s; bare loop {statistics.median(bare):.2f} s")
     if given.clients > 1:
-        print(f"of it the server: {statistics.median(server):.2f} s")
+        for part, seconds in parts.items():
+            who = "the server" if part in PARTS[2:] else "clients together"
+            print(f"  {part}, {who}: {statistics.median(seconds):.2f} s")
+        print(f"bytes of a reply: {num_bytes:,}")
     print(f"ratio {ratio:.3f}, median of {given.repeats} pairs")
     print(f"peak memory: {peak / 1e9:.2f} GB, of which {before / 1e9:.2f} GB before pruning began")
     if device_peak:
