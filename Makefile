@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: site site-serve demo test programs quick test-all record-hashes rehearsal faults lint fuzz format lock benchmarks clean
+.PHONY: site site-serve demo test programs quick test-all record-hashes rehearsal faults faults-sim lint fuzz format lock benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/fedprune demo --out runs/demo
@@ -37,6 +37,12 @@ faults: $(DEV_STAMP)
 # What every system ends with, recorded anew: only where a change is meant to change results (see tests/conformance/recorded.py).
 record-hashes: $(DEV_STAMP)
 	RECORD_HASHES=1 $(BIN)/python -m pytest -q tests/conformance/test_recorded.py
+
+# Deaths, lost data and bad messages, each seed a schedule: SEEDS=0:1000 SYSTEMS="dispfl fedp3"
+SEEDS ?= 0:200
+SYSTEMS ?= subfedavg dispfl fedp3 ldp-fedp3 fedltp
+faults-sim: $(STAMP)
+	$(BIN)/fedprune simulate-faults --seeds $(SEEDS) $(addprefix --system ,$(SYSTEMS))
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

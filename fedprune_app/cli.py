@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 import typer
 from rich.console import Console, Group
+from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
@@ -565,6 +566,56 @@ def audit(
     if not found.holds:
         raise LaunchError(found.verdict)
     _say(f": {found.verdict}", "passed", "green")
+
+
+@app.command()
+def simulate_faults(
+    settings: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")] = None,
+    system: Annotated[
+        list[str] | None, typer.Option("--system", help="A system to test; may be repeated. Default: subfedavg.")
+    ] = None,
+    seeds: Annotated[str, typer.Option("--seeds", help="The seeds, FIRST:END; END is not among them.")] = "0:50",
+    plugin: Plugins = None,
+) -> None:
+    """Let simulated faults happen to runs, and check that they change nothing.
+
+    Each KEY=VALUE is a setting of the runs.
+    One seed is one schedule.
+    The process dies at file operations, and may lose what was not synced.
+    Messages are lost, corrupt or doubled.
+    The run is resumed each time.
+    Its models and records must be those of the same run without a death.
+    The exit code is 1 if a schedule breaks a law.
+    """
+    from fedprune_app.files import scratch_folder
+    from fedprune_app.simulated_faults import Schedule, Simulation
+
+    first, _, end = seeds.partition(":")
+    if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        raise ConfigError(f"--seeds is {seeds!r}, allowed: FIRST:END, such as 0:50")
+    given = given_in([], settings or [], plugin)
+    table = Table(box=None, pad_edge=False)
+    for column in ("system", "schedules", "seconds", "violations"):
+        table.add_column(column, justify="left" if column == "system" else "right")
+    total = 0
+    with scratch_folder() as folder:
+        simulation = Simulation(folder, given.values)
+        for name in system or ["subfedavg"]:
+            started, broken = time.monotonic(), 0
+            for seed in track(range(int(first), int(end)), description=name, console=console, transient=True):
+                found = simulation.check(Schedule.drawn(seed, name))
+                if found is not None:
+                    broken += 1
+                    _say(f" {name}, seed {seed}: {found.law}", "violation:", "red")
+                    _say(f"  smallest: {found.schedule}")
+                    for line in found.lines:
+                        _say(f"  {line}")
+            count = int(end) - int(first)
+            table.add_row(name, f"{count:,}", f"{time.monotonic() - started:.0f}", f"{broken:,}")
+            total += broken
+    Console(**_AS_IT_IS).print(table)
+    if total:
+        raise typer.Exit(1)
 
 
 @app.command(name="list")

@@ -169,6 +169,16 @@ def appending(path: Path) -> BinaryIO:
 # --- temporary names --------------------------------------------------------------------------------------------------
 
 
+def is_temporary(name: str) -> bool:
+    """Return whether a file of this name is one that a writer has not put in its place yet."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def without_temporary(path: Path) -> str:
+    """Return a path in words, which are the same in every run: a temporary name is drawn."""
+    return _TEMPORARY.sub("(temporary)", str(path))
+
+
 def _random_name() -> str:
     return f".fedprune-{secrets.token_hex(8)}.tmp"
 

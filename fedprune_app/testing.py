@@ -54,6 +54,21 @@ QUICK: Mapping[str, Scalar] = {
 }
 """These settings make quick runs in which every client takes part in every round, and is evaluated after it."""
 PRIVATE: Mapping[str, Scalar] = {"dp.enabled": True, "dp.noise-multiplier": 1.0, "dp.delta": 1e-3}
+NEEDED: Mapping[str, Mapping[str, Scalar]] = {
+    "subfedavg-hy": {"model": "cnn-small-bn"},
+    "fedcr": {"model": "cnn-small-cr", "learning-rate": 0.005, "max-grad-norm": 10.0},
+    "fedltp": {
+        "fedltp.tickets": 1,
+        "fedltp.ticket-iterations": 10,
+        "steps-per-epoch": 3,
+        **PRIVATE,
+        "dp.count-scale": 20.0,
+    },
+    "dpfed": PRIVATE,
+    "fedspa": PRIVATE,
+    "ldp-fedp3": PRIVATE,
+}
+"""Settings of the systems that are private by nature, or need a network of their own."""
 LATE, MALFORMED = "2", "3"
 """The rounds in which clients misbehave: there is something to spoil before and after each."""
 _ANYTHING = 10**7
@@ -192,7 +207,7 @@ class Misbehaving(Failing):
         """Yield what a misbehaving client answers in the round ``exchanged``, if it answers."""
         if exchanged == MALFORMED:
             reply = self.honest(message_id)
-            yield _malformed(reply) if partition == 1 else _with_values(reply, math.nan if partition == 2 else 1e30)
+            yield malformed(reply) if partition == 1 else _with_values(reply, math.nan if partition == 2 else 1e30)
         elif partition == 2 and message_id in self._pending:
             reply = self.honest(message_id)
             reply.metadata.__dict__["_reply_to_message_id"] = "1"  # of the first query, long answered
@@ -224,11 +239,11 @@ def _with_values(reply: Message, value: float) -> Message:
     try:
         reply.content[wire.PAYLOAD] = wire.to_arrays(Payload(tensors, sent.masks))
     except ValueError:  # our own encoder does not write such values
-        return _malformed(reply)
+        return malformed(reply)
     return reply
 
 
-def _malformed(reply: Message) -> Message:
+def malformed(reply: Message) -> Message:
     """Return the reply with bytes that no codec wrote."""
     data = b"\x93no codec wrote this" * 20
     reply.content[wire.PAYLOAD] = ArrayRecord({codec.KEY: Array("uint8", (len(data),), "fedprune.codec", data)})

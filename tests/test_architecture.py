@@ -37,6 +37,7 @@ ROOF += [
     "sweeping",
     "predicting",
     "packing",
+    "simulated_faults",
     "extend",
     "testing",
 ]

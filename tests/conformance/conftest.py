@@ -15,7 +15,7 @@ import pytest
 
 from fedprune_app.engine.inprocess import InProcessGrid
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.testing import CLIENTS, PRIVATE, QUICK, ROUNDS, ObservedRun, run_with
+from fedprune_app.testing import CLIENTS, NEEDED, PRIVATE, QUICK, ROUNDS, ObservedRun, run_with
 from tests.models.tiny_llm import text_folder, tiny_byte_model
 
 __all__ = ["CLIENTS", "PRIVATE", "ROUNDS"]
@@ -27,22 +27,6 @@ COMMON: Mapping[str, Any] = {
     "dpsgd.neighbours": 2,
     "fedfomo.candidates": 2,
 }
-MORE: Mapping[str, Mapping[str, Any]] = {
-    "subfedavg-hy": {"model": "cnn-small-bn"},
-    "fedcr": {"model": "cnn-small-cr", "learning-rate": 0.005, "max-grad-norm": 10.0},
-    "fedltp": {
-        "fedltp.tickets": 1,
-        "fedltp.ticket-iterations": 10,
-        "steps-per-epoch": 3,
-        **PRIVATE,
-        "dp.count-scale": 20.0,
-    },
-    "dpfed": PRIVATE,
-    "fedspa": PRIVATE,
-    "ldp-fedp3": PRIVATE,
-}
-"""Settings of the systems that are private by nature, or need a network of their own."""
-
 VARIANTS = {
     "dispfl: clients average, ring, dropped ones train alone": {
         "system": "dispfl",
@@ -129,7 +113,7 @@ def settings_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
     def settings(system: str) -> dict[str, Any]:
         variant = VARIANTS.get(system, {})
         system = str(variant.get("system", system))
-        found = {**COMMON, **MORE.get(system, {}), "system": system, **variant}
+        found = {**COMMON, **NEEDED.get(system, {}), "system": system, **variant}
         if SYSTEMS[system].data == "text":
             if not texts:
                 folder = tmp_path_factory.mktemp("texts")
