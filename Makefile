@@ -72,7 +72,7 @@ benchmarks: $(DEV_STAMP)
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): pyproject.toml hatch_build.py fedprune_app/core/sparse_linear.c | $(BIN)/python
+$(STAMP): pyproject.toml hatch_build.py fedprune_app/core/native/sparse_linear.c | $(BIN)/python
 	$(PIP) install --quiet torch==2.13.0
 	$(PIP) install --quiet --editable '.[all]'
 	touch $@

@@ -36,7 +36,7 @@ class WheelHook(BuildHookInterface):  # type: ignore[misc, type-arg]  # hatchlin
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Give hatchling the files of a wheel; an editable installation uses the checkout as it is."""
         if version == "editable":
-            compile_library(Path(self.root) / "fedprune_app" / "core")
+            compile_library(Path(self.root) / "fedprune_app" / "core" / "native")
             return
         root, self._tree = Path(self.root), Path(tempfile.mkdtemp(prefix="fedprune-wheel-"))
         package = self._tree / "fedprune_app"
@@ -47,7 +47,7 @@ class WheelHook(BuildHookInterface):  # type: ignore[misc, type-arg]  # hatchlin
         shutil.copytree(root / "configs", package / "configs", ignore=ignored)
         for module in package.rglob("*.py"):
             module.write_text(below_fedprune(module.read_text(encoding="utf-8")), encoding="utf-8")
-        if compile_library(package / "core"):
+        if compile_library(package / "core" / "native"):
             build_data["pure_python"] = False
             build_data["tag"] = "py3-none-" + re.sub(r"[-.]", "_", sysconfig.get_platform())
         build_data["force_include"][str(package)] = "fedprune_app"
@@ -76,7 +76,7 @@ def compile_library(folder: Path) -> bool:
     OpenMP is left out where the compiler has none. The library then uses one thread.
     """
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), "")
-    library = folder / "_sparse_linear.so"
+    library = folder / "libsparse_linear.so"
     new = library.with_suffix(".new")
     command = [compiler, "-O3", "-std=gnu11", "-shared", "-fPIC", "-o", str(new), str(folder / "sparse_linear.c")]
     for more in (["-fopenmp"], []):

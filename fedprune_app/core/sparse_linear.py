@@ -2,8 +2,8 @@
 
 One token at a time, a linear layer is as fast as its weights come from memory. A packed matrix has one bit for each
 entry and its kept values, so that fewer bytes have to come. The work is done by a small library in C,
-``sparse_linear.c``, which is compiled where fedprune is installed. Without a compiler there is no library, and linear
-layers stay dense.
+``native/sparse_linear.c``, which is compiled where fedprune is installed. Without a compiler there is no library, and
+linear layers stay dense.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LIBRARY = Path(__file__).with_name("_sparse_linear.so")
+LIBRARY = Path(__file__).with_name("native") / "libsparse_linear.so"
 LEVELS = ("portable", "AVX2", "AVX-512")
 """The instructions that the library can use, by the number that it has for them."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
