@@ -189,7 +189,7 @@ def load(values: Mapping[str, object], *, allows: Callable[[Code], None] | None 
             _register_function(code, module)
     for key, group in GROUPS.items():
         name = str(values.get(key) or DEFAULTS[key])
-        if name not in _NAMES[key]:
+        if name not in ("auto", *_NAMES[key]):  # a search reads files of all installed packages
             _load_entry_point(key, group, name)
 
 
