@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import click
 import typer
 from rich.console import Console, Group
-from rich.progress import track
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -575,46 +575,60 @@ def simulate_faults(
         list[str] | None, typer.Option("--system", help="A system to test; may be repeated. Default: subfedavg.")
     ] = None,
     seeds: Annotated[str, typer.Option("--seeds", help="The seeds, FIRST:END; END is not among them.")] = "0:50",
+    processes: Annotated[
+        int | None, typer.Option("--workers", help="How many processes run schedules. By default one per CPU core.")
+    ] = None,
+    table_file: Annotated[
+        Path | None, typer.Option("--table", help="A CSV file to which a line for each system is added.")
+    ] = None,
     plugin: Plugins = None,
 ) -> None:
     """Let simulated faults happen to runs, and check that they change nothing.
 
     Each KEY=VALUE is a setting of the runs.
-    One seed is one schedule.
-    The process dies at file operations, and may lose what was not synced.
-    Messages are lost, corrupt or doubled.
+    One seed is one schedule of faults.
+    The process is killed, the power goes, or the disk is full.
+    Files are damaged, and clients lose their states.
+    Messages are lost, late, corrupt or doubled.
     The run is resumed each time.
-    Its models and records must be those of the same run without a death.
+    Its models and records must be those of the same run that was not
+    interrupted.
     The exit code is 1 if a schedule breaks a law.
     """
-    from fedprune_app.files import scratch_folder
-    from fedprune_app.simulated_faults import Schedule, Simulation
+    from fedprune_app.faults.campaign import campaign, check_table, write_rows
 
     first, _, end = seeds.partition(":")
     if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
         raise ConfigError(f"--seeds is {seeds!r}, allowed: FIRST:END, such as 0:50")
+    if processes is not None and processes < 1:
+        raise ConfigError(f"--workers is {processes}, allowed: at least 1")
+    if table_file is not None:
+        check_table(table_file)
     given = given_in([], settings or [], plugin)
+    names, chosen = list(dict.fromkeys(system or ["subfedavg"])), range(int(first), int(end))
+    counts, broken = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
+    seconds = dict.fromkeys(names, 0.0)
+    with Progress(*Progress.get_default_columns(), console=console, transient=True) as progress:
+        task = progress.add_task("schedules", total=len(names) * len(chosen))
+        for part in campaign(names, chosen, given.values, processes or len(os.sched_getaffinity(0))):
+            counts[part.system] += part.count
+            seconds[part.system] += part.seconds
+            broken[part.system] += len(part.violations)
+            for found in part.violations:
+                _say(f" {found.schedule.system}, seed {found.schedule.seed}: {found.law}", "violation:", "red")
+                _say(f"  smallest: {found.schedule}")
+                for line in found.lines:
+                    _say(f"  {line}")
+            progress.advance(task, part.count)
     table = Table(box=None, pad_edge=False)
-    for column in ("system", "schedules", "seconds", "violations"):
+    for column in ("system", "schedules", "processor seconds", "violations"):
         table.add_column(column, justify="left" if column == "system" else "right")
-    total = 0
-    with scratch_folder() as folder:
-        simulation = Simulation(folder, given.values)
-        for name in system or ["subfedavg"]:
-            started, broken = time.monotonic(), 0
-            for seed in track(range(int(first), int(end)), description=name, console=console, transient=True):
-                found = simulation.check(Schedule.drawn(seed, name))
-                if found is not None:
-                    broken += 1
-                    _say(f" {name}, seed {seed}: {found.law}", "violation:", "red")
-                    _say(f"  smallest: {found.schedule}")
-                    for line in found.lines:
-                        _say(f"  {line}")
-            count = int(end) - int(first)
-            table.add_row(name, f"{count:,}", f"{time.monotonic() - started:.0f}", f"{broken:,}")
-            total += broken
+    for name in names:
+        table.add_row(name, f"{counts[name]:,}", f"{seconds[name]:,.0f}", f"{broken[name]:,}")
     Console(**_AS_IT_IS).print(table)
-    if total:
+    if table_file is not None:
+        write_rows(table_file, [(name, chosen, seconds[name], broken[name]) for name in names])
+    if any(broken.values()):
         raise typer.Exit(1)
 
 

@@ -140,12 +140,13 @@ def replacing_folder(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def scratch_folder() -> Iterator[Path]:
+def scratch_folder(place: Path | None = None) -> Iterator[Path]:
     """Make a folder for this process alone, which is gone when the block ends.
 
-    The folder of a process that was killed goes when the next one is made.
+    The folder of a process that was killed goes when the next one is made. The folder is made in ``place``, or in the
+    system's folder for temporary files.
     """
-    place = Path(tempfile.gettempdir())
+    place = place or Path(tempfile.gettempdir())
     with _opened(place) as folder, _new_folder(place, folder, 0o700) as new:
         yield new
 

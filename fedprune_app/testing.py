@@ -251,15 +251,18 @@ def malformed(reply: Message) -> Message:
 
 
 @contextmanager
-def patient_clock() -> Iterator[None]:
-    """Let deadlines pass on a clock that moves only while the server sleeps: a busy machine makes nobody late."""
+def patient_clock() -> Iterator[SimpleNamespace]:
+    """Let deadlines pass on a clock that moves only while the server sleeps: a busy machine makes nobody late.
+
+    The clock is yielded, and its ``seconds`` may be set.
+    """
     now = SimpleNamespace(seconds=0.0)
 
     def sleep(seconds: float) -> None:
         now.seconds += max(seconds, 1e-3)
 
     with mock.patch.object(exchange, "time", SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep)):
-        yield
+        yield now
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ ROOF += [
     "sweeping",
     "predicting",
     "packing",
-    "simulated_faults",
+    "faults",
     "extend",
     "testing",
 ]

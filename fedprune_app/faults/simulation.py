@@ -1,34 +1,35 @@
-"""Faults are simulated by the thousand: one seed is one schedule of deaths, lost data on disk, and bad messages.
+"""A schedule is run, and held to the laws that no fault may break.
 
-The databases that people trust are tested so. A schedule runs a real federation of a few tiny clients in this process:
-
-* The process dies before or after any change of a file in the run's folder: a rename, a removal, an fsync. What was not
-  synced may be lost then, as when the power goes. The run is resumed, and may die again.
-* A message is lost on its way, or the reply is; a reply comes twice, is corrupt, or answers another message. Such a
-  fault belongs to a round and a client, so a run that is resumed meets the same ones.
-
-The laws: the final models and records are those of the run with the same messages and no death; the run ends, with a
-status; nothing is left over in its folder. A seed replays its schedule, and a failing schedule is made as small as
-possible, with a time line of what happened.
+* A run ends with a status, within a bound of processor time; after a full disk the error says so.
+* The final models and records are those of the run with the same bad messages that was never interrupted.
+* A bad message leaves everything as if its client had answered with an error, or as if the message had been good.
+* Where files were lost or damaged, the run may be refused with one line that names the file or the client. Damage never
+  passes in silence.
+* What a private client has released is never less than what its ledger says.
+* Nothing is left over in the run's folder.
 """
 
 from __future__ import annotations
 
-import os
+import logging
+import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from flwr.app import Message, MessageType
-
-from fedprune_app import files, testing
+from fedprune_app import files, plugins, testing
 from fedprune_app.config import Scalar
-from fedprune_app.core import rng
-from fedprune_app.engine.inprocess import InProcessGrid, quiet
+from fedprune_app.engine.exchange import TooFewReplies
+from fedprune_app.faults.disk import Died, Disk, Snapshot, stop_text
+from fedprune_app.faults.messages import failing_grid, faulty_grid
+from fedprune_app.faults.schedule import Cause, Later, Schedule, Stop
+from fedprune_app.faults.story import Kind, Story
+from fedprune_app.faults.texts import tiny_texts
+from fedprune_app.registry import SYSTEMS
 from fedprune_app.testing import FinishedRun, lasting
 
 CLIENTS = 3
@@ -36,51 +37,16 @@ SETTINGS: Mapping[str, Scalar] = {
     **testing.QUICK,
     "cohort": 1,  # clients work one after the other, so that a schedule is the same every time
     "deadline-seconds": 5.0,
+    "shard-size": 8,
     "dispfl.neighbours": 2,
     "dpsgd.neighbours": 2,
 }
-_MOST_DEATHS = 3
-_BAD_SHARE = 0.08  # of the messages
-_SAME_MESSAGES = 25  # so many schedules share the run without deaths
-LOSSES = ("", "names", "contents")
-"""With a death goes nothing, or changes of folders that were not synced, or contents of files that were not."""
-MESSAGE_FAULTS = ("lost", "reply lost", "twice", "corrupt", "for another message")
+LIMIT_SECONDS = 120.0
+"""A process of a run that takes more processor time than this does not end."""
 
 
-class Died(BaseException):
-    """The simulated process is dead: no code of it may go on, nor write anything."""
-
-
-@dataclass(frozen=True)
-class Death:
-    """The process dies at a ``place``, a share in [0, 1) of the file operations of the run without deaths.
-
-    It dies ``after`` the operation, or before. It ``loses`` one of :data:`LOSSES`.
-    """
-
-    place: float
-    after: bool
-    loses: str
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """A schedule is what happens to a run of ``system``: bad messages drawn from ``messages``, and some deaths."""
-
-    seed: int
-    system: str
-    messages: int
-    deaths: tuple[Death, ...]
-
-    @classmethod
-    def drawn(cls, seed: int, system: str) -> Schedule:
-        """Return the schedule of a seed."""
-        draw = rng.numpy_generator(seed, f"faults of {system}")
-        deaths = tuple(
-            Death(float(draw.random()), bool(draw.integers(2)), LOSSES[draw.integers(len(LOSSES))])
-            for _ in range(draw.integers(1, _MOST_DEATHS + 1))
-        )
-        return cls(seed, system, seed // _SAME_MESSAGES, deaths)
+class Unending(BaseException):
+    """A run did not end within :data:`LIMIT_SECONDS`."""
 
 
 @dataclass(frozen=True)
@@ -92,286 +58,296 @@ class Violation:
     lines: tuple[str, ...]
 
 
-# --- messages -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Told:
+    """A schedule was run: the ``law`` that it broke, or an empty text, and the story of what happened."""
+
+    law: str
+    story: Story
 
 
-def faulty_grid(messages: int) -> type[InProcessGrid]:
-    """Return a grid on which some messages of this number's draw go wrong; 0 has none."""
+@dataclass(frozen=True)
+class _Whole:
+    """The run that is never interrupted: what it left, and its disk before and after each change of a file."""
 
-    class Faulty(InProcessGrid):
-        def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
-            for message_id in message_ids:
-                if (message := self._pending.get(message_id)) is None:
-                    continue
-                yield from self._answers(message_id, self._fault(message))
-
-        def _fault(self, message: Message) -> str:
-            kind = message.metadata.message_type
-            if not messages or kind != MessageType.TRAIN:
-                return ""
-            partition = int(self._contexts[message.metadata.dst_node_id].node_config["partition-id"])
-            draw = rng.numpy_generator(messages, "bad message", partition, int(message.metadata.group_id))
-            return MESSAGE_FAULTS[draw.integers(len(MESSAGE_FAULTS))] if draw.random() < _BAD_SHARE else ""
-
-        def _answers(self, message_id: str, fault: str) -> Iterator[Message]:
-            if fault == "lost":
-                self._pending.pop(message_id)
-                return
-            (reply,) = super().pull_messages([message_id])
-            if fault == "reply lost":
-                return
-            if fault == "corrupt":
-                reply = testing.malformed(reply)
-            elif fault == "for another message":
-                reply.metadata.__dict__["_reply_to_message_id"] = "1"  # of the first query, long answered
-            yield reply
-            if fault == "twice":
-                yield reply
-
-    return Faulty
-
-
-# --- the disk -----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Undo:
-    """A change of a folder is not on disk before the folder is synced."""
-
-    folder: Path
-    path: Path
-    before: bytes | None
-
-
-@dataclass
-class Disk:
-    """The disk below ``root`` counts changes of files, and lets the process die at one of them."""
-
-    root: Path
-    dies_at: int | None = None
-    after: bool = False
-    loses: str = ""
-    count: int = 0
-    is_dead: bool = False
-    log: list[str] = field(default_factory=list)
-    folders: set[Path] = field(default_factory=set)  # in which something was written
-    _undo: list[_Undo] = field(default_factory=list)
-    _synced: dict[Path, int] = field(default_factory=dict)  # by file, how many bytes are on disk for certain
-    _renamed_unsynced: set[Path] = field(default_factory=set)
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Let all changes below the root go through this disk until the block ends."""
-        with ExitStack() as stack:
-            for name in ("replace", "rename", "unlink", "fsync"):
-                real = getattr(os, name)
-                stack.enter_context(mock.patch.object(os, name, self._wrapped(name, real)))
-            # one thread at a time, so that the same operation has the same number every time
-            stack.enter_context(mock.patch.object(files, "ThreadPoolExecutor", _OneByOne))
-            yield
-
-    def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def change(*arguments: Any, **more: Any) -> Any:
-            path = _path_of(name, arguments, more)
-            if path is None or not path.is_relative_to(self.root):
-                return real(*arguments, **more)
-            if self.is_dead:
-                raise Died
-            number, self.count = self.count, self.count + 1
-            self.folders.add(path.parent)
-            self.log.append(f"{name} {files.without_temporary(path.relative_to(self.root))}")
-            if number == self.dies_at and not self.after:
-                self._die()
-            self._note(name, path, arguments, more)
-            found = real(*arguments, **more)
-            self._noted(name, path)
-            if number == self.dies_at:
-                self._die()
-            return found
-
-        return change
-
-    def _note(self, name: str, path: Path, arguments: Sequence[Any], more: Mapping[str, Any]) -> None:
-        if name == "fsync" or files.is_temporary(path.name):
-            return
-        if path.is_dir():  # a folder takes the place of another, and is synced at once
-            return
-        before = path.read_bytes() if path.is_file() else None
-        self._undo.append(_Undo(path.parent, path, before))
-        if name in ("replace", "rename"):
-            source = _named(arguments[0], more.get("src_dir_fd"))
-            if self._synced.pop(source, -1) < 0:
-                self._renamed_unsynced.add(path)
-            else:
-                self._synced[path] = source.stat().st_size
-                self._renamed_unsynced.discard(path)
-
-    def _noted(self, name: str, path: Path) -> None:
-        if name != "fsync":
-            return
-        if path.is_dir():
-            self._undo = [each for each in self._undo if each.folder != path]
-        elif path.is_file():
-            self._synced[path] = path.stat().st_size
-            self._renamed_unsynced.discard(path)
-
-    def _die(self) -> None:
-        self.is_dead = True
-        self.log.append("the process dies" + (f", unsynced {self.loses} are lost" if self.loses else ""))
-        if self.loses:
-            with mock.patch.object(self, "is_dead", False), mock.patch.object(self, "root", self.root / "nowhere"):
-                self._lose()
-        raise Died
-
-    def _lose(self) -> None:
-        if self.loses == "contents":
-            self._lose_contents()
-            return
-        for each in reversed(self._undo):
-            if each.before is None:
-                each.path.unlink(missing_ok=True)
-            elif each.folder.is_dir():
-                each.path.write_bytes(each.before)
-
-    def _lose_contents(self) -> None:
-        for path in self._renamed_unsynced:
-            if path.is_file():
-                os.truncate(path, 0)
-        for path, size in self._synced.items():
-            if path.is_file() and path.stat().st_size > size:  # of lines that were added, half is there
-                os.truncate(path, size + (path.stat().st_size - size) // 2)
-
-
-class _OneByOne:
-    """A pool that does its work at once, in this thread."""
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def __enter__(self) -> _OneByOne:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    @staticmethod
-    def map(work: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-        return [work(item) for item in items]
-
-
-def _path_of(name: str, arguments: Sequence[Any], more: Mapping[str, Any]) -> Path | None:
-    if name == "fsync":
-        found = Path(os.readlink(f"/proc/self/fd/{arguments[0]}"))
-        return None if str(found).endswith("(deleted)") else found
-    if name == "unlink":
-        return _named(arguments[0], more.get("dir_fd"))
-    return _named(arguments[1], more.get("dst_dir_fd"))
-
-
-def _named(path: Any, folder: int | None) -> Path:
-    here = Path.cwd() if folder is None else Path(os.readlink(f"/proc/self/fd/{folder}"))
-    return here / str(os.fspath(path))
-
-
-# --- a schedule ---------------------------------------------------------------------------------------------------
+    run: FinishedRun
+    snapshots: list[tuple[Snapshot, Snapshot]]
+    story: Story
+    broken: str = ""  # the law that bad messages alone break
 
 
 class Simulation:
-    """A simulation runs schedules in a ``folder`` of its own; runs without deaths are shared between schedules."""
+    """A simulation runs schedules in a ``folder`` of its own; ``settings`` are keys of the runs' configuration.
+
+    Runs that are never interrupted are shared between schedules with the same messages.
+    """
 
     def __init__(self, folder: Path, settings: Mapping[str, Scalar] | None = None) -> None:
         self._folder = folder
         self._settings = settings or {}
-        self._whole: dict[tuple[str, int], tuple[FinishedRun, int]] = {}
-        self._count = 0
+        self._whole: dict[tuple[str, int], _Whole] = {}
+        self._texts: dict[str, Scalar] = {}
 
     def check(self, schedule: Schedule) -> Violation | None:
         """Run a schedule; return the law that it breaks, by the smallest schedule that does, or None."""
-        found = self._broken(schedule)
-        if found is None:
+        told = self.told(schedule)
+        if not told.law:
             return None
-        for smaller in _smaller(schedule):
-            if again := self._broken(smaller):
-                return self.check(smaller) or Violation(smaller, *again)
-        return Violation(schedule, *found)
+        for smaller in schedule.smaller():
+            if found := self.check(smaller):
+                return found
+        return Violation(schedule, told.law, tuple(told.story.lines()))
 
-    def _broken(self, schedule: Schedule) -> tuple[str, tuple[str, ...]] | None:
-        whole, operations = self._without_deaths(schedule.system, schedule.messages)
-        self._count += 1
-        folder = self._folder / f"run-{self._count}"
-        lines: list[str] = []
-        try:
-            law = self._with_deaths(schedule, whole, operations, folder, lines)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        return (law, tuple(lines)) if law else None
+    def told(self, schedule: Schedule) -> Told:
+        """Run a schedule, and return what happened."""
+        whole = self._uninterrupted(schedule.system, schedule.messages)
+        story = Story()
+        law = whole.broken or _Attempt(self._place, self._values(schedule.system), schedule, whole, story).run()
+        story.tell(
+            Kind.LAW, f"broken: {law}" if law else "all laws hold: the models are those of the run without stops"
+        )
+        return Told(law, story)
 
-    def _with_deaths(
-        self, schedule: Schedule, whole: FinishedRun, operations: int, folder: Path, lines: list[str]
-    ) -> str:
+    @property
+    def _place(self) -> Path:
+        """The folder of every run: a snapshot of a folder is only good for a folder of the same name."""
+        return self._folder / "run"
+
+    def _values(self, system: str) -> dict[str, Scalar]:
+        named = {**self._settings, "system": system}
+        plugins.load(named)
+        if system in SYSTEMS and SYSTEMS[system].data == "text" and not self._texts:
+            self._texts = tiny_texts(self._folder / "texts")
+        texts = self._texts if system in SYSTEMS and SYSTEMS[system].data == "text" else {}
+        return {**SETTINGS, **testing.NEEDED.get(system, {}), **texts, **named}
+
+    def _uninterrupted(self, system: str, messages: int) -> _Whole:
+        key = system, messages
+        if key in self._whole:
+            return self._whole[key]
+        for other in [each for each in self._whole if each[0] != system or each[1]]:
+            shutil.rmtree(self._whole.pop(other).run.folder)
+        shutil.rmtree(self._place, ignore_errors=True)
+        story = Story(process=1)
+        disk = Disk(self._place, records=True, story=story)
+        story.tell(Kind.PROCESS, f"starts {system}")
+        _process(self._values(system), self._place, messages, disk)
+        kept = FinishedRun(self._folder / f"whole-{system}-{messages}")
+        shutil.copytree(self._place, kept.folder)
+        broken = ""
+        if messages:
+            shutil.rmtree(self._place)
+            with testing.patient_clock(), _silent():
+                testing.run_with(self._values(system), self._place, failing_grid(messages), CLIENTS)
+            reference = FinishedRun(self._place)
+            same = [row["failures"] for row in kept.rounds] == [row["failures"] for row in reference.rounds]
+            if kept.sha256 != reference.sha256 or not same:
+                broken = "a bad message counts as no answer, or as a good one"
+        self._whole[key] = _Whole(kept, disk.snapshots, story, broken)
+        return self._whole[key]
+
+
+def _process(values: Mapping[str, Scalar], folder: Path, messages: int, disk: Disk) -> None:
+    """Run the federation in a process that may die, of which the disk and the story take note."""
+    with disk.watched(), testing.patient_clock() as clock, _silent(), _limited():
+
+        def jump(seconds: float) -> None:
+            clock.seconds += seconds
+
+        testing.run_with(values, folder, faulty_grid(messages, disk.story, jump), CLIENTS)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Log nothing until the block ends: the errors of a schedule are told in its story."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Raise :class:`Unending` when the block has taken too much processor time; a busy machine makes no difference."""
+
+    def end(*_: Any) -> None:
+        raise Unending
+
+    before = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, LIMIT_SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+class _Attempt:
+    """An attempt runs one schedule to its end."""
+
+    def __init__(
+        self, folder: Path, values: Mapping[str, Scalar], schedule: Schedule, whole: _Whole, story: Story
+    ) -> None:
+        self._folder = folder
+        self._values = values
+        self._schedule = schedule
+        self._whole = whole
+        self._story = story
+        self._written: set[Path] = set()
+        self._has_lost_files = self._accepts_loss = False
+
+    def run(self) -> str:
         """Return the law that was broken, or an empty text."""
-        grid = faulty_grid(schedule.messages)
-        for death in (*schedule.deaths, None):
-            disk = Disk(folder)
-            if death is not None:
-                disk = Disk(folder, int(death.place * operations), death.after, death.loses)
-            resumes = any((folder / "checkpoints").glob("round-*.safetensors"))
-            if not resumes:
-                shutil.rmtree(folder, ignore_errors=True)  # nothing that could be resumed: the user starts again
-            more: dict[str, Scalar] = {"resume-from": str(folder)} if resumes else {}
-            lines.append(("resumes" if resumes else "starts") + f" {schedule.system}")
-            try:
-                with disk.watched(), testing.patient_clock(), quiet():
-                    testing.run_with({**self._values(schedule.system), **more}, folder, grid, CLIENTS)
-            except Died:
-                lines += disk.log[-4:]
-                continue
-            except Exception as error:  # whatever the code under test raises
-                lines += [*disk.log[-4:], f"fails: {type(error).__name__}: {error}"]
-                return "a run that was interrupted can be resumed"
-            lines.append(f"completes after {disk.count} operations")
-            if death is None or disk.dies_at is None or disk.count <= disk.dies_at:
-                break
-        return self._difference(FinishedRun(folder), whole, disk.folders)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        try:
+            for stop in self._schedule.stops:
+                if self._stopped(stop):
+                    self._spoil(stop)
+                else:
+                    return self._difference()
+            return self._difference() if self._completes() or self._completes() else _REFUSED
+        except _Broken as broken:
+            return str(broken)
+        except _GivenUp:
+            return ""
 
-    def _difference(self, found: FinishedRun, whole: FinishedRun, written: Iterable[Path]) -> str:
+    def _stopped(self, stop: Stop) -> bool:
+        """Let a process run until a stop; return False if the run completes and nothing more happens to its files."""
+        self._story.process += 1
+        if self._story.process == 1 and stop.cause != Cause.DISK_FULL:
+            self._stop_first(stop)
+            return True
+        disk = Disk(self._folder, int(stop.place * len(self._whole.snapshots)), stop.after, stop.cause)
+        return not self._lives(disk) or stop.later != Later.NOTHING
+
+    def _stop_first(self, stop: Stop) -> None:
+        """Leave the folder as a stop of the first process leaves it: until then that process is the whole run's."""
+        before, after = self._whole.snapshots[int(stop.place * len(self._whole.snapshots))]
+        snapshot = after if stop.after else before
+        self._story.events += self._whole.story.events[: snapshot.events]
+        self._story.tell(Kind.STOP, stop_text(stop.after, stop.cause))
+        snapshot.restore(self._folder, stop.cause)
+
+    def _completes(self) -> bool:
+        """Run a process that nothing stops; return whether the run completes."""
+        self._story.process += 1
+        return self._lives(Disk(self._folder))
+
+    def _lives(self, disk: Disk) -> bool:
+        """Run a process on a disk; return whether the run completes."""
+        disk.story = self._story
+        more: dict[str, Scalar] = {}
+        if (self._folder / "run.json").is_file():
+            more = {"resume-from": str(self._folder), "accept-loss": self._accepts_loss}
+        self._story.tell(Kind.PROCESS, f"{'resumes' if more else 'starts'} {self._schedule.system}")
+        try:
+            _process({**self._values, **more}, self._folder, self._schedule.messages, disk)
+        except Died:
+            return False
+        except Unending:
+            raise _Broken(f"a run ends: this one took over {LIMIT_SECONDS:g} s of processor time") from None
+        except Exception as error:  # whatever the code under test raises
+            self._refused(error, disk)
+            return False
+        self._written |= disk.folders
+        self._story.tell(Kind.PROCESS, f"completes after {disk.count} changes of files")
+        return True
+
+    def _refused(self, error: Exception, disk: Disk) -> None:
+        """Take note of the error that ended a process; raise an error if that may not be."""
+        lines = str(error).strip().splitlines() or [""]
+        self._story.tell(Kind.PROCESS, f"ends with {type(error).__name__}: {lines[-1]}")
+        if disk.is_full:
+            if "No space left" not in str(error):
+                raise _Broken("an error on a full disk says so")
+            return
+        names = str(self._folder) in lines[0] or re.search(r"client \d", lines[0])
+        if not (self._has_lost_files and isinstance(error, (ValueError, TooFewReplies)) and len(lines) == 1 and names):
+            raise _Broken(_REFUSED)
+        if self._accepts_loss:
+            self._story.tell(Kind.PROCESS, "is given up")
+            raise _GivenUp
+        self._accepts_loss = True
+
+    def _spoil(self, stop: Stop) -> None:
+        """Let happen to the files what a stop says."""
+        if stop.later == Later.STALE:
+            checkpoints = sorted((self._folder / "checkpoints").glob("round-*.safetensors"))
+            if len(checkpoints) > 1:
+                checkpoints[-1].unlink()
+                self._story.tell(Kind.BETWEEN, f"{checkpoints[-1].name}, the newest checkpoint, is gone")
+        elif stop.later == Later.FORGOTTEN:
+            client = int(stop.which * CLIENTS)
+            for path in (self._folder / "clients" / f"{client:05d}").glob("round-*"):
+                path.unlink()
+                self._has_lost_files = True
+            self._story.tell(Kind.BETWEEN, "has lost its states", client=client)
+        elif stop.later == Later.DAMAGED:
+            self._damage(stop.which)
+
+    def _damage(self, which: float) -> None:
+        found = sorted(path for path in self._folder.rglob("*") if path.is_file() and path.stat().st_size)
+        if not found:
+            return
+        number, share = divmod(which * len(found), 1.0)
+        path = found[int(number)]
+        kind, place = divmod(share * len(_DAMAGES), 1.0)
+        how, change = _DAMAGES[int(kind)]
+        content = path.read_bytes()
+        path.write_bytes(change(content, int(place * len(content))))
+        self._story.tell(Kind.BETWEEN, f"{files.without_temporary(path.relative_to(self._folder))} is damaged: {how}")
+        self._has_lost_files = True
+
+    def _difference(self) -> str:
+        """Return the law that the finished run breaks, or an empty text."""
+        found, whole = FinishedRun(self._folder), self._whole.run
         if found.info["status"] != "completed":
             return f"a run completes: its status is {found.info['status']!r}"
+        if self._accepts_loss and found.info.get("losses"):
+            return ""
+        if self._has_lost_files and (_failures(found) > _failures(whole) or found.info["clients_left_out"]):
+            return ""  # a client with a damaged file answers with an error, which is recorded
         if found.sha256 != whole.sha256:
-            return "the final models are those of the run without deaths"
+            return "the final models are those of the run without stops"
         for name in ("rounds", "clients"):
             if lasting(getattr(found, name)) != lasting(getattr(whole, name)):
-                return f"{name}.jsonl is that of the run without deaths"
+                return f"{name}.jsonl is that of the run without stops"
         for key, value in whole.rounds[-1].items():
             if "epsilon" in key and isinstance(value, float) and not found.rounds[-1][key] >= value:
                 return f"a ledger is never below what was released: {key} is {found.rounds[-1][key]}, not {value}"
         # what a dead writer left goes when somebody writes in the same folder
-        left = [path.name for folder in written if folder.is_dir() for path in folder.iterdir()]
+        left = [path.name for folder in self._written if folder.is_dir() for path in folder.iterdir()]
         left = [name for name in left if files.is_temporary(name)]
         return f"nothing is left over: {left[0]} is" if left else ""
 
-    def _values(self, system: str) -> dict[str, Scalar]:
-        return {**SETTINGS, **testing.NEEDED.get(system, {}), **self._settings, "system": system}
 
-    def _without_deaths(self, system: str, messages: int) -> tuple[FinishedRun, int]:
-        key = system, messages
-        if key not in self._whole:
-            folder = self._folder / f"whole-{system}-{messages}"
-            disk = Disk(folder)
-            with disk.watched(), testing.patient_clock(), quiet():
-                grid = faulty_grid(messages)
-                testing.run_with(self._values(system), folder, grid, CLIENTS)
-            self._whole[key] = FinishedRun(folder), disk.count
-        return self._whole[key]
+def _failures(run: FinishedRun) -> int:
+    return sum(row["failures"] for row in run.rounds)
 
 
-def _smaller(schedule: Schedule) -> Iterator[Schedule]:
-    """Yield schedules with less in them."""
-    if schedule.messages:
-        yield replace(schedule, messages=0)
-    for number, death in enumerate(schedule.deaths):
-        rest = schedule.deaths[:number], schedule.deaths[number + 1 :]
-        if len(schedule.deaths) > 1:
-            yield replace(schedule, deaths=(*rest[0], *rest[1]))
-        if death.loses:
-            yield replace(schedule, deaths=(*rest[0], replace(death, loses=""), *rest[1]))
+class _Broken(Exception):
+    """A law was broken; the message says which one."""
+
+
+class _GivenUp(Exception):
+    """A run is refused for good, as it may be."""
+
+
+_REFUSED = "a run that was interrupted can be resumed"
+
+
+def _flipped(content: bytes, place: int) -> bytes:
+    return content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :]
+
+
+_DAMAGES: tuple[tuple[str, Callable[[bytes, int], bytes]], ...] = (
+    ("one bit is another", _flipped),
+    ("its end is missing", lambda content, place: content[:place]),
+    (
+        "one part of it is zeros",
+        lambda content, place: content[:place] + bytes(len(content[place : place + 512])) + content[place + 512 :],
+    ),
+    ("it is empty", lambda content, place: b""),
+)

@@ -1,0 +1,92 @@
+"""A campaign runs many schedules in several processes, and tells of each part of them as soon as that part is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from fedprune_app import __version__
+from fedprune_app.config import ConfigError, Scalar
+from fedprune_app.faults.schedule import SAME_MESSAGES, Schedule
+from fedprune_app.faults.simulation import Simulation, Violation
+from fedprune_app.files import append_lines, scratch_folder
+
+_MEMORY = Path("/dev/shm")
+_PARTS_PER_PROCESS = 40
+_HEAD = "version,system,first_seed,end_seed,processor_seconds,violations\n"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a campaign: ``count`` schedules of a system, their processor time, and the laws that were broken."""
+
+    system: str
+    count: int
+    seconds: float
+    violations: tuple[Violation, ...]
+
+
+def campaign(systems: Sequence[str], seeds: range, settings: Mapping[str, Scalar], workers: int = 1) -> Iterator[Part]:
+    """Run the schedules of all ``seeds`` for each of the systems, and yield the parts as they are done.
+
+    ``settings`` are keys of the runs' configuration. With one worker everything happens in this process.
+    """
+    parts = [(system, part, settings) for system in systems for part in _parts(seeds)]
+    if workers == 1:
+        yield from (_checked(*part) for part in parts)
+        return
+    # a forked process would inherit locks that threads of this one hold
+    context = get_context("spawn")
+    with ProcessPoolExecutor(workers, context, max_tasks_per_child=_PARTS_PER_PROCESS) as pool:
+        try:
+            for done in as_completed([pool.submit(_checked, *part) for part in parts]):
+                yield done.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def scratch_place() -> Path | None:
+    """Return the folder in memory where a simulated disk is fastest, or None where there is none."""
+    return _MEMORY if _MEMORY.is_dir() else None
+
+
+def check_table(path: Path) -> None:
+    """Raise :class:`ConfigError` where ``path`` is a file to which :func:`write_rows` does not add."""
+    if path.is_dir() or (path.exists() and path.read_bytes()[: len(_HEAD)] != _HEAD.encode()):
+        raise ConfigError(f"--table is {str(path)!r}, allowed: a new file, or one that begins with {_HEAD.strip()!r}")
+
+
+def write_rows(path: Path, rows: Iterable[tuple[str, range, float, int]]) -> None:
+    """Add a line for each row: a system, its seeds, the processor time in seconds, and how many laws were broken."""
+    text = "" if path.exists() else _HEAD
+    for system, seeds, seconds, violations in rows:
+        text += f"{__version__},{system},{seeds.start},{seeds.stop},{seconds:.0f},{violations}\n"
+    append_lines(path, text.encode())
+
+
+def _parts(seeds: range) -> Iterator[range]:
+    """Yield the seeds in ranges whose schedules have the same messages."""
+    first = seeds.start
+    while first < seeds.stop:
+        end = min(seeds.stop, (first // SAME_MESSAGES + 1) * SAME_MESSAGES)
+        yield range(first, end)
+        first = end
+
+
+def _checked(system: str, seeds: range, settings: Mapping[str, Scalar]) -> Part:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny models gain nothing from more
+    began = time.process_time()
+    try:
+        with scratch_folder(scratch_place()) as folder:
+            simulation = Simulation(folder, settings)
+            found = [simulation.check(Schedule.drawn(seed, system)) for seed in seeds]
+    finally:
+        torch.set_num_threads(threads)
+    return Part(system, len(seeds), time.process_time() - began, tuple(each for each in found if each))
