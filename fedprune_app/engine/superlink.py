@@ -13,13 +13,22 @@ import hmac
 import json
 import os
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
-from flwr.cli.constant import ACCESS_TOKEN_STORE_KEY, AUTHN_TYPE_STORE_KEY, REFRESH_TOKEN_STORE_KEY
-from flwr.common.constant import ACCESS_TOKEN_KEY, NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, AuthnType
-from flwr.supercore.auth.typing import AccountAuthCredentials, AccountAuthLoginDetails, AccountInfo
-from flwr.superlink.auth_plugin import ControlAuthnPlugin
+from fedprune_app.engine import flower_private
+from fedprune_app.engine.flower_private import (
+    ACCESS_TOKEN_KEY,
+    ACCESS_TOKEN_STORE_KEY,
+    AUTHN_TYPE_STORE_KEY,
+    NOOP_ACCOUNT_NAME,
+    NOOP_FLWR_AID,
+    REFRESH_TOKEN_STORE_KEY,
+    AccountAuthCredentials,
+    AccountAuthLoginDetails,
+    AccountInfo,
+    AuthnType,
+    ControlAuthnPlugin,
+)
 
 SECRET_VARIABLE = "FEDPRUNE_CONTROL_SECRET_FILE"
 CREDENTIALS = "credentials.yaml"  # in FLWR_HOME
@@ -65,9 +74,8 @@ class SecretAuthn(ControlAuthnPlugin):
 
 def main() -> None:
     """Run the SuperLink until it is ended."""
-    program = import_module("flwr.superlink.cli.flower_superlink")  # `import` would find the function of that name
-    program.load_control_authn_plugin = SecretAuthn  # type: ignore[attr-defined]
-    program.flower_superlink()
+    flower_private.replace("load_control_authn_plugin", SecretAuthn)
+    flower_private.flower_superlink()
 
 
 if __name__ == "__main__":
