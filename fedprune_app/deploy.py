@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import json
 import re
 import secrets
 import socket
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+import yaml
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
@@ -223,6 +225,38 @@ def make_database(path: Path) -> Path:
     return path
 
 
+def make_control_secret(path: Path) -> Path:
+    """Make the secret that users show to the Control API. Raises :class:`ConfigError` if ``path`` exists."""
+    if path.exists():
+        raise ConfigError(f"{str(path)!r} exists, allowed: a new file")
+    _write_secret(path, secrets.token_hex(32).encode())
+    return path
+
+
+def log_in(address: str, secret: Path, home: Path) -> Path:
+    """Let ``flwr`` show the secret to the SuperLink at ``address``, and return the file that says so.
+
+    ``home`` is the ``FLWR_HOME`` of ``flwr``. What the file says of other SuperLinks stays. Raises
+    :class:`ConfigError` for a file that is no mapping.
+    """
+    path = home / CREDENTIALS
+    try:
+        known = yaml.safe_load(path.read_text()) if path.exists() else {}
+    except (yaml.YAMLError, UnicodeDecodeError):
+        known = None
+    if not isinstance(known, dict):
+        raise ConfigError(f"{str(path)!r} is no mapping in YAML, allowed: the file that `flwr login` writes")
+    more = json.loads(credentials(address, secret.read_text().strip()))
+    home.mkdir(0o700, parents=True, exist_ok=True)
+    _write_secret(path, json.dumps(known | more).encode())
+    return path
+
+
+def superlink_command(options: Sequence[str]) -> list[str]:
+    """Return the command that starts Flower's SuperLink with these options and a check at its Control API."""
+    return [sys.executable, "-m", "fedprune_app.engine.superlink", *options]
+
+
 def check_link(address: str, ca: Path) -> datetime.datetime:
     """Return the time until which the certificate that is shown at ``address`` (HOST:PORT) is valid.
 
@@ -322,7 +356,7 @@ class Deployment:
             make_database(database)
         for file in self.folder.glob(f"{database.name}*"):  # an earlier version let others read it
             file.chmod(0o600)
-        command = [sys.executable, "-m", "fedprune_app.engine.superlink", "--isolation", "process"]
+        command = superlink_command(["--isolation", "process"])
         command += ["--ssl-ca-certfile", str(self.certificates.ca), "--ssl-keyfile", str(self.certificates.key)]
         command += ["--ssl-certfile", str(self.certificates.certificate), "--enable-supernode-auth"]
         command += ["--superexec-auth-secret-file", str(self._secret(_EXECUTOR)), "--database", str(database)]

@@ -49,7 +49,7 @@ class SecretAuthn(ControlAuthnPlugin):
     """There is one account, whose token is the secret in the file that the environment names."""
 
     def __init__(self) -> None:
-        self._secret = Path(os.environ[SECRET_VARIABLE]).read_bytes()
+        self._secret = Path(os.environ[SECRET_VARIABLE]).read_bytes().strip()
 
     def validate_tokens_in_metadata(
         self, metadata: Sequence[tuple[str, str | bytes]]
