@@ -930,9 +930,9 @@ def superlink(
     from fedprune_app.deploy import superlink_command
     from fedprune_app.engine.superlink import SECRET_VARIABLE
 
+    command = superlink_command(context.args)
     if not secret.expanduser().is_file():
         raise ConfigError(f"--control-secret is {str(secret)!r}, allowed: a file")
-    command = superlink_command(context.args)
     os.execve(command[0], command, {**os.environ, SECRET_VARIABLE: str(secret.expanduser())})
 
 

@@ -115,6 +115,14 @@ def test_every_package_of_the_image_is_pinned_by_version_and_hash_and_no_registr
     assert all("--hash=sha256:" in block for block in blocks)
 
 
+def test_the_default_release_of_flower_is_the_same_in_the_makefile_and_the_image():
+    (default,) = re.findall(r"^FLOWER \?= (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert f'FLOWER = "{default}"' in (ROOT / "docker" / "lock.py").read_text()
+    (pinned,) = locked(LOCKS[0])["flwr"]
+    assert Version(pinned) in Requirement(f"flwr=={default}").specifier
+    assert Version(pinned) in CORE["flwr"].specifier
+
+
 def test_the_image_gets_what_the_project_asks_for():
     """After a change of pyproject.toml: make lock."""
     pinned = {name: versions for path in LOCKS for name, versions in locked(path).items()}

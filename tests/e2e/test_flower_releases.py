@@ -129,9 +129,10 @@ def test_a_run_that_was_begun_here_is_resumed_under_another_release(
     resumed = {**settings_of("dispfl"), "out-dir": out, "resume-from": out}
     second = hashes(OTHERS[name], engine, tmp_path / "second", {"dispfl": resumed}, deployment)
     assert first["dispfl"] != second["dispfl"] == expected["dispfl"]
-    versions = json.loads((tmp_path / "run" / "run.json").read_text())["versions"]
-    assert versions["flwr"] == release_of(OTHERS[name])
-    changed = f"begun under Flower {release_of(Path(sys.executable))}, resumed under {versions['flwr']}"
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    before, after = release_of(Path(sys.executable)), release_of(OTHERS[name])
+    assert (info["versions"]["flwr"], info["versions_since"]) == (before, [{"round": 1, "flwr": after}])
+    changed = f"begun under Flower {before}, resumed under {after}"
     transcript(f"{changed}, {ENGINES[engine]}: dispfl {second['dispfl'][:8]}")
 
 
