@@ -909,7 +909,8 @@ def login(
     """Let this user's commands show the secret to a SuperLink's Control API.
 
     HOST:PORT is the address in the user's Flower configuration.
-    The secret is written to credentials.yaml in the folder FLWR_HOME, which is ~/.flwr unless it is set.
+    The secret is written to credentials.yaml in the folder FLWR_HOME.
+    Without FLWR_HOME the folder is ~/.flwr.
     """
     from fedprune_app.deploy import log_in
 

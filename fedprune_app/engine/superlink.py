@@ -54,6 +54,7 @@ class SecretAuthn(ControlAuthnPlugin):
     def validate_tokens_in_metadata(
         self, metadata: Sequence[tuple[str, str | bytes]]
     ) -> tuple[bool, AccountInfo | None]:
+        """Return whether the metadata of a call hold the secret, and whose account that is."""
         shown = str(dict(metadata).get(ACCESS_TOKEN_KEY, "")).encode()
         if not hmac.compare_digest(shown, self._secret):
             return False, None
@@ -64,11 +65,13 @@ class SecretAuthn(ControlAuthnPlugin):
         return None
 
     def get_auth_tokens(self, device_code: str) -> AccountAuthCredentials | None:
+        """Return None, since nobody can log in."""
         return None
 
     def refresh_tokens(
         self, metadata: Sequence[tuple[str, str | bytes]]
     ) -> tuple[Sequence[tuple[str, str | bytes]] | None, AccountInfo | None]:
+        """Return nothing, since the secret does not end."""
         return None, None
 
 
