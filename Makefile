@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# The release of Flower: the last one whose nodes speak gRPC, at a port of their own. Others: docs/deploy.md.
+FLOWER ?= 1.39.*
 
-.PHONY: site site-serve demo test programs quick test-all record-hashes rehearsal faults faults-sim lint fuzz format lock benchmarks clean
+.PHONY: site site-serve demo test programs quick test-all record-hashes rehearsal flower-releases faults faults-sim lint fuzz format lock benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/fedprune demo --out runs/demo
@@ -30,6 +32,12 @@ test-all: $(DEV_STAMP)
 # What docs/deploy.md says: the transcript of a deployment, and what becomes of it when things break. Minutes each.
 rehearsal: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m slow tests/e2e/test_rehearsal.py tests/e2e/test_node_policies.py
+
+# Every other release of Flower, in an environment of its own: the same models on all engines, resumed or not. An hour.
+RELEASES ?= 1.40 1.41 1.42
+flower-releases: $(DEV_STAMP)
+	$(BIN)/python tests/e2e/release_environments.py .releases $(RELEASES)
+	FEDPRUNE_FLOWER_ENVIRONMENTS=$(abspath .releases) $(BIN)/python -m pytest -m slow tests/e2e/test_flower_releases.py
 
 faults: $(DEV_STAMP)
 	$(BIN)/python -m pytest -m slow tests/e2e/test_deployment_faults.py
@@ -74,7 +82,7 @@ $(BIN)/python:
 
 $(STAMP): pyproject.toml hatch_build.py fedprune_app/core/native/sparse_linear.c | $(BIN)/python
 	$(PIP) install --quiet torch==2.13.0
-	$(PIP) install --quiet --editable '.[all]'
+	$(PIP) install --quiet 'flwr[simulation]==$(FLOWER)' --editable '.[all]'
 	touch $@
 
 $(DEV_STAMP): $(STAMP)
@@ -89,4 +97,4 @@ site-serve: $(DEV_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .releases .pytest_cache .mypy_cache .ruff_cache

@@ -134,7 +134,10 @@ def main(num_nodes: int, num_rounds: int, systems: list[str], models: list[str],
         folder = Path(name)
         app = launch.stage_app(folder / "app")
         nodes = [{"partition-id": k, "num-partitions": num_nodes} for k in range(num_nodes)]
-        with local_deployment(folder / "deployment", nodes) as deployment, Meter(deployment.fleet_port) as meter:
+        with (
+            local_deployment(folder / "deployment", nodes) as deployment,
+            Meter(int(deployment.node_address.split(":")[1])) as meter,
+        ):
             before = meter.read()
             time.sleep(idle_seconds)
             idle = (meter.read() - before) * (1 / idle_seconds)

@@ -1,7 +1,8 @@
 """Pin all packages of the image, by version and hash, for whoever builds it next: `make lock` calls this.
 
 ``requirements.lock`` holds all but PyTorch, and ``requirements.cuda.lock`` PyTorch and the CUDA libraries it needs: a
-build for CPUs takes PyTorch from an index of the builder's choice.
+build for CPUs takes PyTorch from an index of the builder's choice. Flower is the release that is the default in the
+Makefile; a build with another one takes that from the builder's index, without a hash.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import subprocess
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+FLOWER = "1.39.*"  # as in the Makefile
 HEADER = "# All packages of the image{}. Made by `make lock`, from pyproject.toml: do not edit.\n"
 
 
 def main() -> None:
     command = ["uv", "pip", "compile", str(FOLDER.parent / "pyproject.toml"), "-", "--extra", "llm", "--quiet"]
     command += ["--universal", "--python-version", "3.11", "--generate-hashes", "--no-header", "--no-annotate"]
-    done = subprocess.run(command, input="hatchling\n", stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(command, input=f"hatchling\nflwr=={FLOWER}\n", stdout=subprocess.PIPE, text=True, check=True)
     packages = re.split(r"^(?=[a-z0-9])", done.stdout, flags=re.MULTILINE)
     is_of_torch = re.compile(r"(torch|triton|cuda-[a-z]+|nvidia-[a-z0-9-]+)==")
     with_torch = [package for package in packages if is_of_torch.match(package)]

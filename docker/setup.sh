@@ -15,6 +15,8 @@ if [ ! -e /secrets/superexec.secret ]; then
     (umask 077 && head -c 32 /dev/urandom > /secrets/superexec.secret.new)
     mv /secrets/superexec.secret.new /secrets/superexec.secret
 fi
+# Only where nodes share the Control API's port (docker/flower-1.40.yaml) is there a /control that is kept.
+[ ! -w /control ] || [ -e /control/control.secret ] || fedprune deploy control-secret /control/control.secret
 k=0
 while [ "$k" -lt "$nodes" ]; do
     [ -e "/node/$k/node.key.pub" ] || fedprune deploy node-key "/node/$k/node.key"

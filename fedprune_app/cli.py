@@ -900,6 +900,57 @@ def database(
     console.print(f"[green]made[/]: {make_database(path.expanduser())}", highlight=False, soft_wrap=True)
 
 
+@deploy_app.command(name="control-secret")
+def control_secret(
+    path: Annotated[Path, typer.Argument(metavar="FILE")],
+) -> None:
+    """Make the secret that users show to the SuperLink's Control API.
+
+    Only the owner of FILE can read it.
+    `fedprune deploy superlink` asks users for the secret.
+    `fedprune deploy login` lets a user's commands show it.
+    """
+    from fedprune_app.deploy import make_control_secret
+
+    _say(f": {make_control_secret(path.expanduser())}", "made", "green")
+
+
+@deploy_app.command()
+def login(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT")],
+    secret: Annotated[Path, typer.Option("--secret", help="The file with the secret, from the SuperLink's operator.")],
+) -> None:
+    """Let this user's commands show the secret to a SuperLink's Control API.
+
+    HOST:PORT is the address in the user's Flower configuration.
+    The secret is written to credentials.yaml in the folder FLWR_HOME.
+    Without FLWR_HOME the folder is ~/.flwr.
+    """
+    from fedprune_app.deploy import log_in
+
+    home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
+    _say(f": {log_in(address, secret.expanduser(), home)}", "written", "green")
+
+
+@deploy_app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def superlink(
+    context: typer.Context,
+    secret: Annotated[Path, typer.Option("--control-secret", help="The file of `fedprune deploy control-secret`.")],
+) -> None:
+    """Start Flower's SuperLink, whose Control API then asks users for the secret.
+
+    All other options are those of flower-superlink.
+    Without the secret everybody who reaches the Control API may start runs.
+    """
+    from fedprune_app.deploy import superlink_command
+    from fedprune_app.engine.superlink import SECRET_VARIABLE
+
+    command = superlink_command(context.args)
+    if not secret.expanduser().is_file():
+        raise ConfigError(f"--control-secret is {str(secret)!r}, allowed: a file")
+    os.execve(command[0], command, {**os.environ, SECRET_VARIABLE: str(secret.expanduser())})
+
+
 @deploy_app.command()
 def check(
     address: Annotated[str, typer.Argument(metavar="HOST:PORT")],

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import json
 import re
 import secrets
 import socket
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+import yaml
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
@@ -35,6 +37,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 
 from fedprune_app import launch
 from fedprune_app.config import ConfigError, Scalar
+from fedprune_app.engine.flower_private import has_fleet_port
 from fedprune_app.engine.superlink import CREDENTIALS, SECRET_VARIABLE, credentials
 from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.errors import LaunchError
@@ -222,6 +225,38 @@ def make_database(path: Path) -> Path:
     return path
 
 
+def make_control_secret(path: Path) -> Path:
+    """Make the secret that users show to the Control API. Raises :class:`ConfigError` if ``path`` exists."""
+    if path.exists():
+        raise ConfigError(f"{str(path)!r} exists, allowed: a new file")
+    _write_secret(path, secrets.token_hex(32).encode())
+    return path
+
+
+def log_in(address: str, secret: Path, home: Path) -> Path:
+    """Let ``flwr`` show the secret to the SuperLink at ``address``, and return the file that says so.
+
+    ``home`` is the ``FLWR_HOME`` of ``flwr``. What the file says of other SuperLinks stays. Raises
+    :class:`ConfigError` for a file that is no mapping.
+    """
+    path = home / CREDENTIALS
+    try:
+        known = yaml.safe_load(path.read_text()) if path.exists() else {}
+    except (yaml.YAMLError, UnicodeDecodeError):
+        known = None
+    if not isinstance(known, dict):
+        raise ConfigError(f"{str(path)!r} is no mapping in YAML, allowed: the file that `flwr login` writes")
+    more = json.loads(credentials(address, secret.read_text().strip()))
+    home.mkdir(0o700, parents=True, exist_ok=True)
+    _write_secret(path, json.dumps(known | more).encode())
+    return path
+
+
+def superlink_command(options: Sequence[str]) -> list[str]:
+    """Return the command that starts Flower's SuperLink with these options and a check at its Control API."""
+    return [sys.executable, "-m", "fedprune_app.engine.superlink", *options]
+
+
 def check_link(address: str, ca: Path) -> datetime.datetime:
     """Return the time until which the certificate that is shown at ``address`` (HOST:PORT) is valid.
 
@@ -235,7 +270,7 @@ def check_link(address: str, ca: Path) -> datetime.datetime:
         raise ConfigError(f"the SuperLink's address is {address!r}, allowed: HOST:PORT")
     valid_until(ca)
     context = ssl.create_default_context(cafile=ca)
-    context.set_alpn_protocols(["h2"])
+    context.set_alpn_protocols(["h2", "http/1.1"])  # of gRPC, and of HTTP from Flower 1.40 on
     try:
         connection = socket.create_connection((host, int(port)), _LINK_SECONDS)
     except (OSError, OverflowError) as error:
@@ -273,9 +308,14 @@ class Deployment:
 
     folder: Path
     certificates: Certificates
-    port: int  # of the Runtime API and the Control API
-    fleet_port: int
+    port: int  # of the Runtime API and the Control API, and from Flower 1.40 on of the nodes, too
+    fleet_port: int  # of the nodes, up to Flower 1.39
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def node_address(self) -> str:
+        """The node address is where nodes reach the SuperLink: at a port of their own, if this release has one."""
+        return f"127.0.0.1:{self.fleet_port if has_fleet_port() else self.port}"
 
     @property
     def link(self) -> Link:
@@ -316,12 +356,13 @@ class Deployment:
             make_database(database)
         for file in self.folder.glob(f"{database.name}*"):  # an earlier version let others read it
             file.chmod(0o600)
-        command = [sys.executable, "-m", "fedprune_app.engine.superlink", "--isolation", "process"]
+        command = superlink_command(["--isolation", "process"])
         command += ["--ssl-ca-certfile", str(self.certificates.ca), "--ssl-keyfile", str(self.certificates.key)]
         command += ["--ssl-certfile", str(self.certificates.certificate), "--enable-supernode-auth"]
         command += ["--superexec-auth-secret-file", str(self._secret(_EXECUTOR)), "--database", str(database)]
-        command += ["--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--fleet-api-address", f"127.0.0.1:{self.fleet_port}", "--disable-runtime-dependency-installation"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--disable-runtime-dependency-installation"]
+        if has_fleet_port():
+            command += ["--fleet-api-address", self.node_address]
         process = self._spawn(_SUPERLINK, command, {SECRET_VARIABLE: str(self._secret("control"))})
         url = f"https://127.0.0.1:{self.port}/health"
         launch.wait_until_up(process, url, self.log_file(_SUPERLINK), self.certificates.ca)
@@ -351,7 +392,7 @@ class Deployment:
         """
         self._wait_until_missed(name)
         (port,) = launch.free_ports(1)
-        command = [launch.tool("flower-supernode"), "--superlink", f"127.0.0.1:{self.fleet_port}"]
+        command = [launch.tool("flower-supernode"), "--superlink", self.node_address]
         command += ["--root-certificates", str(self.certificates.ca), "--host", "127.0.0.1", "--port", str(port)]
         command += ["--auth-supernode-private-key", str(self.folder / name / "node.key")]
         command += ["--node-config", node_config_text(node_config)]

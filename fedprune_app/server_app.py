@@ -9,10 +9,10 @@ from typing import Any
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
-from flwr.supercore.exit import add_exit_handler
 
 from fedprune_app import plugins, resuming
 from fedprune_app.config import Config, ConfigError, refusal
+from fedprune_app.engine.flower_private import add_exit_handler
 from fedprune_app.engine.store import State, checkpoint_store, exclusive
 from fedprune_app.engine.watchdog import tell_launcher, watch_launcher
 from fedprune_app.federation.clients import Roster

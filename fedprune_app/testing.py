@@ -36,6 +36,7 @@ from fedprune_app.config import Scalar, paths_from_here, with_carrier
 from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import exchange, inprocess, wire
+from fedprune_app.engine.flower_private import set_answered_id
 from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
 from fedprune_app.files import scratch_folder
 from fedprune_app.registry import SYSTEMS
@@ -187,7 +188,7 @@ class Failing(InProcessGrid):
         """Yield what a misbehaving client answers in the round ``exchanged``, if it answers."""
         message = self._pending.pop(message_id)
         reply = Message(Error(2, "ValueError: no"), reply_to=message)
-        reply.metadata.__dict__["_reply_to_message_id"] = message_id
+        set_answered_id(reply, message_id)
         yield reply
 
     def honest(self, message_id: str) -> Message:
@@ -210,7 +211,7 @@ class Misbehaving(Failing):
             yield malformed(reply) if partition == 1 else _with_values(reply, math.nan if partition == 2 else 1e30)
         elif partition == 2 and message_id in self._pending:
             reply = self.honest(message_id)
-            reply.metadata.__dict__["_reply_to_message_id"] = "1"  # of the first query, long answered
+            set_answered_id(reply, "1")  # of the first query, long answered
             yield reply
 
 

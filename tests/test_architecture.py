@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -98,6 +100,43 @@ def test_neither_the_server_nor_what_it_learns_with_imports_a_client(room):
     for path in files(room):
         found = {module for module in imports(path) if room_of(module) == "clients"}
         assert not found, f"{path.relative_to(ROOT)} imports {found}"
+
+
+FLOWERS_PUBLIC = {"flwr", "flwr.app", "flwr.clientapp", "flwr.client", "flwr.serverapp", "flwr.serverapp.strategy"}
+
+
+def private_names_of_flower(path: Path) -> set[str]:
+    """Modules of Flower that it does not document, whether they are imported or named in a string, and their names."""
+    tree = ast.parse(path.read_text())
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+    modules |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    modules |= {
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"flwr(\.\w+)+", node.value)
+    }
+    loggers = {"flwr.fedprune"}
+    private = {name for name in modules if name.split(".")[0] == "flwr"} - FLOWERS_PUBLIC - loggers
+    names = {f"{m}.{a.name}" for m, a in _imported_from(tree) if m in FLOWERS_PUBLIC and a.name.startswith("_")}
+    return private | names
+
+
+def _imported_from(tree: ast.Module) -> Iterator[tuple[str, ast.alias]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from ((node.module, alias) for alias in node.names)
+
+
+def test_private_names_of_flower_pass_through_one_module():
+    through = ROOT / "fedprune_app" / "engine" / "flower_private.py"
+    for package in ("fedprune_app", "strategies", "clients"):
+        for path in files(package):
+            found = private_names_of_flower(path)
+            assert not found or path == through, (
+                f"{path.relative_to(ROOT)} names {sorted(found)}, which Flower may move with any release: "
+                "import the name from fedprune_app.engine.flower_private"
+            )
+    assert private_names_of_flower(through)
 
 
 def test_core_knows_no_framework_but_tensors():

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -101,6 +102,37 @@ def test_a_superlinks_database_is_its_owners_alone(tmp_path, monkeypatch):
         (folder / "superlink.db").chmod(0o644)  # as an earlier version left it
     with pytest.raises(ConfigError, match=r"superlink\.db' exists, allowed: a new file$"):
         deploy.make_database(folder / "superlink.db")
+
+
+def test_a_user_logs_in_with_the_secret_and_stays_logged_in_elsewhere(tmp_path):
+    secret = deploy.make_control_secret(tmp_path / "control.secret")
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    with pytest.raises(ConfigError, match=r"control\.secret' exists, allowed: a new file$"):
+        deploy.make_control_secret(secret)
+    home = tmp_path / "home"
+    first = yaml.safe_load(deploy.log_in("a.example.org:8000", secret, home).read_text())
+    path = deploy.log_in("b.example.org:8000", secret, home)
+    both = yaml.safe_load(path.read_text())
+    assert first.items() < both.items()
+    assert len(both) == 2 * len(first)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.write_text("[1, 2")
+    with pytest.raises(ConfigError, match=r"credentials\.yaml' is no mapping in YAML, allowed: "):
+        deploy.log_in("a.example.org:8000", secret, home)
+
+
+@pytest.mark.parametrize(("has_port", "address"), [(True, "127.0.0.1:2"), (False, "127.0.0.1:1")])
+def test_nodes_reach_the_port_that_this_release_has_for_them(tmp_path, monkeypatch, has_port, address):
+    monkeypatch.setattr(deploy, "has_fleet_port", lambda: has_port)
+    monkeypatch.setattr(launch, "wait_until_up", lambda *_: None)
+    started = []
+    monkeypatch.setattr(launch, "spawn", lambda command, *_: started.append(command))
+    running = deploy.Deployment(tmp_path, certificates_in(tmp_path), 1, 2)
+    running.start_superlink()
+    running.start_node("node-0", {})
+    superlink, node = started
+    assert node[node.index("--superlink") + 1] == address
+    assert ("--fleet-api-address" in superlink) == has_port
 
 
 @contextmanager

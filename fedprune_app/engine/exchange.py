@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_utils import ObjectPushError
 
 from fedprune_app.engine import replies, wire
+from fedprune_app.engine.flower_private import ObjectPushError
 
 log = logging.getLogger("flwr.fedprune")
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from flwr.app import Context, Message
 
+from fedprune_app.engine import flower_private
+
 
 class _UnlimitedExecutor(ThreadPoolExecutor):
     """The executor starts a thread for each task that comes while all others are busy, however many there are."""
@@ -26,13 +28,13 @@ class _UnlimitedExecutor(ThreadPoolExecutor):
 
 def adapt_simulation() -> None:
     """Change what the actor pool does, in Flower's simulation process before the pool exists; elsewhere do nothing."""
-    if "flwr.simulation.run_simulation" not in sys.modules:
+    if flower_private.if_imported("_run_simulation") is None:
         return
-    from flwr.server.superlink.fleet.vce import vce_api
-    from flwr.simulation.ray_transport.ray_actor import BasicActorPool
     from ray.exceptions import RayActorError
 
-    vce_api.ThreadPoolExecutor = _UnlimitedExecutor  # type: ignore[attr-defined, assignment]
+    from fedprune_app.engine.flower_private import BasicActorPool
+
+    flower_private.replace("ThreadPoolExecutor", _UnlimitedExecutor)
     fetch = BasicActorPool.fetch_result_and_return_actor_to_pool
 
     def fetch_or_replace(self: BasicActorPool, future: Any) -> tuple[Message, Context]:

@@ -16,11 +16,9 @@ from typing import Any
 
 import ray
 from flwr.app import Context, Error, Message
-from flwr.clientapp.client_app import ClientApp, LoadClientAppError
-from flwr.common.constant import ErrorCode
-from flwr.simulation.ray_transport.ray_actor import pool_size_from_resources
-from flwr.supercore.object_ref import load_app
+from flwr.clientapp import ClientApp
 
+from fedprune_app.engine.flower_private import ErrorCode, LoadClientAppError, load_app, pool_size_from_resources
 from fedprune_app.engine.simulated_grid import SimulatedGrid, answers
 
 

@@ -1,6 +1,6 @@
 """Replies come in here: each is content within its bounds, or one line on why there is none, whatever a node sent.
 
-The Grid of a deployment is Flower 1.39's ``HttpGrid``, which trusts replies too much:
+The Grid of a deployment is Flower's ``HttpGrid``, which trusts replies too much:
 
 * It makes messages of all the replies that it asks for before it returns the first, however large they are.
 * A reply that cannot be read is an exception, which ends the run and takes the other replies with it.
@@ -29,24 +29,29 @@ from typing import TYPE_CHECKING
 
 import httpx
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, RecordDict
-from flwr.app.message.arraychunk import ArrayChunk
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectRequest, PullObjectResponse
-from flwr.proto.message_pb2 import Message as MessageProto
-from flwr.proto.runtime_pb2 import PullAppMessagesRequest
 from flwr.serverapp import Grid
-from flwr.supercore.inflatable.inflatable_object import (
-    get_object_body,
-    get_object_head_values_from_object_content,
-    iterate_object_tree,
-)
-from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents, pull_objects
 
 from fedprune_app.core import codec
-from fedprune_app.engine import wire
+from fedprune_app.engine import flower_private, wire
+from fedprune_app.engine.flower_private import (
+    ArrayChunk,
+    ConfirmMessageReceivedRequest,
+    MessageProto,
+    ObjectPullError,
+    ObjectTree,
+    PullAppMessagesRequest,
+    PullObjectRequest,
+    PullObjectResponse,
+    get_object_body,
+    get_object_head_values_from_object_content,
+    inflate_object_from_contents,
+    iterate_object_tree,
+    make_pull_object_fn_protobuf,
+    pull_objects,
+)
 
 if TYPE_CHECKING:
-    from flwr.superlink.grid import HttpGrid
+    from fedprune_app.engine.flower_private import HttpGrid
 
 log = logging.getLogger("flwr.fedprune")
 
@@ -81,10 +86,10 @@ def arrived(grid: Grid, deadlines: Mapping[str, float], largest: int, max_bytes:
     A reply of more than ``max_bytes`` is refused. A reply whose upload has begun is waited for until its deadline, by
     ``time.monotonic()``. Some Grids return whole batches: these are of replies of up to ``largest`` bytes.
     """
-    # a ServerApp has imported the module; an import here would slow clients down
-    module = sys.modules.get("flwr.superlink.grid")
+    # a ServerApp has imported the class; an import here would slow clients down
+    deployed = flower_private.if_imported("HttpGrid")
     ids = list(deadlines)
-    if module is not None and isinstance(grid, module.HttpGrid):
+    if deployed is not None and isinstance(grid, deployed):
         for start in range(0, len(ids), _BATCH):
             yield from _fetched(grid, {key: deadlines[key] for key in ids[start : start + _BATCH]}, max_bytes)
         return
@@ -139,7 +144,7 @@ def error_line(error: Error) -> str:
 def _fetched(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -> Iterator[Reply]:
     """Yield what ``HttpGrid.pull_messages`` returns, but one after the other, and of each no more than is allowed."""
     client = grid._runtime_client
-    _watch(client._client)
+    _watch(flower_private.http_client(grid))
     with _filtered(lambda stream: sieve(stream, len(deadlines), _HEAD_BYTES)):
         listed = client.PullMessages(PullAppMessagesRequest(message_ids=list(deadlines)))
     for head, tree in zip(listed.messages_list, listed.message_object_trees, strict=True):

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from fedprune_app.engine import flower_private
+
 _answers_in_simulation: ContextVar[bool] = ContextVar("_answers_in_simulation", default=False)
 _is_beside_server: ContextVar[bool] = ContextVar("_is_beside_server", default=False)
 
@@ -41,6 +43,6 @@ def is_simulated() -> bool:
 def _is_ray_actor() -> bool:
     """Return whether this process is a Ray actor of Flower's simulation. Ray is not imported for the answer."""
     ray = sys.modules.get("ray")
-    if ray is None or "flwr.simulation.ray_transport.ray_actor" not in sys.modules or not ray.is_initialized():
+    if ray is None or flower_private.if_imported("BasicActorPool") is None or not ray.is_initialized():
         return False
     return ray.get_runtime_context().get_actor_id() is not None

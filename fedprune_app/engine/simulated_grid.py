@@ -11,13 +11,18 @@ from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
 from flwr.serverapp import Grid, ServerApp
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
 
 from fedprune_app.core.cohort import work_in_cohort
 from fedprune_app.core.rng import derive_seed
+from fedprune_app.engine.flower_private import (
+    SUPERLINK_NODE_ID,
+    ErrorCode,
+    Run,
+    TaskIdentity,
+    set_answered_id,
+    set_message_id,
+)
 from fedprune_app.engine.simulated import answering_in_simulation
 
 RUN_ID = 1
@@ -70,7 +75,7 @@ class SimulatedGrid(Grid):
         accepted = []
         for message in messages:
             message_id = str(next(self._ids))
-            message.metadata.__dict__["_message_id"] = message_id
+            set_message_id(message, message_id)
             self._pending[message_id] = message
             accepted.append(message_id)
         return accepted
@@ -81,7 +86,7 @@ class SimulatedGrid(Grid):
     @staticmethod
     def _answered(message_id: str, reply: Message) -> Message:
         """Return the reply as one to this message, whichever message the reply itself names."""
-        reply.metadata.__dict__["_reply_to_message_id"] = message_id
+        set_answered_id(reply, message_id)
         return reply
 
 

@@ -17,13 +17,19 @@ from pathlib import Path
 from typing import Any
 
 from flwr.app import Context, RecordDict
-from flwr.common.config import get_fused_config_from_dir, get_project_config
-from flwr.common.constant import RUN_ID_NUM_BYTES, SUPERLINK_NODE_ID, TASK_ID_NUM_BYTES
-from flwr.server.superlink.linkstate.utils import generate_rand_int_from_bytes
-from flwr.supercore.constant import NOOP_FEDERATION_ID
-from flwr.supercore.run import Run
-from flwr.supercore.task_identity import TaskIdentity
-from flwr.supercore.telemetry import EventType
+
+from fedprune_app.engine.flower_private import (
+    NOOP_FEDERATION_ID,
+    RUN_ID_NUM_BYTES,
+    SUPERLINK_NODE_ID,
+    TASK_ID_NUM_BYTES,
+    EventType,
+    Run,
+    TaskIdentity,
+    generate_rand_int_from_bytes,
+    get_fused_config_from_dir,
+    get_project_config,
+)
 
 _RAY_GRAIN = 1e-4  # Ray rounds to it, and a rounded part might not fit
 # Flower's words around the real error:
@@ -67,8 +73,8 @@ def run(app: Path, config: dict[str, Any], num_clients: int, workers: Workers) -
     """
     import ray
     from flwr.serverapp import ServerApp
-    from flwr.supercore.object_ref import load_app
 
+    from fedprune_app.engine.flower_private import load_app
     from fedprune_app.engine.ray_grid import RayGrid
 
     paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
@@ -86,7 +92,8 @@ def run_on_flower(app: Path, config: dict[str, Any], num_clients: int, workers: 
     Whatever ends the run is raised.
     """
     import ray
-    from flwr.simulation.run_simulation import _run_simulation
+
+    from fedprune_app.engine.flower_private import _run_simulation
 
     components = get_project_config(app)["tool"]["flwr"]["app"]["components"]
     run = Run.create_empty(generate_rand_int_from_bytes(RUN_ID_NUM_BYTES))

@@ -13,13 +13,22 @@ import hmac
 import json
 import os
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
-from flwr.cli.constant import ACCESS_TOKEN_STORE_KEY, AUTHN_TYPE_STORE_KEY, REFRESH_TOKEN_STORE_KEY
-from flwr.common.constant import ACCESS_TOKEN_KEY, NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, AuthnType
-from flwr.supercore.auth.typing import AccountAuthCredentials, AccountAuthLoginDetails, AccountInfo
-from flwr.superlink.auth_plugin import ControlAuthnPlugin
+from fedprune_app.engine import flower_private
+from fedprune_app.engine.flower_private import (
+    ACCESS_TOKEN_KEY,
+    ACCESS_TOKEN_STORE_KEY,
+    AUTHN_TYPE_STORE_KEY,
+    NOOP_ACCOUNT_NAME,
+    NOOP_FLWR_AID,
+    REFRESH_TOKEN_STORE_KEY,
+    AccountAuthCredentials,
+    AccountAuthLoginDetails,
+    AccountInfo,
+    AuthnType,
+    ControlAuthnPlugin,
+)
 
 SECRET_VARIABLE = "FEDPRUNE_CONTROL_SECRET_FILE"
 CREDENTIALS = "credentials.yaml"  # in FLWR_HOME
@@ -40,11 +49,12 @@ class SecretAuthn(ControlAuthnPlugin):
     """There is one account, whose token is the secret in the file that the environment names."""
 
     def __init__(self) -> None:
-        self._secret = Path(os.environ[SECRET_VARIABLE]).read_bytes()
+        self._secret = Path(os.environ[SECRET_VARIABLE]).read_bytes().strip()
 
     def validate_tokens_in_metadata(
         self, metadata: Sequence[tuple[str, str | bytes]]
     ) -> tuple[bool, AccountInfo | None]:
+        """Return whether the metadata of a call hold the secret, and whose account that is."""
         shown = str(dict(metadata).get(ACCESS_TOKEN_KEY, "")).encode()
         if not hmac.compare_digest(shown, self._secret):
             return False, None
@@ -55,19 +65,20 @@ class SecretAuthn(ControlAuthnPlugin):
         return None
 
     def get_auth_tokens(self, device_code: str) -> AccountAuthCredentials | None:
+        """Return None, since nobody can log in."""
         return None
 
     def refresh_tokens(
         self, metadata: Sequence[tuple[str, str | bytes]]
     ) -> tuple[Sequence[tuple[str, str | bytes]] | None, AccountInfo | None]:
+        """Return nothing, since the secret does not end."""
         return None, None
 
 
 def main() -> None:
     """Run the SuperLink until it is ended."""
-    program = import_module("flwr.superlink.cli.flower_superlink")  # `import` would find the function of that name
-    program.load_control_authn_plugin = SecretAuthn  # type: ignore[attr-defined]
-    program.flower_superlink()
+    flower_private.replace("load_control_authn_plugin", SecretAuthn)
+    flower_private.flower_superlink()
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
-from flwr.common.serde import recorddict_to_proto
 from torch import Tensor
 
 from fedprune_app.core import codec
 from fedprune_app.core.bounds import LARGEST_SAID, bounded
 from fedprune_app.core.payload import Payload
+from fedprune_app.engine.flower_private import recorddict_to_proto
 
 Fields = Mapping[str, Any]
 PAYLOAD = "payload"

@@ -138,6 +138,9 @@ class Recorder:
         resumed = [*info.get("resumed_after_rounds", []), rounds_completed]
         info |= {"status": "running", "error": None, "final_sha256": None}
         info |= {"rounds_completed": rounds_completed, "resumed_after_rounds": resumed}
+        if changed := _changed(info):
+            since = [*info.get("versions_since", []), {"round": rounds_completed, **changed}]
+            info |= {"versions_since": since}
         self._begin(info)
 
     def annotate(self, **extra: Any) -> None:
@@ -286,6 +289,14 @@ def holds_run(folder: Path) -> bool:
     except ValueError:
         return True
     return bool(info["rounds_completed"]) or info["status"] == "completed"
+
+
+def _changed(info: Mapping[str, Any]) -> dict[str, str | None]:
+    """Return the versions that are other ones than those the run had so far."""
+    had = dict(info.get("versions", {}))
+    for each in info.get("versions_since", []):
+        had |= each
+    return {name: found for name, found in versions().items() if had.get(name) != found}
 
 
 def versions() -> dict[str, str | None]:

@@ -124,6 +124,9 @@ class Checker:
             "deploy.is_healthy",
             "deploy.check_link",
             "deploy.make_database",
+            "deploy.make_control_secret",
+            "deploy.log_in",
+            "deploy.superlink_command",
         ):
             self.monkeypatch.setattr(f"fedprune_app.{name}", started)
         self.monkeypatch.setattr(cli, "recorded", lambda out, superlink="": {})

@@ -15,6 +15,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.e2e import compose
 
@@ -30,7 +31,9 @@ needs_compose = pytest.mark.skipif(shutil.which("docker-compose") is None, reaso
     ("files", "environment"),
     [
         (["compose.yaml"], {}),
+        (["compose.yaml", "flower-1.40.yaml"], {}),
         (["distributed/server.yaml"], {}),
+        (["distributed/server.yaml", "distributed/server.flower-1.40.yaml"], {}),
         (["distributed/node.yaml"], NODE),
         (["distributed/node.yaml", "distributed/node.cuda.yaml"], NODE),
     ],
@@ -40,8 +43,6 @@ def test_docker_compose_understands_the_files_and_no_service_may_more_than_it_ne
     command = ["docker-compose", *[word for file in files for word in ("-f", str(DOCKER / file))], "config"]
     done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=1000)
     assert done.returncode == 0, done.stderr
-    import yaml
-
     for name, service in yaml.safe_load(done.stdout)["services"].items():
         assert service["cap_drop"] == ["ALL"], name
         assert service["security_opt"] == ["no-new-privileges:true"], name
@@ -63,6 +64,43 @@ def test_nodes_are_on_no_network_with_the_control_api():
     assert [networks[f"node-{k}"] for k in range(3)] == [{"fleet"}] * 3
     assert "--host=superlink.control" in services["superlink"]["command"], "and it listens there alone"
     assert "--fleet-api-address=superlink.fleet:9092" in services["superlink"]["command"]
+
+
+class Overriding(yaml.SafeLoader):
+    """YAML with Compose's own tag for what replaces a list."""
+
+
+Overriding.add_constructor("!override", Overriding.construct_sequence)
+
+
+def services(*files: str) -> dict:
+    """What the last file says of each service."""
+    found: dict = {}
+    for file in files:
+        for name, service in yaml.load((DOCKER / file).read_text(), Overriding)["services"].items():
+            found[name] = found.get(name, {}) | service
+    return found
+
+
+@pytest.mark.parametrize(
+    ("base", "later"),
+    [("compose.yaml", "flower-1.40.yaml"), ("distributed/server.yaml", "distributed/server.flower-1.40.yaml")],
+)
+def test_with_a_later_flower_nodes_share_the_control_apis_port_and_users_show_a_secret(base, later):
+    before, after = services(base), services(base, later)
+    assert before.keys() == after.keys()
+    program, *options = before["superlink"]["command"]
+    assert program == "flower-superlink"
+    fleet = [option for option in options if option.startswith(("--fleet-api-address", "--host"))]
+    *calls, secret = after["superlink"]["command"][:4]
+    assert calls == ["fedprune", "deploy", "superlink"]
+    assert secret.startswith("--control-secret=")
+    assert set(after["superlink"]["command"][4:]) == {*options, "--host=0.0.0.0"} - {*fleet} | {"--host=0.0.0.0"}
+    for name, service in after.items():
+        if name.startswith("node"):
+            assert service["command"][1] == "superlink:8000"
+            kept = [word for word in before[name]["command"] if word != "superlink:9092"]
+            assert [word for word in service["command"] if word != "superlink:8000"] == kept
 
 
 def test_every_script_that_a_service_calls_is_in_the_image():

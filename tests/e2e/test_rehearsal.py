@@ -56,7 +56,7 @@ def test_a_system_gives_the_same_models_over_grpc_as_in_process(deployment, tmp_
 def test_strangers_are_refused(deployment, transcript):
     """Judged by their exit and by the list of nodes: what they say of it is Flower's."""
     (port,) = launch.free_ports(1)
-    plaintext = [launch.tool("flower-supernode"), "--superlink", f"127.0.0.1:{deployment.fleet_port}", "--insecure"]
+    plaintext = [launch.tool("flower-supernode"), "--superlink", deployment.node_address, "--insecure"]
     deployment._spawn("plaintext", [*plaintext, "--port", str(port), "--max-wait-time", "10"])
     make_node_key(deployment.folder / "stranger" / "node.key")
     deployment.start_node("stranger", {"partition-id": 7, "num-partitions": 8})

@@ -17,6 +17,7 @@ from rich.console import Console
 from fedprune_app import launch
 from fedprune_app.config import parse_config
 from fedprune_app.deploy import Deployment, local_deployment, make_certificates, make_node_key
+from fedprune_app.engine.flower_private import has_fleet_port
 from fedprune_app.errors import LaunchError, LeftGoing
 from fedprune_app.experiment import Placement, Session
 from tests.e2e.deployed import SETTINGS, in_process_sha256, nodes_with_the_app, until
@@ -250,3 +251,36 @@ def test_a_run_whose_folder_is_on_the_server_alone_outlives_its_terminal_and_is_
         assert info()["final_sha256"] == in_process_sha256(
             info()["config"] | {"num-server-rounds": 4}, tmp_path / "here", 2
         )
+
+
+def test_the_control_api_takes_orders_only_from_users_with_the_secret(tmp_path):
+    """As docs/deploy.md says it for real machines, whichever port nodes reach."""
+    made = make_certificates(tmp_path / "certificates", ["127.0.0.1"])
+    (port,) = launch.free_ports(1)
+    address, home = f"127.0.0.1:{port}", tmp_path / "user"
+    home.mkdir()
+    known = f'[superlink]\ndefault = "real"\n\n[superlink.real]\naddress = "{address}"\n'
+    (home / "config.toml").write_text(f'{known}root-certificates = "{made.ca}"\n')
+    environment = launch.flower_environment(home)
+    fedprune = [sys.executable, "-m", "fedprune_app.cli", "deploy"]
+    secret = tmp_path / "control.secret"
+    subprocess.run([*fedprune, "control-secret", secret], check=True, capture_output=True, timeout=1000)
+    command = [*fedprune, "superlink", "--control-secret", str(secret), "--isolation", "process"]
+    command += ["--ssl-ca-certfile", str(made.ca), "--ssl-certfile", str(made.certificate), "--ssl-keyfile"]
+    command += [str(made.key), "--host", "127.0.0.1", "--port", str(port), "--enable-supernode-auth"]
+    command += ["--fleet-api-address", f"127.0.0.1:{launch.free_ports(1)[0]}"] if has_fleet_port() else []
+    process = launch.spawn(command, environment, tmp_path / "log.txt")
+    try:
+        launch.wait_until_up(process, f"https://{address}/health", tmp_path / "log.txt", made.ca)
+        link = launch.Link("real", environment)
+        with pytest.raises(LaunchError, match="flwr ls"):
+            launch.flwr(link, "ls", "real")
+        login = [*fedprune, "login", address, "--secret", secret]
+        subprocess.run(login, check=True, capture_output=True, env=environment, timeout=1000)
+        assert launch.flwr(link, "ls", "real")["runs"] == []
+        secret.write_text("another")
+        subprocess.run(login, check=True, capture_output=True, env=environment, timeout=1000)
+        with pytest.raises(LaunchError, match="flwr ls"):
+            launch.flwr(link, "ls", "real")
+    finally:
+        launch.end(process)

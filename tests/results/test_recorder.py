@@ -144,6 +144,18 @@ def test_resuming_clears_the_old_error(tmp_path):
     assert (info(tmp_path)["status"], info(tmp_path)["error"]) == ("running", None)
 
 
+def test_a_run_that_is_resumed_with_other_packages_says_so_once(tmp_path, monkeypatch):
+    had = started(tmp_path).info["versions"]
+    Recorder(tmp_path).resume(0)
+    assert "versions_since" not in info(tmp_path), "nothing changed"
+    for round, flower in ((0, "1.41.0"), (0, "1.41.0"), (0, "1.42.0"), (0, had["flwr"])):
+        monkeypatch.setattr(recorder_module, "versions", lambda flower=flower: had | {"flwr": flower})
+        Recorder(tmp_path).resume(round)
+    assert [each["flwr"] for each in info(tmp_path)["versions_since"]] == ["1.41.0", "1.42.0", had["flwr"]]
+    assert info(tmp_path)["versions_since"][0] == {"round": 0, "flwr": "1.41.0"}
+    assert info(tmp_path)["versions"] == had
+
+
 PAIR = [[0.0, 0.25], [0.25, 0.0]]
 
 

@@ -1,0 +1,211 @@
+"""All of Flower that its documentation does not promise passes through here, and the releases are told apart here.
+
+Flower's public modules are ``flwr.app``, ``flwr.serverapp``, ``flwr.clientapp`` and ``flwr.client``, and everybody
+imports them as they are. Every other name may move with any release. So no other module of fedprune imports such a name
+from Flower: :data:`PLACES` says where each of them is. A test looks for each name there, and says which one moved.
+
+A name is imported when somebody first asks for it. So a command that needs no Flower does not import Flower, and a
+ClientApp imports the few names that it needs.
+
+Releases differ in how SuperNodes reach the SuperLink:
+
+* Up to 1.39 nodes speak gRPC, at a port of their own.
+* From 1.40 on nodes speak HTTP, at the port of the Control API and the Runtime API.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the same names as in PLACES, for type checkers; a test compares them
+    from flwr.app import Message
+    from flwr.app.message.arraychunk import ArrayChunk as ArrayChunk
+    from flwr.cli.constant import ACCESS_TOKEN_STORE_KEY as ACCESS_TOKEN_STORE_KEY
+    from flwr.cli.constant import AUTHN_TYPE_STORE_KEY as AUTHN_TYPE_STORE_KEY
+    from flwr.cli.constant import REFRESH_TOKEN_STORE_KEY as REFRESH_TOKEN_STORE_KEY
+    from flwr.clientapp.client_app import LoadClientAppError as LoadClientAppError
+    from flwr.common.config import get_fused_config_from_dir as get_fused_config_from_dir
+    from flwr.common.config import get_project_config as get_project_config
+    from flwr.common.constant import ACCESS_TOKEN_KEY as ACCESS_TOKEN_KEY
+    from flwr.common.constant import NOOP_ACCOUNT_NAME as NOOP_ACCOUNT_NAME
+    from flwr.common.constant import NOOP_FLWR_AID as NOOP_FLWR_AID
+    from flwr.common.constant import RUN_ID_NUM_BYTES as RUN_ID_NUM_BYTES
+    from flwr.common.constant import SUPERLINK_NODE_ID as SUPERLINK_NODE_ID
+    from flwr.common.constant import TASK_ID_NUM_BYTES as TASK_ID_NUM_BYTES
+    from flwr.common.constant import AuthnType as AuthnType
+    from flwr.common.constant import ErrorCode as ErrorCode
+    from flwr.common.serde import recorddict_to_proto as recorddict_to_proto
+    from flwr.proto import message_pb2
+    from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest as ConfirmMessageReceivedRequest
+    from flwr.proto.message_pb2 import ObjectTree as ObjectTree
+    from flwr.proto.message_pb2 import PullObjectRequest as PullObjectRequest
+    from flwr.proto.message_pb2 import PullObjectResponse as PullObjectResponse
+    from flwr.proto.runtime_pb2 import PullAppMessagesRequest as PullAppMessagesRequest
+    from flwr.server.superlink.linkstate.utils import generate_rand_int_from_bytes as generate_rand_int_from_bytes
+    from flwr.simulation.ray_transport.ray_actor import BasicActorPool as BasicActorPool
+    from flwr.simulation.ray_transport.ray_actor import pool_size_from_resources as pool_size_from_resources
+    from flwr.simulation.run_simulation import _run_simulation as _run_simulation
+    from flwr.supercore.auth.typing import AccountAuthCredentials as AccountAuthCredentials
+    from flwr.supercore.auth.typing import AccountAuthLoginDetails as AccountAuthLoginDetails
+    from flwr.supercore.auth.typing import AccountInfo as AccountInfo
+    from flwr.supercore.constant import NOOP_FEDERATION_ID as NOOP_FEDERATION_ID
+    from flwr.supercore.exit import add_exit_handler as add_exit_handler
+    from flwr.supercore.inflatable.inflatable_object import get_object_body as get_object_body
+    from flwr.supercore.inflatable.inflatable_object import (
+        get_object_head_values_from_object_content as get_object_head_values_from_object_content,
+    )
+    from flwr.supercore.inflatable.inflatable_object import iterate_object_tree as iterate_object_tree
+    from flwr.supercore.inflatable.inflatable_protobuf_utils import (
+        make_pull_object_fn_protobuf as make_pull_object_fn_protobuf,
+    )
+    from flwr.supercore.inflatable.inflatable_utils import ObjectPullError as ObjectPullError
+    from flwr.supercore.inflatable.inflatable_utils import ObjectPushError as ObjectPushError
+    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents as inflate_object_from_contents
+    from flwr.supercore.inflatable.inflatable_utils import pull_objects as pull_objects
+    from flwr.supercore.object_ref import load_app as load_app
+    from flwr.supercore.run import Run as Run
+    from flwr.supercore.task_identity import TaskIdentity as TaskIdentity
+    from flwr.supercore.telemetry import EventType as EventType
+    from flwr.superlink.auth_plugin import ControlAuthnPlugin as ControlAuthnPlugin
+    from flwr.superlink.cli.flower_superlink import flower_superlink as flower_superlink
+    from flwr.superlink.grid import HttpGrid as HttpGrid
+
+    MessageProto = message_pb2.Message
+
+_FIRST, _LAST = "1.39", "1.42"  # as in pyproject.toml
+
+_OBJECTS = "flwr.supercore.inflatable.inflatable_object"
+_FETCHING = "flwr.supercore.inflatable.inflatable_utils"
+_RAY_ACTOR = "flwr.simulation.ray_transport.ray_actor"
+PLACES = {
+    "ACCESS_TOKEN_KEY": "flwr.common.constant",
+    "ACCESS_TOKEN_STORE_KEY": "flwr.cli.constant",
+    "AUTHN_TYPE_STORE_KEY": "flwr.cli.constant",
+    "AccountAuthCredentials": "flwr.supercore.auth.typing",
+    "AccountAuthLoginDetails": "flwr.supercore.auth.typing",
+    "AccountInfo": "flwr.supercore.auth.typing",
+    "ArrayChunk": "flwr.app.message.arraychunk",
+    "AuthnType": "flwr.common.constant",
+    "BasicActorPool": _RAY_ACTOR,
+    "ConfirmMessageReceivedRequest": "flwr.proto.message_pb2",
+    "ControlAuthnPlugin": "flwr.superlink.auth_plugin",
+    "ErrorCode": "flwr.common.constant",
+    "EventType": "flwr.supercore.telemetry",
+    "HttpGrid": "flwr.superlink.grid",
+    "LoadClientAppError": "flwr.clientapp.client_app",
+    "MessageProto": "flwr.proto.message_pb2:Message",
+    "NOOP_ACCOUNT_NAME": "flwr.common.constant",
+    "NOOP_FEDERATION_ID": "flwr.supercore.constant",
+    "NOOP_FLWR_AID": "flwr.common.constant",
+    "ObjectPullError": _FETCHING,
+    "ObjectPushError": _FETCHING,
+    "ObjectTree": "flwr.proto.message_pb2",
+    "PullAppMessagesRequest": "flwr.proto.runtime_pb2",
+    "PullObjectRequest": "flwr.proto.message_pb2",
+    "PullObjectResponse": "flwr.proto.message_pb2",
+    "REFRESH_TOKEN_STORE_KEY": "flwr.cli.constant",
+    "RUN_ID_NUM_BYTES": "flwr.common.constant",
+    "Run": "flwr.supercore.run",
+    "SUPERLINK_NODE_ID": "flwr.common.constant",
+    "TASK_ID_NUM_BYTES": "flwr.common.constant",
+    "TaskIdentity": "flwr.supercore.task_identity",
+    "ThreadPoolExecutor": "flwr.server.superlink.fleet.vce.vce_api",
+    "_run_simulation": "flwr.simulation.run_simulation",
+    "add_exit_handler": "flwr.supercore.exit",
+    "flower_superlink": "flwr.superlink.cli.flower_superlink",
+    "generate_rand_int_from_bytes": "flwr.server.superlink.linkstate.utils",
+    "get_fused_config_from_dir": "flwr.common.config",
+    "get_object_body": _OBJECTS,
+    "get_object_head_values_from_object_content": _OBJECTS,
+    "get_project_config": "flwr.common.config",
+    "inflate_object_from_contents": _FETCHING,
+    "iterate_object_tree": _OBJECTS,
+    "load_app": "flwr.supercore.object_ref",
+    "load_control_authn_plugin": "flwr.superlink.cli.flower_superlink",
+    "make_pull_object_fn_protobuf": "flwr.supercore.inflatable.inflatable_protobuf_utils",
+    "pool_size_from_resources": _RAY_ACTOR,
+    "pull_objects": _FETCHING,
+    "recorddict_to_proto": "flwr.common.serde",
+}
+"""The module of each private name, and after a colon the name that Flower itself has for it where that differs."""
+
+REPLACED = ("ThreadPoolExecutor", "load_control_authn_plugin")
+"""Names that are looked up in Flower's own modules, where :func:`replace` puts ours; nobody here imports them."""
+
+MEMBERS = {
+    "BasicActorPool": ("fetch_result_and_return_actor_to_pool", "create_actor_fn", "_future_to_actor"),
+    "ControlAuthnPlugin": ("validate_tokens_in_metadata", "get_login_details", "get_auth_tokens", "refresh_tokens"),
+    "HttpGrid": ("_runtime_client", "node", "run", "pull_messages"),
+    "Run": ("create_empty", "primary_task_id", "federation_id", "override_config"),
+    "TaskIdentity": ("task_id", "run_id", "node_id"),
+}
+"""Members of private classes that are used or replaced."""
+
+ARGUMENTS = {
+    "_run_simulation": (
+        "num_supernodes exit_event server_app_attr client_app_attr server_app_context backend_config app_dir run is_app"
+    ),
+    "get_fused_config_from_dir": "project_dir override_config",
+    "get_project_config": "project_dir",
+    "inflate_object_from_contents": "object_id object_contents",
+    "load_app": "module_attribute_str error_type project_dir",
+    "make_pull_object_fn_protobuf": "pull_object_protobuf node run_id",
+    "pull_objects": "object_ids pull_object_fn max_time max_tries_per_object initial_backoff backoff_cap",
+}
+"""Arguments that private functions are called with; the first ones may be positional."""
+
+
+def __getattr__(name: str) -> Any:
+    place = PLACES.get(name)
+    if place is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, _, theirs = place.partition(":")
+    try:
+        found = getattr(import_module(module), theirs or name)
+    except (ImportError, AttributeError) as error:
+        missing = f"Flower {version('flwr')} has no {theirs or name} in {module}"
+        raise ImportError(f"{missing}, allowed: Flower {_FIRST} to {_LAST} ({error})") from error
+    globals()[name] = found
+    return found
+
+
+def if_imported(name: str) -> Any:
+    """Return what ``name`` stands for if its module was imported before, or None; nothing is imported for it."""
+    module, _, theirs = PLACES[name].partition(":")
+    return getattr(sys.modules.get(module), theirs or name, None)
+
+
+def replace(name: str, new: object) -> None:
+    """Let Flower's own module use ``new`` for ``name``, which has to be there."""
+    module, _, theirs = PLACES[name].partition(":")
+    __getattr__(name)
+    setattr(import_module(module), theirs or name, new)
+
+
+def release() -> tuple[int, int]:
+    """Return the installed release of Flower, such as ``(1, 39)``; Flower is not imported for it."""
+    major, minor = version("flwr").split(".")[:2]
+    return int(major), int(minor)
+
+
+def has_fleet_port() -> bool:
+    """Return whether nodes reach the SuperLink at a port of their own; if not, they use the Control API's port."""
+    return release() < (1, 40)
+
+
+def http_client(grid: HttpGrid) -> Any:
+    """Return the ``httpx.Client`` with which a deployment's grid asks its SuperLink."""
+    return grid._runtime_client._client
+
+
+def set_message_id(message: Message, message_id: str) -> None:
+    """Give a message its id, as a SuperLink does."""
+    message.metadata.__dict__["_message_id"] = message_id
+
+
+def set_answered_id(reply: Message, message_id: str) -> None:
+    """Let a reply be one to the message of this id, whichever message the reply itself names."""
+    reply.metadata.__dict__["_reply_to_message_id"] = message_id

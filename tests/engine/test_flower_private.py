@@ -1,0 +1,150 @@
+"""Every private name of Flower is where ``flower_private`` says, or a sentence says what moved in this release."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from importlib.metadata import requires, version
+from pathlib import Path
+
+import flwr
+import pytest
+from flwr.app import Message, RecordDict
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from fedprune_app.engine import flower_private
+from fedprune_app.engine.flower_private import ARGUMENTS, MEMBERS, PLACES, REPLACED
+
+FLOWER = Path(flwr.__file__).parent
+HERE = f"Flower {version('flwr')}"
+
+
+def defined_now(name: str) -> str:
+    """Say which of Flower's modules define this name."""
+    defines = re.compile(rf"^(?:class|def) {name}\b|^{name}\b.*=|^    \w+ as {name},?$", re.MULTILINE)
+    found = [
+        ".".join(("flwr", *path.relative_to(FLOWER).with_suffix("").parts)).removesuffix(".__init__")
+        for path in sorted(FLOWER.rglob("*.py"))
+        if defines.search(path.read_text())
+    ]
+    return f"{name} is defined in {', '.join(found)} now" if found else f"no module of Flower defines {name} now"
+
+
+def what_moved(name: str) -> str:
+    """One sentence on a name that is not at its place, or nothing."""
+    module, _, theirs = PLACES[name].partition(":")
+    theirs = theirs or name
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        return f"{HERE} cannot import {module}, where {theirs} was ({error}): {defined_now(theirs)}"
+    return "" if hasattr(found, theirs) else f"{HERE} has no {theirs} in {module}: {defined_now(theirs)}"
+
+
+def has_member(cls: type, member: str) -> bool:
+    """Whether a class, its metaclass or what its methods give to ``self`` has the member."""
+    if any(
+        member in vars(each) or member in getattr(each, "__annotations__", {}) for each in (*cls.__mro__, type(cls))
+    ):
+        return True
+    ours = [each for each in cls.__mro__ if each.__module__.startswith("flwr.")]
+    return any(f"self.{member}" in inspect.getsource(each) for each in ours)
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_private_name_is_where_it_is_expected(name):
+    moved = what_moved(name)
+    assert not moved, moved
+    if name not in REPLACED:
+        getattr(flower_private, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "member"), [(name, member) for name, members in MEMBERS.items() for member in members]
+)
+def test_a_private_class_has_the_members_that_are_used(name, member):
+    assert has_member(getattr(flower_private, name), member), f"{HERE}: {PLACES[name]}.{name} has no {member}"
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_a_private_function_takes_the_arguments_that_it_is_given(name):
+    taken = list(inspect.signature(getattr(flower_private, name)).parameters)
+    missing = [argument for argument in ARGUMENTS[name].split() if argument not in taken]
+    assert not missing, f"{HERE}: {name} of {PLACES[name]} takes no {', '.join(missing)}, but {', '.join(taken)}"
+
+
+def test_a_message_takes_the_ids_that_a_grid_gives_to_it(monkeypatch):
+    monkeypatch.setattr(flower_private.TaskIdentity, "_run_id", 1)
+    monkeypatch.setattr(flower_private.TaskIdentity, "_node_id", 1)
+    monkeypatch.setattr(flower_private.TaskIdentity, "_task_id", 1)
+    message = Message(RecordDict(), 2, "train")
+    flower_private.set_message_id(message, "three")
+    flower_private.set_answered_id(message, "four")
+    said = (message.metadata.message_id, message.metadata.reply_to_message_id)
+    assert said == ("three", "four"), f"{HERE}: the metadata of a message keep ids elsewhere"
+
+
+def test_the_client_of_a_grid_holds_a_client_of_httpx():
+    source = inspect.getsource(importlib.import_module("flwr.supercore.protobuf.client"))
+    assert "self._client = httpx.Client(" in source, (
+        f"{HERE}: the Runtime API's client keeps its httpx.Client elsewhere"
+    )
+
+
+def test_type_checkers_see_the_same_names_at_the_same_places():
+    tree = ast.parse(Path(flower_private.__file__).read_text())
+    (checked,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    seen = {
+        alias.asname: node.module
+        for node in checked.body
+        if isinstance(node, ast.ImportFrom) and node.module not in ("flwr.app", "flwr.proto")
+        for alias in node.names
+    }
+    seen["MessageProto"] = "flwr.proto.message_pb2:Message"  # of another name there, so assigned
+    assert seen == {name: place for name, place in PLACES.items() if name not in REPLACED}
+
+
+def test_a_name_that_moved_is_one_line_with_the_releases_that_are_allowed(monkeypatch):
+    monkeypatch.setitem(PLACES, "gone", "flwr.common.constant")
+    with pytest.raises(
+        ImportError, match=r"Flower \S+ has no gone in flwr.common.constant, allowed: Flower 1.39 to 1.42"
+    ):
+        getattr(flower_private, "gone")  # noqa: B009 - as an import statement asks
+    with pytest.raises(AttributeError):
+        getattr(flower_private, "never")  # noqa: B009
+    assert what_moved("gone").endswith("no module of Flower defines gone now")
+    monkeypatch.setitem(PLACES, "load_app", "flwr.common.constant")
+    assert "load_app is defined in flwr.supercore.object_ref now" in what_moved("load_app")
+
+
+def test_the_releases_of_errors_and_of_the_project_are_the_same():
+    ours = [Requirement(text) for text in requires("fedprune") or []]
+    (flower,) = [each for each in ours if each.name == "flwr"]
+    bounds = {each.operator: Version(each.version) for each in flower.specifier}
+    last = Version(flower_private._LAST)
+    assert bounds == {">=": Version(flower_private._FIRST), "<": Version(f"{last.major}.{last.minor + 1}")}
+
+
+def test_no_name_is_imported_before_somebody_asks():
+    program = (
+        "import sys\n"
+        "from fedprune_app.engine import flower_private\n"
+        "assert flower_private.release() >= (1, 39) and flower_private.has_fleet_port() in (True, False)\n"
+        "assert flower_private.if_imported('HttpGrid') is None\n"
+        "print(*(name for name in sys.modules if name.partition('.')[0] in ('flwr', 'torch', 'ray')))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "has_port"), [("1.39.0", True), ("1.40.0", False), ("1.42.0", False), ("2.0.0", False)]
+)
+def test_nodes_have_a_port_of_their_own_up_to_1_39(monkeypatch, text, has_port):
+    monkeypatch.setattr(flower_private, "version", lambda name: text)
+    assert flower_private.has_fleet_port() is has_port
