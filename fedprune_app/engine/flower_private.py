@@ -209,3 +209,8 @@ def set_message_id(message: Message, message_id: str) -> None:
 def set_answered_id(reply: Message, message_id: str) -> None:
     """Let a reply be one to the message of this id, whichever message the reply itself names."""
     reply.metadata.__dict__["_reply_to_message_id"] = message_id
+
+
+def set_source(reply: Message, node_id: int) -> None:
+    """Let a reply name the node of this id as its source."""
+    reply.metadata.__dict__["_src_node_id"] = node_id

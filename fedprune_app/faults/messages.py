@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
+from typing import Any
 
 from flwr.app import Error, Message, MessageType
 
 from fedprune_app import testing
 from fedprune_app.core import rng
+from fedprune_app.engine.flower_private import set_answered_id, set_source
 from fedprune_app.engine.inprocess import InProcessGrid
 from fedprune_app.faults.story import Kind, Story
 
@@ -54,12 +56,16 @@ def faulty_grid(
     told = story or Story()
 
     class Faulty(InProcessGrid):
-        _kept: list[Message]  # replies that come in the next exchange
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self._kept: dict[str, Message] = {}  # replies that come in the next exchange, by the message's id
 
         def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
-            yield from self.__dict__.pop("_kept", [])
+            asked = list(message_ids)
+            for message_id in self._kept.keys() - asked:  # of a message that nobody waits for any more
+                yield self._kept.pop(message_id)
             last: list[Message] = []
-            for message_id in message_ids:
+            for message_id in asked:
                 if (message := self._pending.get(message_id)) is None:
                     continue
                 if message.metadata.message_type != MessageType.TRAIN:
@@ -86,7 +92,7 @@ def faulty_grid(
                 return
             (reply,) = super().pull_messages([message_id])
             if fault in (Fault.LATE, Fault.AGAIN):
-                self.__dict__.setdefault("_kept", []).append(reply)
+                self._kept[message_id] = reply
             if fault in (Fault.REPLY_LOST, Fault.LATE):
                 return
             if fault is Fault.CLOCK:
@@ -94,9 +100,9 @@ def faulty_grid(
             if fault is Fault.CORRUPT:
                 reply = testing.malformed(reply)
             elif fault is Fault.ANOTHER:
-                reply.metadata.__dict__["_reply_to_message_id"] = "1"  # of the first query, long answered
+                set_answered_id(reply, "1")  # of the first query, long answered
             elif fault is Fault.OTHER_NODE:
-                reply.metadata.__dict__["_src_node_id"] = next(iter(set(self._contexts) - {reply.metadata.src_node_id}))
+                set_source(reply, next(iter(set(self._contexts) - {reply.metadata.src_node_id})))
             yield reply
             if fault is Fault.TWICE:
                 yield reply
@@ -117,7 +123,7 @@ def failing_grid(messages: int) -> type[InProcessGrid]:
                 if is_training and fault_of(messages, int(message.metadata.group_id), client) in SPOILS:
                     self._pending.pop(message_id)
                     reply = Message(Error(2, "ValueError: no"), reply_to=message)
-                    reply.metadata.__dict__["_reply_to_message_id"] = message_id
+                    set_answered_id(reply, message_id)
                     yield reply
                 else:
                     yield from super().pull_messages([message_id])

@@ -258,7 +258,8 @@ class _Attempt:
     def _refused(self, error: Exception, disk: Disk) -> None:
         """Take note of the error that ended a process; raise an error if that may not be."""
         lines = str(error).strip().splitlines() or [""]
-        self._story.tell(Kind.PROCESS, f"ends with {type(error).__name__}: {lines[-1]}")
+        said = lines[-1].replace(f"{self._folder}/", "")
+        self._story.tell(Kind.PROCESS, f"ends with {type(error).__name__}: {said}")
         if disk.is_full:
             if "No space left" not in str(error):
                 raise _Broken("an error on a full disk says so")

@@ -2,55 +2,128 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
+from typer.testing import CliRunner
 
-from fedprune_app import files, simulated_faults
-from fedprune_app.engine import store
+from clients import node
+from fedprune_app import files, resuming, testing
+from fedprune_app.cli import app
+from fedprune_app.config import ConfigError
+from fedprune_app.core.payload import Payload
+from fedprune_app.engine import exchange, replies, store
+from fedprune_app.faults import simulation
+from fedprune_app.faults.campaign import campaign, check_table, write_rows
+from fedprune_app.faults.disk import Died, Disk
+from fedprune_app.faults.messages import SPOILS, Fault, fault_of
+from fedprune_app.faults.schedule import Cause, Later, Schedule, Stop
+from fedprune_app.faults.simulation import Simulation
+from fedprune_app.faults.story import Kind
+from fedprune_app.privacy import ledger
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.results import recorder
-from fedprune_app.simulated_faults import Death, Died, Disk, Schedule, Simulation
+from fedprune_app.results import reader, recorder
+
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture
-def simulation(tmp_path):
+def simulated(tmp_path):
     return Simulation(tmp_path)
 
 
 @pytest.mark.parametrize("system", ["subfedavg", "ldp-fedp3"])
-def test_faults_change_nothing(simulation, system):
-    for seed in (22, 23, 24, 25, 26):  # those below 25 have no bad messages
-        assert simulation.check(Schedule.drawn(seed, system)) is None
+def test_faults_change_nothing(simulated, system):
+    for seed in range(22, 28):  # those below 25 have no bad messages
+        assert simulated.check(Schedule.drawn(seed, system)) is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_a_hundred_schedules_of_every_system_change_nothing(simulation, system):
-    if SYSTEMS[system].data == "images":
-        assert [found for seed in range(100) if (found := simulation.check(Schedule.drawn(seed, system)))] == []
+def test_a_hundred_schedules_of_every_system_change_nothing(simulated, system):
+    assert [found for seed in range(100) if (found := simulated.check(Schedule.drawn(seed, system)))] == []
 
 
-def test_a_death_after_the_last_round_changes_nothing(simulation):
+def test_a_death_after_the_last_round_changes_nothing(simulated):
     for place in (0.93, 0.96, 0.98):
-        schedule = Schedule(0, "dispfl", 0, (Death(place, after=True, loses="names"),))
-        assert simulation.check(schedule) is None
+        schedule = Schedule(0, "dispfl", 0, (Stop(place, after=True, cause=Cause.NAMES_LOST),))
+        assert simulated.check(schedule) is None
+
+
+@pytest.mark.parametrize("cause", Cause)
+def test_two_stops_of_every_cause_change_nothing(simulated, cause):
+    schedule = Schedule(0, "subfedavg", 0, (Stop(0.5, after=True, cause=cause), Stop(0.4, after=False, cause=cause)))
+    told = simulated.told(schedule)
+    assert told.law == ""
+    assert sum(event.kind == Kind.STOP for event in told.story.events) == 2
 
 
 def test_a_seed_is_one_schedule(tmp_path):
     schedule = Schedule.drawn(3, "fedavg")
     assert schedule == Schedule.drawn(3, "fedavg")
     assert schedule not in (Schedule.drawn(4, "fedavg"), Schedule.drawn(3, "dispfl"))
-    lines = []
+    stories = []
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-        simulation = Simulation(tmp_path / name)
-        whole, operations = simulation._without_deaths("fedavg", 0)
-        lines.append([])
-        assert simulation._with_deaths(schedule, whole, operations, tmp_path / name / "run", lines[-1]) == ""
-    assert lines[0] == lines[1]
-    assert "the process dies" in " ".join(lines[0])
+        stories.append(Simulation(tmp_path / name).told(schedule).story)
+    assert stories[0].events == stories[1].events
+    assert any(event.kind == Kind.STOP for event in stories[0].events)
+
+
+@pytest.mark.parametrize("later", [Later.FORGOTTEN, Later.DAMAGED])
+def test_lost_files_are_told(simulated, later):
+    """Each file in turn is damaged; a run is then refused, or ends as it would have, or says what is lost."""
+    endings = []
+    for number in range(8):
+        schedule = Schedule(0, "ldp-fedp3", 0, (Stop(0.8, after=True, later=later, which=(number + 0.3) / 8),))
+        told = simulated.told(schedule)
+        assert told.law == "", told.story.lines()
+        (between,) = (event for event in told.story.events if event.kind == Kind.BETWEEN)
+        assert ("damaged" in between.text) == (later == Later.DAMAGED)
+        endings += [event.text for event in told.story.events if event.kind == Kind.PROCESS]
+    assert any(text.startswith("completes") for text in endings)
+    assert any(text.startswith("ends with") for text in endings)
+
+
+def test_without_the_newest_checkpoint_a_run_goes_on_from_an_older_one(simulated):
+    told = simulated.told(Schedule(0, "dispfl", 0, (Stop(0.95, after=True, later=Later.STALE),)))
+    assert told.law == ""
+    assert any("the newest checkpoint, is gone" in line for line in told.story.lines())
+
+
+# --- messages -----------------------------------------------------------------------------------------------------
+
+
+def seed_with(fault):
+    """A draw of messages that has this fault in the first two of three rounds, and no fault that spoils."""
+    for number in range(1, 100_000):
+        drawn = [fault_of(number, round, client) for round in (1, 2, 3) for client in range(simulation.CLIENTS)]
+        if fault in drawn[:6] and drawn.count(None) == len(drawn) - 1:
+            return number
+    raise AssertionError(fault)
+
+
+QUICK = (Fault.LATE, Fault.ANOTHER, Fault.CLOCK)
+
+
+@pytest.mark.parametrize("fault", [pytest.param(each, marks=[] if each in QUICK else SLOW) for each in Fault])
+def test_a_bad_message_counts_as_none_or_as_a_good_one(simulated, fault):
+    for system in ("subfedavg", "dispfl"):
+        good = simulated._uninterrupted(system, 0)
+        whole = simulated._uninterrupted(system, seed_with(fault))
+        assert whole.broken == ""
+        assert (whole.run.sha256 == good.run.sha256) == (fault not in SPOILS)
+        assert sum(row["failures"] for row in whole.run.rounds) == (fault in SPOILS)
+
+
+def test_no_message_goes_wrong_in_draw_0():
+    assert not any(fault_of(0, round, client) for round in range(50) for client in range(50))
+
+
+# --- planted bugs -------------------------------------------------------------------------------------------------
 
 
 def without_fsync():
@@ -90,50 +163,188 @@ def written_in_place():
     return recorder, "replace_file", replace_file
 
 
-@pytest.mark.parametrize("bug", [without_fsync, states_not_synced, appended_without_fsync, written_in_place])
-def test_planted_bugs_are_found(simulation, monkeypatch, bug):
+def folders_not_synced():
+    return files, "_sync", lambda descriptor: None
+
+
+def leftovers_not_removed():
+    return files, "_sweep", lambda folder: None
+
+
+def full_disk_ignored():
+    real = files.append_lines
+
+    def append_lines(path, lines):
+        try:
+            real(path, lines)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+
+    return recorder, "append_lines", append_lines
+
+
+def older_states_removed():
+    """A client keeps only its newest state, which may be ahead of the server's checkpoint."""
+    real = store.client_store
+    return node, "client_store", lambda states, client, run_key: real(states, client, run_key, keep=1)
+
+
+def newest_state_taken():
+    """A client goes on from its newest state, whichever the server names."""
+    real = store.VersionedStore.read
+
+    def read(self, round):
+        newest = max(self.rounds(), default=round)
+        return real(self, newest if "clients" in self.folder.parts else round)
+
+    return store.VersionedStore, "read", read
+
+
+def digests_unchecked():
+    return Payload, "digest", lambda self: "equal"
+
+
+def records_unchecked():
+    return resuming, "check_records", lambda folder, marks: []
+
+
+def later_rows_kept():
+    return recorder, "readable_lines", lambda path, last, mark: reader.readable_lines(path, 10**6, None)
+
+
+def any_reply_counts():
+    """A reply to another message is taken for one to the message that waits longest."""
+    real = replies.arrived
+
+    def arrived(grid, deadlines, *arguments):
+        for reply in real(grid, deadlines, *arguments):
+            yield reply if reply.message_id in deadlines else replace(reply, message_id=next(iter(deadlines)))
+
+    return exchange.replies, "arrived", arrived
+
+
+def charged_without_fsync():
+    def append(self, entry, file):
+        line = ledger._line(self._check, entry)
+        file.truncate(self._offset)
+        file.seek(self._offset)
+        file.write(line)
+        file.flush()
+        self._take_in(line)
+
+    return ledger.Ledger, "_append", append
+
+
+BUGS = {
+    without_fsync: "subfedavg",
+    states_not_synced: "subfedavg",
+    appended_without_fsync: "subfedavg",
+    written_in_place: "subfedavg",
+    folders_not_synced: "subfedavg",
+    leftovers_not_removed: "subfedavg",
+    full_disk_ignored: "subfedavg",
+    older_states_removed: "subfedavg",
+    newest_state_taken: "dispfl",
+    digests_unchecked: "subfedavg",
+    records_unchecked: "subfedavg",
+    later_rows_kept: "subfedavg",
+    any_reply_counts: "subfedavg",
+    charged_without_fsync: "ldp-fedp3",
+}
+"""Each bug and the system in which it is planted."""
+
+
+QUICKLY_FOUND = (written_in_place, without_fsync, charged_without_fsync)
+
+
+def seeds_until_found(simulated, system, most=1000):
+    """The number of schedules until one breaks a law, and the violation."""
+    for count in range(1, most + 1):
+        if (found := simulated.check(Schedule.drawn(count - 1, system))) is not None:
+            return count, found
+    raise AssertionError(f"{most} schedules do not find the bug")
+
+
+@pytest.mark.parametrize("bug", [pytest.param(bug, marks=[] if bug in QUICKLY_FOUND else SLOW) for bug in BUGS])
+def test_planted_bugs_are_found(simulated, monkeypatch, bug):
     monkeypatch.setattr(*bug())
-    found = (simulation.check(Schedule.drawn(seed, "subfedavg")) for seed in range(25))
-    violation = next(filter(None, found))
-    assert len(violation.schedule.deaths) == 1  # the smallest schedule
-    assert any(line.startswith("the process dies") for line in violation.lines)
+    count, violation = seeds_until_found(simulated, BUGS[bug])
+    assert violation.lines[-1] == f"broken: {violation.law}"
+    print(f"{bug.__name__.replace('_', ' ')}: found after {count} schedules: {violation.law}")
 
 
-def died(disk, work):
-    with disk.watched(), pytest.raises(Died):
+# --- the disk -----------------------------------------------------------------------------------------------------
+
+
+def stopped(disk, work, error=Died):
+    with disk.watched(), pytest.raises(error):
         work()
 
 
 @pytest.mark.parametrize(
-    ("dies_at", "after", "loses", "content"),
+    ("stops_at", "after", "cause", "content"),
     [
-        (0, False, "", b"old"),  # before the fsync of the new file
-        (1, False, "", b"old"),  # before the rename
-        (1, True, "", b"new"),
-        (1, True, "names", b"old"),  # the folder was not synced yet
-        (2, True, "names", b"new"),
-        (1, True, "contents", b"new"),
+        (0, False, Cause.KILLED, b"old"),  # before the fsync of the new file
+        (1, False, Cause.KILLED, b"old"),  # before the rename
+        (1, True, Cause.KILLED, b"new"),
+        (1, True, Cause.NAMES_LOST, b"old"),  # the folder was not synced yet
+        (2, True, Cause.NAMES_LOST, b"new"),
+        (1, True, Cause.CONTENTS_LOST, b"new"),
     ],
 )
-def test_a_file_is_the_old_one_or_the_new_one(tmp_path, dies_at, after, loses, content):
+def test_a_file_is_the_old_one_or_the_new_one(tmp_path, stops_at, after, cause, content):
     path = tmp_path / "file"
     path.write_bytes(b"old")
-    died(Disk(tmp_path, dies_at, after, loses), lambda: files.replace_file(path, b"new"))
+    stopped(Disk(tmp_path, stops_at, after, cause), lambda: files.replace_file(path, b"new"))
     assert path.read_bytes() == content
+
+
+def test_a_snapshot_is_what_a_stop_leaves(tmp_path):
+    """The run that is recorded and the one that is stopped leave the same files, for every change and cause."""
+
+    def work(folder):
+        files.replace_file(folder / "a", b"first")
+        files.append_lines(folder / "lines", b"one\n")
+        files.replace_file(folder / "a", b"second", durable=False)
+        files.append_lines(folder / "lines", b"two\n")
+        (folder / "a").unlink()
+
+    def content(folder):
+        # a temporary name is drawn
+        found = ((p.name, p.read_bytes()) for p in folder.iterdir())
+        return sorted(("temporary" if files.is_temporary(name) else name, data) for name, data in found)
+
+    root = tmp_path / "run"
+    root.mkdir()
+    recorded = Disk(root, records=True)
+    with recorded.watched():
+        work(root)
+    assert recorded.count > 6
+    for number, snapshots in enumerate(recorded.snapshots):
+        for after, snapshot in enumerate(snapshots):
+            for cause in (Cause.KILLED, Cause.NAMES_LOST, Cause.CONTENTS_LOST):
+                snapshot.restore(root, cause)
+                expected = content(root)
+                for path in root.iterdir():
+                    path.unlink()
+                stopped(Disk(root, number, bool(after), cause), lambda: work(root))
+                assert content(root) == expected, (number, after, cause)
 
 
 def test_what_was_not_synced_can_be_lost(tmp_path):
     path = tmp_path / "file"
-    died(Disk(tmp_path, 0, True, "contents"), lambda: files.replace_file(path, b"new", durable=False))
+    cause = Cause.CONTENTS_LOST
+    stopped(Disk(tmp_path, 0, True, cause), lambda: files.replace_file(path, b"new", durable=False))
     assert path.read_bytes() == b""
     lines = tmp_path / "lines"
-    disk = Disk(tmp_path, 1, False, "contents")
+    disk = Disk(tmp_path, 1, False, cause)
 
     def twice():
         files.append_lines(lines, b"first\n")
         files.append_lines(lines, b"second\n")
 
-    died(disk, twice)
+    stopped(disk, twice)
     assert lines.read_bytes() == b"first\nsec"
 
 
@@ -146,20 +357,106 @@ def test_a_dead_process_writes_nothing_more(tmp_path):
         finally:
             files.replace_file(tmp_path / "b", b"2")
 
-    died(disk, stubborn)
+    stopped(disk, stubborn)
     assert [path.name for path in tmp_path.iterdir() if not files.is_temporary(path.name)] == []
 
 
-def test_a_run_that_cannot_end_is_a_violation(simulation, monkeypatch):
-    real = simulated_faults.testing.run_with
+def test_a_full_disk_takes_no_new_file_and_keeps_the_old_one(tmp_path):
+    (tmp_path / "a").write_bytes(b"old")
+    disk = Disk(tmp_path, 0, cause=Cause.DISK_FULL)
+    stopped(disk, lambda: files.replace_file(tmp_path / "a", b"new"), OSError)
+    with disk.watched(), pytest.raises(OSError, match="No space left"):
+        files.append_lines(tmp_path / "lines", b"x")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("a", b"old")]
+
+
+# --- the laws -----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_cannot_end_is_a_violation(simulated, monkeypatch):
+    real = testing.run_with
 
     def stops(values, folder, *more):
         if "resume-from" in values:
             raise ValueError("no way on")
         return real(values, folder, *more)
 
-    monkeypatch.setattr(simulated_faults.testing, "run_with", stops)
-    schedule = Schedule(0, "fedavg", 0, (Death(0.9, after=False, loses=""),))
-    violation = simulation.check(schedule)
+    monkeypatch.setattr(testing, "run_with", stops)
+    violation = simulated.check(Schedule(0, "fedavg", 0, (Stop(0.9, after=False),)))
     assert violation.law == "a run that was interrupted can be resumed"
-    assert violation.lines[-1] == "fails: ValueError: no way on"
+    assert violation.lines[-2:] == ("ends with ValueError: no way on", f"broken: {violation.law}")
+
+
+def test_a_run_without_end_is_a_violation(simulated, monkeypatch):
+    real = testing.run_with
+
+    def endless(values, folder, *more):
+        while "resume-from" in values:
+            pass
+        return real(values, folder, *more)
+
+    schedule = Schedule(0, "fedavg", 0, (Stop(0.9, after=False),))
+    assert simulated.check(schedule) is None
+    monkeypatch.setattr(testing, "run_with", endless)
+    monkeypatch.setattr(simulation, "LIMIT_SECONDS", 0.5)
+    assert simulated.check(schedule).law == "a run ends: this one took over 0.5 s of processor time"
+
+
+# --- campaigns and the command ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_campaign_is_the_same_with_any_number_of_workers(monkeypatch):
+    found = [
+        sorted((part.system, part.count, part.violations) for part in campaign(["fedavg"], range(23, 28), {}, workers))
+        for workers in (1, 2)
+    ]
+    assert found[0] == found[1] == [("fedavg", 2, ()), ("fedavg", 3, ())]
+
+
+def test_rows_are_added_to_a_table(tmp_path):
+    path = tmp_path / "table.csv"
+    for _ in range(2):
+        check_table(path)
+        write_rows(path, [("fedavg", range(5, 9), 12.3, 0)])
+    head, *rows = path.read_text().splitlines()
+    assert head == "version,system,first_seed,end_seed,processor_seconds,violations"
+    assert [row.split(",")[1:] for row in rows] == [["fedavg", "5", "9", "12", "0"]] * 2
+
+
+@pytest.mark.parametrize("content", [None, b"other\n"])
+def test_another_file_is_no_table(tmp_path, content):
+    path = tmp_path
+    if content is not None:
+        path = tmp_path / "other.csv"
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"^--table is '.*', allowed: a new file, or one that begins with"):
+        check_table(path)
+
+
+def test_the_command_prints_a_table_and_violations(tmp_path, monkeypatch):
+    table = tmp_path / "table.csv"
+    given = ["simulate-faults", "--system", "fedavg", "--seeds", "0:2", "--workers", "1", "--table", str(table)]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 0, done.output
+    assert "fedavg" in done.output
+    assert table.read_text().count("\n") == 2
+    monkeypatch.setattr(*written_in_place())
+    done = CliRunner().invoke(app, [*given[:4], "1:2", *given[5:]])
+    assert done.exit_code == 1
+    assert "violation: fedavg, seed" in done.output
+    assert " this change the " in done.output
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--seeds", "5:5", "allowed: FIRST:END"),
+        ("--seeds", "x", "allowed: FIRST:END"),
+        ("--workers", "0", "at least 1"),
+    ],
+)
+def test_wrong_options_are_one_line(option, value, said):
+    done = CliRunner().invoke(app, ["simulate-faults", option, value])
+    assert isinstance(done.exception, ConfigError)
+    assert said in str(done.exception)
