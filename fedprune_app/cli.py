@@ -581,6 +581,10 @@ def simulate_faults(
     table_file: Annotated[
         Path | None, typer.Option("--table", help="A CSV file to which a line for each system is added.")
     ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Show the schedule of one seed as a page, in this HTML file.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace another file that --report names.")] = False,
     plugin: Plugins = None,
 ) -> None:
     """Let simulated faults happen to runs, and check that they change nothing.
@@ -605,6 +609,9 @@ def simulate_faults(
     if table_file is not None:
         check_table(table_file)
     given = given_in([], settings or [], plugin)
+    if report is not None:
+        _show_schedule(system or ["subfedavg"], range(int(first), int(end)), given, report, force)
+        return
     names, chosen = list(dict.fromkeys(system or ["subfedavg"])), range(int(first), int(end))
     counts, broken = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     seconds = dict.fromkeys(names, 0.0)
@@ -629,6 +636,30 @@ def simulate_faults(
     if table_file is not None:
         write_rows(table_file, [(name, chosen, seconds[name], broken[name]) for name in names])
     if any(broken.values()):
+        raise typer.Exit(1)
+
+
+def _show_schedule(systems: list[str], seeds: range, given: Given, out: Path, force: bool) -> None:
+    """Run one schedule and write its page."""
+    from fedprune_app.faults.campaign import scratch_place
+    from fedprune_app.faults.schedule import Schedule
+    from fedprune_app.faults.simulation import Simulation
+    from fedprune_app.faults.tour import write_tour
+    from fedprune_app.files import scratch_folder
+    from fedprune_app.results.ownership import check_report_file
+
+    if len(systems) != 1 or len(seeds) != 1:
+        raise ConfigError("--report is given, allowed: with one --system and one seed, such as --seeds 3:4")
+    if not force:
+        check_report_file(out)
+    schedule = Schedule.drawn(seeds.start, systems[0])
+    with scratch_folder(scratch_place()) as folder:
+        told = Simulation(folder, given.values).told(schedule)
+    write_tour(schedule, told, out, force=force)
+    for line in told.story.lines():
+        _say(f"  {line}")
+    _say(f": {out}", "page", "green")
+    if told.law:
         raise typer.Exit(1)
 
 

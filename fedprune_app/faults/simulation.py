@@ -60,10 +60,16 @@ class Violation:
 
 @dataclass(frozen=True)
 class Told:
-    """A schedule was run: the ``law`` that it broke, or an empty text, and the story of what happened."""
+    """A schedule was run: the ``law`` that it broke, or an empty text, and the story of what happened.
+
+    ``whole_sha256`` is the hash of the models of the run that is never interrupted, and ``sha256`` that of this run,
+    which is empty where the run was refused.
+    """
 
     law: str
     story: Story
+    whole_sha256: str = ""
+    sha256: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,11 +108,10 @@ class Simulation:
         """Run a schedule, and return what happened."""
         whole = self._uninterrupted(schedule.system, schedule.messages)
         story = Story()
-        law = whole.broken or _Attempt(self._place, self._values(schedule.system), schedule, whole, story).run()
-        story.tell(
-            Kind.LAW, f"broken: {law}" if law else "all laws hold: the models are those of the run without stops"
-        )
-        return Told(law, story)
+        attempt = _Attempt(self._place, self._values(schedule.system), schedule, whole, story)
+        law = whole.broken or attempt.run()
+        story.tell(Kind.LAW, f"broken: {law}" if law else "all laws hold")
+        return Told(law, story, whole.run.sha256, attempt.sha256)
 
     @property
     def _place(self) -> Path:
@@ -197,6 +202,7 @@ class _Attempt:
         self._story = story
         self._written: set[Path] = set()
         self._has_lost_files = self._accepts_loss = False
+        self.sha256 = ""
 
     def run(self) -> str:
         """Return the law that was broken, or an empty text."""
@@ -306,6 +312,7 @@ class _Attempt:
         found, whole = FinishedRun(self._folder), self._whole.run
         if found.info["status"] != "completed":
             return f"a run completes: its status is {found.info['status']!r}"
+        self.sha256 = found.sha256
         if self._accepts_loss and found.info.get("losses"):
             return ""
         if self._has_lost_files and (_failures(found) > _failures(whole) or found.info["clients_left_out"]):

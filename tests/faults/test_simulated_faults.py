@@ -21,8 +21,9 @@ from fedprune_app.faults.campaign import campaign, check_table, write_rows
 from fedprune_app.faults.disk import Died, Disk
 from fedprune_app.faults.messages import SPOILS, Fault, fault_of
 from fedprune_app.faults.schedule import Cause, Later, Schedule, Stop
-from fedprune_app.faults.simulation import Simulation
-from fedprune_app.faults.story import Kind
+from fedprune_app.faults.simulation import Simulation, Told
+from fedprune_app.faults.story import Kind, Story
+from fedprune_app.faults.tour import write_tour
 from fedprune_app.privacy import ledger
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results import reader, recorder
@@ -460,3 +461,43 @@ def test_wrong_options_are_one_line(option, value, said):
     done = CliRunner().invoke(app, ["simulate-faults", option, value])
     assert isinstance(done.exception, ConfigError)
     assert said in str(done.exception)
+
+
+# --- the page -----------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_is_a_page(tmp_path):
+    out = tmp_path / "tour.html"
+    given = ["simulate-faults", "--system", "dispfl", "--seeds", "3:4", "--report", str(out)]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 0, done.output
+    page = out.read_text()
+    told = Simulation(tmp_path).told(Schedule.drawn(3, "dispfl"))
+    assert page.count("<title>client ") == sum(event.kind == Kind.ASKED for event in told.story.events)
+    assert page.count('class="flag stop"') == sum(event.kind == Kind.STOP for event in told.story.events)
+    assert len(told.sha256) == 64
+    assert f"Both have the hash <code>{told.sha256}</code>" in page
+    assert "<script" not in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert CliRunner().invoke(app, given).exit_code == 0  # a page of fedprune's is replaced
+    out.write_text("mine")
+    assert "mine" not in str(CliRunner().invoke(app, given).exception)
+    assert out.read_text() == "mine"
+
+
+def test_the_page_of_a_broken_law_names_the_law(tmp_path):
+    story = Story(process=1)
+    story.tell(Kind.ASKED, "is asked to train", 1, 0)
+    story.tell(Kind.DISK, "fsync run.json")
+    story.tell(Kind.STOP, "after this change the process is killed")
+    out = write_tour(Schedule.drawn(0, "fedavg"), Told("a run <ends>", story), tmp_path / "tour.html")
+    page = out.read_text()
+    assert "<strong>A law is broken:</strong> a run &lt;ends&gt;." in page
+    assert "after this change the process is killed: fsync run.json" in page
+    assert 'class="open" cx' in page.partition("</svg>")[0]
+
+
+def test_a_page_is_of_one_schedule(tmp_path):
+    given = ["simulate-faults", "--seeds", "3:5", "--report", str(tmp_path / "tour.html")]
+    with pytest.raises(ConfigError, match="with one --system and one seed"):
+        CliRunner().invoke(app, given, catch_exceptions=False)
