@@ -212,8 +212,10 @@ def _new_folder(place: Path, folder: int, mode: int) -> Iterator[Path]:
     try:
         yield place / name
     finally:
-        shutil.rmtree(name, ignore_errors=True, dir_fd=folder)
-        os.close(descriptor)
+        try:
+            shutil.rmtree(name, ignore_errors=True, dir_fd=folder)
+        finally:
+            os.close(descriptor)
 
 
 def _lock(descriptor: int) -> bool:

@@ -19,10 +19,12 @@ import importlib
 import importlib.metadata
 import importlib.util
 import logging
+import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -189,7 +191,7 @@ def load(values: Mapping[str, object], *, allows: Callable[[Code], None] | None 
             _register_function(code, module)
     for key, group in GROUPS.items():
         name = str(values.get(key) or DEFAULTS[key])
-        if name not in ("auto", *_NAMES[key]):  # a search reads files of all installed packages
+        if name not in ("auto", *_NAMES[key]):
             _load_entry_point(key, group, name)
 
 
@@ -345,10 +347,25 @@ def function(key: str, name: str) -> Callable[..., Any]:
 
 def _load_entry_point(key: str, group: str, name: str) -> None:
     """Load the installed plug-in that declares a name, if there is one."""
-    for entry in importlib.metadata.entry_points(group=group, name=name):
-        _imported(Code(key, entry.module))
+    for module in _declaring(group, name, _places()):
+        _imported(Code(key, module))
         if name not in _NAMES[key]:
-            raise ConfigError(f"{key} is {name!r}, which {entry.module} declares and does not register")
+            raise ConfigError(f"{key} is {name!r}, which {module} declares and does not register")
+
+
+@lru_cache(maxsize=64)  # a search reads files of all installed packages, and every message to a client asks
+def _declaring(group: str, name: str, places: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
+    """Return the modules of the installed plug-ins that declare a name."""
+    return tuple(entry.module for entry in importlib.metadata.entry_points(group=group, name=name))
+
+
+def _places() -> tuple[tuple[str, int], ...]:
+    """Return where packages are installed, with the time of the last change there."""
+    found = []
+    for place in sys.path:
+        with suppress(OSError):
+            found.append((place, os.stat(place or ".").st_mtime_ns))
+    return tuple(found)
 
 
 def installed() -> dict[str, dict[str, str]]:

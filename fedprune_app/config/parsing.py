@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -30,16 +30,18 @@ def parse_config(values: Mapping[str, object]) -> Config:
     for key in values:
         if key not in OPTIONS:
             raise unknown_key(key, OPTIONS)
-    parsed = {key: OPTIONS[key].parse(key, value) for key, value in values.items()}
     own = table_of(values.get("system"))
-    return _checked(frozenset((key, type(value), value) for key, value in parsed.items()), own)
+    for key, value in values.items():
+        if not isinstance(value, Hashable):  # no option takes it
+            OPTIONS[key].parse(key, value)
+    return _checked(frozenset((key, type(value), value) for key, value in values.items()), own)
 
 
 @lru_cache(maxsize=16)  # a client is told its run's configuration with every message
-def _checked(given: frozenset[tuple[str, type, Scalar]], own: Table) -> Config:
-    values = {key: value for key, _, value in given}
+def _checked(given: frozenset[tuple[str, type, object]], own: Table) -> Config:
+    parsed = {key: OPTIONS[key].parse(key, value) for key, _, value in given}
     defaults = {key: option.parse(key, option.default) for key, option in OPTIONS.items()}
-    config = _filled(Config(own=own), defaults | values).settled()
+    config = _filled(Config(own=own), defaults | parsed).settled()
     config.check()
     return config
 

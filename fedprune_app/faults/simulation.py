@@ -24,6 +24,7 @@ from typing import Any
 from fedprune_app import files, plugins, testing
 from fedprune_app.config import Scalar
 from fedprune_app.engine.exchange import TooFewReplies
+from fedprune_app.faults.arithmetic import Remembered
 from fedprune_app.faults.disk import Died, Disk, Snapshot, stop_text
 from fedprune_app.faults.messages import failing_grid, faulty_grid
 from fedprune_app.faults.schedule import Cause, Later, Schedule, Stop
@@ -93,6 +94,7 @@ class Simulation:
         self._settings = settings or {}
         self._whole: dict[tuple[str, int], _Whole] = {}
         self._texts: dict[str, Scalar] = {}
+        self._arithmetic = Remembered()
 
     def check(self, schedule: Schedule) -> Violation | None:
         """Run a schedule; return the law that it breaks, by the smallest schedule that does, or None."""
@@ -106,10 +108,11 @@ class Simulation:
 
     def told(self, schedule: Schedule) -> Told:
         """Run a schedule, and return what happened."""
-        whole = self._uninterrupted(schedule.system, schedule.messages)
-        story = Story()
-        attempt = _Attempt(self._place, self._values(schedule.system), schedule, whole, story)
-        law = whole.broken or attempt.run()
+        with self._arithmetic.used():
+            whole = self._uninterrupted(schedule.system, schedule.messages)
+            story = Story()
+            attempt = _Attempt(self._place, self._values(schedule.system), schedule, whole, story)
+            law = whole.broken or attempt.run()
         story.tell(Kind.LAW, f"broken: {law}" if law else "all laws hold")
         return Told(law, story, whole.run.sha256, attempt.sha256)
 
@@ -132,6 +135,7 @@ class Simulation:
             return self._whole[key]
         for other in [each for each in self._whole if each[0] != system or each[1]]:
             shutil.rmtree(self._whole.pop(other).run.folder)
+            self._arithmetic.forget()
         shutil.rmtree(self._place, ignore_errors=True)
         story = Story(process=1)
         disk = Disk(self._place, records=True, story=story)

@@ -168,9 +168,16 @@ def _own_draws(rng: torch.Generator) -> Iterator[None]:
     Such networks are a plug-in's, and are trained alone: the grouped form has no layer that draws. The global generator
     of the CPU is afterwards as it was.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(rng.initial_seed())
+    # torch.manual_seed formats the whole stack for a device that is not there, which takes as long as a small step
+    of_cpu, seed = torch.default_generator, rng.initial_seed()
+    before = of_cpu.get_state()
+    of_cpu.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
+    try:
         yield
+    finally:
+        of_cpu.set_state(before)
 
 
 class _Learner:

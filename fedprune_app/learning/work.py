@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Self
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from fedprune_app.learning.device import computing
 from fedprune_app.learning.flat import Flat, FlatLayout
+from fedprune_app.learning.grouped import GroupedForm
 from fedprune_app.learning.hooks import self_distillation
 from fedprune_app.learning.parts import Changes, Work, leading_network, weights_set_aside
 from fedprune_app.learning.training import Training
@@ -140,13 +141,12 @@ class Grouped:
         self._weigh([len(batch) for batch in batches])
         for number, batch in enumerate(batches):
             self._trainings[number].put_examples(batch, self._images[number], self._labels[number])
-        logits = self._form(weights, self._images[:clients])
-        labels = self._labels[:clients].flatten()
-        losses = F.cross_entropy(logits.flatten(0, 1), labels, reduction="none").view(clients, -1) * self._weights
         leaves = [weights[name] for name in self._flat.layout.names]
-        found = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
-        torch._foreach_copy_(gradients, list(found))
-        self.loss_sums[:clients] += losses.detach().sum(1) * self._counts
+        losses, found = grouped_gradients(
+            self._form, weights, leaves, self._images[:clients], self._labels[:clients], self._weights
+        )
+        torch._foreach_copy_(gradients, found)
+        self.loss_sums[:clients] += losses.sum(1) * self._counts
         return nullcontext(changes)
 
     def _weigh(self, sizes: list[int]) -> None:
@@ -191,6 +191,26 @@ class Grouped:
             kept=None if flat.kept is None else [flat.kept] if of_all else parts(flat.kept),
             rows=rows,
         )
+
+
+def grouped_gradients(
+    form: GroupedForm,
+    weights: Mapping[str, Tensor],
+    leaves: Sequence[Tensor],
+    images: Tensor,
+    labels: Tensor,
+    weights_of_examples: Tensor,
+) -> tuple[Tensor, list[Tensor]]:
+    """This returns the weighted losses of all clients' examples, and the gradients of their sum by the ``leaves``.
+
+    The network is ``form`` with ``weights``, of which the leaves are those that are trained. The losses and
+    ``weights_of_examples`` are (clients, examples), as the ``labels`` are.
+    """
+    logits = form(weights, images)
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(len(labels), -1)
+    losses = losses * weights_of_examples
+    found = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
+    return losses.detach(), list(found)
 
 
 def _frozen(trainings: Sequence[Training], trained: FlatLayout) -> Flat | None:

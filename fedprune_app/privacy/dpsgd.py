@@ -104,7 +104,7 @@ class DPSGD:
         parameters = dict(model.named_parameters())
         trained = {name: parameters[name] for name in gradients}
         masks = _masks(kept)
-        method = _METHODS["one-pass" if self.grad_sample == "auto" else self.grad_sample]
+        method = METHODS["one-pass" if self.grad_sample == "auto" else self.grad_sample]
         with (
             warnings.catch_warnings(),
             _out_of_place(model),
@@ -398,7 +398,7 @@ def _clipped(each: Tensor, factors: Tensor) -> Tensor:
     return total
 
 
-_METHODS: Mapping[str, Any] = {
+METHODS: Mapping[str, Any] = {
     "one-pass": _one_pass,
     "hooks": partial(_materialised, functorch=False),
     "functorch": partial(_materialised, functorch=True),

@@ -19,6 +19,7 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -301,6 +302,11 @@ def _changed(info: Mapping[str, Any]) -> dict[str, str | None]:
 
 def versions() -> dict[str, str | None]:
     """Return the versions of packages that numbers depend on; a package that runs uninstalled has no version."""
+    return dict(_versions())
+
+
+@cache  # a process has the packages with which it began
+def _versions() -> Mapping[str, str | None]:
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in (
         "fedprune",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
 import pytest
@@ -72,6 +72,18 @@ def test_a_seed_is_one_schedule(tmp_path):
         stories.append(Simulation(tmp_path / name).told(schedule).story)
     assert stories[0].events == stories[1].events
     assert any(event.kind == Kind.STOP for event in stories[0].events)
+
+
+@pytest.mark.parametrize("system", ["dispfl", "subfedavg", pytest.param("fedltp", marks=SLOW)])
+def test_what_is_remembered_of_arithmetic_changes_nothing(tmp_path, monkeypatch, system):
+    stories = []
+    for name in ("remembered", "computed"):
+        (tmp_path / name).mkdir()
+        told = Simulation(tmp_path / name).told(Schedule.drawn(26, system))
+        stories.append((told.sha256, told.whole_sha256, told.story.events))
+        monkeypatch.setattr(simulation.Remembered, "used", nullcontext)
+    assert stories[0] == stories[1]
+    assert stories[0][0]
 
 
 @pytest.mark.parametrize("later", [Later.FORGOTTEN, Later.DAMAGED])
