@@ -87,6 +87,8 @@ def find(folder: Path, before: Mapping[str, Any], config: Config) -> Found:
     if points and points[0].round > config.num_server_rounds:
         asked = config.num_server_rounds
         raise ConfigError(f"num-server-rounds is {asked}, allowed when resuming: at least {points[0].round}")
+    if not points:
+        points = list(strategy.resume_points(folder, run_key, 0, None, config))
     ends = bool(points) and points[0].round == config.num_server_rounds and before["status"] == "completed"
     spoilt = _spoilt_results(folder, before) if ends else []
     is_complete = ends and not (spoilt or damaged or points[0].lost)
@@ -168,11 +170,15 @@ def choose(found: Found, lost_states: LostStates, *, accept_loss: bool) -> Choic
         notes.append(f"{why}rounds repeated: {repeated}")
     if "records" not in found.before:
         notes.append("the run was begun by an earlier version: nothing shows whether its files are damaged")
-    return Choice(chosen, notes[:_NOTES], losses[id(chosen)] if chosen else [])
+    lasting = losses[id(chosen)] if chosen else []
+    if chosen is not None and chosen.renews:
+        there = {p: round for p, round in chosen.state_rounds.items() if round not in lost_states.get(p, {})}
+        chosen = replace(chosen, state_rounds=there)
+    return Choice(chosen, notes[:_NOTES], lasting)
 
 
 def _losses(point: ResumePoint, lost_states: LostStates) -> list[str]:
-    states = sorted(point.state_rounds.items())
+    states = [] if point.renews else sorted(point.state_rounds.items())
     return [
         *point.lost,
         *(f"client {p}: {lost_states[p][round]}" for p, round in states if round in lost_states.get(p, {})),

@@ -77,13 +77,14 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
             lost = resuming.ask_for_states(grid, roster, run_key, found.points, config.startup_seconds)
             choice = resuming.choose(found, lost, accept_loss=config.accept_loss)
             completed = choice.rounds_completed
-            state = checkpoints.read(completed) if choice.point else None
+            state = checkpoints.read(completed) if completed else None
             strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, run_key))
             # nothing is written before this line: what refuses to go on leaves the run as it was
             _go_on(recorder, config, before, choice, state)
             checkpoints.drop_after(completed)
-            if choice.point is not None and state is not None:
+            if state is not None:
                 strategy.restore(state)
+            if choice.point is not None:
                 strategy.go_on_from(choice.point)
         with plugins.located():
             strategy.run(grid, rounds_completed=completed)

@@ -108,6 +108,7 @@ class FedSpaLLM(FederatedStrategy):
         self._mean = L0Mean(1)
         self._hessians = None if self.options.merge == "mean" else self._hessian_merge(same_inputs())
         self._recovery: Recovery | None = None  # in a round that recovers
+        self._renewed: dict[int, set[int]] = {}  # by client that lost its state, the layers that it pruned since
         self._known: dict[int, int] = {}  # by client, the pruned layers of this round that it has been sent
         self._distances = MaskDistances()
         self._by_layer: dict[str, dict[str, Any]] = {}  # what the round's record says of each layer
@@ -184,8 +185,16 @@ class FedSpaLLM(FederatedStrategy):
             self._save_progress(round, layer + 1)
         if self._waits:
             self._expand_together(round.number)
+        self._require_renewed()
         self._note_how_little_moved(round)
         return self._round_metrics(round)
+
+    def _require_renewed(self) -> None:
+        """Record a loss for each client that had lost its state, and of which this round had no reply for a layer."""
+        for client, layers in self._renewed.items() if self.options.merge != "hessians" else ():
+            if missing := sorted(self._pruners.keys() - layers):
+                self.context.lose(client, f"its state was lost, and it did not prune decoder layer {missing[0]} anew")
+        self._renewed = {}
 
     def _recover(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
         """Clients train the kept weights of the whole model, and the server averages them: one exchange."""
@@ -286,6 +295,8 @@ class FedSpaLLM(FederatedStrategy):
         if self._recovery is not None:
             self._recovery.add(update)
             return
+        if client in self._renewed:
+            self._renewed[client].add(self._layer)
         if not update.tensors:
             return
         if self._hessians is not None:
@@ -487,11 +498,11 @@ class FedSpaLLM(FederatedStrategy):
 
     @classmethod
     def resume_points(
-        cls, folder: Path, run_key: str, round: int, meta: Mapping[str, Any], config: Config
+        cls, folder: Path, run_key: str, round: int, meta: Mapping[str, Any] | None, config: Config
     ) -> Iterator[ResumePoint]:
-        """Yield the point after the finished layers of the next round, and the one after the round itself.
+        """Yield the points after the finished layers of the next round, and the one after the round itself.
 
-        Where everybody prunes all layers in every round, a round needs nothing of what clients kept of those before.
+        Where everybody prunes all layers in every round, the next round makes anew what clients keep.
         """
         (layers, pending), progress = layer_files(folder, run_key), _progress_in(folder, run_key)
         for step in reversed(progress.rounds()):
@@ -506,12 +517,16 @@ class FedSpaLLM(FederatedStrategy):
                 waiting = {layer: round + 1 for layer, row in found["by-layer"].items() if "weights" in row}
                 lost += lost_layers(waiting, pending) if found["waits"] else ()
                 yield ResumePoint(round, state_rounds_of(state), tuple(lost), not lost, step)
-        lost = [*lost_layers(meta["versions"], layers)]
-        yield ResumePoint(round, state_rounds_of(meta), tuple(lost), not lost)
-        if meta["renewed"] and round < config.num_server_rounds:  # then the next round needs no client's state
-            yield ResumePoint(round, {}, tuple(lost), not lost)
+        if meta is None:
+            yield ResumePoint(0, {})
+            return
+        rounds, lost = state_rounds_of(meta), [*lost_layers(meta["versions"], layers)]
+        yield ResumePoint(round, rounds, tuple(lost), not lost)
+        if meta["renewed"] and round < config.num_server_rounds:
+            yield ResumePoint(round, rounds, tuple(lost), not lost, renews=True)
 
     def go_on_from(self, point: ResumePoint) -> None:
+        self._renewed = {client: set() for client in self.state_rounds.keys() - point.state_rounds.keys()}
         self.state_rounds = dict(point.state_rounds)
         self.progress.drop_after(point.step or self.step(point.round + 1, 0) - 1)
 
@@ -524,6 +539,7 @@ class FedSpaLLM(FederatedStrategy):
             "log": {**asdict(round.log), "clients": {str(k): row for k, row in round.log.clients.items()}},
             "by-layer": self._by_layer,
             "differing": [[a, b, count] for (a, b), count in self._distances.differing.items()],
+            "renewed": {str(client): sorted(layers) for client, layers in self._renewed.items()},
         }
         self.progress.save(self.step(round.number, layers_done - 1), State({}, content))
 
@@ -537,4 +553,5 @@ class FedSpaLLM(FederatedStrategy):
         vars(round.log).update({**found["log"], "clients": {int(k): row for k, row in found["log"]["clients"].items()}})
         self._by_layer = found["by-layer"]
         self._distances.differing = {(a, b): count for a, b, count in found["differing"]}
+        self._renewed = {int(client): set(layers) for client, layers in found.get("renewed", {}).items()}
         return int(found["layers-done"])

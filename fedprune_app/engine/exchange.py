@@ -179,7 +179,14 @@ def message_to(node_id: int, content: RecordDict, kind: str, round: int, deadlin
 
 
 def require(good: int, least: int, what: str, failures: Iterable[str]) -> None:
-    """Raise :class:`TooFewReplies` unless at least ``least`` replies were good, quoting the first failure."""
+    """Raise :class:`TooFewReplies` unless at least ``least`` replies were good.
+
+    The error quotes the first failure, and two others at most that have another reason.
+    """
     if good < least:
-        first = next(iter(failures), "no client was asked")
-        raise TooFewReplies(f"{what} had {good} good replies, min-replies asks for {least}; first failure: {first}")
+        by_reason: dict[str, str] = {}
+        for line in failures:
+            by_reason.setdefault(line.partition(": ")[2], line)
+        first, *others = [*by_reason.values(), "no client was asked"][: max(1, min(3, len(by_reason)))]
+        quoted = "; another: ".join([first, *others])
+        raise TooFewReplies(f"{what} had {good} good replies, min-replies asks for {least}; first failure: {quoted}")

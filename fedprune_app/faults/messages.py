@@ -97,7 +97,7 @@ def faulty_grid(
                 return
             if fault is Fault.CLOCK:
                 jump(_JUMP_SECONDS)
-            if fault is Fault.CORRUPT:
+            if fault is Fault.CORRUPT and not reply.has_error():
                 reply = testing.malformed(reply)
             elif fault is Fault.ANOTHER:
                 set_answered_id(reply, "1")  # of the first query, long answered

@@ -288,6 +288,8 @@ class _Attempt:
             checkpoints = sorted((self._folder / "checkpoints").glob("round-*.safetensors"))
             if len(checkpoints) > 1:
                 checkpoints[-1].unlink()
+                # clients that keep one version of their state have none that goes with an older checkpoint
+                self._has_lost_files |= SYSTEMS[self._schedule.system].client.versions_kept < 2
                 self._story.tell(Kind.BETWEEN, f"{checkpoints[-1].name}, the newest checkpoint, is gone")
         elif stop.later == Later.FORGOTTEN:
             client = int(stop.which * CLIENTS)
@@ -317,7 +319,7 @@ class _Attempt:
         if found.info["status"] != "completed":
             return f"a run completes: its status is {found.info['status']!r}"
         self.sha256 = found.sha256
-        if self._accepts_loss and found.info.get("losses"):
+        if self._has_lost_files and found.info.get("losses"):
             return ""
         if self._has_lost_files and (_failures(found) > _failures(whole) or found.info["clients_left_out"]):
             return ""  # a client with a damaged file answers with an error, which is recorded

@@ -86,6 +86,25 @@ def test_what_is_remembered_of_arithmetic_changes_nothing(tmp_path, monkeypatch,
     assert stories[0][0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("messages", "stops"),
+    [
+        pytest.param(0, [Stop(0.2, after=False, later=Later.FORGOTTEN, which=0.5)], id="before the first checkpoint"),
+        pytest.param(
+            1, [Stop(0.9, after=False, later=Later.FORGOTTEN, which=0.6)], id="the last round is repeated for a client"
+        ),
+        pytest.param(
+            6,
+            [Stop(0.6, after=True), Stop(0.2, after=True, later=Later.STALE)],
+            id="no state is as old as a checkpoint",
+        ),
+    ],
+)
+def test_a_language_models_clients_lose_no_layer_in_silence(simulated, messages, stops):
+    assert simulated.check(Schedule(0, "fedspallm", messages, tuple(stops))) is None
+
+
 @pytest.mark.parametrize("later", [Later.FORGOTTEN, Later.DAMAGED])
 def test_lost_files_are_told(simulated, later):
     """Each file in turn is damaged; a run is then refused, or ends as it would have, or says what is lost."""
@@ -200,7 +219,7 @@ def full_disk_ignored():
 def older_states_removed():
     """A client keeps only its newest state, which may be ahead of the server's checkpoint."""
     real = store.client_store
-    return node, "client_store", lambda states, client, run_key: real(states, client, run_key, keep=1)
+    return node, "client_store", lambda states, client, run_key, keep=3: real(states, client, run_key, 1)
 
 
 def newest_state_taken():
@@ -215,7 +234,7 @@ def newest_state_taken():
 
 
 def digests_unchecked():
-    return Payload, "digest", lambda self: "equal"
+    return Payload, "digest", lambda self: "0" * 64
 
 
 def records_unchecked():
