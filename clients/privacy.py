@@ -149,13 +149,17 @@ class ClientPrivacy:
             return None
 
     def noised_score(self, correct: int, split: str, round: int, public: Mapping[str, Tensor]) -> int:
-        """This returns a count of correct predictions, noised, rounded and charged. One example counts once."""
+        """This returns a count of correct predictions, noised, rounded and charged. One example counts once.
+
+        Simulated noise depends on the model that is tested, not on the round. A client that has lost its remembered
+        scores tests the same model again: that costs another charge, and gives the same number.
+        """
         from fedprune_app.privacy.noise import noisy_count
 
         options = self.options
         if options.count_scale == 0:
             raise ValueError("dp.count-scale is 0.0, allowed where a released count is asked for: above 0")
-        noise = self.noise(f"count {split}", round, public, "")
+        noise = self.noise(f"count {split}", 0, public, "")
         self.ledger.charge_laplace(options.count_scale, 1.0, f"correct on {split}, round {round}")
         return noisy_count(correct, options.count_scale, noise)
 

@@ -326,7 +326,7 @@ class _Attempt:
         if found.sha256 != whole.sha256:
             return "the final models are those of the run without stops"
         for name in ("rounds", "clients"):
-            rows = [self._lasting(getattr(run, name)) for run in (found, whole)]
+            rows = [lasting(getattr(run, name)) for run in (found, whole)]
             if rows[0] != rows[1]:
                 return f"{name}.jsonl is that of the run without stops"
         for key, value in whole.rounds[-1].items():
@@ -336,15 +336,6 @@ class _Attempt:
         left = [path.name for folder in self._written if folder.is_dir() for path in folder.iterdir()]
         left = [name for name in left if files.is_temporary(name)]
         return f"nothing is left over: {left[0]} is" if left else ""
-
-    def _lasting(self, rows: list[dict[str, Any]]) -> Any:
-        """Return what of recorded rows no stop may change.
-
-        A private client that lost its remembered scores measures them again, with new noise, and is charged for it.
-        """
-        if any("epsilon" in name for name in self._whole.run.rounds[-1]):
-            rows = [{name: value for name, value in row.items() if "accuracy" not in name} for row in rows]
-        return lasting(rows)
 
 
 def _failures(run: FinishedRun) -> int:
