@@ -70,6 +70,8 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
     _require_somebody(strategy, last)
     if not strategy.digests:  # killed after its last checkpoint: only the final models' digests are lacking
         _evaluated(exchanges, Round(num_rounds, sampled=(), evaluates=strategy.participation.evaluates(num_rounds)))
+        for client in sorted(strategy.participation.evaluators(num_rounds) - strategy.digests.keys()):
+            strategy.context.lose(client, "final_sha256 is without its final model, of which it did not tell")
     strategy.finish()
 
 
