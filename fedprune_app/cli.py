@@ -599,7 +599,7 @@ def simulate_faults(
     interrupted.
     The exit code is 1 if a schedule breaks a law.
     """
-    from fedprune_app.faults.campaign import campaign, check_table, write_rows
+    from fedprune_app.faults.campaign import COUNTED, Part, campaign, check_table, write_rows
 
     first, _, end = seeds.partition(":")
     if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
@@ -613,29 +613,27 @@ def simulate_faults(
         _show_schedule(system or ["subfedavg"], range(int(first), int(end)), given, report, force)
         return
     names, chosen = list(dict.fromkeys(system or ["subfedavg"])), range(int(first), int(end))
-    counts, broken = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
-    seconds = dict.fromkeys(names, 0.0)
+    done: dict[str, Part] = {}
     with Progress(*Progress.get_default_columns(), console=console, transient=True) as progress:
         task = progress.add_task("schedules", total=len(names) * len(chosen))
         for part in campaign(names, chosen, given.values, processes or len(os.sched_getaffinity(0))):
-            counts[part.system] += part.count
-            seconds[part.system] += part.seconds
-            broken[part.system] += len(part.violations)
+            done[part.system] = done[part.system] + part if part.system in done else part
             for found in part.violations:
                 _say(f" {found.schedule.system}, seed {found.schedule.seed}: {found.law}", "violation:", "red")
                 _say(f"  smallest: {found.schedule}")
                 for line in found.lines:
                     _say(f"  {line}")
-            progress.advance(task, part.count)
+            progress.advance(task, len(part.seeds))
     table = Table(box=None, pad_edge=False)
-    for column in ("system", "schedules", "processor seconds", "violations"):
-        table.add_column(column, justify="left" if column == "system" else "right")
-    for name in names:
-        table.add_row(name, f"{counts[name]:,}", f"{seconds[name]:,.0f}", f"{broken[name]:,}")
+    for column in ("system", "schedules", "processor seconds", "violations", *COUNTED):
+        table.add_column(column.replace("_", " "), justify="left" if column == "system" else "right")
+    for part in (done[name] for name in names):
+        counts = [len(part.seeds), round(part.seconds), len(part.violations), *map(part.happened.get, COUNTED.values())]
+        table.add_row(part.system, *(f"{count or 0:,}" for count in counts))
     Console(**_AS_IT_IS).print(table)
     if table_file is not None:
-        write_rows(table_file, [(name, chosen, seconds[name], broken[name]) for name in names])
-    if any(broken.values()):
+        write_rows(table_file, (done[name] for name in names))
+    if any(part.violations for part in done.values()):
         raise typer.Exit(1)
 
 

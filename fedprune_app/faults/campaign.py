@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -15,21 +16,45 @@ from fedprune_app import __version__
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.faults.schedule import SAME_MESSAGES, Schedule
 from fedprune_app.faults.simulation import Simulation, Violation
+from fedprune_app.faults.story import Kind
 from fedprune_app.files import append_lines, scratch_folder
 
 _MEMORY = Path("/dev/shm")
 _PARTS_PER_PROCESS = 40
-_HEAD = "version,system,first_seed,end_seed,processor_seconds,violations\n"
+COUNTED = {
+    "kills": Kind.STOP,
+    "full_disks": Kind.FULL,
+    "damaged_files": Kind.DAMAGED,
+    "lost_states": Kind.FORGOTTEN,
+    "stale_checkpoints": Kind.STALE,
+    "bad_messages": Kind.MESSAGE,
+}
+"""The columns of a table that count events."""
+_HEAD = ",".join(("version", "system", "first_seed", "end_seed", "processor_seconds", "violations", *COUNTED)) + "\n"
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a campaign: ``count`` schedules of a system, their processor time, and the laws that were broken."""
+    """A part of a campaign: the schedules of a system and some ``seeds``.
+
+    It has their processor time, the laws that were broken, and how often each kind of event ``happened``.
+    """
 
     system: str
-    count: int
+    seeds: range
     seconds: float
     violations: tuple[Violation, ...]
+    happened: Counter[Kind]
+
+    def __add__(self, other: Part) -> Part:
+        """Return both parts of a system as one; ``seeds`` go from the first to the last."""
+        return Part(
+            self.system,
+            range(min(self.seeds.start, other.seeds.start), max(self.seeds.stop, other.seeds.stop)),
+            self.seconds + other.seconds,
+            self.violations + other.violations,
+            self.happened + other.happened,
+        )
 
 
 def campaign(systems: Sequence[str], seeds: range, settings: Mapping[str, Scalar], workers: int = 1) -> Iterator[Part]:
@@ -62,11 +87,13 @@ def check_table(path: Path) -> None:
         raise ConfigError(f"--table is {str(path)!r}, allowed: a new file, or one that begins with {_HEAD.strip()!r}")
 
 
-def write_rows(path: Path, rows: Iterable[tuple[str, range, float, int]]) -> None:
-    """Add a line for each row: a system, its seeds, the processor time in seconds, and how many laws were broken."""
+def write_rows(path: Path, parts: Iterable[Part]) -> None:
+    """Add a line for each part: a system, its seeds, the processor time in seconds, and counts."""
     text = "" if path.exists() else _HEAD
-    for system, seeds, seconds, violations in rows:
-        text += f"{__version__},{system},{seeds.start},{seeds.stop},{seconds:.0f},{violations}\n"
+    for part in parts:
+        counts = [part.seeds.start, part.seeds.stop, round(part.seconds), len(part.violations)]
+        counts += [part.happened[kind] for kind in COUNTED.values()]
+        text += ",".join((__version__, part.system, *map(str, counts))) + "\n"
     append_lines(path, text.encode())
 
 
@@ -89,4 +116,5 @@ def _checked(system: str, seeds: range, settings: Mapping[str, Scalar]) -> Part:
             found = [simulation.check(Schedule.drawn(seed, system)) for seed in seeds]
     finally:
         torch.set_num_threads(threads)
-    return Part(system, len(seeds), time.process_time() - began, tuple(each for each in found if each))
+    violations = tuple(each for each in found if each)
+    return Part(system, seeds, time.process_time() - began, violations, simulation.happened)

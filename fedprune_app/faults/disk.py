@@ -182,7 +182,7 @@ class Disk:
             self._unsynced.discard(path)
 
     def _stop(self) -> None:
-        self.story.tell(Kind.STOP, stop_text(self.after, self.cause))
+        tell_stop(self.story, self.after, self.cause)
         if self.cause == Cause.DISK_FULL:
             self.is_full = True
             return
@@ -196,9 +196,10 @@ class Disk:
         raise Died
 
 
-def stop_text(after: bool, cause: Cause) -> str:
-    """Return in words how a process stops at the change of a file that was told last."""
-    return f"{'after' if after else 'before'} this change {cause}"
+def tell_stop(story: Story, after: bool, cause: Cause) -> None:
+    """Tell how a process stops at the change of a file that was told last."""
+    kind = Kind.FULL if cause == Cause.DISK_FULL else Kind.STOP
+    story.tell(kind, f"{'after' if after else 'before'} this change {cause}")
 
 
 class _OneByOne:

@@ -15,6 +15,7 @@ import logging
 import re
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from fedprune_app import files, plugins, testing
 from fedprune_app.config import Scalar
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.faults.arithmetic import Remembered
-from fedprune_app.faults.disk import Died, Disk, Snapshot, stop_text
+from fedprune_app.faults.disk import Died, Disk, Snapshot, tell_stop
 from fedprune_app.faults.messages import failing_grid, faulty_grid
 from fedprune_app.faults.schedule import Cause, Later, Schedule, Stop
 from fedprune_app.faults.story import Kind, Story
@@ -86,10 +87,12 @@ class _Whole:
 class Simulation:
     """A simulation runs schedules in a ``folder`` of its own; ``settings`` are keys of the runs' configuration.
 
-    Runs that are never interrupted are shared between schedules with the same messages.
+    Runs that are never interrupted are shared between schedules with the same messages. ``happened`` counts the events
+    of all schedules that were checked.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Scalar] | None = None) -> None:
+        self.happened: Counter[Kind] = Counter()
         self._folder = folder
         self._settings = settings or {}
         self._whole: dict[tuple[str, int], _Whole] = {}
@@ -99,11 +102,13 @@ class Simulation:
     def check(self, schedule: Schedule) -> Violation | None:
         """Run a schedule; return the law that it breaks, by the smallest schedule that does, or None."""
         told = self.told(schedule)
-        if not told.law:
-            return None
+        self.happened.update(event.kind for event in told.story.events)
+        return self._smallest(schedule, told) if told.law else None
+
+    def _smallest(self, schedule: Schedule, told: Told) -> Violation:
         for smaller in schedule.smaller():
-            if found := self.check(smaller):
-                return found
+            if (again := self.told(smaller)).law:
+                return self._smallest(smaller, again)
         return Violation(schedule, told.law, tuple(told.story.lines()))
 
     def told(self, schedule: Schedule) -> Told:
@@ -237,7 +242,7 @@ class _Attempt:
         before, after = self._whole.snapshots[int(stop.place * len(self._whole.snapshots))]
         snapshot = after if stop.after else before
         self._story.events += self._whole.story.events[: snapshot.events]
-        self._story.tell(Kind.STOP, stop_text(stop.after, stop.cause))
+        tell_stop(self._story, stop.after, stop.cause)
         snapshot.restore(self._folder, stop.cause)
 
     def _completes(self) -> bool:
@@ -290,13 +295,13 @@ class _Attempt:
                 checkpoints[-1].unlink()
                 # clients that keep one version of their state have none that goes with an older checkpoint
                 self._has_lost_files |= SYSTEMS[self._schedule.system].client.versions_kept < 2
-                self._story.tell(Kind.BETWEEN, f"{checkpoints[-1].name}, the newest checkpoint, is gone")
+                self._story.tell(Kind.STALE, f"{checkpoints[-1].name}, the newest checkpoint, is gone")
         elif stop.later == Later.FORGOTTEN:
             client = int(stop.which * CLIENTS)
             for path in (self._folder / "clients" / f"{client:05d}").glob("round-*"):
                 path.unlink()
                 self._has_lost_files = True
-            self._story.tell(Kind.BETWEEN, "has lost its states", client=client)
+            self._story.tell(Kind.FORGOTTEN, "has lost its states", client=client)
         elif stop.later == Later.DAMAGED:
             self._damage(stop.which)
 
@@ -310,7 +315,7 @@ class _Attempt:
         how, change = _DAMAGES[int(kind)]
         content = path.read_bytes()
         path.write_bytes(change(content, int(place * len(content))))
-        self._story.tell(Kind.BETWEEN, f"{files.without_temporary(path.relative_to(self._folder))} is damaged: {how}")
+        self._story.tell(Kind.DAMAGED, f"{files.without_temporary(path.relative_to(self._folder))} is damaged: {how}")
         self._has_lost_files = True
 
     def _difference(self) -> str:

@@ -17,9 +17,16 @@ class Kind(StrEnum):
     REPLIED = "replied"
     MESSAGE = "message"  # a message goes wrong
     DISK = "disk"  # a file changes
-    STOP = "stop"  # a process dies, or its disk is full
-    BETWEEN = "between"  # something happens to the files while no process runs
+    STOP = "stop"  # a process dies
+    FULL = "full"  # the disk of a process is full
+    DAMAGED = "damaged"  # a file, while no process runs
+    FORGOTTEN = "forgotten"  # a client's states are gone, while no process runs
+    STALE = "stale"  # the newest checkpoint is gone, while no process runs
     LAW = "law"
+
+
+STOPS = frozenset({Kind.STOP, Kind.FULL})
+BETWEEN = frozenset({Kind.DAMAGED, Kind.FORGOTTEN, Kind.STALE})
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class Story:
 
 def _told(events: Sequence[Event]) -> Iterator[Event]:
     for number, event in enumerate(events):
-        if event.kind == Kind.STOP:
+        if event.kind in STOPS:
             before = [each for each in events[:number] if each.process == event.process and each.kind == Kind.DISK]
             yield from before[-_LAST_CHANGES:]
         if event.kind not in (Kind.ASKED, Kind.REPLIED, Kind.DISK):
@@ -61,5 +68,5 @@ def _told(events: Sequence[Event]) -> Iterator[Event]:
 def _line(event: Event) -> str:
     where = f"round {event.round}: " if event.round >= 0 else ""
     who = f"client {event.client}: " if event.client >= 0 else ""
-    indent = "" if event.kind in (Kind.PROCESS, Kind.BETWEEN, Kind.LAW) else "  "
+    indent = "" if event.kind in {Kind.PROCESS, Kind.LAW, *BETWEEN} else "  "
     return f"{indent}{where}{who}{event.text}"

@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined
 from fedprune_app.faults.messages import SPOILS
 from fedprune_app.faults.schedule import Schedule
 from fedprune_app.faults.simulation import CLIENTS, Told
-from fedprune_app.faults.story import Event, Kind
+from fedprune_app.faults.story import BETWEEN, STOPS, Event, Kind
 from fedprune_app.files import replace_file
 from fedprune_app.results.ownership import check_report_file
 
@@ -93,9 +93,9 @@ def _stretches(events: Sequence[Event]) -> tuple[list[Stretch], list[str]]:
         for event in own:
             if event.text.startswith("completes"):
                 stretch.marks.append(Mark(stretch.end + 14, 30, "end", f"the run {event.text}", "✓"))
-            elif event.kind in (Kind.STOP, Kind.BETWEEN) or event.text.startswith(("ends with", "is given up")):
+            elif event.kind in STOPS | BETWEEN or event.text.startswith(("ends with", "is given up")):
                 notes.append(_note(event, own))
-                kind = "stop" if event.kind == Kind.STOP else "between" if event.kind == Kind.BETWEEN else "refused"
+                kind = "stop" if event.kind in STOPS else "between" if event.kind in BETWEEN else "refused"
                 label = str(len(notes))
                 stretch.marks.append(Mark(stretch.end + 14 + 24 * offset, 30, kind, notes[-1], label))
                 offset += 1
@@ -104,11 +104,11 @@ def _stretches(events: Sequence[Event]) -> tuple[list[Stretch], list[str]]:
 
 
 def _note(event: Event, own: Sequence[Event]) -> str:
-    if event.kind == Kind.STOP:
+    if event.kind in STOPS:
         changes = [each.text for each in own[: own.index(event)] if each.kind == Kind.DISK]
         return f"{event.text}: {changes[-1]}" if changes else event.text
     who = f"client {event.client} " if event.client >= 0 else ""
-    return f"{who}{event.text}" if event.kind == Kind.BETWEEN else f"the process {event.text}"
+    return f"{who}{event.text}" if event.kind in BETWEEN else f"the process {event.text}"
 
 
 def _client_marks(own: Sequence[Event], place: dict[int, float]) -> list[Mark]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 
@@ -17,12 +18,12 @@ from fedprune_app.config import ConfigError
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import exchange, replies, store
 from fedprune_app.faults import simulation
-from fedprune_app.faults.campaign import campaign, check_table, write_rows
+from fedprune_app.faults.campaign import Part, campaign, check_table, write_rows
 from fedprune_app.faults.disk import Died, Disk
 from fedprune_app.faults.messages import SPOILS, Fault, fault_of
 from fedprune_app.faults.schedule import Cause, Later, Schedule, Stop
 from fedprune_app.faults.simulation import Simulation, Told
-from fedprune_app.faults.story import Kind, Story
+from fedprune_app.faults.story import BETWEEN, STOPS, Kind, Story
 from fedprune_app.faults.tour import write_tour
 from fedprune_app.privacy import ledger
 from fedprune_app.registry import SYSTEMS
@@ -59,7 +60,7 @@ def test_two_stops_of_every_cause_change_nothing(simulated, cause):
     schedule = Schedule(0, "subfedavg", 0, (Stop(0.5, after=True, cause=cause), Stop(0.4, after=False, cause=cause)))
     told = simulated.told(schedule)
     assert told.law == ""
-    assert sum(event.kind == Kind.STOP for event in told.story.events) == 2
+    assert sum(event.kind in STOPS for event in told.story.events) == 2
 
 
 def test_a_seed_is_one_schedule(tmp_path):
@@ -71,7 +72,7 @@ def test_a_seed_is_one_schedule(tmp_path):
         (tmp_path / name).mkdir()
         stories.append(Simulation(tmp_path / name).told(schedule).story)
     assert stories[0].events == stories[1].events
-    assert any(event.kind == Kind.STOP for event in stories[0].events)
+    assert any(event.kind in STOPS for event in stories[0].events)
 
 
 @pytest.mark.parametrize("system", ["dispfl", "subfedavg", pytest.param("fedltp", marks=SLOW)])
@@ -123,7 +124,7 @@ def test_lost_files_are_told(simulated, later):
         schedule = Schedule(0, "ldp-fedp3", 0, (Stop(0.8, after=True, later=later, which=(number + 0.3) / 8),))
         told = simulated.told(schedule)
         assert told.law == "", told.story.lines()
-        (between,) = (event for event in told.story.events if event.kind == Kind.BETWEEN)
+        (between,) = (event for event in told.story.events if event.kind in BETWEEN)
         assert ("damaged" in between.text) == (later == Later.DAMAGED)
         endings += [event.text for event in told.story.events if event.kind == Kind.PROCESS]
     assert any(text.startswith("completes") for text in endings)
@@ -449,21 +450,25 @@ def test_a_run_without_end_is_a_violation(simulated, monkeypatch):
 
 @pytest.mark.slow
 def test_a_campaign_is_the_same_with_any_number_of_workers(monkeypatch):
+    seeds = range(23, 28)
     found = [
-        sorted((part.system, part.count, part.violations) for part in campaign(["fedavg"], range(23, 28), {}, workers))
+        sorted((part.seeds.start, part.happened, part.violations) for part in campaign(["fedavg"], seeds, {}, workers))
         for workers in (1, 2)
     ]
-    assert found[0] == found[1] == [("fedavg", 2, ()), ("fedavg", 3, ())]
+    assert found[0] == found[1]
+    assert [each[0] for each in found[0]] == [23, 25]
 
 
 def test_rows_are_added_to_a_table(tmp_path):
     path = tmp_path / "table.csv"
     for _ in range(2):
         check_table(path)
-        write_rows(path, [("fedavg", range(5, 9), 12.3, 0)])
+        parts = [Part("fedavg", range(a, a + 2), 6.2, (), Counter({Kind.STOP: 3, Kind.DAMAGED: 1})) for a in (7, 5)]
+        write_rows(path, [parts[0] + parts[1]])
     head, *rows = path.read_text().splitlines()
-    assert head == "version,system,first_seed,end_seed,processor_seconds,violations"
-    assert [row.split(",")[1:] for row in rows] == [["fedavg", "5", "9", "12", "0"]] * 2
+    counted = "kills,full_disks,damaged_files,lost_states,stale_checkpoints,bad_messages"
+    assert head == f"version,system,first_seed,end_seed,processor_seconds,violations,{counted}"
+    assert [row.partition(",")[2] for row in rows] == ["fedavg,5,9,12,0,6,0,2,0,0,0"] * 2
 
 
 @pytest.mark.parametrize("content", [None, b"other\n"])
@@ -515,7 +520,7 @@ def test_a_schedule_is_a_page(tmp_path):
     page = out.read_text()
     told = Simulation(tmp_path).told(Schedule.drawn(3, "dispfl"))
     assert page.count("<title>client ") == sum(event.kind == Kind.ASKED for event in told.story.events)
-    assert page.count('class="flag stop"') == sum(event.kind == Kind.STOP for event in told.story.events)
+    assert page.count('class="flag stop"') == sum(event.kind in STOPS for event in told.story.events)
     assert len(told.sha256) == 64
     assert f"Both have the hash <code>{told.sha256}</code>" in page
     assert "<script" not in page
