@@ -35,8 +35,8 @@ class _Undo:
 class Snapshot:
     """A snapshot is a folder at one moment, with what was not synced; all paths are absolute.
 
-    ``synced`` has by file how many bytes are on disk for certain. Files in ``unsynced`` took their place before they
-    were synced. ``events`` is how many events the story had by then.
+    ``synced`` has by file how many bytes are on disk for certain, if any are. Files in ``unsynced`` took their place
+    before they were synced. ``events`` is how many events the story had by then.
     """
 
     files: Mapping[Path, bytes]
@@ -56,10 +56,11 @@ class Snapshot:
                 elif each.path.parent in self.folders:
                     found[each.path] = each.before
         if cause == Cause.CONTENTS_LOST:
-            for path in self.unsynced & found.keys():
-                found[path] = b""
-            for path, size in self.synced.items():
-                if len(content := found.get(path, b"")) > size:  # of lines that were added, half is there
+            for path, content in found.items():
+                size = self.synced.get(path, 0)
+                if path in self.unsynced:
+                    found[path] = b""
+                elif len(content) > size:  # of lines that were added, half is there
                     found[path] = content[: size + (len(content) - size) // 2]
         return found
 
@@ -97,7 +98,11 @@ class Disk:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Let all changes below the root go through this disk until the block ends."""
+        """Let all changes below the root go through this disk until the block ends.
+
+        What is below the root before has survived, and is on disk.
+        """
+        self._synced = {path: path.stat().st_size for path in self.root.rglob("*") if path.is_file()}
         with ExitStack() as stack:
             for name in ("replace", "rename", "unlink", "fsync"):
                 real = getattr(os, name)
