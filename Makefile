@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The release of Flower: the last one whose nodes speak gRPC, at a port of their own. Others: docs/deploy.md.
 FLOWER ?= 1.39.*
 
-.PHONY: site site-serve demo test programs quick test-all record-hashes rehearsal flower-releases faults faults-sim lint fuzz format lock benchmarks clean
+.PHONY: site site-serve demo test programs quick test-all record-hashes rehearsal flower-releases faults faults-sim planted-bugs lint fuzz format lock benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/fedprune demo --out runs/demo
@@ -52,6 +52,12 @@ SYSTEMS ?= subfedavg dispfl fedp3 ldp-fedp3 fedltp
 faults-sim: $(STAMP)
 	$(BIN)/fedprune simulate-faults --seeds $(SEEDS) $(addprefix --system ,$(SYSTEMS))
 
+# After how many schedules each planted bug is found, written to docs/data/faults/planted.csv.
+planted-bugs: $(DEV_STAMP)
+	rm -f docs/data/faults/planted.csv
+	PLANTED_BUGS=docs/data/faults/planted.csv $(BIN)/python -m pytest -q -m "" tests/faults -k planted_bugs
+	$(BIN)/python benchmarks/fault_tables.py
+
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -73,8 +79,9 @@ format: $(DEV_STAMP)
 lock: $(DEV_STAMP)
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python docker/lock.py
 
+BENCHMARKS := $(filter-out benchmarks/_% benchmarks/evidence.py benchmarks/fault_tables.py,$(wildcard benchmarks/*.py))
 benchmarks: $(DEV_STAMP)
-	for script in benchmarks/[!_]*.py; do $(BIN)/python $$script || exit 1; done
+	for script in $(BENCHMARKS); do $(BIN)/python $$script || exit 1; done
 
 # torch first and exactly: a range would let the resolver take a newer build, with gigabytes of CUDA packages.
 $(BIN)/python:

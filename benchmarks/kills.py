@@ -135,7 +135,7 @@ def main() -> None:
             if given.table:
                 is_new = not given.table.exists()
                 with given.table.open("a", newline="") as file:
-                    writer = csv.DictWriter(file, _COLUMNS)
+                    writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
                     if is_new:
                         writer.writeheader()
                     writer.writerow(row)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -64,8 +66,8 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
         values = config.to_dict()
         code = {"plugins": plugins.described(values)}
         recorder.start(values, config.seed, {"headline": system.strategy.headline, "run_key": new_run_key(), **code})
-    # Flower ends on a signal, or when a SuperLink gives up the run. That may leave no time for the clauses below.
-    add_exit_handler(lambda: _close(recorder, "interrupted", "interrupted"), run_before_force_exit=True)
+    _at_work.add(recorder)
+    _close_before_exit()
     try:
         run_key, before = str(recorder.info["run_key"]), found.before if found else {}
         checkpoints = checkpoint_store(folder, run_key)
@@ -101,6 +103,23 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         _close(recorder, "failed", lines[-1])
         raise
+
+
+_at_work: WeakSet[Recorder] = WeakSet()
+
+
+@cache  # once in a process, which may run many federations
+def _close_before_exit() -> None:
+    """Let Flower close the runs of this process before it ends on a signal, or when a SuperLink gives up a run.
+
+    That may leave no time for anything else.
+    """
+
+    def close() -> None:
+        for recorder in list(_at_work):
+            _close(recorder, "interrupted", "interrupted")
+
+    add_exit_handler(close, run_before_force_exit=True)
 
 
 def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str, Any]) -> Roster:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
 import pytest
 import torch
+from flwr.supercore.exit import exit_handler
 
 import fedprune_app
+from fedprune_app import server_app
 
 QUICK = {"clients": 3, "engine": "inprocess", "progress": False}
 
@@ -150,3 +153,12 @@ def test_a_sweep_returns_its_runs_and_goes_on(tmp_path):
         fedprune_app.sweep(matrix, out=tmp_path / "s", **quick)
     with pytest.raises(fedprune_app.ConfigError, match="matrix 'in memory' has unknown entry 'system'"):
         fedprune_app.sweep({"system": "fedavg"}, out=tmp_path / "t", **quick)
+
+
+def test_a_process_that_ran_a_federation_keeps_nothing_of_it(tmp_path):
+    kept = []
+    for number in range(2):
+        fedprune_app.run(system="fedavg", num_server_rounds=1, out=tmp_path / str(number), **QUICK)
+        gc.collect()
+        kept.append((len(server_app._at_work), len(exit_handler.registered_exit_handlers)))
+    assert kept == [(0, kept[0][1])] * 2

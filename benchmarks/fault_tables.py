@@ -1,0 +1,88 @@
+"""The tables of docs/concepts/faults.md, made of the rows in docs/data/faults.
+
+    python benchmarks/fault_tables.py
+
+`fedprune simulate-faults --table`, `make planted-bugs` and `benchmarks/kills.py --table` add the rows.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+DATA, PAGE = ROOT / "docs" / "data" / "faults", ROOT / "docs" / "concepts" / "faults.md"
+COUNTS = ("kills", "full_disks", "damaged_files", "lost_states", "stale_checkpoints", "bad_messages")
+Row = dict[str, str]
+
+
+def read(name: str) -> list[Row]:
+    """The rows of a data file."""
+    with (DATA / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def seeds_in(rows: Iterable[Row]) -> int:
+    """How many seeds the rows of a system have, each counted once."""
+    return len({seed for row in rows for seed in range(int(row["first_seed"]), int(row["end_seed"]))})
+
+
+def simulated() -> str:
+    """By system: schedules, processor hours, violations, and what happened."""
+    rows = read("simulated")
+    lines = []
+    for system in dict.fromkeys(row["system"] for row in rows):
+        own = [row for row in rows if row["system"] == system]
+        counts = [sum(int(row[name]) for row in own) for name in ("violations", *COUNTS)]
+        hours = sum(int(row["processor_seconds"]) for row in own) / 3600
+        lines.append((system, f"{seeds_in(own):,}", f"{hours:.2f}", *(f"{count:,}" for count in counts)))
+    totals = [sum(float(line[k].replace(",", "")) for line in lines) for k in range(1, len(lines[0]))]
+    lines.append(("**all**", *(f"{total:,.2f}" if k == 1 else f"{total:,.0f}" for k, total in enumerate(totals))))
+    return table(
+        ("system", "schedules", "processor hours", "violations", *(name.replace("_", " ") for name in COUNTS)), lines
+    )
+
+
+def planted() -> str:
+    """Each planted bug, and after how many schedules it was found."""
+    rows = [(row["bug"].replace("_", " "), row["system"], row["law"], row["schedules"]) for row in read("planted")]
+    return table(("planted bug", "system", "law that it breaks", "schedules until found"), rows)
+
+
+def kills() -> str:
+    """By system: the kills on each engine, and how many runs ended with the same models."""
+    rows = read("kills")
+    engines = list(dict.fromkeys(row["engine"] for row in rows))
+    lines = []
+    for system in dict.fromkeys(row["system"] for row in rows):
+        own = [row for row in rows if row["system"] == system]
+        by_engine = [sum(int(row["kills"]) for row in own if row["engine"] == engine) for engine in engines]
+        runs, same = (sum(int(row[name]) for row in own) for name in ("resumed", "same_models"))
+        lines.append((system, *map(str, by_engine), str(runs), str(same)))
+    totals = [sum(int(line[k]) for line in lines) for k in range(1, len(engines) + 3)]
+    lines.append(("**all**", *map(str, totals)))
+    return table(("system", *(f"kills, {engine}" for engine in engines), "runs", "same models"), lines)
+
+
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown; columns of numbers stand on the right."""
+    rows = list(lines)
+    numbers = [all(re.fullmatch(r"[\d,.]+", row[k]) for row in rows) for k in range(len(head))]
+    rule = ["---:" if is_number else "---" for is_number in numbers]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
+
+
+def written(text: str) -> str:
+    """The page with its tables made anew: each stands between ``<!-- NAME -->`` and ``<!-- end -->``."""
+    made = {"simulated": simulated, "planted": planted, "kills": kills}
+
+    def replaced(found: re.Match[str]) -> str:
+        return f"<!-- {found[1]} -->\n\n{made[found[1]]()}\n\n<!-- end -->"
+
+    return re.sub(rf"<!-- ({'|'.join(made)}) -->.*?<!-- end -->", replaced, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text()))
