@@ -625,11 +625,12 @@ def simulate_faults(
                     _say(f"  {line}")
             progress.advance(task, len(part.seeds))
     table = Table(box=None, pad_edge=False)
-    for column in ("system", "schedules", "processor seconds", "violations", *COUNTED):
-        table.add_column(column.replace("_", " "), justify="left" if column == "system" else "right")
+    for column in ("system", "schedules", "faults", "processor seconds", "violations"):
+        table.add_column(column, justify="left" if column == "system" else "right")
     for part in (done[name] for name in names):
-        counts = [len(part.seeds), round(part.seconds), len(part.violations), *map(part.happened.get, COUNTED.values())]
-        table.add_row(part.system, *(f"{count or 0:,}" for count in counts))
+        faults = sum(part.happened[kind] for kind in COUNTED.values())
+        counts = (len(part.seeds), faults, round(part.seconds), len(part.violations))
+        table.add_row(part.system, *(f"{count:,}" for count in counts))
     Console(**_AS_IT_IS).print(table)
     if table_file is not None:
         write_rows(table_file, (done[name] for name in names))

@@ -60,8 +60,10 @@ def unseal(content: bytes, about: Mapping[str, Any]) -> memoryview:
     """Return the body that :func:`seal` wrote; every entry of ``about`` must be in the seal.
 
     Raises :class:`Unsealed` for content without a first line of that kind, and ``ValueError`` for content that is
-    damaged or about something else.
+    damaged, cut, empty or about something else.
     """
+    if _START.startswith(content[: len(_START)]) and len(content) < len(_START):
+        raise ValueError(f"it ends after {len(content)} bytes")
     if not content.startswith(_START):
         raise Unsealed("it has no digest")
     end = content.find(b"\n", 0, _MAX_LINE)
