@@ -146,7 +146,7 @@ def choose(found: Found, lost_states: LostStates, *, accept_loss: bool) -> Choic
     """Return the latest point to which nothing is missing.
 
     Where there is none, and with ``accept_loss``, the latest point that can be used at all is returned. Raises
-    :class:`ConfigError` with the first loss where there is no such point either.
+    :class:`ConfigError` with the first loss where there is no such point either; ``accept_loss`` is no help then.
     """
     reasons = list(found.damaged)
     losses = {id(point): _losses(point, lost_states) for point in found.points}
@@ -155,9 +155,9 @@ def choose(found: Found, lost_states: LostStates, *, accept_loss: bool) -> Choic
     if whole is None and found.points and not (accept_loss and usable):
         reasons += [line for point in found.points for line in losses[id(point)]]
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
+        allowed = "the file from a copy" + (", or accept-loss" if usable else "")
         raise ConfigError(
-            f"{reasons[0]}{more}: the run cannot go on to the result that it would have had, allowed: the file from a "
-            "copy, or accept-loss"
+            f"{reasons[0]}{more}: the run cannot go on to the result that it would have had, allowed: {allowed}"
         )
     chosen = whole or usable
     for point in found.points[: found.points.index(chosen)] if chosen else ():
