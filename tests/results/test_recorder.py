@@ -269,6 +269,7 @@ def test_a_package_that_is_not_installed_has_no_version(monkeypatch):
         raise recorder_module.importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(recorder_module.importlib.metadata, "version", nothing)
+    monkeypatch.setattr(recorder_module, "_versions", recorder_module._versions.__wrapped__)
     assert versions()["flwr"] is None
     assert versions()["python"] is not None
 

@@ -147,7 +147,7 @@ def fedltp(config, num_clients):
             data = client_data(data_config(config), k, num_clients)
             total[0] += correct(model, data.validation_images, data.validation_labels)
             if config.dp.enabled:
-                total[0] += laplace(config, k, t)
+                total[0] += laplace(config, k)
             total[1] += len(data.validation_labels)
         outcome.scores.append(tuple(total))
         if not asked or best is None or Fraction(*total) > best:
@@ -185,9 +185,9 @@ def shuffle(config, models, chosen, count, t):
             models[k] = free.pop(0) if count > 1 else 0
 
 
-def laplace(config, k, t):
-    """Rounded, and by the inverse of the distribution function."""
-    u = float(torch.rand(1, generator=noise_of(config, "count validation", k, t), dtype=torch.float64)) - 0.5
+def laplace(config, k):
+    """Rounded, and by the inverse of the distribution function. A count's noise does not depend on the round."""
+    u = float(torch.rand(1, generator=noise_of(config, "count validation", k, 0), dtype=torch.float64)) - 0.5
     noise = -config.dp.count_scale * math.copysign(math.log(1 - 2 * abs(u)), u)
     return round(noise)
 
