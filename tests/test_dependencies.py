@@ -6,7 +6,7 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires, version
 from pathlib import Path
@@ -60,9 +60,15 @@ def third_party() -> set[tuple[str, bool]]:
     return {(module, lazy) for module, lazy in found if module not in sys.stdlib_module_names and module not in OURS}
 
 
+@cache
+def distributions_of_modules() -> Mapping[str, list[str]]:
+    """This looks through the files of all installed packages."""
+    return packages_distributions()
+
+
 @pytest.mark.parametrize(("module", "lazy"), sorted(third_party()))
 def test_what_is_imported_is_declared(module, lazy):
-    distributions = packages_distributions().get(module)
+    distributions = distributions_of_modules().get(module)
     if not distributions:
         pytest.skip(f"{module} is not installed")
     names = {name.lower().replace("_", "-") for name in distributions}

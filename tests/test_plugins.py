@@ -77,6 +77,7 @@ def test_a_system_of_ones_own_is_the_system_that_it_says(fedprune, files):
     assert mine["config"]["plugins"] == str(files / "my_prox.py")
 
 
+@pytest.mark.slow
 def test_the_system_of_the_page_keeps_the_laws_also_on_ray(files):
     check_system("my-prox", plugins="my_prox.py", engines=["ray"])
 
@@ -117,6 +118,7 @@ def test_an_error_in_ones_own_code_is_told_with_its_place(fedprune, tmp_path, mo
     assert said in json.loads((tmp_path / "run" / "run.json").read_text())["error"]
 
 
+@pytest.mark.slow
 def test_the_test_of_the_page_passes(files):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_prox.py"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=files)
@@ -486,10 +488,11 @@ def test_a_system_that_a_node_does_not_have_is_named():
         node_settings({"system": "my-prox"}, {})
 
 
-def test_a_network_with_dropout_keeps_the_laws(tmp_path):
+@pytest.mark.parametrize("engines", [[], pytest.param(["ray"], marks=pytest.mark.slow)])
+def test_a_network_with_dropout_keeps_the_laws(tmp_path, engines):
     text = "from torch import nn\ndef net(shape, classes):\n    size = shape[0] * shape[1] * shape[2]\n"
     text += "    return nn.Sequential(nn.Flatten(), nn.Linear(size, 32), nn.Dropout(0.5), nn.Linear(32, classes))"
-    check_system("subfedavg", settings={"model": f"{write(tmp_path / 'net.py', text)}:net"}, engines=["ray"])
+    check_system("subfedavg", settings={"model": f"{write(tmp_path / 'net.py', text)}:net"}, engines=engines)
 
 
 # --- the laws catch what they are for ---------------------------------------------------------------------------------

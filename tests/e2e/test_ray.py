@@ -145,6 +145,7 @@ def test_an_interrupted_run_stops_everything_it_started_and_resumes_to_the_same_
     assert run_info(out)["final_sha256"] == run_info(whole)["final_sha256"]
 
 
+@pytest.mark.programs
 def test_ctrl_c_ends_everything_the_run_started_and_says_so(tmp_path):
     out = tmp_path / "run"
     command = [*COMMAND, "run", "num-server-rounds=500", "--clients", "4", "--workers", "1", "--out", str(out)]
