@@ -1,6 +1,7 @@
 """A schedule is run, and held to the laws that no fault may break.
 
 * A run ends with a status, within a bound of processor time; after a full disk the error says so.
+* A run takes no more than a bound of memory.
 * The final models and records are those of the run with the same bad messages that was never interrupted.
 * A bad message leaves everything as if its client had answered with an error, or as if the message had been good.
 * Where files were lost or damaged, the run may be refused with one line that names the file or the client. Damage never
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import re
+import resource
 import shutil
 import signal
 from collections import Counter
@@ -45,6 +47,10 @@ SETTINGS: Mapping[str, Scalar] = {
 }
 LIMIT_SECONDS = 120.0
 """A process of a run that takes more processor time than this does not end."""
+
+
+MOST_MEMORY_BYTES = 2 << 30
+"""The process never holds more than this, whatever comes late, twice or out of order."""
 
 
 class Unending(BaseException):
@@ -321,6 +327,8 @@ class _Attempt:
     def _difference(self) -> str:
         """Return the law that the finished run breaks, or an empty text."""
         found, whole = FinishedRun(self._folder), self._whole.run
+        if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > MOST_MEMORY_BYTES:
+            return f"a run takes no more than {MOST_MEMORY_BYTES >> 30} GiB of memory"
         if found.info["status"] != "completed":
             return f"a run completes: its status is {found.info['status']!r}"
         self.sha256 = found.sha256

@@ -39,10 +39,21 @@ def simulated(tmp_path):
     return Simulation(tmp_path)
 
 
-@pytest.mark.parametrize("system", ["subfedavg", "ldp-fedp3"])
+SAMPLE = {"subfedavg": 40, "dispfl": 25, "fedp3": 20, "ldp-fedp3": 15, "fedavg": 25, "fedspallm": 5}
+"""How many schedules of each system are tried every time; `make faults-sim` tries as many as one likes."""
+
+
+@pytest.mark.parametrize("system", SAMPLE)
 def test_faults_change_nothing(simulated, system):
-    for seed in range(22, 28):  # those below 25 have no bad messages
+    first = 25 - SAMPLE[system] // 2  # those below 25 have no bad messages
+    for seed in range(max(0, first), max(0, first) + SAMPLE[system]):
         assert simulated.check(Schedule.drawn(seed, system)) is None
+
+
+def test_a_run_that_takes_too_much_memory_is_a_violation(simulated, monkeypatch):
+    monkeypatch.setattr(simulation, "MOST_MEMORY_BYTES", 1 << 20)
+    found = simulated.check(Schedule(0, "subfedavg", 0, (Stop(0.5, after=True),)))
+    assert "of memory" in found.law
 
 
 @pytest.mark.slow
