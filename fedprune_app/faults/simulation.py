@@ -352,7 +352,7 @@ class _Attempt:
 
 
 def _failures(run: FinishedRun) -> int:
-    return sum(row["failures"] + row["evaluation_failures"] for row in run.rounds)
+    return sum(row["failures"] + (row["evaluation_failures"] or 0) for row in run.rounds)
 
 
 class _Broken(Exception):
