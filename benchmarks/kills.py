@@ -36,19 +36,21 @@ _SYSTEMS: dict[str, tuple[str, ...]] = {
     "ldp-fedp3": _PRIVATE,
     "fedltp": (*_PRIVATE, "fedltp.tickets=1", "fedltp.ticket-iterations=10", "dp.count-scale=20.0"),
     "fedavg": (),
-    "ditto": (),
+    "ditto": ("ditto.global-epochs=1", "ditto.personal-epochs=1"),
     "dpsgd-ft": ("dpsgd.neighbours=2",),
     "fedfomo": (),
     "subfedavg-hy": ("model=cnn-small-bn",),
 }
-_SETTINGS = ("num-server-rounds=8", "local-epochs=1", "fraction-train=1.0", "evaluate-every=2", "shard-size=20")
+_SETTINGS = ("num-server-rounds=8", "fraction-train=1.0", "evaluate-every=2", "shard-size=20")
 _COLUMNS = ("version", "system", "engine", "kills", "rounds_when_killed", "resumed", "same_models")
 
 
 def _started(folder: Path, system: str, engine: str) -> subprocess.Popen[bytes]:
     """Start a run, or go on with the run that is in the folder."""
     resume = ["--resume"] if (folder / "run.json").exists() else []
-    command = [sys.executable, "-m", "fedprune_app.cli", "run", f"system={system}", *_SETTINGS, *_SYSTEMS[system]]
+    epochs = () if system == "ditto" else ("local-epochs=1",)
+    settings = (f"system={system}", *_SETTINGS, *epochs, *_SYSTEMS[system])
+    command = [sys.executable, "-m", "fedprune_app.cli", "run", *settings]
     where = ["--engine", engine, "--clients", "6", "--out", str(folder), *resume]
     with (folder.parent / f"{folder.name}.log").open("ab") as log:
         return subprocess.Popen([*command, *where], stdout=log, stderr=log, start_new_session=True)
@@ -64,13 +66,18 @@ def _await(path: Path, before: int, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.005)
 
 
+def _failed(folder: Path, system: str, engine: str) -> str:
+    log = (folder.parent / f"{folder.name}.log").read_text().strip().splitlines() or [""]
+    return f"the run of {system} on {engine} failed: {log[-1]}"
+
+
 def _whole(folder: Path, system: str, engine: str) -> tuple[dict[str, Any], float]:
     """Run without a kill; return run.json, and the seconds from its first line to the end."""
     process = _started(folder, system, engine)
     _await(folder / "run.json", 0, process)
     began = time.monotonic()
     if process.wait():
-        sys.exit(f"the run of {system} on {engine} failed: see {folder}.log")
+        sys.exit(_failed(folder, system, engine))
     return json.loads((folder / "run.json").read_text()), time.monotonic() - began
 
 
@@ -87,7 +94,7 @@ def _killed(folder: Path, system: str, engine: str, seconds: float) -> int | Non
         rounds = folder / "rounds.jsonl"
         return rounds.read_bytes().count(b"\n") if rounds.exists() else 0
     if process.returncode:
-        sys.exit(f"the run of {system} on {engine} failed: see {folder}.log")
+        sys.exit(_failed(folder, system, engine))
     return None
 
 
