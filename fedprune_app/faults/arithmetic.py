@@ -27,7 +27,7 @@ from fedprune_app.privacy import dpsgd
 
 
 class Remembered:
-    """It keeps what was computed from which numbers, until :meth:`forget`."""
+    """Results of gradients and tests of models, kept by the numbers from which they were computed."""
 
     def __init__(self) -> None:
         self._found: dict[Hashable, Any] = {}
@@ -52,7 +52,7 @@ class Remembered:
         def remembered(
             form: GroupedForm, weights: Mapping[str, Tensor], leaves: Sequence[Tensor], *examples: Tensor
         ) -> tuple[Tensor, list[Tensor]]:
-            # a form stays in memory as long as the arguments of a call that are kept with its result
+            # the result is kept with its form, since a later form may have the id of one that is gone
             key = id(form), tuple(weights), len(leaves), _digest((*weights.values(), *examples))
             if key not in self._found:
                 self._found[key] = compute(form, weights, leaves, *examples), form
