@@ -1,12 +1,13 @@
 """Whole runs are killed at random moments, resumed and killed again, until they complete: are the models the same?
 
-Each run is a program of its own, ``fedprune run``, with Ray's or Flower's processes where the engine has them.
-SIGKILL ends the program and its process group; Ray's own processes see that and end. The moment is drawn from the
-time between the writing of run.json and the end of a run that nobody kills. A line of the table is one system on one
-engine, and is added as soon as it is known. Ten systems train six clients of digits for eight rounds. Times are not
-measured, so the machine may be busy.
+Each run is a program of its own, ``fedprune run``, with Ray's or Flower's processes where the engine has them, or a
+deployment of three nodes with gRPC and TLS. SIGKILL ends the program and its process group; the others see that and
+end. The moment is drawn from the time between the writing of run.json and the end of a run that nobody kills. A line
+of the table is one system on one engine, and is added as soon as it is known. Ten systems train six clients of
+digits, or three nodes, for eight rounds. Times are not measured, so the machine may be busy.
 
 Example: ``python benchmarks/kills.py --table kills.csv --kills 10``, kills for each of 30 pairs of system and engine.
+``--engines nodes`` adds deployments, of which each takes a minute.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 from fedprune_app import __version__
 
-_ENGINES = ("inprocess", "ray", "flower")
+_ENGINES = ("inprocess", "ray", "flower", "nodes")
 _PRIVATE = ("dp.enabled=true", "dp.noise-multiplier=1.0", "dp.delta=1e-3")
 _SYSTEMS: dict[str, tuple[str, ...]] = {
     "subfedavg": (),
@@ -50,10 +51,12 @@ def _started(folder: Path, system: str, engine: str) -> subprocess.Popen[bytes]:
     resume = ["--resume"] if (folder / "run.json").exists() else []
     epochs = () if system == "ditto" else ("local-epochs=1",)
     settings = (f"system={system}", *_SETTINGS, *epochs, *_SYSTEMS[system])
-    command = [sys.executable, "-m", "fedprune_app.cli", "run", *settings]
-    where = ["--engine", engine, "--clients", "6", "--out", str(folder), *resume]
+    kind, where = ["run"], ["--engine", engine, "--clients", "6"]
+    if engine == "nodes":
+        kind, where = ["deploy", "local"], ["--nodes", "3"]
+    command = [sys.executable, "-m", "fedprune_app.cli", *kind, *settings, *where, "--out", str(folder), *resume]
     with (folder.parent / f"{folder.name}.log").open("ab") as log:
-        return subprocess.Popen([*command, *where], stdout=log, stderr=log, start_new_session=True)
+        return subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
 
 def _written(path: Path) -> int:
@@ -132,7 +135,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=2, help="how many for each system and engine")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--systems", nargs="+", default=list(_SYSTEMS), choices=_SYSTEMS)
-    parser.add_argument("--engines", nargs="+", default=list(_ENGINES), choices=_ENGINES)
+    parser.add_argument("--engines", nargs="+", default=list(_ENGINES[:3]), choices=_ENGINES)
     given = parser.parse_args()
     is_same = True
     with tempfile.TemporaryDirectory(prefix="fedprune-kills-") as folder:

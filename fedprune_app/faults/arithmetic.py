@@ -53,7 +53,8 @@ class Remembered:
             form: GroupedForm, weights: Mapping[str, Tensor], leaves: Sequence[Tensor], *examples: Tensor
         ) -> tuple[Tensor, list[Tensor]]:
             # the result is kept with its form, since a later form may have the id of one that is gone
-            key = id(form), tuple(weights), len(leaves), _digest((*weights.values(), *examples))
+            trained = tuple(name for name, values in weights.items() if values.requires_grad)
+            key = id(form), tuple(weights), trained, _digest((*weights.values(), *examples))
             if key not in self._found:
                 self._found[key] = compute(form, weights, leaves, *examples), form
             found: tuple[tuple[Tensor, list[Tensor]], GroupedForm] = self._found[key]
