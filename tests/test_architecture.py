@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hatch_build import below_fedprune
+
 ROOT = Path(__file__).parents[1]
 ROOF = [
     "registry",
@@ -174,3 +176,10 @@ def test_nothing_is_unpickled():
             assert "pickle" not in imports(path), path
             assert "torch.load(" not in text, path
             assert "allow_pickle=True" not in text, path
+
+
+@pytest.mark.parametrize("package", ["fedprune_app", "strategies", "clients"])
+def test_a_wheel_can_move_every_import_below_fedprune(package):
+    """An installed wheel has ``strategies`` and ``clients`` inside of ``fedprune_app``."""
+    for path in (ROOT / package).rglob("*.py"):
+        below_fedprune(path.read_text())

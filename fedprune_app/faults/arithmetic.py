@@ -15,15 +15,12 @@ from unittest import mock
 
 from torch import Tensor, nn
 
-import clients.dispfl
-import clients.fedfomo
-import clients.fedltp
-import clients.images
-import strategies.tickets
+from clients import dispfl, fedfomo, fedltp, images
 from fedprune_app.learning import work
 from fedprune_app.learning.evaluate import dense_gradient, evaluate
 from fedprune_app.learning.grouped import GroupedForm
 from fedprune_app.privacy import dpsgd
+from strategies import tickets
 
 
 class Remembered:
@@ -41,8 +38,8 @@ class Remembered:
         """Let gradients and tests of models be looked up here until the block ends."""
         with ExitStack() as on:
             on.enter_context(mock.patch.object(work, "grouped_gradients", self._gradients(work.grouped_gradients)))
-            on.enter_context(mock.patch.object(clients.dispfl, "dense_gradient", self._of_model(dense_gradient)))
-            for module in (clients.images, clients.fedltp, clients.fedfomo, strategies.tickets):
+            on.enter_context(mock.patch.object(dispfl, "dense_gradient", self._of_model(dense_gradient)))
+            for module in (images, fedltp, fedfomo, tickets):
                 on.enter_context(mock.patch.object(module, "evaluate", self._of_model(evaluate)))
             methods = {name: self._clipped_sums(method) for name, method in dpsgd.METHODS.items()}
             on.enter_context(mock.patch.dict(dpsgd.METHODS, methods))
