@@ -69,7 +69,7 @@ def copied(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     for name, value in vars(module).items():
         if name == "_modules":
             new.__dict__[name] = {key: None if part is None else copied(part, memo) for key, part in value.items()}
-        elif not value and type(value) in _CONTAINERS:
+        elif type(value) in _CONTAINERS and not value:
             new.__dict__[name] = memo.setdefault(id(value), type(value)())
         else:
             new.__dict__[name] = copy.deepcopy(value, memo)

@@ -67,10 +67,13 @@ def test_a_copy_keeps_what_is_one_thing_in_two_places():
     model.append(model[0])
     model.tied = nn.ParameterList([model[0].weight])
     model.notes = model.same_notes = []
+    model.scale = torch.ones(3)
     model[0].register_forward_hook(lambda *_: None)
     new = copied(model)
     assert new[3] is new[0] is not model[0]
     assert new.tied[0] is new[0].weight is not model[0].weight
     assert new.notes is new.same_notes is not model.notes
+    assert new.scale is not model.scale
+    assert torch.equal(new.scale, model.scale)
     assert len(new[0]._forward_hooks) == 1
     assert new[2].out_features == 5
