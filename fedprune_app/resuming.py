@@ -88,7 +88,7 @@ def find(folder: Path, before: Mapping[str, Any], config: Config) -> Found:
         asked = config.num_server_rounds
         raise ConfigError(f"num-server-rounds is {asked}, allowed when resuming: at least {points[0].round}")
     if not points:
-        points = list(strategy.resume_points(folder, run_key, 0, None, config))
+        points = list(strategy.points_before_checkpoints(folder, run_key))
     ends = bool(points) and points[0].round == config.num_server_rounds and before["status"] == "completed"
     spoilt = _spoilt_results(folder, before) if ends else []
     is_complete = ends and not (spoilt or damaged or points[0].lost)

@@ -160,14 +160,15 @@ class FederatedStrategy(StreamedStrategy):
 
     @classmethod
     def resume_points(
-        cls, folder: Path, run_key: str, round: int, meta: Mapping[str, Any] | None, config: Config
+        cls, folder: Path, run_key: str, round: int, meta: Mapping[str, Any], config: Config
     ) -> Iterator[ResumePoint]:
-        """Yield the points from which a run can go on by the checkpoint of ``round`` and its ``meta``, latest first.
+        """Yield the points from which a run can go on by the checkpoint of ``round`` and its ``meta``, latest first."""
+        yield ResumePoint(round, state_rounds_of(meta))
 
-        A run without a checkpoint has ``round`` 0 and no ``meta``. It begins anew where there is no point.
-        """
-        if meta is not None:
-            yield ResumePoint(round, state_rounds_of(meta))
+    @classmethod
+    def points_before_checkpoints(cls, folder: Path, run_key: str) -> Iterator[ResumePoint]:
+        """Yield the points of a run without a checkpoint, latest first. Where there is none the run begins anew."""
+        yield from ()
 
     def go_on_from(self, point: ResumePoint) -> None:
         """Drop what the run folder has of a later time than ``point``, one of :meth:`resume_points`."""

@@ -191,10 +191,12 @@ class FedSpaLLM(FederatedStrategy):
 
     def _require_renewed(self) -> None:
         """Record a loss for each client that had lost its state, and of which this round had no reply for a layer."""
-        for client, layers in self._renewed.items() if self.options.merge != "hessians" else ():
-            if missing := sorted(self._pruners.keys() - layers):
-                self.context.lose(client, f"its state was lost, and it did not prune decoder layer {missing[0]} anew")
-        self._renewed = {}
+        renewed, self._renewed = self._renewed, {}
+        if self.options.merge == "hessians":  # clients prune nothing, and are sent the layers that they lack
+            return
+        for client, layers in renewed.items():
+            if missing := self._pruners.keys() - layers:
+                self.context.lose(client, f"its state was lost, and it did not prune decoder layer {min(missing)} anew")
 
     def _recover(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
         """Clients train the kept weights of the whole model, and the server averages them: one exchange."""
@@ -498,12 +500,26 @@ class FedSpaLLM(FederatedStrategy):
 
     @classmethod
     def resume_points(
-        cls, folder: Path, run_key: str, round: int, meta: Mapping[str, Any] | None, config: Config
+        cls, folder: Path, run_key: str, round: int, meta: Mapping[str, Any], config: Config
     ) -> Iterator[ResumePoint]:
         """Yield the points after the finished layers of the next round, and the one after the round itself.
 
         Where everybody prunes all layers in every round, the next round makes anew what clients keep.
         """
+        yield from cls._points_after_layers(folder, run_key, round)
+        rounds, lost = state_rounds_of(meta), [*lost_layers(meta["versions"], layer_files(folder, run_key)[0])]
+        yield ResumePoint(round, rounds, tuple(lost), not lost)
+        if meta["renewed"] and round < config.num_server_rounds:
+            yield ResumePoint(round, rounds, tuple(lost), not lost, renews=True)
+
+    @classmethod
+    def points_before_checkpoints(cls, folder: Path, run_key: str) -> Iterator[ResumePoint]:
+        yield from cls._points_after_layers(folder, run_key, 0)
+        yield ResumePoint(0, {})
+
+    @staticmethod
+    def _points_after_layers(folder: Path, run_key: str, round: int) -> Iterator[ResumePoint]:
+        """Yield the points after the finished layers of the round that follows ``round``, latest first."""
         (layers, pending), progress = layer_files(folder, run_key), _progress_in(folder, run_key)
         for step in reversed(progress.rounds()):
             try:
@@ -517,13 +533,6 @@ class FedSpaLLM(FederatedStrategy):
                 waiting = {layer: round + 1 for layer, row in found["by-layer"].items() if "weights" in row}
                 lost += lost_layers(waiting, pending) if found["waits"] else ()
                 yield ResumePoint(round, state_rounds_of(state), tuple(lost), not lost, step)
-        if meta is None:
-            yield ResumePoint(0, {})
-            return
-        rounds, lost = state_rounds_of(meta), [*lost_layers(meta["versions"], layers)]
-        yield ResumePoint(round, rounds, tuple(lost), not lost)
-        if meta["renewed"] and round < config.num_server_rounds:
-            yield ResumePoint(round, rounds, tuple(lost), not lost, renews=True)
 
     def go_on_from(self, point: ResumePoint) -> None:
         self._renewed = {client: set() for client in self.state_rounds.keys() - point.state_rounds.keys()}

@@ -88,10 +88,8 @@ class Relay(FederatedStrategy):
 
     @classmethod
     def resume_points(
-        cls, folder: Path, run_key: str, round: int, meta: Mapping[str, Any] | None, config: Config
+        cls, folder: Path, run_key: str, round: int, meta: Mapping[str, Any], config: Config
     ) -> Iterator[ResumePoint]:
-        if meta is None:
-            return
         rounds = state_rounds_of(meta)
         yield ResumePoint(round, rounds, tuple(cls._store(folder, run_key).lost(rounds)))
 
