@@ -12,9 +12,10 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from fedprune_app.faults.campaign import COUNTED
+
 ROOT = Path(__file__).parents[1]
 DATA, PAGE = ROOT / "docs" / "data" / "faults", ROOT / "docs" / "concepts" / "faults.md"
-COUNTS = ("kills", "full_disks", "damaged_files", "lost_states", "stale_checkpoints", "bad_messages")
 Row = dict[str, str]
 
 
@@ -35,12 +36,12 @@ def simulated() -> str:
     lines = []
     for system in dict.fromkeys(row["system"] for row in rows):
         own = [row for row in rows if row["system"] == system]
-        counts = [sum(int(row[name]) for row in own) for name in ("violations", *COUNTS)]
+        counts = [sum(int(row[name]) for row in own) for name in ("violations", *COUNTED)]
         hours = sum(int(row["processor_seconds"]) for row in own) / 3600
         lines.append((system, f"{seeds_in(own):,}", f"{hours:.2f}", *(f"{count:,}" for count in counts)))
     totals = [sum(float(line[k].replace(",", "")) for line in lines) for k in range(1, len(lines[0]))]
     lines.append(("**all**", *(f"{total:,.2f}" if k == 1 else f"{total:,.0f}" for k, total in enumerate(totals))))
-    counted = (name.replace("_", " ") for name in COUNTS)
+    counted = (name.replace("_", " ") for name in COUNTED)
     return table(("system", "schedules", "processor hours", "violations, mended", *counted), lines)
 
 

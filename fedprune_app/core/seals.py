@@ -62,7 +62,7 @@ def unseal(content: bytes, about: Mapping[str, Any]) -> memoryview:
     Raises :class:`Unsealed` for content without a first line of that kind, and ``ValueError`` for content that is
     damaged, cut, empty or about something else.
     """
-    if _START.startswith(content[: len(_START)]) and len(content) < len(_START):
+    if len(content) < len(_START) and _START.startswith(content):
         raise ValueError(f"it ends after {len(content)} bytes")
     if not content.startswith(_START):
         raise Unsealed("it has no digest")

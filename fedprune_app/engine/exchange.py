@@ -187,6 +187,5 @@ def require(good: int, least: int, what: str, failures: Iterable[str]) -> None:
         by_reason: dict[str, str] = {}
         for line in failures:
             by_reason.setdefault(line.partition(": ")[2], line)
-        first, *others = [*by_reason.values(), "no client was asked"][: max(1, min(3, len(by_reason)))]
-        quoted = "; another: ".join([first, *others])
+        quoted = "; another: ".join([*by_reason.values()][:3] or ["no client was asked"])
         raise TooFewReplies(f"{what} had {good} good replies, min-replies asks for {least}; first failure: {quoted}")

@@ -33,6 +33,11 @@ class Remembered:
         """Drop all results."""
         self._found.clear()
 
+    def _once(self, key: Hashable, compute: Callable[[], Any]) -> Any:
+        if key not in self._found:
+            self._found[key] = compute()
+        return self._found[key]
+
     @contextmanager
     def used(self) -> Iterator[None]:
         """Let gradients and tests of models be looked up here until the block ends."""
@@ -52,9 +57,8 @@ class Remembered:
             # the result is kept with its form, since a later form may have the id of one that is gone
             trained = tuple(name for name, values in weights.items() if values.requires_grad)
             key = id(form), tuple(weights), trained, _digest((*weights.values(), *examples))
-            if key not in self._found:
-                self._found[key] = compute(form, weights, leaves, *examples), form
-            found: tuple[tuple[Tensor, list[Tensor]], GroupedForm] = self._found[key]
+            found: tuple[tuple[Tensor, list[Tensor]], GroupedForm]
+            found = self._once(key, lambda: (compute(form, weights, leaves, *examples), form))
             return found[0]
 
         return remembered
@@ -62,9 +66,7 @@ class Remembered:
     def _of_model(self, compute: Callable[..., Any]) -> Callable[..., Any]:
         def remembered(model: nn.Module, *examples: Tensor, **more: Any) -> Any:
             key = compute.__name__, *_key(model), tuple(more.items()), _digest(examples)
-            if key not in self._found:
-                self._found[key] = compute(model, *examples, **more)
-            return self._found[key]
+            return self._once(key, lambda: compute(model, *examples, **more))
 
         return remembered
 
@@ -80,9 +82,7 @@ class Remembered:
                         return compute(*examples, **part)  # type: ignore[no-any-return]
                     numbers = _digest((*masks.values(), *examples))
                     key = id(method), clip_norm, *_key(model), tuple(trained), tuple(masks), numbers
-                    if key not in self._found:
-                        self._found[key] = compute(*examples)
-                    return self._found[key]  # type: ignore[no-any-return]
+                    return self._once(key, lambda: compute(*examples))  # type: ignore[no-any-return]
 
                 yield remembered
 

@@ -339,8 +339,7 @@ class _Attempt:
         if found.sha256 != whole.sha256:
             return "the final models are those of the run without stops"
         for name in ("rounds", "clients"):
-            rows = [lasting(getattr(run, name)) for run in (found, whole)]
-            if rows[0] != rows[1]:
+            if lasting(getattr(found, name)) != lasting(getattr(whole, name)):
                 return f"{name}.jsonl is that of the run without stops"
         for key, value in whole.rounds[-1].items():
             if "epsilon" in key and isinstance(value, float) and not found.rounds[-1][key] >= value:
