@@ -11,13 +11,13 @@ client of the same seed, with a paired bootstrap over all pairs, and seed by see
 from __future__ import annotations
 
 import argparse
-import csv
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from _rows import append_rows, read_rows, with_tables
 
 from fedprune_app.config import DEFAULTS, OPTIONS
 from fedprune_app.results.differences import Difference, Paired, difference
@@ -156,23 +156,12 @@ def add(name: str, folders: Iterable[Path]) -> int:
 
 
 def _append(name: str, rows: Sequence[Row]) -> None:
-    path = DATA / f"{name}.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
+    append_rows(DATA / f"{name}.csv", rows)
 
 
 def read(name: str) -> list[Row]:
     """The rows of a data file, none where there is no file."""
-    path = DATA / f"{name}.csv"
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read_rows(DATA / f"{name}.csv")
 
 
 # --- from rows to the page ------------------------------------------------------------------------------------------
@@ -260,14 +249,12 @@ def runs_table(name: str) -> str:
 
 
 def written(text: str) -> str:
-    """The page with its tables made anew: each stands between ``<!-- NAME -->`` and ``<!-- end -->``."""
+    """The page with its tables made anew."""
 
-    def table(found: re.Match[str]) -> str:
-        name = found[1]
-        made = claims_table() if name == "claims" else runs_table(name.removeprefix("runs "))
-        return f"<!-- {name} -->\n\n{made}\n\n<!-- end -->"
+    def made(name: str) -> str:
+        return claims_table() if name == "claims" else runs_table(name.removeprefix("runs "))
 
-    return re.sub(r"<!-- (claims|runs [\w-]+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
+    return with_tables(text, r"claims|runs [\w-]+", made)
 
 
 def main() -> None:

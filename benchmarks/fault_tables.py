@@ -7,10 +7,11 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+from _rows import read_rows, with_tables
 
 from fedprune_app.faults.campaign import COUNTED
 
@@ -21,8 +22,7 @@ Row = dict[str, str]
 
 def read(name: str) -> list[Row]:
     """The rows of a data file."""
-    with (DATA / f"{name}.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read_rows(DATA / f"{name}.csv")
 
 
 def seeds_in(rows: Iterable[Row]) -> int:
@@ -75,13 +75,9 @@ def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def written(text: str) -> str:
-    """The page with its tables made anew: each stands between ``<!-- NAME -->`` and ``<!-- end -->``."""
+    """The page with its tables made anew."""
     made = {"simulated": simulated, "planted": planted, "kills": kills}
-
-    def replaced(found: re.Match[str]) -> str:
-        return f"<!-- {found[1]} -->\n\n{made[found[1]]()}\n\n<!-- end -->"
-
-    return re.sub(rf"<!-- ({'|'.join(made)}) -->.*?<!-- end -->", replaced, text, flags=re.DOTALL)
+    return with_tables(text, "|".join(made), lambda name: made[name]())
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ Example: ``python benchmarks/kills.py --table kills.csv --kills 10``, kills for 
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import os
 import random
@@ -25,6 +24,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from _rows import append_rows
 
 from fedprune_app import __version__
 
@@ -43,7 +44,6 @@ _SYSTEMS: dict[str, tuple[str, ...]] = {
     "subfedavg-hy": ("model=cnn-small-bn",),
 }
 _SETTINGS = ("num-server-rounds=8", "fraction-train=1.0", "evaluate-every=2", "shard-size=20")
-_COLUMNS = ("version", "system", "engine", "kills", "rounds_when_killed", "resumed", "same_models")
 
 
 def _started(folder: Path, system: str, engine: str) -> subprocess.Popen[bytes]:
@@ -140,15 +140,10 @@ def main() -> None:
     is_same = True
     with tempfile.TemporaryDirectory(prefix="fedprune-kills-") as folder:
         for row in _pairs(Path(folder), given.kills, given.seed, given.systems, given.engines):
-            print(*(f"{row[name]}" for name in _COLUMNS[1:]), sep="  ", flush=True)
+            print(*list(row.values())[1:], sep="  ", flush=True)
             is_same &= row["same_models"] == row["resumed"]
             if given.table:
-                is_new = not given.table.exists()
-                with given.table.open("a", newline="") as file:
-                    writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
-                    if is_new:
-                        writer.writeheader()
-                    writer.writerow(row)
+                append_rows(given.table, [row])
     sys.exit(0 if is_same else 1)
 
 

@@ -8,10 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
-
-from jinja2 import Environment, StrictUndefined
 
 from fedprune_app.faults.messages import SPOILS
 from fedprune_app.faults.schedule import Schedule
@@ -19,6 +16,7 @@ from fedprune_app.faults.simulation import CLIENTS, Told
 from fedprune_app.faults.story import BETWEEN, STOPS, Event, Kind
 from fedprune_app.files import replace_file
 from fedprune_app.results.ownership import check_report_file
+from fedprune_app.results.pages import filled
 
 _LEFT, _TOP, _COLUMN, _GAP, _LANE = 96, 64, 92, 84, 52  # pixels of the picture
 _CHECKPOINT = re.compile(r"replace checkpoints/round-(\d+)\.safetensors")
@@ -54,11 +52,11 @@ def write_tour(schedule: Schedule, told: Told, out: Path, *, force: bool = False
     """
     if not force:
         check_report_file(out)
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = resources.files(__package__).joinpath("tour.html").read_text(encoding="utf-8")
     stretches, notes = _stretches(told.story.events)
     lanes = [(_lane(client), f"client {client}") for client in range(CLIENTS)] + [(_lane(CLIENTS), "checkpoints")]
-    page = environment.from_string(template).render(
+    page = filled(
+        __package__,
+        "tour.html",
         schedule=schedule,
         told=told,
         stretches=stretches,

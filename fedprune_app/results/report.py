@@ -9,11 +9,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from fedprune_app.files import replace_file
@@ -22,6 +20,7 @@ from fedprune_app.results.differences import difference_rows
 from fedprune_app.results.figures import figures
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.ownership import check_report_file
+from fedprune_app.results.pages import filled
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import (
     NOT_MEASURED,
@@ -107,10 +106,9 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
     groups = group_runs(runs)
     series = appearance(groups)
     drawn = figures(groups)
-    # Autoescaping covers every value; JSON goes through tojson, which keeps '<' out of script elements.
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = resources.files(__package__).joinpath("templates/report.html").read_text(encoding="utf-8")
-    return environment.from_string(template).render(
+    return filled(
+        __package__,
+        "templates/report.html",
         title=_title(runs),
         refresh_seconds=refresh_seconds,
         facts=_facts(runs),

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 import fedprune_app
 from fedprune_app.config import OPTIONS
 from fedprune_app.results.differences import Difference
+from tests.docs.scripts import script
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "evidence.py"
-SPEC = importlib.util.spec_from_file_location("evidence", SCRIPT)
-evidence = importlib.util.module_from_spec(SPEC)
-sys.modules["evidence"] = evidence  # where dataclasses look for the module of a class
-SPEC.loader.exec_module(evidence)
+evidence = script("evidence")
 CLAIMS, PAGE, Claim = evidence.CLAIMS, evidence.PAGE, evidence.Claim
 chosen, verdict, written = evidence.chosen, evidence.verdict, evidence.written
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
+from tests.docs.scripts import script
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "fault_tables.py"
-SPEC = importlib.util.spec_from_file_location("fault_tables", SCRIPT)
-fault_tables = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(fault_tables)
+fault_tables = script("fault_tables")
 
 
 def test_the_tables_of_the_page_are_those_of_the_data():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from collections import Counter
 from contextlib import contextmanager, nullcontext
@@ -30,6 +29,7 @@ from fedprune_app.privacy import ledger
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results import reader, recorder
 from strategies import base
+from tests.docs.scripts import script
 
 SLOW = pytest.mark.slow
 
@@ -319,15 +319,6 @@ def seeds_until_found(simulated, system, most=1000):
     raise AssertionError(f"{most} schedules do not find the bug")
 
 
-def append_row(path, row):
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, list(row), lineterminator="\n")
-        if is_new:
-            writer.writeheader()
-        writer.writerow(row)
-
-
 @pytest.mark.parametrize("bug", [pytest.param(bug, marks=[] if bug in QUICKLY_FOUND else SLOW) for bug in BUGS])
 def test_planted_bugs_are_found(simulated, monkeypatch, bug):
     monkeypatch.setattr(*bug())
@@ -335,7 +326,8 @@ def test_planted_bugs_are_found(simulated, monkeypatch, bug):
     assert violation.lines[-1] == f"broken: {violation.law}"
     if table := os.environ.get("PLANTED_BUGS"):
         law = violation.law.partition(":")[0]
-        append_row(Path(table), {"bug": bug.__name__, "system": BUGS[bug], "schedules": count, "law": law})
+        row = {"bug": bug.__name__, "system": BUGS[bug], "schedules": count, "law": law}
+        script("_rows").append_rows(Path(table), [row])
 
 
 # --- the disk -----------------------------------------------------------------------------------------------------

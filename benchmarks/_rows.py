@@ -1,0 +1,40 @@
+"""Rows of data are kept in CSV files, and shown as tables between the marks of a page."""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """The rows of a data file, none where there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def append_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Add rows of the same columns to a data file, which begins with their names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def with_tables(text: str, names: str, made: Callable[[str], str]) -> str:
+    """A page with its tables ``made`` anew: each stands between ``<!-- NAME -->`` and ``<!-- end -->``.
+
+    ``names`` is a pattern of the tables' names.
+    """
+
+    def table(found: re.Match[str]) -> str:
+        return f"<!-- {found[1]} -->\n\n{made(found[1])}\n\n<!-- end -->"
+
+    return re.sub(rf"<!-- ({names}) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
