@@ -17,10 +17,12 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from clients import private_text
-from clients.node import Node, Place, never_private
+from clients.budgeted import BudgetedNode
+from clients.node import Place
+from clients.privacy import ClientPrivacy
 from clients.reply_fields import ReplyFields
 from clients.task import Task
 from fedprune_app.config import Config
@@ -34,7 +36,7 @@ from fedprune_app.engine.store import State, owner
 from fedprune_app.engine.wire import Schema
 from fedprune_app.models.checkpoints import resolve_checkpoint
 from fedprune_app.models.embedded import embedded_folder
-from fedprune_app.models.layer_pruning import Pruner, input_hessians, prune_layer
+from fedprune_app.models.layer_pruning import Pruner, input_hessians, input_moments, prune_layer, same_inputs
 from fedprune_app.models.llm import LanguageModel, LayerTensors, Perplexity, open_model
 from fedprune_app.models.llm import perplexities as measured_perplexities
 from fedprune_app.models.recovery import Schedule, recovered
@@ -110,17 +112,42 @@ class LayerUpdate:
     metrics: Mapping[str, Any]
 
 
-class FedSpaLLMClient(Node[LayerUpdate]):
+def noise_multiplier(config: Config, num_releases: int) -> float:
+    """This returns the noise multiplier of clients that make so many releases in a round, 0 without ``dp.enabled``."""
+    options = config.dp
+    if not options.enabled or options.noise_multiplier:
+        return options.noise_multiplier if options.enabled else 0.0
+    from fedprune_app.privacy.accounting import noise_for
+
+    steps = (options.planned_rounds or config.num_server_rounds) * num_releases
+    return noise_for(options.target_epsilon, options.delta, 1.0, steps, options.accountant)
+
+
+class SegmentPrivacy(ClientPrivacy):
+    """An example is a calibration segment, all of which are in each release; an "epoch" is one release."""
+
+    @staticmethod
+    def sampling(config: Config, num_examples: int) -> tuple[float, int]:
+        return 1.0, 1
+
+    def require_next(self, releases: int) -> None:
+        """This says how many releases the next answer is the first of, all of which the budget has to bear."""
+        self.round_cost = dict(self.steps(releases))
+
+
+class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
     """The state holds ``hidden``, the hidden states before layer ``next`` of round ``of-round``.
 
     By layer it also says the step that ``pruned`` the layer last, and how many weights that ``removed``.
     """
 
     versions_kept = 1  # hidden states are large, and can be computed again
+    privacy_kind = SegmentPrivacy
     declares: ClassVar = ReplyFields(
         introduction=frozenset({"documents", "shell-digest", "layer-digests"}),
         training=frozenset({"density", "relative-error", "recovery-loss"}),
         evaluation=frozenset({"digest", "density", "pruned-layers", "perplexity/", "windows", "windows-in-text"}),
+        withheld_when_private=frozenset({"documents", "relative-error", "recovery-loss"}),
     )
 
     def __init__(self, config: Config, place: Place) -> None:
@@ -130,10 +157,40 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         self.layers = LayerFiles(
             self.store.folder / "layers", owner(f"layer of client {self.client_id}", place.run_key)
         )
+        self.open_privacy()
+
+    # --- privacy ------------------------------------------------------------------------------------------------
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
-        return never_private(config, "masks and weights are chosen by the raw text")
+        """All that leaves is a noised sum for each layer and distinct input, which follows from what was released."""
+        options = config.fedspallm
+        if options.merge != "hessians":
+            allowed = "hessians, since masks and weights are chosen by the raw text"
+            return f"fedspallm.merge is {options.merge!r}, allowed with dp.enabled: {allowed}"
+        if options.recovery_rounds:
+            return f"fedspallm.recovery-rounds is {options.recovery_rounds}, allowed with dp.enabled: 0"
+        if options.hessian_bits != 32:
+            return f"fedspallm.hessian-bits is {options.hessian_bits}, allowed with dp.enabled: 32"
+        if config.dp.clip_norm > 1:
+            return f"dp.clip-norm is {config.dp.clip_norm}, allowed with system 'fedspallm': above 0 and at most 1"
+        return ""
+
+    @cached_property
+    def releases_by_layer(self) -> int:
+        """This is how many distinct inputs the matrices of a layer have."""
+        return len(same_inputs(self.model))
+
+    def round_epochs(self) -> int:
+        """This is how many sums a client releases in a round, if it takes part in all layers."""
+        return self.model.num_layers * self.releases_by_layer
+
+    def record_digests(self) -> list[bytes]:
+        """A record of the client's own data is a document, however segments are cut; else it is a segment dealt."""
+        if self.own_text:
+            documents, test = self.own_text
+            return [hashlib.sha256(text.encode()).digest() for text in [*(each.text for each in documents), test]]
+        return [hashlib.sha256(each.numpy().tobytes()).digest() for each in self.segments()[0]]
 
     @property
     def num_examples(self) -> int:
@@ -221,9 +278,38 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         meta = self._received_layers(task, state)
         hidden = self.hidden_states_before(layer, State(state.tensors, meta), of_round)
         module = self.model.layer(layer, self.model.layer_tensors(layer))
-        found = input_hessians(self.model, layer, module, hidden, self.config.batch_size)
         meta |= {"of-round": of_round, "next": layer}
-        return LayerUpdate(Payload(self._encoded(found)), State({"hidden": hidden}, meta), {})
+        kept = State({"hidden": hidden}, meta)
+        if self.privacy is not None:
+            return LayerUpdate(self._private_moments(self.privacy, layer, module, kept, task.round), kept, {})
+        found = input_hessians(self.model, layer, module, hidden, self.config.batch_size)
+        return LayerUpdate(Payload(self._encoded(found)), kept, {})
+
+    def _private_moments(
+        self, privacy: ClientPrivacy, layer: int, module: nn.Module, state: State, round: int
+    ) -> Payload:
+        """This returns means of clipped second moments over the segments, noised and charged, in place of Hessians.
+
+        ``state`` has the hidden states that enter the layer. One segment changes a sum by at most ``dp.clip-norm`` in
+        the Frobenius norm.
+        """
+        from fedprune_app.privacy.noise import noised
+
+        clip_norm = self.config.dp.clip_norm
+        hidden, size = state.tensors["hidden"], self.config.batch_size
+        found = input_moments(self.model, layer, module, hidden, size, clip_norm)
+        before = [self.own_layer(each, state).digest() for each in range(layer)]  # the release follows from these
+        settings = f"{privacy.noise_multiplier} {clip_norm} {size} {' '.join(before)}"
+        noise = privacy.noise(f"second moments of layer {layer}", round, {}, settings)
+        tensors = {}
+        for name, total in found.items():
+            vector = hessians.isometric(hessians.packed_upper(total.double()), len(total))
+            draws = noise.gaussian(len(vector))
+            vector = noised(vector, draws, privacy.noise_multiplier * clip_norm)
+            mean = hessians.from_isometric(vector, len(total)) / self.num_examples
+            tensors[hessians.HESSIAN + name] = mean.float()
+        privacy.charge_steps(len(found), f"second moments of decoder layer {layer}")
+        return Payload(tensors)
 
     def recovered(self, task: Task, state: State) -> LayerUpdate:
         """This trains the kept weights of the server's layers; the update has these weights alone, in a mask's order.
@@ -278,7 +364,17 @@ class FedSpaLLMClient(Node[LayerUpdate]):
             hidden = self.model.pass_through(module, hidden, self.config.batch_size)
         return hidden
 
+    def answer_training(self, task: Task) -> tuple[Payload, dict[str, Any]]:
+        """Answer as every client does; a budget has to bear all layers from this one on, or the client declines."""
+        if isinstance(self.privacy, SegmentPrivacy):
+            self.privacy.require_next((self.model.num_layers - int(task.fields["layer"])) * self.releases_by_layer)
+        return super().answer_training(task)
+
     def report(self, task: Task, update: LayerUpdate) -> dict[str, Any]:
+        if isinstance(self.privacy, SegmentPrivacy):
+            left = self.model.num_layers - 1 - int(task.fields["layer"])
+            self.privacy.require_next((left or self.model.num_layers) * self.releases_by_layer)
+            return {"density": self.density(update.state), **self.privacy.report(task.round)}
         if not all(bool(hidden.isfinite().all()) for hidden in update.state.tensors.values()):
             raise ValueError(f"hidden states after decoder layer {task.fields['layer']} are not finite")
         return {"density": self.density(update.state)}
@@ -309,7 +405,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
             windows_of(self.model.encode(self.own_text[1]), length)  # better now than after all pruning
         return {
             **super().introduction(),
-            "documents": [] if self.own_text else documents[:32],
+            **({} if self.config.dp.enabled else {"documents": [] if self.own_text else documents[:32]}),
             "shell-digest": self.model.shell_digest(),
             "layer-digests": [self.model.layer_digest(layer) for layer in range(self.model.num_layers)],
         }
@@ -329,6 +425,9 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         told: dict[str, Any] = {"digest": total.hexdigest(), "density": self.density(state)}
         told["pruned-layers"] = len(state.meta.get("pruned", {}))
         text = self.own_text[1] if self.own_text else None
+        if self.privacy is not None:
+            told |= self.privacy.report(task.round)
+            text = text if self.config.dp.accuracies == "open" else None
         if self.options.merge == "hessians" and text is None:  # the model is the server's, who measures that
             return self.num_examples, told
         found_in = perplexities(self.config, self.model, lambda i: self.own_layer(i, state).tensors, text)

@@ -62,8 +62,7 @@ class ClientPrivacy:
         self.options = options = config.dp
         self.seed = config.seed
         self.client_id = client_id
-        self.sample_rate = min(1.0, config.batch_size / num_examples)
-        self.steps_per_epoch = config.steps_per_epoch or math.ceil(num_examples / config.batch_size)
+        self.sample_rate, self.steps_per_epoch = self.sampling(config, num_examples)
         self.noise_multiplier = options.noise_multiplier
         if options.target_epsilon:
             steps = plan.epochs * self.steps_per_epoch
@@ -81,6 +80,12 @@ class ClientPrivacy:
         if policy.epsilon_budget:
             budgets.append(Budget(policy.epsilon_budget, policy.budget_delta))
         self.ledger = Ledger(ledger, accountant=options.accountant, budgets=budgets, data=data)
+
+    @staticmethod
+    def sampling(config: Config, num_examples: int) -> tuple[float, int]:
+        """This returns the share of the examples that a step draws, and how many steps an epoch has."""
+        steps = config.steps_per_epoch or math.ceil(num_examples / config.batch_size)
+        return min(1.0, config.batch_size / num_examples), steps
 
     def noise(self, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> Noise:
         """This returns the randomness of one release, see :func:`~fedprune_app.privacy.noise.noise_source`."""

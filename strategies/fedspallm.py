@@ -94,6 +94,7 @@ class FedSpaLLM(FederatedStrategy):
         write: Write,
         texts: Sequence[str],
         same_inputs: Callable[[], Sequence[Sequence[str]]],
+        noise_multiplier: Callable[[int], float],
     ) -> None:
         super().__init__(replace(context, clients=clients_with_the_model(context, dense)))
         self.options = self.config.fedspallm
@@ -106,7 +107,7 @@ class FedSpaLLM(FederatedStrategy):
         self._receiving: list[list[int]] = []  # by layer, who is sent something in this round
         self._pruners: dict[int, list[int]] = {}
         self._mean = L0Mean(1)
-        self._hessians = None if self.options.merge == "mean" else self._hessian_merge(same_inputs())
+        self._hessians = None if self.options.merge == "mean" else self._hessian_merge(same_inputs(), noise_multiplier)
         self._recovery: Recovery | None = None  # in a round that recovers
         self._renewed: dict[int, set[int]] = {}  # by client that lost its state, the layers that it pruned since
         self._known: dict[int, int] = {}  # by client, the pruned layers of this round that it has been sent
@@ -126,10 +127,12 @@ class FedSpaLLM(FederatedStrategy):
                         f"{like[name].shape[1]} inputs of '{name}' in decoder layer {layer}"
                     )
 
-    def _hessian_merge(self, groups: Sequence[Sequence[str]]) -> HessianMerge:
+    def _hessian_merge(self, groups: Sequence[Sequence[str]], noise_multiplier: Callable[[int], float]) -> HessianMerge:
+        """Return what makes layers of Hessians; ``noise_multiplier`` is of clients that release so many in a round."""
         like = self.dense.layer_like(0)
         sizes = {name: like[name].shape[1] for name in self.dense.prunable(0)}
-        return HessianMerge(self.config, groups, sizes, self.dense.device)
+        noise = noise_multiplier(self.dense.num_layers * len(groups))
+        return HessianMerge(self.config, groups, sizes, noise, self.dense.device)
 
     # --- the global model ---------------------------------------------------------------------------------------
 
@@ -246,7 +249,9 @@ class FedSpaLLM(FederatedStrategy):
             evaluates = self.participation.evaluates(step)
             exchange = replace(round, number=step, participants=tuple(receivers), evaluates=evaluates)
             exchanges.train(name, exchange, self.send(exchange), self.answer(layer).max_bytes)
-            good, failures = round.log.replies - replies_before, round.log.failures[failures_before:]
+            # A client whose budget does not bear the layer says so, which is no failure.
+            good = round.log.replies - replies_before + len(round.log.declined.keys() & set(receivers))
+            failures = round.log.failures[failures_before:]
             require(good, min(self.config.min_replies, len(receivers)), name, failures)
         self._close_layer(round, layer)
 
@@ -317,8 +322,8 @@ class FedSpaLLM(FederatedStrategy):
         """Make the new layer (lines 18 to 20)."""
         row: dict[str, Any] = {"pruners": len(self._pruners[layer]), "density": {}}
         self._by_layer[str(layer)] = row
-        if self._known and self.options.merge == "hessians":
-            self._close_by_hessians(round, layer, row)
+        if self._hessians is not None and self.options.merge == "hessians" and not self._hessians.is_empty:
+            self._close_by_hessians(self._hessians, round, layer, row)
             return
         mean = self._mean.mean()
         if not mean.tensors:
@@ -346,10 +351,9 @@ class FedSpaLLM(FederatedStrategy):
             self._install(round.number, layer, new)
         self._mean = L0Mean(1)
 
-    def _close_by_hessians(self, round: Round, layer: int, row: dict[str, Any]) -> None:
-        assert self._hessians is not None
+    def _close_by_hessians(self, sums: HessianMerge, round: Round, layer: int, row: dict[str, Any]) -> None:
         dense = self.dense.layer_tensors(layer)
-        new = self._hessians.pruned({name: dense[name] for name in self.dense.prunable(layer)})
+        new = sums.pruned({name: dense[name] for name in self.dense.prunable(layer)})
         row["weights"] = sum(mask.numel() for mask in new.masks.values())
         self._install(round.number, layer, new)
 
@@ -398,12 +402,12 @@ class FedSpaLLM(FederatedStrategy):
         before = round.log.clients.get(client, {})
         pruned = client in self._pruners[self._layer] and self.options.merge != "hessians"  # else text passes through
         error = measures.told("relative_error", fields) if pruned else 0.0
-        row = measures.row_of(Reply.LAYER, fields)
+        row = measures.row_of(Reply.LAYER, fields, private=self.config.dp.enabled)
         if self._recovery is not None:
             row["recovery_loss"] = measures.told("recovery_loss", fields)
         return {
             **row,
-            "seconds": before.get("seconds", 0.0) + row["seconds"],
+            "seconds": None if row["seconds"] is None else before.get("seconds", 0.0) + row["seconds"],
             "layers_pruned": before.get("layers_pruned", 0) + pruned,
             "error_sum": before.get("error_sum", 0.0) + error,
         }
@@ -415,6 +419,7 @@ class FedSpaLLM(FederatedStrategy):
         num_weights = self.dense.num_parameters()[1]
         return {
             "loss_mean": errors / num_pruned if num_pruned else None,
+            **self.budgets.columns(),
             "density_global": self._kept("kept") / num_weights,
             "density_before_expansion": self._kept("kept_before_expansion") / num_weights,
             "density_by_layer": {
@@ -462,8 +467,9 @@ class FedSpaLLM(FederatedStrategy):
     def evaluation_row(self, client: int, fields: wire.Fields) -> dict[str, Any]:
         own_data = self.clients[client].own_data
         has_own = self.options.merge != "hessians"
+        private = self.config.dp.enabled  # then a client may not tell what it finds on its own text
         return perplexities.client_row(
-            fields, self.texts, self.dense.num_layers, own_data=own_data, has_own_model=has_own
+            fields, self.texts, self.dense.num_layers, own_data=own_data and not private, has_own_model=has_own
         )
 
     def evaluation_metrics(self, round: Round, rows: Rows) -> dict[str, Any]:

@@ -10,11 +10,13 @@ A mean over clients makes up for nobody's removals. With the Hessians of all cli
 * ``fedspallm.merge = "least-squares"``: clients prune and vote as in the paper. For the masks that come out, the server
   solves ``min ‖(W - W₀) X‖²`` by the sum of the Hessians.
 
-A Hessian tells more of a text than masks do: docs/systems/fedspallm.md says what.
+A Hessian tells more of a text than masks do: docs/systems/fedspallm.md says what. With ``dp.enabled`` clients send
+noised sums of clipped second moments in place of Hessians, and the server takes out what noise it can before it prunes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -29,19 +31,39 @@ from fedprune_app.core.sparsegpt import sparsegpt_together
 class HessianMerge:
     """A merge adds up the Hessians of one layer at a time, and makes the layer.
 
-    ``groups`` are the matrices of a layer that have the same inputs. ``sizes`` are the numbers of these inputs.
+    ``groups`` are the matrices of a layer that have the same inputs. ``sizes`` are the numbers of these inputs. The
+    clients' sums have noise of ``noise_multiplier`` times ``dp.clip-norm``, with ``dp.enabled``.
     """
 
     def __init__(
-        self, config: Config, groups: Sequence[Sequence[str]], sizes: Mapping[str, int], device: torch.device
+        self,
+        config: Config,
+        groups: Sequence[Sequence[str]],
+        sizes: Mapping[str, int],
+        noise_multiplier: float,
+        device: torch.device,
     ) -> None:
-        self.options, self.density, self.device = config.fedspallm, config.density, device
+        self.options, self.density, self.device, self.dp = config.fedspallm, config.density, device, config.dp
         self.groups = groups
         self.sizes = {names[0]: sizes[names[0]] for names in groups}
+        self._std = noise_multiplier * config.dp.clip_norm  # of the noise in a client's sum
         self._sums = self._none()
 
     def _none(self) -> dict[str, hessians.HessianSum]:
-        return {name: hessians.HessianSum(size) for name, size in self.sizes.items()}
+        return {name: hessians.HessianSum(size, self.dp.enabled) for name, size in self.sizes.items()}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no client's Hessians of the layer in work were added."""
+        return all(total.num_added == 0 for total in self._sums.values())
+
+    def _hessian(self, name: str) -> Tensor:
+        """Return the Hessian of these inputs that all clients' sequences give together."""
+        total = self._sums[name]
+        hessian = total.matrix().to(self.device)
+        if not self.dp.enabled:
+            return hessian
+        return hessians.denoised(hessian, self._std * math.sqrt(total.num_added) / max(1, total.weight))
 
     def like(self) -> dict[str, Tensor]:
         """Return what a client sends of a layer's Hessians, without values."""
@@ -64,7 +86,7 @@ class HessianMerge:
         density = None if pattern else self.density
         how = density, pattern, self.options.block_size, self.options.damping, self.options.count
         for names in self.groups:
-            hessian = self._sums[names[0]].matrix().to(self.device)
+            hessian = self._hessian(names[0])
             whole = [dense[name].to(self.device) for name in names]
             done = sparsegpt_together(whole, hessian, *how)
             if self.options.refine:
@@ -81,7 +103,7 @@ class HessianMerge:
         """Return the ``voted`` masks with the weights that solve the least-squares problem; begin a new sum."""
         tensors = dict(voted.tensors)
         for names in self.groups:
-            hessian = self._sums[names[0]].matrix().to(self.device)
+            hessian = self._hessian(names[0])
             for name in names:
                 weight, mask = dense[name].to(self.device), voted.masks[name].to(self.device)
                 tensors[name] = self._solved(weight, mask, hessian).cpu()

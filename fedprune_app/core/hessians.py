@@ -6,6 +6,8 @@ the Hessian of all clients' text together. This module is ours: FedSpaLLM's clie
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -56,16 +58,95 @@ def like(name: str, size: int, bits: int = 32) -> dict[str, Tensor]:
     return {HESSIAN + name: half, SCALE + name: torch.empty(size, device="meta")}
 
 
+class ClippedMoments:
+    """Clipped second moments are a sum over sequences, of which each has a norm of at most ``clip_norm``.
+
+    A sequence with T tokens adds ``1/T Σ_t x_t x_tᵀ / ‖x_t‖²``, scaled down where its Frobenius norm is above
+    ``clip_norm``. Each token counts alike, so that the same norm fits every layer: no sequence's is above 1. A sequence
+    with a number that is not finite adds nothing. The rule is ours; SparseGPT has no such normalisation.
+    """
+
+    def __init__(self, num_inputs: int, device: torch.device | str = "cpu", clip_norm: float = 1.0) -> None:
+        self.clip_norm = clip_norm
+        self.num_sequences = 0
+        self.matrix = torch.zeros(num_inputs, num_inputs, device=device)  # the sum (in, in)
+
+    def add(self, inputs: Tensor) -> None:
+        """Add the inputs (sequences, ..., in) of some sequences."""
+        tokens = inputs.detach().flatten(1, -2).float()
+        norms = tokens.norm(dim=2, keepdim=True)
+        is_finite = norms.isfinite().all(dim=1, keepdim=True)
+        tokens = torch.where(is_finite & (norms > 0), tokens / norms, 0) / math.sqrt(tokens.shape[1])
+        # ‖XᵀX‖ = ‖XXᵀ‖: the smaller of the two is enough, a few sequences at a time
+        smaller = tokens if tokens.shape[1] <= tokens.shape[2] else tokens.mT
+        at_a_time = max(1, _PRODUCTS // smaller.shape[1] ** 2)
+        sizes = torch.cat([(some @ some.mT).flatten(1).norm(dim=1) for some in torch.split(smaller, at_a_time)])
+        # A norm of 0 is that of a sequence that adds nothing.
+        shares = (self.clip_norm / sizes.clamp(min=self.clip_norm)).sqrt()
+        rows = (tokens * shares[:, None, None]).flatten(0, 1)
+        self.matrix.addmm_(rows.T, rows)
+        self.num_sequences += len(inputs)
+
+
+_PRODUCTS = 2**24  # numbers of the products whose norms are computed at a time
+
+
+def isometric(upper: Tensor, size: int) -> Tensor:
+    """Return the vector whose norm is the Frobenius norm of the matrix with this upper triangle (n (n + 1) / 2,).
+
+    Entries off the diagonal are in the matrix twice, so they grow by √2.
+    """
+    vector = upper * math.sqrt(2)
+    where = _diagonal(size)
+    vector[where] = upper[where]
+    return vector
+
+
+def from_isometric(vector: Tensor, size: int) -> Tensor:
+    """Return the upper triangle whose :func:`isometric` vector this is."""
+    upper = vector / math.sqrt(2)
+    where = _diagonal(size)
+    upper[where] = vector[where]
+    return upper
+
+
+def denoised(matrix: Tensor, std: float) -> Tensor:
+    """Return a positive definite estimate of a matrix (n, n), float32, that was noised in its :func:`isometric` vector.
+
+    ``std`` is the standard deviation of the noise, whose eigenvalues fill the interval from ``-2τ`` to ``2τ`` with
+    ``τ = std √(n/2)``. An eigenvalue ``λ`` above it is one of ``(λ + √(λ² - 4τ²)) / 2`` that the noise has pushed up
+    (Benaych-Georges and Nadakuditi, "The eigenvalues and eigenvectors of finite, low rank perturbations of large random
+    matrices", 2011). All others share what is left of the trace alike. This is post-processing: it costs no privacy.
+    """
+    values, vectors = torch.linalg.eigh(matrix.double())
+    edge = std * math.sqrt(2 * len(values))
+    is_signal = values > edge
+    signal = torch.where(is_signal, (values + (values.square() - edge**2).clamp(min=0).sqrt()) / 2, 0)
+    num_others = int((~is_signal).sum())
+    if num_others:
+        # The trace has noise, too; no direction is taken to be empty.
+        least = max(_LEAST * float(signal.sum()), _LEAST * edge, torch.finfo(torch.float32).tiny)
+        others = max(float(values.sum() - signal.sum()), least) / num_others
+        signal = torch.where(is_signal, signal.clamp(min=others), others)
+    found: Tensor = (vectors * signal) @ vectors.mT
+    return found.float()
+
+
+_LEAST = 1e-3
+
+
 class HessianSum:
     """The sum of clients' Hessians of one input, by integer additions: no order of arrival changes a bit.
 
     A number is added as a whole part and as a fraction in units of 2⁻⁴⁰, so that inputs of very different size keep
-    their digits.
+    their digits. ``is_noised`` says that clients add noise, so that a matrix need not be a sum of products.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, is_noised: bool = False) -> None:
         self.size = size
+        self.is_noised = is_noised
         self.weight = 0
+        self.num_added = 0
         self._whole = torch.zeros(size * (size + 1) // 2, dtype=torch.int64)
         self._fraction = torch.zeros_like(self._whole)
 
@@ -80,9 +161,9 @@ class HessianSum:
             # A correlation of a float16 with itself is 1, whatever was rounded.
             upper = packed_upper(unpacked(upper, self.size).fill_diagonal_(1) * scale[:, None] * scale)
         upper = upper * weight
-        diagonal = upper[_diagonal(self.size)]
-        largest = float(diagonal.max()) if self.size else 0.0
-        if float(diagonal.min()) < 0 or float(upper.abs().max()) > largest * (1 + 1e-3):
+        diagonal = upper if self.is_noised else upper[_diagonal(self.size)]
+        largest = float(diagonal.abs().max())
+        if not self.is_noised and (float(diagonal.min()) < 0 or float(upper.abs().max()) > largest * (1 + 1e-3)):
             raise ValueError(f"tensor '{HESSIAN}{name}' is no sum of products: an entry is beyond its diagonal")
         if largest * (self.weight + weight) > _LARGEST:
             raise ValueError(f"tensor '{HESSIAN}{name}' has magnitude {largest:g}, allowed: at most {_LARGEST:g}")
@@ -90,6 +171,7 @@ class HessianSum:
         self._whole += whole.long()
         self._fraction += ((upper - whole) * _FRACTION).round().long()
         self.weight += weight
+        self.num_added += 1
 
     def matrix(self) -> Tensor:
         """Return the mean (size, size), float32, over all sequences that were added."""

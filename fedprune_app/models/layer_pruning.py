@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from fedprune_app.core.hessians import ClippedMoments
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.scores import NOfM, magnitude_mask, wanda_mask
 from fedprune_app.core.sparsegpt import Hessian, InputNorms, sparsegpt_together
 from fedprune_app.models.llm import LanguageModel
 
 PRUNERS = ("sparsegpt", "wanda", "magnitude")
+
+
+class _Statistics(Protocol):
+    """Statistics of a matrix' inputs, which come in batches."""
+
+    def add(self, inputs: Tensor) -> None:
+        """Add the inputs (sequences, ..., in) of some sequences."""
+
+
+Found = TypeVar("Found", bound=_Statistics)
+Kind = Callable[[int, torch.device], Found]
+_KINDS: Mapping[str, Kind[Hessian | InputNorms]] = {"sparsegpt": Hessian, "wanda": InputNorms}
 
 
 @dataclass(frozen=True)
@@ -66,7 +81,7 @@ def prune_layer(
     Raises ``ValueError`` naming the matrix that cannot be pruned.
     """
     names = model.prunable(layer)
-    outputs, statistics = _observe(model, module, names, hidden, pruner.method, batch_size)
+    outputs, statistics = _observe(model, module, names, hidden, _KINDS.get(pruner.method), batch_size)
     parameters = dict(module.named_parameters())
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for together in _of_same_inputs(names, statistics):
@@ -80,7 +95,7 @@ def prune_layer(
     tensors, masks = {name: found[name][0] for name in names}, {name: found[name][1] for name in names}
     per_token = hidden.shape[1] ** -0.5  # statistics are means over sequences, not over tokens
     rms = {name: each.input_norms().cpu() * per_token for name, each in statistics.items()}
-    hessians = _by_first(names, statistics)
+    hessians = {name: each.matrix for name, each in _by_first(names, statistics).items() if isinstance(each, Hessian)}
     del statistics
     moved, size = 0.0, 0.0
     for new, old in zip(model.run(module, hidden, batch_size), torch.split(outputs, batch_size), strict=True):
@@ -99,7 +114,18 @@ def input_hessians(
     states (sequences, length, width) stay as they are.
     """
     names = model.prunable(layer)
-    return _by_first(names, _observe(model, module, names, hidden, "sparsegpt", batch_size)[1])
+    found = _by_first(names, _observe(model, module, names, hidden, Hessian, batch_size)[1])
+    return {name: each.matrix for name, each in found.items()}
+
+
+def input_moments(
+    model: LanguageModel, layer: int, module: nn.Module, hidden: Tensor, batch_size: int, clip_norm: float
+) -> dict[str, Tensor]:
+    """Return :class:`ClippedMoments` (in, in) of the inputs, as :func:`input_hessians` returns Hessians."""
+    names = model.prunable(layer)
+    kind = partial(ClippedMoments, clip_norm=clip_norm)
+    found = _by_first(names, _observe(model, module, names, hidden, kind, batch_size)[1])
+    return {name: each.matrix for name, each in found.items()}
 
 
 def same_inputs(model: LanguageModel) -> list[list[str]]:
@@ -109,13 +135,12 @@ def same_inputs(model: LanguageModel) -> list[list[str]]:
     """
     hidden = model.embed(torch.zeros((1, 2), dtype=torch.int64), 1)
     module, names = model.layer(0, model.layer_tensors(0)), model.prunable(0)
-    return _of_same_inputs(names, _observe(model, module, names, hidden, "wanda", 1)[1])
+    return _of_same_inputs(names, _observe(model, module, names, hidden, InputNorms, 1)[1])
 
 
-def _by_first(names: list[str], statistics: Mapping[str, Hessian | InputNorms]) -> dict[str, Tensor]:
-    groups = _of_same_inputs(names, statistics)
-    firsts = {together[0]: statistics.get(together[0]) for together in groups}
-    return {name: each.matrix for name, each in firsts.items() if isinstance(each, Hessian)}
+def _by_first(names: list[str], statistics: Mapping[str, Found]) -> dict[str, Found]:
+    firsts = (together[0] for together in _of_same_inputs(names, statistics))
+    return {name: statistics[name] for name in firsts if name in statistics}
 
 
 def _of_same_inputs(names: list[str], statistics: Mapping[str, object]) -> list[list[str]]:
@@ -127,15 +152,13 @@ def _of_same_inputs(names: list[str], statistics: Mapping[str, object]) -> list[
 
 
 def _observe(
-    model: LanguageModel, module: nn.Module, names: list[str], hidden: Tensor, method: str, batch_size: int
-) -> tuple[Tensor, dict[str, Hessian | InputNorms]]:
-    """Return the layer's outputs, and the statistics of each matrix' inputs.
+    model: LanguageModel, module: nn.Module, names: list[str], hidden: Tensor, kind: Kind[Found] | None, batch_size: int
+) -> tuple[Tensor, dict[str, Found]]:
+    """Return the layer's outputs, and the statistics of this kind of each matrix' inputs, or none.
 
     Matrices that are given one tensor share its statistics.
     """
-    kinds: dict[str, type[Hessian] | type[InputNorms]] = {"sparsegpt": Hessian, "wanda": InputNorms}
-    kind = kinds.get(method)
-    found: dict[str, Hessian | InputNorms] = {}
+    found: dict[str, Found] = {}
     given: dict[int, str] = {}  # id of a tensor of the current batch -> the matrix that met it first
     alive: list[Tensor] = []  # so that no id is used twice within a batch
 

@@ -1,0 +1,272 @@
+"""FedSpaLLM with differential privacy: what one segment can change, what is told, charged, refused and resumed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from clients.fedspallm import FedSpaLLMClient
+from clients.node import Place
+from clients.task import Task
+from fedprune_app import client_app, server_app
+from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.core import hessians
+from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.models.layer_pruning import input_moments
+from fedprune_app.privacy.accounting import Steps, epsilon
+from fedprune_app.privacy.ledger import Ledger
+from fedprune_app.registry import check_system
+from strategies.fedspallm import FedSpaLLM
+from tests.conftest import Finished
+from tests.strategies.test_fedspallm import CLIENTS, family, llm, run, segments_of, settings, texts
+
+__all__ = ["family", "llm", "run", "settings", "texts"]  # fixtures
+PRIVATE = {"fedspallm.merge": "hessians", "dp.enabled": True, "dp.noise-multiplier": 2.0, "dp.clip-norm": 0.5}
+FIELDS = {"layer": 0, "of-round": 1, "prunes": True}
+RELEASES = 4  # distinct inputs of a decoder layer: attention's, its output's, the MLP's, and its last matrix'
+
+
+def options(**more):
+    return {key.replace(".", "_").replace("-", "_"): value for key, value in {**PRIVATE, **more}.items()}
+
+
+def moments(inputs, clip_norm):
+    found = hessians.ClippedMoments(inputs.shape[-1], clip_norm=clip_norm)
+    found.add(inputs)
+    return found.matrix
+
+
+# --- one segment ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "width"), [(5, 9), (9, 5)])
+def test_moments_are_means_over_unit_tokens_clipped_by_segment(length, width):
+    draw = torch.Generator().manual_seed(1)
+    inputs = torch.randn(6, length, width, generator=draw) * torch.logspace(-3, 3, 6)[:, None, None]
+    inputs[2, 1:] = inputs[2, :1]  # one direction: the norm is 1
+    inputs[3, 0] = 0
+    expected = torch.zeros(width, width, dtype=torch.float64)
+    for segment in inputs.double():
+        units = [token / token.norm() for token in segment if token.norm()]
+        moment = sum(torch.outer(unit, unit) for unit in units) / length
+        expected += moment * min(1.0, 0.4 / float(moment.norm()))
+    torch.testing.assert_close(moments(inputs, 0.4).double(), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("clip_norm", [0.05, 0.3, 1.0])
+def test_a_blank_in_the_place_of_a_segment_changes_the_sum_by_at_most_the_clipping_norm(clip_norm):
+    draw = torch.Generator().manual_seed(2)
+    inputs = torch.randn(5, 7, 6, generator=draw)
+    inputs[0] = 1e15 * inputs[0, :1]  # tokens in one direction have the largest norm
+    inputs[1] = 1e6 * inputs[1, :1]
+    for segment in range(len(inputs)):
+        other = inputs.clone()
+        other[segment] = 0
+        moved = hessians.packed_upper((moments(inputs, clip_norm) - moments(other, clip_norm)).double())
+        norm = float(hessians.isometric(moved, 6).norm())
+        assert norm <= clip_norm * (1 + 1e-5)
+        assert norm > 0.04
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_segment_that_is_not_finite_adds_nothing(wrong):
+    inputs = torch.randn(4, 7, 6, generator=torch.Generator().manual_seed(3))
+    broken = torch.cat([inputs, inputs[:1]])
+    broken[4, 2, 1] = wrong
+    assert torch.equal(moments(broken, 0.3), moments(inputs, 0.3))
+
+
+def test_an_isometric_vector_has_the_matrix_norm_and_comes_back():
+    matrix = torch.randn(7, 7, dtype=torch.float64)
+    matrix = matrix + matrix.T
+    upper = hessians.packed_upper(matrix)
+    vector = hessians.isometric(upper, 7)
+    assert float(vector.norm()) == pytest.approx(float(matrix.norm()), rel=1e-12)
+    torch.testing.assert_close(hessians.from_isometric(vector, 7), upper, atol=1e-12, rtol=1e-12)
+
+
+# --- the server -------------------------------------------------------------------------------------------------------
+
+
+def noised(matrix, std, draw):
+    upper = hessians.packed_upper(matrix.double())
+    vector = hessians.isometric(upper, len(matrix))
+    vector += std * torch.randn(len(vector), generator=draw, dtype=torch.float64)
+    return hessians.unpacked(hessians.from_isometric(vector, len(matrix)), len(matrix))
+
+
+def test_denoising_finds_eigenvalues_and_is_nearer_to_the_truth():
+    draw = torch.Generator().manual_seed(4)
+    basis = torch.linalg.qr(torch.randn(200, 200, generator=draw, dtype=torch.float64))[0]
+    values = torch.full((200,), 0.01, dtype=torch.float64)
+    values[:3] = torch.tensor([20.0, 10.0, 5.0])
+    truth = (basis * values) @ basis.T
+    std = 0.1  # its eigenvalues end at 2
+    seen = noised(truth, std, draw)
+    found = hessians.denoised(seen, std).double()
+    after = torch.linalg.eigvalsh(found)
+    assert float(after.min()) > 0
+    assert after[-3:].flip(0).tolist() == pytest.approx([20, 10, 5], rel=0.05)
+    assert float(torch.linalg.eigvalsh(seen)[-3]) > 5.15  # what the noise had made of 5
+    assert float((found - truth).norm()) < 0.5 * float((seen - truth).norm())
+
+
+def test_pure_noise_has_no_direction_left():
+    seen = noised(torch.eye(100, dtype=torch.float64) * 1e-3, 1.0, torch.Generator().manual_seed(5))
+    values = torch.linalg.eigvalsh(hessians.denoised(seen, 1.5).double())
+    assert float(values.max()) == pytest.approx(float(values.min()), rel=1e-5)
+    assert float(values.min()) > 0
+
+
+def test_without_noise_nothing_changes():
+    inputs = torch.randn(50, 8, generator=torch.Generator().manual_seed(6))
+    matrix = inputs.T @ inputs
+    torch.testing.assert_close(hessians.denoised(matrix, 0.0), matrix, atol=1e-4, rtol=1e-5)
+
+
+# --- a run ------------------------------------------------------------------------------------------------------------
+
+
+def uploads(result):
+    return {(m.partition, m.round): m.up for m in result.wiretap.messages if m.kind == "train"}
+
+
+def test_clients_send_noised_moments_and_pay_for_each(run, tmp_path):
+    result = run(**options())
+    config = result.config
+    client = FedSpaLLMClient(config, Place(0, CLIENTS, tmp_path))
+    module = client.model.layer(0, client.model.layer_tensors(0))
+    ratios = {True: [], False: []}  # of the noise to its deviation, by whether the entry is on the diagonal
+    for partition in range(CLIENTS):
+        segments = segments_of(config, partition, CLIENTS, tmp_path)
+        hidden = client.model.embed(segments, config.batch_size)
+        expected = input_moments(client.model, 0, module, hidden, config.batch_size, 0.5)
+        sent = uploads(result)[partition, 1]
+        assert sent.tensors.keys() == {hessians.HESSIAN + name for name in expected}
+        assert len(expected) == RELEASES
+        for name, total in expected.items():
+            upper = sent.tensors[hessians.HESSIAN + name].double() * len(segments)
+            noise = hessians.unpacked(upper, len(total)) - total.double()
+            rows, columns = torch.triu_indices(len(total), len(total))
+            ratios[True].append(noise.diagonal())
+            ratios[False].append(noise[rows, columns][rows != columns] * math.sqrt(2))
+    for parts in ratios.values():
+        every = torch.cat(parts)
+        assert float(every.std()) == pytest.approx(2.0 * 0.5, rel=4 / math.sqrt(2 * len(every)))
+        assert abs(float(every.mean())) < 5 / math.sqrt(len(every))
+    spent = {Steps(2.0, 1.0): 2 * RELEASES}
+    for row in result.clients:
+        assert row["epsilon"] == pytest.approx(epsilon(spent, config.dp.delta))
+        assert row["seconds"] is None
+    assert result.rounds[-1]["epsilon_max"] == pytest.approx(epsilon(spent, config.dp.delta))
+    for path in result.folder.rglob("ledger.jsonl"):
+        assert dict(Ledger(path).spent) == spent
+    assert result.info["status"] == "completed"
+    assert result.rounds[-1]["density_global"] == pytest.approx(0.5, abs=0.01)
+
+
+def test_nothing_else_of_the_text_is_told(run):
+    result = run(**options())
+    for message in result.wiretap.messages:
+        fields = message.told
+        assert not {"documents", "relative-error", "seconds"} & fields.keys()
+        assert not any(name.startswith("perplexity/") for name in fields)
+
+
+def test_the_noise_depends_on_the_seed_and_the_same_seed_repeats(run):
+    first, other = run(**options()), run(**options(seed=1))
+    assert first.sha256 != other.sha256
+
+
+def test_a_target_is_kept_and_spent(run):
+    result = run(**options(**{"dp.noise-multiplier": 0.0, "dp.target-epsilon": 3.0}))
+    told = result.rounds[-1]["epsilon_max"]
+    assert 2.9 < told <= 3.0
+    assert result.rounds[-1]["budgets_spent"] == CLIENTS
+
+
+def test_a_budget_that_does_not_bear_all_layers_is_not_touched(settings, tmp_path):
+    wanted = {**settings, **PRIVATE, "dp.epsilon-budget": 2.5, "out-dir": str(tmp_path / "run")}
+    both, one = (epsilon({Steps(2.0, 1.0): count * RELEASES}, 1e-5) for count in (2, 1))
+    assert one > 2.5 or both > 2.5
+    with pytest.raises(Exception, match="budget"):
+        run_in_process(server_app.app, client_app.app, CLIENTS, parse_config(wanted).to_dict())
+    ledgers = list((tmp_path / "run").rglob("ledger.jsonl"))
+    assert len(ledgers) == CLIENTS
+    assert all(not dict(Ledger(path).spent) for path in ledgers)
+
+
+def test_a_run_that_was_cut_off_goes_on_to_the_same_model_and_pays_again(run, settings, tmp_path, monkeypatch):
+    honest = FedSpaLLM._install
+
+    def fail(self, round, layer, new):
+        if layer == 1:
+            raise KeyboardInterrupt
+        honest(self, round, layer, new)
+
+    folder = tmp_path / "run"
+    wanted = {**settings, **PRIVATE}
+    monkeypatch.setattr(FedSpaLLM, "_install", fail)
+    config = parse_config({**wanted, "out-dir": str(folder)}).to_dict()
+    with pytest.raises(KeyboardInterrupt):
+        run_in_process(server_app.app, client_app.app, CLIENTS, config)
+    monkeypatch.setattr(FedSpaLLM, "_install", honest)
+    again = parse_config({**wanted, "resume-from": str(folder)})
+    run_in_process(server_app.app, client_app.app, CLIENTS, again.to_dict())
+    assert Finished(folder).sha256 == run(**options()).sha256
+    assert all(sum(Ledger(path).spent.values()) == 3 * RELEASES for path in folder.rglob("ledger.jsonl"))
+
+
+# --- a client's own text ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(settings, tmp_path):
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for number in range(6):
+        (folder / f"{number}.txt").write_text(f"This is text number {number}, of which nobody knows more. " * 12)
+    return {**settings, **PRIVATE, "data-dir": str(folder)}
+
+
+def test_a_perplexity_on_own_text_is_told_only_where_accuracies_are_open(own, tmp_path):
+    for number, accuracies in enumerate(("noised", "none", "open")):
+        config = parse_config({**own, "dp.accuracies": accuracies})
+        client = FedSpaLLMClient(config, Place(0, 0, tmp_path / str(number)))
+        client.answer_training(Task(1, fields=FIELDS))
+        _, told = client.answer_evaluation(Task(1))
+        assert ("perplexity/own" in told) == (accuracies == "open")
+
+
+def test_a_ledger_of_own_text_is_found_again_however_segments_are_cut(own, tmp_path):
+    spent = []
+    for length in (24, 16):
+        config = parse_config({**own, "fedspallm.segment-length": length, "seed": length})
+        client = FedSpaLLMClient(config, Place(0, 0, tmp_path / "state"))
+        client.answer_training(Task(1, fields=FIELDS))
+        spent.append(sum(client.privacy.ledger.spent.values()))
+    assert spent == [RELEASES, 2 * RELEASES]
+    assert len(list((tmp_path / "state").rglob("own-*.jsonl"))) == 1
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"fedspallm.merge": "mean"}, "fedspallm.merge is 'mean', allowed with dp.enabled: hessians"),
+        ({"fedspallm.merge": "least-squares"}, "fedspallm.merge is 'least-squares', allowed with dp.enabled: hessians"),
+        (
+            {"fedspallm.recovery-rounds": 1, "num-server-rounds": 2},
+            "fedspallm.recovery-rounds is 1, allowed with dp.en",
+        ),
+        ({"fedspallm.hessian-bits": 16}, "fedspallm.hessian-bits is 16, allowed with dp.enabled: 32"),
+        ({"dp.clip-norm": 2.0}, "dp.clip-norm is 2.0, allowed with system 'fedspallm': above 0 and at most 1"),
+    ],
+)
+def test_settings_that_would_leak_are_refused(settings, more, message):
+    with pytest.raises(ConfigError, match=message):
+        check_system(parse_config({**settings, **PRIVATE, **more}))
