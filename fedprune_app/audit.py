@@ -175,7 +175,9 @@ def audit(config: Config, question: Question) -> Finding:
     client fails.
     """
     kind = SYSTEMS[config.system].client
-    if not (config.dp.enabled and issubclass(kind, ImageClient)):
+    if not issubclass(kind, ImageClient):
+        raise ConfigError(f"system is {config.system!r}, allowed with audit: a system that trains on images")
+    if not config.dp.enabled:
         raise ConfigError(f"dp.enabled is {str(config.dp.enabled).lower()}, allowed with audit: true")
     number, guesses = _numbers(config, question)
     examples = client_data(data_config(config), question.client, question.clients).num_examples
