@@ -37,7 +37,11 @@ class DPOptions(Table):
         "The number of rounds that a client is planned to join, for target-epsilon. 0 means all of num-server-rounds.",
         least=0,
     )
-    clip_norm: float = option(1.0, "The norm that each example's gradient is clipped to (C).", above=0)
+    clip_norm: float = option(
+        1.0,
+        "The norm that each example's gradient, or in FedSpaLLM each segment's second moments, are clipped to (C).",
+        above=0,
+    )
     delta: float = option(
         1e-5,
         "The δ of every ε. A meaningful δ is below 1 divided by a client's number of examples.",
