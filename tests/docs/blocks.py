@@ -127,6 +127,8 @@ class Checker:
             "deploy.make_control_secret",
             "deploy.log_in",
             "deploy.superlink_command",
+            "faults.campaign.campaign",
+            "cli._show_schedule",
         ):
             self.monkeypatch.setattr(f"fedprune_app.{name}", started)
         self.monkeypatch.setattr(cli, "recorded", lambda out, superlink="": {})
