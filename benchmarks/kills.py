@@ -4,10 +4,10 @@ Each run is a program of its own, ``fedprune run``, with Ray's or Flower's proce
 deployment of three nodes with gRPC and TLS. SIGKILL ends the program and its process group; the others see that and
 end. The moment is drawn from the time between the writing of run.json and the end of a run that nobody kills. A line
 of the table is one system on one engine, and is added as soon as it is known. Ten systems train six clients of
-digits, or three nodes, for eight rounds. Times are not measured, so the machine may be busy.
+digits, or three nodes, for eight rounds or ``--rounds``. Times are not measured, so the machine may be busy.
 
 Example: ``python benchmarks/kills.py --table kills.csv --kills 10``, kills for each of 30 pairs of system and engine.
-``--engines nodes`` adds deployments, of which each takes a minute.
+``--engines nodes`` adds deployments. There a round takes a quarter of a minute, so ``--rounds 3`` is enough.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _SYSTEMS: dict[str, tuple[str, ...]] = {
     "fedfomo": (),
     "subfedavg-hy": ("model=cnn-small-bn",),
 }
-_SETTINGS = ("num-server-rounds=8", "fraction-train=1.0", "evaluate-every=2", "shard-size=20")
+_SETTINGS = ("fraction-train=1.0", "evaluate-every=2", "shard-size=20")
 
 
-def _started(folder: Path, system: str, engine: str) -> subprocess.Popen[bytes]:
+def _started(folder: Path, system: str, engine: str, rounds: int) -> subprocess.Popen[bytes]:
     """Start a run, or go on with the run that is in the folder."""
     resume = ["--resume"] if (folder / "run.json").exists() else []
     epochs = () if system == "ditto" else ("local-epochs=1",)
-    settings = (f"system={system}", *_SETTINGS, *epochs, *_SYSTEMS[system])
+    settings = (f"system={system}", f"num-server-rounds={rounds}", *_SETTINGS, *epochs, *_SYSTEMS[system])
     kind, where = ["run"], ["--engine", engine, "--clients", "6"]
     if engine == "nodes":
         kind, where = ["deploy", "local"], ["--nodes", "3"]
@@ -74,9 +74,9 @@ def _failed(folder: Path, system: str, engine: str) -> str:
     return f"the run of {system} on {engine} failed: {log[-1]}"
 
 
-def _whole(folder: Path, system: str, engine: str) -> tuple[dict[str, Any], float]:
+def _whole(folder: Path, system: str, engine: str, rounds: int) -> tuple[dict[str, Any], float]:
     """Run without a kill; return run.json, and the seconds from its first line to the end."""
-    process = _started(folder, system, engine)
+    process = _started(folder, system, engine, rounds)
     _await(folder / "run.json", 0, process)
     began = time.monotonic()
     if process.wait():
@@ -84,28 +84,30 @@ def _whole(folder: Path, system: str, engine: str) -> tuple[dict[str, Any], floa
     return json.loads((folder / "run.json").read_text()), time.monotonic() - began
 
 
-def _killed(folder: Path, system: str, engine: str, seconds: float) -> int | None:
+def _killed(folder: Path, system: str, engine: str, rounds: int, seconds: float) -> int | None:
     """Let a run go on for so long and kill it; return the rounds that it had recorded, or None if it completed."""
     before = _written(folder / "run.json")
-    process = _started(folder, system, engine)
+    process = _started(folder, system, engine, rounds)
     _await(folder / "run.json", before, process)
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        rounds = folder / "rounds.jsonl"
-        return rounds.read_bytes().count(b"\n") if rounds.exists() else 0
+        recorded = folder / "rounds.jsonl"
+        return recorded.read_bytes().count(b"\n") if recorded.exists() else 0
     if process.returncode:
         sys.exit(_failed(folder, system, engine))
     return None
 
 
-def _pairs(folder: Path, kills: int, seed: int, systems: list[str], engines: list[str]) -> Iterator[dict[str, Any]]:
+def _pairs(
+    folder: Path, kills: int, seed: int, num_rounds: int, systems: list[str], engines: list[str]
+) -> Iterator[dict[str, Any]]:
     for system in systems:
         for engine in engines:
             draw = random.Random(f"{seed} {system} {engine}")
-            whole, seconds = _whole(folder / f"{system}-{engine}", system, engine)
+            whole, seconds = _whole(folder / f"{system}-{engine}", system, engine, num_rounds)
             rounds: list[int] = []
             same = resumed = 0
             while len(rounds) < kills:
@@ -113,7 +115,7 @@ def _pairs(folder: Path, kills: int, seed: int, systems: list[str], engines: lis
                 found: int | None = 0
                 while found is not None:
                     last = len(rounds) == kills
-                    found = _killed(run, system, engine, 3600 if last else draw.uniform(0, seconds))
+                    found = _killed(run, system, engine, num_rounds, 3600 if last else draw.uniform(0, seconds))
                     rounds += [] if found is None else [found]
                 resumed += 1
                 info = json.loads((run / "run.json").read_text())
@@ -133,13 +135,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", type=Path, help="a CSV file to which lines are added")
     parser.add_argument("--kills", type=int, default=2, help="how many for each system and engine")
+    parser.add_argument("--rounds", type=int, default=8, help="how many rounds a run has")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--systems", nargs="+", default=list(_SYSTEMS), choices=_SYSTEMS)
     parser.add_argument("--engines", nargs="+", default=list(_ENGINES[:3]), choices=_ENGINES)
     given = parser.parse_args()
     is_same = True
     with tempfile.TemporaryDirectory(prefix="fedprune-kills-") as folder:
-        for row in _pairs(Path(folder), given.kills, given.seed, given.systems, given.engines):
+        for row in _pairs(Path(folder), given.kills, given.seed, given.rounds, given.systems, given.engines):
             print(*list(row.values())[1:], sep="  ", flush=True)
             is_same &= row["same_models"] == row["resumed"]
             if given.table:
