@@ -298,8 +298,9 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         clip_norm = self.config.dp.clip_norm
         hidden, size = state.tensors["hidden"], self.config.batch_size
         found = input_moments(self.model, layer, module, hidden, size, clip_norm)
-        before = [self.own_layer(each, state).digest() for each in range(layer)]  # the release follows from these
-        settings = f"{privacy.noise_multiplier} {clip_norm} {size} {' '.join(before)}"
+        model = [self.model.shell_digest(), *(self.model.layer_digest(each) for each in range(layer + 1))]
+        pruned = [self.own_layer(each, state).digest() for each in range(layer)]
+        settings = f"{privacy.noise_multiplier} {clip_norm} {tuple(hidden.shape)} {size} {' '.join(model + pruned)}"
         noise = privacy.noise(f"second moments of layer {layer}", round, {}, settings)
         tensors = {}
         for name, total in found.items():

@@ -176,9 +176,23 @@ def test_nothing_else_of_the_text_is_told(run):
         assert not any(name.startswith("perplexity/") for name in fields)
 
 
-def test_the_noise_depends_on_the_seed_and_the_same_seed_repeats(run):
-    first, other = run(**options()), run(**options(seed=1))
-    assert first.sha256 != other.sha256
+def test_noise_is_another_with_another_start_and_the_same_with_the_same(settings, tmp_path):
+    """Two releases of one text under one noise would give their difference away."""
+    sent = []
+    for number, more in enumerate(({}, {}, {"fedspallm.segments": 3}, {"dp.clip-norm": 0.25}, {"seed": 1})):
+        config = parse_config({**settings, **PRIVATE, **more})
+        client = FedSpaLLMClient(config, Place(0, CLIENTS, tmp_path / str(number)))
+        payload, _ = client.answer_training(Task(1, fields=FIELDS))
+        name, mean = next(iter(payload.tensors.items()))
+        module = client.model.layer(0, client.model.layer_tensors(0))
+        hidden = client.model.embed(client.segments()[0], config.batch_size)
+        total = input_moments(client.model, 0, module, hidden, config.batch_size, config.dp.clip_norm)
+        upper = hessians.packed_upper(total[name.removeprefix(hessians.HESSIAN)])
+        sent.append((mean * len(hidden) - upper) / config.dp.clip_norm)
+    assert torch.equal(sent[0], sent[1])
+    for other in sent[2:]:
+        both = torch.stack([sent[0], other])
+        assert abs(float(torch.corrcoef(both)[0, 1])) < 5 / math.sqrt(len(other))
 
 
 def test_a_target_is_kept_and_spent(run):
@@ -197,6 +211,25 @@ def test_a_budget_that_does_not_bear_all_layers_is_not_touched(settings, tmp_pat
     ledgers = list((tmp_path / "run").rglob("ledger.jsonl"))
     assert len(ledgers) == CLIENTS
     assert all(not dict(Ledger(path).spent) for path in ledgers)
+
+
+def test_a_client_that_declines_is_no_failure_and_the_others_prune(settings, tmp_path):
+    once, twice = (epsilon({Steps(2.0, 1.0): count * 2 * RELEASES}, 1e-5) for count in (1, 2))
+    wanted = {**settings, **PRIVATE, "dp.ledger-dir": str(tmp_path / "ledgers"), "min-replies": CLIENTS}
+    wanted["dp.epsilon-budget"] = (once + twice) / 2
+    for number in range(2):
+        config = parse_config({**wanted, "out-dir": str(tmp_path / str(number))})
+        run_in_process(server_app.app, client_app.app, CLIENTS, config.to_dict())
+        for path in (tmp_path / "ledgers").glob("*.jsonl"):
+            if not path.name.startswith("00001"):
+                path.unlink()  # the next run begins anew, but for one client
+    first, second = (Finished(tmp_path / str(number)) for number in range(2))
+    assert second.info["status"] == "completed"
+    assert (first.rounds[-1]["replies"], second.rounds[-1]["replies"]) == (2 * CLIENTS, 2 * (CLIENTS - 1))
+    assert second.rounds[-1]["failures"] == 0
+    assert second.rounds[-1]["density_global"] == pytest.approx(first.rounds[-1]["density_global"])
+    assert [row["epsilon"] for row in second.clients] == pytest.approx([once] * CLIENTS)
+    assert any("client 1" in note and "budget" in note for note in second.rounds[-1]["notes"])
 
 
 def test_a_run_that_was_cut_off_goes_on_to_the_same_model_and_pays_again(run, settings, tmp_path, monkeypatch):
