@@ -2,9 +2,9 @@
 
 Each run is a program of its own, ``fedprune run``, with Ray's or Flower's processes where the engine has them, or a
 deployment of three nodes with gRPC and TLS. SIGKILL ends the program and its process group; the others see that and
-end. The moment is drawn from the time between the writing of run.json and the end of a run that nobody kills. A line
-of the table is one system on one engine, and is added as soon as it is known. Ten systems train six clients of
-digits, or three nodes, for eight rounds or ``--rounds``. Times are not measured, so the machine may be busy.
+end. The moment is up to a round's time after one of the rounds that are left, each of which is as likely. A line of the
+table is one system on one engine, and is added as soon as it is known. Ten systems train six clients of digits, or three
+nodes, for eight rounds or ``--rounds``. Times are not measured, so the machine may be busy.
 
 Example: ``python benchmarks/kills.py --table kills.csv --kills 10``, kills for each of 30 pairs of system and engine.
 ``--engines nodes`` adds deployments. There a round takes a quarter of a minute, so ``--rounds 3`` is enough.
@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,18 +85,35 @@ def _whole(folder: Path, system: str, engine: str, rounds: int) -> tuple[dict[st
     return json.loads((folder / "run.json").read_text()), time.monotonic() - began
 
 
-def _killed(folder: Path, system: str, engine: str, rounds: int, seconds: float) -> int | None:
-    """Let a run go on for so long and kill it; return the rounds that it had recorded, or None if it completed."""
+def _recorded(folder: Path) -> int:
+    """Return the rounds that a run has recorded."""
+    path = folder / "rounds.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _killed(
+    folder: Path, system: str, engine: str, rounds: int, draw: random.Random | None, round_seconds: float
+) -> int | None:
+    """Start a run and kill it at a random moment; return the rounds that it had recorded, or None if it completed.
+
+    The moment is up to ``round_seconds`` after a random one of the rounds that are left; without a ``draw`` there is
+    none.
+    """
     before = _written(folder / "run.json")
     process = _started(folder, system, engine, rounds)
     _await(folder / "run.json", before, process)
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
+    if draw is None:
+        process.wait()
+    else:
+        last = draw.randint(_recorded(folder), rounds)
+        while _recorded(folder) < last and process.poll() is None:
+            time.sleep(0.005)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(draw.uniform(0, round_seconds))
+    if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        recorded = folder / "rounds.jsonl"
-        return recorded.read_bytes().count(b"\n") if recorded.exists() else 0
+        return _recorded(folder)
     if process.returncode:
         sys.exit(_failed(folder, system, engine))
     return None
@@ -114,8 +132,8 @@ def _pairs(
                 run = folder / f"{system}-{engine}-{resumed}"
                 found: int | None = 0
                 while found is not None:
-                    last = len(rounds) == kills
-                    found = _killed(run, system, engine, num_rounds, 3600 if last else draw.uniform(0, seconds))
+                    left = draw if len(rounds) < kills else None
+                    found = _killed(run, system, engine, num_rounds, left, seconds / num_rounds)
                     rounds += [] if found is None else [found]
                 resumed += 1
                 info = json.loads((run / "run.json").read_text())
