@@ -3,8 +3,8 @@
 Each run is a program of its own, ``fedprune run``, with Ray's or Flower's processes where the engine has them, or a
 deployment of three nodes with gRPC and TLS. SIGKILL ends the program and its process group; the others see that and
 end. The moment is up to a round's time after one of the rounds that are left, each of which is as likely. A line of the
-table is one system on one engine, and is added as soon as it is known. Ten systems train six clients of digits, or three
-nodes, for eight rounds or ``--rounds``. Times are not measured, so the machine may be busy.
+table is one system on one engine, and is added as soon as it is known. Ten systems train six clients of digits, or
+three nodes, for eight rounds or ``--rounds``. Times are not measured, so the machine may be busy.
 
 Example: ``python benchmarks/kills.py --table kills.csv --kills 10``, kills for each of 30 pairs of system and engine.
 ``--engines nodes`` adds deployments. There a round takes a quarter of a minute, so ``--rounds 3`` is enough.
