@@ -19,7 +19,7 @@ test: $(DEV_STAMP)
 
 # What waits for Flower's and Ray's own programs more than it computes: three workers hide the waiting.
 programs: $(DEV_STAMP)
-	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder -m "programs and not slow"
+	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder -m "programs and not slow" --durations=15
 
 # The inner loop, under a minute on two quiet cores: laws, training, options, rounds, and every system's recorded hash.
 QUICK := $(addprefix tests/,laws learning clients config federation test_architecture.py conformance/test_recorded.py)
