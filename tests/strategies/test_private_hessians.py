@@ -16,6 +16,7 @@ from fedprune_app.core import hessians
 from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.models.layer_pruning import input_moments
 from fedprune_app.privacy.accounting import Steps, epsilon
+from fedprune_app.privacy.audit import guesses_of, lower_bound
 from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.registry import check_system
 from strategies.fedspallm import FedSpaLLM
@@ -251,6 +252,55 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_model_and_pays_again(run, se
     run_in_process(server_app.app, client_app.app, CLIENTS, again.to_dict())
     assert Finished(folder).sha256 == run(**options()).sha256
     assert all(sum(Ledger(path).spent.values()) == 3 * RELEASES for path in folder.rglob("ledger.jsonl"))
+
+
+# --- an attack ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama"], indirect=True)  # whose layers have no biases: zeros stay zeros
+@pytest.mark.parametrize("noise", [0.5, 2.0, None])
+def test_an_attack_that_knows_all_but_who_is_in_finds_missing_noise_and_nothing_above_the_ledger(
+    settings, tmp_path, monkeypatch, noise
+):
+    """The audit of one run (Steinke, Nasr and Jagielski 2023) on one layer's sums; None clips and charges, no more."""
+    canaries, guesses = 96, 48
+    config = parse_config({**settings, **PRIVATE, "dp.noise-multiplier": noise or 0.5, "fedspallm.segments": canaries})
+    client = FedSpaLLMClient(config, Place(0, 0, tmp_path))
+    model, size = client.model, config.batch_size
+    draw = torch.Generator().manual_seed(7)
+    texts = torch.randint(0, 256, (canaries, 24), generator=draw)
+    is_in = torch.rand(canaries, generator=draw) < 0.5
+    hidden = model.embed(texts, size)
+    module = model.layer(0, model.layer_tensors(0))
+
+    def vector(found):
+        return torch.cat([hessians.isometric(hessians.packed_upper(m.double()), len(m)) for m in found.values()])
+
+    known = torch.stack(
+        [vector(input_moments(model, 0, module, hidden[i : i + 1], size, 0.5)) for i in range(canaries)]
+    )
+    monkeypatch.setattr(client, "hidden_states_before", lambda *_: hidden * is_in[:, None, None])
+    if noise is None:
+        monkeypatch.setattr("fedprune_app.privacy.noise.noised", lambda total, draws, std: total)
+    payload, told = client.answer_training(Task(1, fields=FIELDS))
+    sums = {k: hessians.unpacked(v.double() * canaries, client_size(v)) for k, v in payload.tensors.items()}
+    ridge = 4 * (0.5 * (noise or 0.01)) ** 2  # the most likely coins, each with a deviation of a half
+    system = known @ known.T + ridge * torch.eye(canaries, dtype=torch.float64)
+    scores = torch.linalg.solve(system, known @ (vector(sums) - known.sum(dim=0) / 2))
+    guessed = guesses_of(scores.float(), guesses)
+    correct = int((guessed[guessed != 0] == torch.where(is_in, 1, -1)[guessed != 0]).sum())
+    bound = lower_bound(canaries, guesses, correct, config.dp.delta)
+    if noise is None:
+        assert correct == guesses
+        assert bound > 2.5
+    else:
+        assert guesses / 2 < correct < guesses
+        assert bound <= told["epsilon"]
+
+
+def client_size(upper):
+    """n, of n (n + 1) / 2 entries."""
+    return int((math.sqrt(8 * len(upper) + 1) - 1) / 2)
 
 
 # --- a client's own text ----------------------------------------------------------------------------------------------
