@@ -46,7 +46,7 @@ class HessianMerge:
         self.options, self.density, self.device, self.dp = config.fedspallm, config.density, device, config.dp
         self.groups = groups
         self.sizes = {names[0]: sizes[names[0]] for names in groups}
-        self._std = noise_multiplier * config.dp.clip_norm  # of the noise in a client's sum
+        self._std = noise_multiplier * config.dp.clip_norm if config.dp.enabled else 0.0  # of a client's noise
         self._sums = self._none()
 
     def _none(self) -> dict[str, hessians.HessianSum]:
