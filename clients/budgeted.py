@@ -65,8 +65,13 @@ class BudgetedNode(Node[AnUpdate]):
         if self.place.has_own_data:
             return Data.of(self.record_digests(), "a folder of the client's own", may_change=True)
         config, (number, clients) = self.config, self.place.share
-        about = f"client {number} of {clients}, {config.dataset} dealt by {config.partition} with seed {config.seed}"
+        about = f"client {number} of {clients}, {config.dataset} dealt by {self.dealing} with seed {config.seed}"
         return Data.of(self.record_digests(), about, joins=self.has_ledger_of_its_own)
+
+    @property
+    def dealing(self) -> str:
+        """This says how data are dealt to clients, for readers of the ledger."""
+        return self.config.partition
 
     @property
     def has_ledger_of_its_own(self) -> bool:

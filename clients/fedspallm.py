@@ -185,6 +185,10 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         """This is how many sums a client releases in a round, if it takes part in all layers."""
         return self.model.num_layers * self.releases_by_layer
 
+    @property
+    def dealing(self) -> str:
+        return self.options.deal
+
     def record_digests(self) -> list[bytes]:
         """A record of the client's own data is a document, however segments are cut; else it is a segment dealt."""
         if self.own_text:

@@ -90,6 +90,7 @@ VARIANTS = {
         "fedspallm.recovery-steps": 3,
         "fedspallm.recovery-learning-rate": 0.01,
     },
+    "fedspallm: private": {"system": "fedspallm", "fedspallm.merge": "hessians", "num-server-rounds": 1, **PRIVATE},
     "fedspallm: least squares": {"system": "fedspallm", "fedspallm.merge": "least-squares", "num-server-rounds": 1},
 }
 """Settings that take other paths through the code than every system's own run; ``conform`` knows them by name."""
