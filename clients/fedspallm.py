@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from clients import private_text
 from clients.budgeted import BudgetedNode
 from clients.node import Place
-from clients.privacy import ClientPrivacy
+from clients.privacy import ClientPrivacy, noise_multiplier
 from clients.reply_fields import ReplyFields
 from clients.task import Task
 from fedprune_app.config import Config
@@ -112,15 +112,11 @@ class LayerUpdate:
     metrics: Mapping[str, Any]
 
 
-def noise_multiplier(config: Config, num_releases: int) -> float:
+def segment_noise(config: Config, num_releases: int) -> float:
     """This returns the noise multiplier of clients that make so many releases in a round, 0 without ``dp.enabled``."""
-    options = config.dp
-    if not options.enabled or options.noise_multiplier:
-        return options.noise_multiplier if options.enabled else 0.0
-    from fedprune_app.privacy.accounting import noise_for
-
-    steps = (options.planned_rounds or config.num_server_rounds) * num_releases
-    return noise_for(options.target_epsilon, options.delta, 1.0, steps, options.accountant)
+    if not config.dp.enabled:
+        return 0.0
+    return noise_multiplier(config, 1.0, (config.dp.planned_rounds or config.num_server_rounds) * num_releases)
 
 
 class SegmentPrivacy(ClientPrivacy):
@@ -129,10 +125,6 @@ class SegmentPrivacy(ClientPrivacy):
     @staticmethod
     def sampling(config: Config, num_examples: int) -> tuple[float, int]:
         return 1.0, 1
-
-    def require_next(self, releases: int) -> None:
-        """This says how many releases the next answer is the first of, all of which the budget has to bear."""
-        self.round_cost = dict(self.steps(releases))
 
 
 class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
@@ -191,9 +183,8 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
 
     def record_digests(self) -> list[bytes]:
         """A record of the client's own data is a document, however segments are cut; else it is a segment dealt."""
-        if self.own_text:
-            documents, test = self.own_text
-            return [hashlib.sha256(text.encode()).digest() for text in [*(each.text for each in documents), test]]
+        if self.has_own_text:
+            return private_text.own_digests(self.config.data_dir, self.config.test_fraction, self.config.seed)
         return [hashlib.sha256(each.numpy().tobytes()).digest() for each in self.segments()[0]]
 
     @property
@@ -206,10 +197,15 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
             return Schema.like({in_layer(i, name): t for i, like in enumerate(layers) for name, t in like.items()})
         return max(map(Schema.like, layers), key=lambda schema: schema.max_bytes)
 
+    @property
+    def has_own_text(self) -> bool:
+        """This says whether the client learns from text of its own, part of which it tests on."""
+        return self.place.has_own_data or (self.options.deal == "own" and self.config.dataset == "text")
+
     @cached_property
     def own_text(self) -> tuple[list[Document], str] | None:
         """These are the documents that the client learns from, and its test text, where its data is its own."""
-        if self.place.has_own_data or (self.options.deal == "own" and self.config.dataset == "text"):
+        if self.has_own_text:
             return private_text.own_text(self.config.data_dir, self.config.test_fraction, self.config.seed)
         return None
 
@@ -222,9 +218,9 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
             self.model,
             self.config.dataset,
             self.config.data_dir,
-            self.config.test_fraction if self.own_text else None,
+            self.config.test_fraction if self.has_own_text else None,
             private_text.Deal(
-                "own" if self.own_text else self.options.deal,
+                "own" if self.has_own_text else self.options.deal,
                 self.client_id,
                 num_clients=self.place.share[1],
                 count=count or self.num_examples,
@@ -303,14 +299,14 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         hidden, size = state.tensors["hidden"], self.config.batch_size
         found = input_moments(self.model, layer, module, hidden, size, clip_norm)
         model = [self.model.shell_digest(), *(self.model.layer_digest(each) for each in range(layer + 1))]
-        pruned = [self.own_layer(each, state).digest() for each in range(layer)]
+        received = state.meta["received"]
+        pruned = [received.get(str(each), "") for each in range(layer)]
         settings = f"{privacy.noise_multiplier} {clip_norm} {tuple(hidden.shape)} {size} {' '.join(model + pruned)}"
         noise = privacy.noise(f"second moments of layer {layer}", round, {}, settings)
         tensors = {}
         for name, total in found.items():
-            vector = hessians.isometric(hessians.packed_upper(total.double()), len(total))
-            draws = noise.gaussian(len(vector))
-            vector = noised(vector, draws, privacy.noise_multiplier * clip_norm)
+            vector = hessians.isometric(total.double())
+            vector = noised(vector, noise.gaussian(len(vector)), privacy.noise_multiplier * clip_norm)
             mean = hessians.from_isometric(vector, len(total)) / self.num_examples
             tensors[hessians.HESSIAN + name] = mean.float()
         privacy.charge_steps(len(found), f"second moments of decoder layer {layer}")
@@ -342,8 +338,12 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         """This keeps the pruned layers of a message on disk, and returns the state's JSON values with them."""
         meta = {**state.meta, "pruned": dict(state.meta.get("pruned", {}))}
         removed = meta["removed"] = dict(state.meta.get("removed", {}))
+        if self.privacy is not None:
+            meta["received"] = dict(state.meta.get("received", {}))
         for layer, payload in by_layer(task.payload).items():
             self.layers.save(layer, task.round, payload)
+            if self.privacy is not None:
+                meta["received"][str(layer)] = payload.digest()  # noise depends on it
             meta["pruned"][str(layer)] = task.round
             removed[str(layer)] = payload.num_elements() - payload.num_kept()
         return meta
@@ -371,14 +371,21 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
 
     def answer_training(self, task: Task) -> tuple[Payload, dict[str, Any]]:
         """Answer as every client does; a budget has to bear all layers from this one on, or the client declines."""
-        if isinstance(self.privacy, SegmentPrivacy):
-            self.privacy.require_next((self.model.num_layers - int(task.fields["layer"])) * self.releases_by_layer)
+        if self.privacy is not None:
+            self._plan_from(self.privacy, int(task.fields["layer"]))
         return super().answer_training(task)
 
+    def _plan_from(self, privacy: ClientPrivacy, layer: int) -> None:
+        """This says at which layer the client is, so that its budget is asked for all layers from there on.
+
+        After the last layer the next one is the first.
+        """
+        layers = self.model.num_layers - layer % self.model.num_layers
+        privacy.round_cost = dict(privacy.steps(layers * self.releases_by_layer))
+
     def report(self, task: Task, update: LayerUpdate) -> dict[str, Any]:
-        if isinstance(self.privacy, SegmentPrivacy):
-            left = self.model.num_layers - 1 - int(task.fields["layer"])
-            self.privacy.require_next((left or self.model.num_layers) * self.releases_by_layer)
+        if self.privacy is not None:
+            self._plan_from(self.privacy, int(task.fields["layer"]) + 1)
             return {"density": self.density(update.state), **self.privacy.report(task.round)}
         if not all(bool(hidden.isfinite().all()) for hidden in update.state.tensors.values()):
             raise ValueError(f"hidden states after decoder layer {task.fields['layer']} are not finite")

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedprune_app.config import NO_POLICY, Config, Policy
 
 if TYPE_CHECKING:  # Opacus and dp-accounting take seconds to import, and most runs do without
-    from fedprune_app.privacy.accounting import Spent
+    from fedprune_app.privacy.accounting import Release, Spent
     from fedprune_app.privacy.dpsgd import DPSGD
     from fedprune_app.privacy.ledger import Data
     from fedprune_app.privacy.noise import Noise
@@ -33,6 +33,21 @@ class Plan:
     round_epochs: int
     counts: int = 0
     round_counts: int = 0
+
+
+def noise_multiplier(
+    config: Config, sample_rate: float, steps: int, besides: tuple[tuple[Release, int], ...] = ()
+) -> float:
+    """This returns the noise multiplier of a run: the one that is given, or the least for ``dp.target-epsilon``.
+
+    ``steps`` and ``besides`` are all that a client plans to release.
+    """
+    options = config.dp
+    if not options.target_epsilon:
+        return options.noise_multiplier
+    from fedprune_app.privacy.accounting import noise_for
+
+    return noise_for(options.target_epsilon, options.delta, sample_rate, steps, options.accountant, besides)
 
 
 class ClientPrivacy:
@@ -56,20 +71,16 @@ class ClientPrivacy:
         data: Data,
         policy: Policy = NO_POLICY,
     ) -> None:
-        from fedprune_app.privacy.accounting import Laplace, noise_for
+        from fedprune_app.privacy.accounting import Laplace
         from fedprune_app.privacy.ledger import Budget, Ledger
 
         self.options = options = config.dp
         self.seed = config.seed
         self.client_id = client_id
         self.sample_rate, self.steps_per_epoch = self.sampling(config, num_examples)
-        self.noise_multiplier = options.noise_multiplier
+        besides = ((Laplace(options.count_scale, 1.0), plan.counts),) if plan.counts else ()
+        self.noise_multiplier = noise_multiplier(config, self.sample_rate, plan.epochs * self.steps_per_epoch, besides)
         if options.target_epsilon:
-            steps = plan.epochs * self.steps_per_epoch
-            besides = ((Laplace(options.count_scale, 1.0), plan.counts),) if plan.counts else ()
-            self.noise_multiplier = noise_for(
-                options.target_epsilon, options.delta, self.sample_rate, steps, options.accountant, besides
-            )
             policy.check_noise(self.noise_multiplier, "the noise multiplier found for dp.target-epsilon")
         self.round_scale = options.count_scale if plan.round_counts else 0.0
         self.round_cost = dict(self.steps(plan.round_epochs))

@@ -5,6 +5,7 @@ A process that simulates many clients would else do it for each of them, twice. 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -101,6 +102,11 @@ def own_text(data_dir: str, test_fraction: float, seed: int) -> tuple[list[Docum
     return _own(data_dir, test_fraction, seed, _files(data_dir))
 
 
+def own_digests(data_dir: str, test_fraction: float, seed: int) -> list[bytes]:
+    """This returns a SHA-256 of each of the client's own documents, and of its test text."""
+    return _own_digests(data_dir, test_fraction, seed, _files(data_dir))
+
+
 def forget_documents() -> None:
     """This frees the memory of all but segments, once every client has introduced itself: pruning needs the room."""
     _shared.cache_clear()
@@ -121,6 +127,12 @@ def _files(data_dir: str) -> Files:
 @lru_cache(maxsize=1)
 def _shared(dataset: str, data_dir: str, files: Files) -> Sequence[Document]:
     return list(calibration_documents(dataset, data_dir))
+
+
+@lru_cache(maxsize=1)  # lasts longer than the documents, whose digests every message asks for
+def _own_digests(data_dir: str, test_fraction: float, seed: int, files: Files) -> list[bytes]:
+    documents, test = _own(data_dir, test_fraction, seed, files)
+    return [hashlib.sha256(text.encode()).digest() for text in [*(each.text for each in documents), test]]
 
 
 @lru_cache(maxsize=1)

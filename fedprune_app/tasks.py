@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from clients.fedspallm import language_model, noise_multiplier, perplexities
+from clients.fedspallm import language_model, perplexities, segment_noise
 from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, TextClientInfo
 from fedprune_app.federation.round import RunContext
 from fedprune_app.learning.device import device_of
@@ -96,7 +96,7 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
         dense = answered(lambda layer: {})
         recorder.annotate(dense_accuracy={name: each.value for name, each in dense.items()})
     texts = list(recorder.info["dense_perplexity"])
-    noise = partial(noise_multiplier, config)
+    noise = partial(segment_noise, config)
     return FedSpaLLM(context, model, measure, answer_tasks, write, texts, lambda: same_inputs(model), noise)
 
 

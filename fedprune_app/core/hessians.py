@@ -68,7 +68,6 @@ class ClippedMoments:
 
     def __init__(self, num_inputs: int, device: torch.device | str = "cpu", clip_norm: float = 1.0) -> None:
         self.clip_norm = clip_norm
-        self.num_sequences = 0
         self.matrix = torch.zeros(num_inputs, num_inputs, device=device)  # the sum (in, in)
 
     def add(self, inputs: Tensor) -> None:
@@ -85,25 +84,25 @@ class ClippedMoments:
         shares = (self.clip_norm / sizes.clamp(min=self.clip_norm)).sqrt()
         rows = (tokens * shares[:, None, None]).flatten(0, 1)
         self.matrix.addmm_(rows.T, rows)
-        self.num_sequences += len(inputs)
 
 
 _PRODUCTS = 2**24  # numbers of the products whose norms are computed at a time
 
 
-def isometric(upper: Tensor, size: int) -> Tensor:
-    """Return the vector whose norm is the Frobenius norm of the matrix with this upper triangle (n (n + 1) / 2,).
+def isometric(matrix: Tensor) -> Tensor:
+    """Return the upper triangle (n (n + 1) / 2,) of a symmetric matrix, scaled to have the matrix' Frobenius norm.
 
     Entries off the diagonal are in the matrix twice, so they grow by √2.
     """
+    upper = packed_upper(matrix)
     vector = upper * math.sqrt(2)
-    where = _diagonal(size)
+    where = _diagonal(len(matrix))
     vector[where] = upper[where]
     return vector
 
 
 def from_isometric(vector: Tensor, size: int) -> Tensor:
-    """Return the upper triangle whose :func:`isometric` vector this is."""
+    """Return the upper triangle of the matrix (n, n) whose :func:`isometric` vector this is."""
     upper = vector / math.sqrt(2)
     where = _diagonal(size)
     upper[where] = vector[where]
@@ -161,10 +160,12 @@ class HessianSum:
             # A correlation of a float16 with itself is 1, whatever was rounded.
             upper = packed_upper(unpacked(upper, self.size).fill_diagonal_(1) * scale[:, None] * scale)
         upper = upper * weight
-        diagonal = upper if self.is_noised else upper[_diagonal(self.size)]
-        largest = float(diagonal.abs().max())
-        if not self.is_noised and (float(diagonal.min()) < 0 or float(upper.abs().max()) > largest * (1 + 1e-3)):
-            raise ValueError(f"tensor '{HESSIAN}{name}' is no sum of products: an entry is beyond its diagonal")
+        largest = float(upper.abs().max())
+        if not self.is_noised:
+            diagonal = upper[_diagonal(self.size)]
+            if float(diagonal.min()) < 0 or largest > float(diagonal.max()) * (1 + 1e-3):
+                raise ValueError(f"tensor '{HESSIAN}{name}' is no sum of products: an entry is beyond its diagonal")
+            largest = float(diagonal.max())
         if largest * (self.weight + weight) > _LARGEST:
             raise ValueError(f"tensor '{HESSIAN}{name}' has magnitude {largest:g}, allowed: at most {_LARGEST:g}")
         whole = upper.round()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -113,29 +114,42 @@ def input_hessians(
     Matrices that are given one tensor share a Hessian, under the name of the first of them. The module and the hidden
     states (sequences, length, width) stay as they are.
     """
-    names = model.prunable(layer)
-    found = _by_first(names, _observe(model, module, names, hidden, Hessian, batch_size)[1])
-    return {name: each.matrix for name, each in found.items()}
+    return _input_matrices(model, layer, module, hidden, batch_size, Hessian)
 
 
 def input_moments(
     model: LanguageModel, layer: int, module: nn.Module, hidden: Tensor, batch_size: int, clip_norm: float
 ) -> dict[str, Tensor]:
     """Return :class:`ClippedMoments` (in, in) of the inputs, as :func:`input_hessians` returns Hessians."""
+    return _input_matrices(model, layer, module, hidden, batch_size, partial(ClippedMoments, clip_norm=clip_norm))
+
+
+def _input_matrices(
+    model: LanguageModel,
+    layer: int,
+    module: nn.Module,
+    hidden: Tensor,
+    batch_size: int,
+    kind: Kind[Hessian | ClippedMoments],
+) -> dict[str, Tensor]:
     names = model.prunable(layer)
-    kind = partial(ClippedMoments, clip_norm=clip_norm)
     found = _by_first(names, _observe(model, module, names, hidden, kind, batch_size)[1])
     return {name: each.matrix for name, each in found.items()}
+
+
+_same_inputs: WeakKeyDictionary[LanguageModel, list[list[str]]] = WeakKeyDictionary()
 
 
 def same_inputs(model: LanguageModel) -> list[list[str]]:
     """Return the matrices of a decoder layer in groups that have the same inputs, each in the order of the layer.
 
-    The groups are found by a call of the first layer; all layers are of one kind.
+    The groups are found by a call of the first layer, once for each model; all layers are of one kind.
     """
-    hidden = model.embed(torch.zeros((1, 2), dtype=torch.int64), 1)
-    module, names = model.layer(0, model.layer_tensors(0)), model.prunable(0)
-    return _of_same_inputs(names, _observe(model, module, names, hidden, InputNorms, 1)[1])
+    if model not in _same_inputs:
+        hidden = model.embed(torch.zeros((1, 2), dtype=torch.int64), 1)
+        module, names = model.layer(0, model.layer_tensors(0)), model.prunable(0)
+        _same_inputs[model] = _of_same_inputs(names, _observe(model, module, names, hidden, InputNorms, 1)[1])
+    return _same_inputs[model]
 
 
 def _by_first(names: list[str], statistics: Mapping[str, Found]) -> dict[str, Found]:

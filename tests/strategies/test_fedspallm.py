@@ -282,8 +282,10 @@ def test_all_matrices_can_be_expanded_as_one(run):
     assert not (result.folder / "layers" / "pending").exists()
 
 
-def test_a_global_expansion_that_was_cut_off_is_made_again(run, settings, tmp_path, monkeypatch):
+def cut_off(wanted, folder, monkeypatch):
+    """Run until layer 1 would be installed, and stop there; returns the layers that came so far."""
     installed = []
+    honest = FedSpaLLM._install
 
     def fail(self, round, layer, new):
         installed.append(layer)
@@ -291,16 +293,24 @@ def test_a_global_expansion_that_was_cut_off_is_made_again(run, settings, tmp_pa
             raise KeyboardInterrupt
         honest(self, round, layer, new)
 
-    honest = FedSpaLLM._install
-    monkeypatch.setattr(FedSpaLLM, "_install", fail)
+    config = parse_config({**wanted, "out-dir": str(folder)}).to_dict()
+    with monkeypatch.context() as patched:
+        patched.setattr(FedSpaLLM, "_install", fail)
+        with pytest.raises(KeyboardInterrupt):
+            run_in_process(server_app.app, client_app.app, CLIENTS, config)
+    return installed
+
+
+def resumed(wanted, folder):
+    again = parse_config({**wanted, "resume-from": str(folder)})
+    run_in_process(server_app.app, client_app.app, CLIENTS, again.to_dict())
+    return Finished(folder)
+
+
+def test_a_global_expansion_that_was_cut_off_is_made_again(run, settings, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     wanted = {**settings, "fedspallm.expansion": "global", "density": 0.3}
-    with pytest.raises(KeyboardInterrupt):
-        run_in_process(
-            server_app.app, client_app.app, CLIENTS, parse_config({**wanted, "out-dir": str(folder)}).to_dict()
-        )
-    assert installed == [0, 1]
-    monkeypatch.setattr(FedSpaLLM, "_install", honest)
+    assert cut_off(wanted, folder, monkeypatch) == [0, 1]
     asked = []
 
     def listen(message, context, honest):

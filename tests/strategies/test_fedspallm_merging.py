@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from fedprune_app import client_app, server_app
+from fedprune_app import server_app
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core import hessians
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.results.reader import load_run
-from strategies.fedspallm import FedSpaLLM
 from tests.conftest import Finished, wrapped_app
 from tests.strategies.test_fedspallm import (
     CLIENTS,
+    cut_off,
     family,
     global_layers,
     layers_of,
@@ -23,6 +23,7 @@ from tests.strategies.test_fedspallm import (
     perplexity_by_hand,
     pruned_by_hand,
     replies_of,
+    resumed,
     run,
     segments_of,
     settings,
@@ -106,23 +107,10 @@ def test_least_squares_keeps_the_voted_masks_and_solves_each_row(run, llm, tmp_p
 
 @pytest.mark.parametrize("merge", ["hessians", "least-squares"])
 def test_a_run_that_was_cut_off_goes_on_to_the_same_model(run, settings, tmp_path, monkeypatch, merge):
-    honest = FedSpaLLM._install
-
-    def fail(self, round, layer, new):
-        if layer == 1:
-            raise KeyboardInterrupt
-        honest(self, round, layer, new)
-
     wanted = {**settings, "fedspallm.merge": merge}
     folder = tmp_path / "run"
-    monkeypatch.setattr(FedSpaLLM, "_install", fail)
-    config = parse_config({**wanted, "out-dir": str(folder)}).to_dict()
-    with pytest.raises(KeyboardInterrupt):
-        run_in_process(server_app.app, client_app.app, CLIENTS, config)
-    monkeypatch.setattr(FedSpaLLM, "_install", honest)
-    again = parse_config({**wanted, "resume-from": str(folder)})
-    run_in_process(server_app.app, client_app.app, CLIENTS, again.to_dict())
-    assert Finished(folder).sha256 == run(fedspallm_merge=merge).sha256
+    cut_off(wanted, folder, monkeypatch)
+    assert resumed(wanted, folder).sha256 == run(fedspallm_merge=merge).sha256
 
 
 def test_a_client_that_missed_a_layer_is_sent_what_it_missed(settings, tmp_path):

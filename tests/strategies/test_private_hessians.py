@@ -19,9 +19,8 @@ from fedprune_app.privacy.accounting import Steps, epsilon
 from fedprune_app.privacy.audit import guesses_of, lower_bound
 from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.registry import check_system
-from strategies.fedspallm import FedSpaLLM
 from tests.conftest import Finished
-from tests.strategies.test_fedspallm import CLIENTS, family, llm, run, segments_of, settings, texts
+from tests.strategies.test_fedspallm import CLIENTS, cut_off, family, llm, resumed, run, segments_of, settings, texts
 
 __all__ = ["family", "llm", "run", "settings", "texts"]  # fixtures
 PRIVATE = {"fedspallm.merge": "hessians", "dp.enabled": True, "dp.noise-multiplier": 2.0, "dp.clip-norm": 0.5}
@@ -65,8 +64,8 @@ def test_a_blank_in_the_place_of_a_segment_changes_the_sum_by_at_most_the_clippi
     for segment in range(len(inputs)):
         other = inputs.clone()
         other[segment] = 0
-        moved = hessians.packed_upper((moments(inputs, clip_norm) - moments(other, clip_norm)).double())
-        norm = float(hessians.isometric(moved, 6).norm())
+        moved = (moments(inputs, clip_norm) - moments(other, clip_norm)).double()
+        norm = float(hessians.isometric(moved).norm())
         assert norm <= clip_norm * (1 + 1e-5)
         assert norm > 0.04
 
@@ -82,18 +81,18 @@ def test_a_segment_that_is_not_finite_adds_nothing(wrong):
 def test_an_isometric_vector_has_the_matrix_norm_and_comes_back():
     matrix = torch.randn(7, 7, dtype=torch.float64)
     matrix = matrix + matrix.T
-    upper = hessians.packed_upper(matrix)
-    vector = hessians.isometric(upper, 7)
+    vector = hessians.isometric(matrix)
     assert float(vector.norm()) == pytest.approx(float(matrix.norm()), rel=1e-12)
-    torch.testing.assert_close(hessians.from_isometric(vector, 7), upper, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(
+        hessians.from_isometric(vector, 7), hessians.packed_upper(matrix), atol=1e-12, rtol=1e-12
+    )
 
 
 # --- the server -------------------------------------------------------------------------------------------------------
 
 
 def noised(matrix, std, draw):
-    upper = hessians.packed_upper(matrix.double())
-    vector = hessians.isometric(upper, len(matrix))
+    vector = hessians.isometric(matrix.double())
     vector += std * torch.randn(len(vector), generator=draw, dtype=torch.float64)
     return hessians.unpacked(hessians.from_isometric(vector, len(matrix)), len(matrix))
 
@@ -234,23 +233,10 @@ def test_a_client_that_declines_is_no_failure_and_the_others_prune(settings, tmp
 
 
 def test_a_run_that_was_cut_off_goes_on_to_the_same_model_and_pays_again(run, settings, tmp_path, monkeypatch):
-    honest = FedSpaLLM._install
-
-    def fail(self, round, layer, new):
-        if layer == 1:
-            raise KeyboardInterrupt
-        honest(self, round, layer, new)
-
     folder = tmp_path / "run"
     wanted = {**settings, **PRIVATE}
-    monkeypatch.setattr(FedSpaLLM, "_install", fail)
-    config = parse_config({**wanted, "out-dir": str(folder)}).to_dict()
-    with pytest.raises(KeyboardInterrupt):
-        run_in_process(server_app.app, client_app.app, CLIENTS, config)
-    monkeypatch.setattr(FedSpaLLM, "_install", honest)
-    again = parse_config({**wanted, "resume-from": str(folder)})
-    run_in_process(server_app.app, client_app.app, CLIENTS, again.to_dict())
-    assert Finished(folder).sha256 == run(**options()).sha256
+    cut_off(wanted, folder, monkeypatch)
+    assert resumed(wanted, folder).sha256 == run(**options()).sha256
     assert all(sum(Ledger(path).spent.values()) == 3 * RELEASES for path in folder.rglob("ledger.jsonl"))
 
 
@@ -274,16 +260,16 @@ def test_an_attack_that_knows_all_but_who_is_in_finds_missing_noise_and_nothing_
     module = model.layer(0, model.layer_tensors(0))
 
     def vector(found):
-        return torch.cat([hessians.isometric(hessians.packed_upper(m.double()), len(m)) for m in found.values()])
+        return torch.cat([hessians.isometric(matrix.double()) for matrix in found.values()])
 
-    known = torch.stack(
-        [vector(input_moments(model, 0, module, hidden[i : i + 1], size, 0.5)) for i in range(canaries)]
-    )
+    alone = [input_moments(model, 0, module, hidden[i : i + 1], size, 0.5) for i in range(canaries)]
+    known = torch.stack([vector(each) for each in alone])
     monkeypatch.setattr(client, "hidden_states_before", lambda *_: hidden * is_in[:, None, None])
     if noise is None:
         monkeypatch.setattr("fedprune_app.privacy.noise.noised", lambda total, draws, std: total)
     payload, told = client.answer_training(Task(1, fields=FIELDS))
-    sums = {k: hessians.unpacked(v.double() * canaries, client_size(v)) for k, v in payload.tensors.items()}
+    means = {name: payload.tensors[hessians.HESSIAN + name].double() for name in alone[0]}
+    sums = {name: hessians.unpacked(mean * canaries, len(alone[0][name])) for name, mean in means.items()}
     ridge = 4 * (0.5 * (noise or 0.01)) ** 2  # the most likely coins, each with a deviation of a half
     system = known @ known.T + ridge * torch.eye(canaries, dtype=torch.float64)
     scores = torch.linalg.solve(system, known @ (vector(sums) - known.sum(dim=0) / 2))
@@ -296,11 +282,6 @@ def test_an_attack_that_knows_all_but_who_is_in_finds_missing_noise_and_nothing_
     else:
         assert guesses / 2 < correct < guesses
         assert bound <= told["epsilon"]
-
-
-def client_size(upper):
-    """n, of n (n + 1) / 2 entries."""
-    return int((math.sqrt(8 * len(upper) + 1) - 1) / 2)
 
 
 # --- a client's own text ----------------------------------------------------------------------------------------------
