@@ -66,7 +66,7 @@ class GroupedForm:
 
 
 _MOST_FORMS = 64
-_forms: dict[str, GroupedForm | NoGroupedForm] = {}
+_forms: dict[str, GroupedForm | str] = {}  # or why there is none
 
 
 def grouped_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm:
@@ -81,12 +81,12 @@ def grouped_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm:
             _forms.pop(next(iter(_forms)))
         _forms[structure] = _derived(model, example_shape)
     form = _forms[structure]
-    if isinstance(form, NoGroupedForm):
-        raise form
+    if isinstance(form, str):
+        raise NoGroupedForm(form)
     return form
 
 
-def _derived(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm | NoGroupedForm:
+def _derived(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm | str:
     names = {name for name, _ in model.named_parameters()}
     steps, at = list[_Step](), dict[fx.Node, int]()
     try:
@@ -100,10 +100,8 @@ def _derived(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm | No
                 steps.append(_Step(_operation(model, node, names), inputs))
             at[node] = len(steps)
         flops = sum(forward_flops(model, example_shape).values())
-    except NoGroupedForm as error:
-        return error
-    except Exception as error:  # a network that torch.fx cannot follow; it may raise anything
-        return NoGroupedForm(str(error))
+    except Exception as error:  # torch.fx may raise anything where it cannot follow a network
+        return str(error)
     return GroupedForm(tuple(steps), flops, sum(p.numel() for p in model.parameters()))
 
 

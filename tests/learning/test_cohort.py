@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from fedprune_app.core import cohort
+from fedprune_app.data.augmentation import CropFlip
 from fedprune_app.learning import training
 from fedprune_app.learning.grouped import NoGroupedForm, grouped_form
 from fedprune_app.learning.hooks import proximal
@@ -79,11 +82,7 @@ WAYS = {
     "frozen": {"frozen": lambda *_: ("conv1.weight", "fc1.weight", "fc1.bias")},
     "proximal": {"adjust_gradients": lambda _, model, __: proximal(state_tensors(model), 0.1)},
     "after each step": {"after_step": lambda *_: lambda values: torch._foreach_mul_(list(values.values()), 0.9)},
-    "augmented": {
-        "augment": lambda _, __, images: (
-            lambda batch, draw: images[batch] + 0.1 * torch.randn(len(batch), 1, 1, 1, generator=draw)
-        )
-    },
+    "augmented": {"augment": lambda _, __, images: CropFlip(images, torch.zeros(images.shape[1]))},
 }
 
 
@@ -275,6 +274,20 @@ def test_no_thread_is_left_behind():
 def test_a_network_without_a_grouped_form_says_which_layer_has_none(model, reason):
     with pytest.raises(NoGroupedForm, match=reason):
         grouped_form(model, (3, 2, 2))
+
+
+@pytest.mark.parametrize("name", [*SHAPES, "lenet5-bn"])
+def test_a_process_keeps_no_network_that_was_trained(name):
+    kept = []
+    for client in range(3):
+        model = build_model(name, SHAPES.get(name, (3, 32, 32)), 10, rng=generator(client))
+        kept.append(weakref.ref(model))
+        images, labels = torch.randn(4, *SHAPES.get(name, (3, 32, 32))), torch.arange(4)
+        train(model, images, labels, SGD(0.1), rng=generator(client))
+        del model
+    gc.collect()
+    # a form may hold the layers of the network that it was derived from
+    assert [model() for model in kept[1:]] == [None, None]
 
 
 def test_a_residual_network_has_a_grouped_form():
