@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar, copy_context
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +19,8 @@ Asked = TypeVar("Asked")
 Got = TypeVar("Got")
 PATIENCE_SECONDS = 5.0
 _HARDLY_ANY_SECONDS = 1e-3
+LARGEST_COHORT = 8
+"""So many clients are trained together at most, if the configuration does not say; more gain little."""
 TrainTogether = Callable[[Sequence[Asked]], list["Got | Exception"]]
 
 
@@ -60,6 +62,20 @@ def work_in_cohort(works: Sequence[Callable[[], Got]], patience: float = PATIENC
             for number, member in members.items():
                 yield number, member.outcome()
             return
+
+
+def share_of(waiting: int, workers: int, largest: int) -> int:
+    """Return how many of the ``waiting`` messages each worker without work gets now, from 1 to ``largest``.
+
+    Where the ``workers`` have to go several times, each time is as long as the others, so that all end together.
+    """
+    times = max(1, math.ceil(waiting / (workers * largest)))
+    return max(1, math.ceil(waiting / (workers * times)))
+
+
+def largest_cohort(run_config: Mapping[str, Any]) -> int:
+    """Return how many clients a run trains together at most."""
+    return int(run_config.get("cohort", 0)) or LARGEST_COHORT
 
 
 class _Member(Generic[Got]):

@@ -16,6 +16,7 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 from flwr.serverapp import ServerApp
 
+from fedprune_app.core.cohort import share_of
 from fedprune_app.engine.simulated_grid import SimulatedGrid, answers
 
 
@@ -44,8 +45,9 @@ class InProcessGrid(SimulatedGrid):
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
         """Run the clients whose replies are asked for, cohort by cohort as the result is iterated."""
         pending = [message_id for message_id in message_ids if message_id in self._pending]
-        for start in range(0, len(pending), self._largest_cohort):
-            ids = pending[start : start + self._largest_cohort]
+        size = share_of(len(pending), 1, self._largest_cohort)
+        for start in range(0, len(pending), size):
+            ids = pending[start : start + size]
             messages = [self._pending.pop(message_id) for message_id in ids]
             asked = [(message, self._context(message)) for message in messages]
             del messages

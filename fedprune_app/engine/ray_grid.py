@@ -18,6 +18,7 @@ import ray
 from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 
+from fedprune_app.core.cohort import share_of
 from fedprune_app.engine.flower_private import ErrorCode, LoadClientAppError, load_app, pool_size_from_resources
 from fedprune_app.engine.simulated_grid import SimulatedGrid, answers
 
@@ -109,23 +110,23 @@ class RayGrid(SimulatedGrid):
             self.wait_for_reply(min(1.0, left))
 
     def _start(self) -> None:
-        """Give messages to workers that have none: a suspect's alone, the others in cohorts of equal size.
+        """Give messages to workers that have none: a suspect's alone, the others in cohorts of equal size."""
+        while self._idle and self._suspects:
+            self._give(self._suspects, 1)
+        if self._idle and self._pending:
+            workers = len(self._idle) + len(self._at_work)
+            size = share_of(len(self._pending), workers, self._largest_cohort)
+            while self._idle and self._pending:
+                self._give(self._pending, size)
 
-        Where the workers have to go several times, each time is as long as the others, so that all end together.
-        """
-        while self._idle and (self._suspects or self._pending):
-            if self._suspects:
-                waiting, size = self._suspects, 1
-            else:
-                workers = len(self._idle) + len(self._at_work)
-                times = math.ceil(len(self._pending) / (workers * self._largest_cohort))
-                waiting, size = self._pending, math.ceil(len(self._pending) / (workers * times))
-            ids = list(waiting)[:size]
-            cohort = _Cohort(self._idle.pop(0), ids, {message_id: waiting.pop(message_id) for message_id in ids})
-            asked = [(message, self._context(message)) for message in cohort.left.values()]
-            for message, _ in asked:
-                message.metadata.created_at = time.time()  # its time to live begins now, not in the queue
-            self._at_work[cohort.worker.answer.options(num_returns="streaming").remote(asked)] = cohort
+    def _give(self, waiting: dict[str, Message], size: int) -> None:
+        """Let a worker answer this many of the messages that wait, or all where there are fewer."""
+        ids = list(waiting)[:size]
+        cohort = _Cohort(self._idle.pop(0), ids, {message_id: waiting.pop(message_id) for message_id in ids})
+        asked = [(message, self._context(message)) for message in cohort.left.values()]
+        for message, _ in asked:
+            message.metadata.created_at = time.time()  # its time to live begins now, not in the queue
+        self._at_work[cohort.worker.answer.options(num_returns="streaming").remote(asked)] = cohort
 
     def _collect(self, seconds: float) -> None:
         if not self._at_work:

@@ -1,16 +1,13 @@
-"""A client knows whether it is simulated by what only a simulation has: a Grid of ours, or Flower's Ray actors.
+"""A client is simulated where a simulation's own code lets it answer: a Grid of ours, or an actor on Ray.
 
 Everything else counts as a node of a deployment, whatever the run's configuration says.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-
-from fedprune_app.engine import flower_private
 
 _answers_in_simulation: ContextVar[bool] = ContextVar("_answers_in_simulation", default=False)
 _is_beside_server: ContextVar[bool] = ContextVar("_is_beside_server", default=False)
@@ -18,7 +15,7 @@ _is_beside_server: ContextVar[bool] = ContextVar("_is_beside_server", default=Fa
 
 @contextmanager
 def answering_in_simulation(beside_server: bool) -> Iterator[None]:
-    """Let :func:`is_simulated` return True until the block ends; only our simulations enter it.
+    """Let :func:`is_simulated` return True until the block ends; only simulations enter it.
 
     ``beside_server`` says whether the server is on the same machine.
     """
@@ -36,13 +33,5 @@ def is_beside_server() -> bool:
 
 
 def is_simulated() -> bool:
-    """Return whether the client at work is one of a simulation of ours, or in one of Flower's actors."""
-    return _answers_in_simulation.get() or _is_ray_actor()
-
-
-def _is_ray_actor() -> bool:
-    """Return whether this process is a Ray actor of Flower's simulation. Ray is not imported for the answer."""
-    ray = sys.modules.get("ray")
-    if ray is None or flower_private.if_imported("BasicActorPool") is None or not ray.is_initialized():
-        return False
-    return ray.get_runtime_context().get_actor_id() is not None
+    """Return whether the client at work is one of a simulation."""
+    return _answers_in_simulation.get()

