@@ -101,7 +101,7 @@ class DisPFLClient(GossipClient):
             images, labels = self.data.train_images, self.data.train_labels
             batch = torch.randperm(len(labels), generator=draw)[: self._search_batch()]
             augment = self.augmentation(images)
-            chosen = images[batch] if augment is None else augment(batch, draw)
+            chosen = images[batch] if augment is None else augment(augment.draws(batch, draw).to(images.device))
             scores = dense_gradient(self.model, chosen, labels[batch], device=self.device)
         return prune_and_grow({name: tensors[name] for name in masks}, scores, masks, fraction)
 

@@ -57,7 +57,7 @@ class ImageNode(BudgetedNode[AnUpdate]):
 
     def local_data(self) -> ClientData:
         """This returns what the client learns from, decides by and is tested on."""
-        return client_data(self.data_config, *self.place.share)
+        return client_data(self.data_config, *self.place.share, self.device)
 
     def record_digests(self) -> list[bytes]:
         """This returns a digest of each of the client's images."""

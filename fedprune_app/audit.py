@@ -103,9 +103,9 @@ class Watched(ImageClient):
         number = self.watch.canaries
         images, labels = canaries(self.watch.seed, number, data.train_images.shape[1:], self.dataset.num_classes)
         self.canary_images, self.canary_labels, self.coins = images, labels, coins(self.watch.seed, number)
-        self.real = data.train_images[number:], data.train_labels[number:]
+        self.real = data.train_images[number:].cpu(), data.train_labels[number:]
         return ClientData(
-            torch.cat([images, data.train_images[number:]]),
+            torch.cat([images.to(data.train_images.device), data.train_images[number:]]),
             torch.cat([torch.where(self.coins, labels, _IGNORED), data.train_labels[number:]]),
             data.validation_images,
             data.validation_labels,

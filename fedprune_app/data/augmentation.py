@@ -18,8 +18,9 @@ class CropFlip:
     ``black`` (C,) is the normalised value of a black pixel. Papers pad before they normalise. So the pixels that come
     into view at the border are black, and not 0, which is the mean colour.
 
-    A call with positions (B,) and a CPU generator gives images (B, C, H, W), channels last in memory, and draws 3 B
-    whole numbers. A seed gives the same images on every device.
+    :meth:`draws` maps positions (B,) to choices (B, 4) by 3 B draws from a CPU generator. A choice has the position of
+    an image, the shifts down and to the right, and whether the image is mirrored. A call with choices, on the images'
+    device, gives images (B, C, H, W), channels last in memory. A seed gives the same images on every device.
     """
 
     PADDING = 4
@@ -32,14 +33,20 @@ class CropFlip:
         padded[:, border:-border, border:-border] = images.permute(0, 2, 3, 1)
         self._pixels = padded.view(-1, channels)  # of all images, row by row
 
-    def __call__(self, positions: Tensor, rng: torch.Generator) -> Tensor:
-        count, device = len(positions), self._pixels.device
-        down, right = torch.randint(0, 2 * self.PADDING + 1, (2, count, 1), generator=rng).to(device)
-        mirrored = torch.randint(0, 2, (count, 1), generator=rng).to(device).bool()
+    def draws(self, positions: Tensor, rng: torch.Generator) -> Tensor:
+        """Return a choice for each of the positions."""
+        count = len(positions)
+        down, right = torch.randint(0, 2 * self.PADDING + 1, (2, count), generator=rng)
+        mirrored = torch.randint(0, 2, (count,), generator=rng)
+        return torch.stack([positions, down, right, mirrored], dim=1)
+
+    def __call__(self, choices: Tensor) -> Tensor:
+        count, device = len(choices), self._pixels.device
+        position, down, right, mirrored = torch.split(choices, 1, dim=1)
         y = down + torch.arange(self._height, device=device)  # (B, H) in the padded image
         x = torch.arange(self._width, device=device)
-        x = right + torch.where(mirrored, x.flip(0), x)  # (B, W)
-        row = positions.to(device).unsqueeze(1) * self._rows + y  # (B, H) among the rows of all images
+        x = right + torch.where(mirrored.bool(), x.flip(0), x)  # (B, W)
+        row = position * self._rows + y  # (B, H) among the rows of all images
         pixel = row.unsqueeze(2) * self._columns + x.unsqueeze(1)  # (B, H, W)
         # One selection of whole pixels: three times as fast as indexing by image, row and column.
         batch = self._pixels.index_select(0, pixel.flatten())

@@ -7,6 +7,7 @@ own data, and data dealt with ``private``, are split record by record: see :func
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -23,6 +24,7 @@ from fedprune_app.data.datasets import Dataset, Labels, load_dataset
 from fedprune_app.data.names import DEALERS, OWNERS, PARTITIONS
 from fedprune_app.data.partitions import Indices
 
+_CPU = torch.device("cpu")
 CLASS_ASSIGNMENTS = ("cyclic", "random")
 TEST_SPLITS: dict[str, str] = {
     "labels": "all test images of the labels that the client holds (Sub-FedAvg)",
@@ -149,12 +151,13 @@ def partition_indices(config: DataConfig, num_clients: int) -> list[Indices]:
     return list(_partition(config, num_clients))
 
 
-def client_data(config: DataConfig, partition_id: int, num_clients: int) -> ClientData:
+def client_data(config: DataConfig, partition_id: int, num_clients: int, device: torch.device = _CPU) -> ClientData:
     """Return the data of client ``partition_id`` in [0, num_clients), a function of the arguments alone.
 
-    Tensors are made when first read, and a process keeps those of its last two clients only.
+    Images are on the ``device``, labels on the CPU. Tensors are made when first read, and a process keeps those of its
+    last two clients only. The pixels of all clients are on a GPU once, where they take at most a quarter of its memory.
     """
-    return _client_data(config, partition_id, num_clients)
+    return _client_data(config, partition_id, num_clients, device)
 
 
 def public_part(config: DataConfig) -> tuple[Tensor, Tensor]:
@@ -209,17 +212,33 @@ class _Pool:
         self.labels: Labels = np.concatenate([dataset.train_labels, dataset.test_labels])
         self.num_train = len(dataset.train_labels)
         self._digests: dict[int, bytes] = {}
+        self._on_device: dict[torch.device, tuple[Tensor, ...] | None] = {}
 
-    def images(self, indices: Indices) -> Tensor:
+    def images(self, indices: Indices, device: torch.device = _CPU) -> Tensor:
         """Return images at sorted indices: float32 (N, C, H, W), scaled to [0, 1], then normalised."""
         train, test = np.split(indices, [np.searchsorted(indices, self.num_train)])
-        data = self.dataset
-        pixels = np.concatenate([data.train_images[train], data.test_images[test - self.num_train]])
-        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (data.mean, data.std))
-        scaled = torch.from_numpy(pixels).float()  # float32 numbers are not copied again: `pixels` is a copy
-        if pixels.dtype == np.uint8:
+        parts = (self.dataset.train_images, train), (self.dataset.test_images, test - self.num_train)
+        if (resident := self._resident(device)) is None:
+            pixels = torch.from_numpy(np.concatenate([images[chosen] for images, chosen in parts])).to(device)
+        else:
+            chosen = [torch.from_numpy(chosen).to(device) for _, chosen in parts]
+            pixels = torch.cat([images.index_select(0, at) for images, at in zip(resident, chosen, strict=True)])
+        mean, std = (torch.tensor(each, device=device).view(-1, 1, 1) for each in (self.dataset.mean, self.dataset.std))
+        scaled = pixels.float()  # float32 numbers are not copied again: `pixels` is a copy
+        if pixels.dtype == torch.uint8:
             scaled.div_(255)
         return scaled.sub_(mean).div_(std)
+
+    def _resident(self, device: torch.device) -> tuple[Tensor, ...] | None:
+        """Return the pixels of all training and test images on a device that is not the CPU; None if there is no room.
+
+        They are taken there once.
+        """
+        if device not in self._on_device:
+            arrays = self.dataset.train_images, self.dataset.test_images
+            fits = device != _CPU and sum(array.nbytes for array in arrays) <= _room(device)
+            self._on_device[device] = tuple(torch.tensor(array, device=device) for array in arrays) if fits else None
+        return self._on_device[device]
 
     def digests(self, indices: Indices) -> list[bytes]:
         """Return the SHA-256 digests of the images at these indices, each of that image alone.
@@ -237,18 +256,25 @@ class _Pool:
         return [self._digests[i] for i in indices.tolist()]
 
 
+def _room(device: torch.device) -> float:
+    """Return how many bytes of pixels a device may hold: a quarter of what is free on a GPU."""
+    return torch.cuda.mem_get_info(device)[0] / 4 if device.type == "cuda" else math.inf
+
+
 class _StoredClientData(ClientData):
     """Stored client data leaves a part in the dataset until the part is read: training never builds the test images."""
 
     _pool: _Pool
     _indices: dict[str, Indices]
+    _device: torch.device
 
-    def __init__(self, pool: _Pool, indices: dict[str, Indices]) -> None:
+    def __init__(self, pool: _Pool, indices: dict[str, Indices], device: torch.device) -> None:
         object.__setattr__(self, "_pool", pool)  # the class is frozen
         object.__setattr__(self, "_indices", indices)
+        object.__setattr__(self, "_device", device)
 
     def _images(self, part: str) -> Tensor:
-        return self._pool.images(self._indices[part])
+        return self._pool.images(self._indices[part], self._device)
 
     def _labels(self, part: str) -> Tensor:
         return torch.from_numpy(self._pool.labels[self._indices[part]])
@@ -279,8 +305,8 @@ class _StoredClientData(ClientData):
 
 
 @lru_cache(maxsize=2)
-def _client_data(config: DataConfig, partition_id: int, num_clients: int) -> ClientData:
-    return _StoredClientData(_pool(config), _split_indices(config, partition_id, num_clients))
+def _client_data(config: DataConfig, partition_id: int, num_clients: int, device: torch.device) -> ClientData:
+    return _StoredClientData(_pool(config), _split_indices(config, partition_id, num_clients), device)
 
 
 @lru_cache(maxsize=2)

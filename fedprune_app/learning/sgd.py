@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -53,15 +53,24 @@ class SGD:
         """This returns how many steps an epoch has."""
         return self.steps_per_epoch or math.ceil(num_examples / self.batch_size)
 
-    def batches(self, num_examples: int, rng: torch.Generator, device: torch.device | None = None) -> Iterator[Tensor]:
+    def batches(
+        self,
+        num_examples: int,
+        rng: torch.Generator,
+        device: torch.device | None = None,
+        draws: Callable[[Tensor], Tensor] | None = None,
+    ) -> Iterator[Tensor]:
         """This yields the positions of each step's examples in one epoch: permutations from ``rng``, cut into batches.
 
-        Each permutation goes to ``device`` whole, not batch by batch.
+        With ``draws`` it yields what that makes of the positions of a batch. Each permutation goes to ``device`` whole,
+        not batch by batch, with all that is drawn for it.
         """
         left = self.steps_of(num_examples)
         while left > 0:
-            order = torch.randperm(num_examples, generator=rng).to(device)
-            yield from torch.split(order, self.batch_size)[:left]
+            order = torch.randperm(num_examples, generator=rng)
+            if draws is not None:
+                order = torch.cat([draws(batch) for batch in torch.split(order, self.batch_size)[:left]])
+            yield from torch.split(order.to(device), self.batch_size)[:left]
             left -= math.ceil(num_examples / self.batch_size)
 
 

@@ -59,7 +59,8 @@ def train(
 
     Every epoch takes the examples in a fresh permutation from ``rng``, a CPU generator. With ``sgd.steps_per_epoch`` an
     epoch takes as many permutations as that needs. The last batch of a permutation may be smaller. With ``augment``
-    the images of a batch are ``augment(positions, rng)``, of the shape of ``images``' rows. The optimiser starts fresh.
+    the images of a batch are ``augment(augment.draws(positions, rng))``, of the shape of ``images``' rows. The
+    optimiser starts fresh.
 
     A step is, in this order:
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,19 @@ if TYPE_CHECKING:  # Opacus takes seconds to import, and most runs do without
     from fedprune_app.privacy.dpsgd import DPSGD
 
 _CPU = torch.device("cpu")
-Augmenter = Callable[[Tensor, torch.Generator], Tensor]
-"""An augmenter maps the positions (B,) of a batch's examples to images (B, ...), with draws from a CPU generator."""
+
+
+class Augmenter(Protocol):
+    """An augmenter makes the images of a batch in two steps, so that a device gets what is drawn for many at once."""
+
+    def draws(self, positions: Tensor, rng: torch.Generator) -> Tensor:
+        """This maps the positions (B,) of a batch's examples to choices (B, ...), with draws from a CPU generator.
+
+        The first number of each choice is the position.
+        """
+
+    def __call__(self, choices: Tensor) -> Tensor:
+        """This makes the images (B, ...) of these choices."""
 
 
 MOST_FLOPS, MOST_PARAMETERS = 100_000_000, 250_000
@@ -85,6 +96,8 @@ class Training:
         if self.private is not None and self.part is not None and not self.private.takes_parts:
             grad_sample = self.private.grad_sample
             raise ValueError(f"grad_sample is {grad_sample!r}, allowed with parts of a network: auto, one-pass")
+        if self.private is not None and self.augment is not None:
+            raise ValueError("private training has no augmentation")
         if self.private is not None and self.precision == "bf16":
             raise ValueError("precision is 'bf16', allowed for private training: float32, tf32")
         check_names("frozen", self.frozen, self.model)
@@ -116,11 +129,15 @@ class Training:
         return 0 if self.private is None else self.private.sample_rate * len(self.labels)
 
     def batches(self) -> Iterator[tuple[Tensor, int | None]]:
-        """This yields the positions of each step's examples, and the number of the epoch that ends with the step."""
+        """This yields the positions of each step's examples, and the number of the epoch that ends with the step.
+
+        With an augmentation it yields choices for positions.
+        """
         num_examples = len(self.labels)
+        draws = None if self.augment is None else partial(self.augment.draws, rng=self.rng)
         for epoch in range(self.sgd.epochs):
             if self.private is None:
-                batches = self.sgd.batches(num_examples, self.rng, self.device)
+                batches = self.sgd.batches(num_examples, self.rng, self.device, draws)
             else:
                 batches = self.private.batches(num_examples)
             left = self.steps_per_epoch
@@ -133,13 +150,14 @@ class Training:
         return self.images if self.augment else self.images.to(self.device), self.labels.to(self.device)
 
     def examples(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """This returns the images and labels of the examples at these positions."""
+        """This returns the images and labels of the examples at these positions, or of these choices."""
         images, labels = self._on_device
-        chosen = images.index_select(0, batch) if self.augment is None else self.augment(batch, self.rng)
-        return chosen, labels.index_select(0, batch)
+        if self.augment is None:
+            return images.index_select(0, batch), labels.index_select(0, batch)
+        return self.augment(batch), labels.index_select(0, batch[:, 0])
 
     def put_examples(self, batch: Tensor, images: Tensor, labels: Tensor) -> None:
-        """This puts the examples at these positions first in ``images`` and ``labels``."""
+        """This puts the examples at these positions, or of these choices, first in ``images`` and ``labels``."""
         if self.augment is None and len(batch) == len(images):
             torch.index_select(self._on_device[0], 0, batch, out=images)
             torch.index_select(self._on_device[1], 0, batch, out=labels)

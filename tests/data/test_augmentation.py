@@ -15,6 +15,10 @@ def generator(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
+def augmented(augment, positions, rng):
+    return augment(augment.draws(positions, rng))
+
+
 def pictures(count=3, channels=3, height=6, width=5):
     """Distinct positive values, so that a crop names its image and place, and black is no image's value."""
     return torch.arange(1.0, 1 + count * channels * height * width).view(count, channels, height, width)
@@ -38,7 +42,7 @@ def test_every_image_of_a_batch_is_a_crop_of_its_own_padded_image(channels):
     images = pictures(channels=channels)
     augment, rng = CropFlip(images, BLACK[:channels]), generator()
     for positions in (torch.tensor([2, 0, 2, 1]), torch.tensor([1])):
-        batch = augment(positions, rng)
+        batch = augmented(augment, positions, rng)
         assert batch.shape == (len(positions), *images.shape[1:])
         for picture, position in zip(batch, positions, strict=True):
             allowed = variants(images[position], BLACK[:channels]).values()
@@ -47,7 +51,7 @@ def test_every_image_of_a_batch_is_a_crop_of_its_own_padded_image(channels):
 
 def test_all_shifts_are_equally_likely_and_half_of_the_images_are_mirrored():
     images = pictures(count=1)
-    batch = CropFlip(images, BLACK)(torch.zeros(162 * 50, dtype=torch.int64), generator())
+    batch = augmented(CropFlip(images, BLACK), torch.zeros(162 * 50, dtype=torch.int64), generator())
     where = {variant.numpy().tobytes(): place for place, variant in variants(images[0], BLACK).items()}
     drawn = Counter(where[picture.contiguous().numpy().tobytes()] for picture in batch)
     assert len(where) == len(drawn) == 162
@@ -58,7 +62,7 @@ def test_all_shifts_are_equally_likely_and_half_of_the_images_are_mirrored():
 
 def test_images_of_a_batch_are_changed_independently_of_each_other():
     images = pictures(count=1).expand(40, -1, -1, -1)
-    batch = CropFlip(images, BLACK)(torch.arange(40), generator())
+    batch = augmented(CropFlip(images, BLACK), torch.arange(40), generator())
     assert len({picture.contiguous().numpy().tobytes() for picture in batch}) > 25
 
 
@@ -66,7 +70,7 @@ def test_a_batch_is_a_function_of_its_generator_alone():
     images = pictures()
     augment, positions = CropFlip(images, BLACK), torch.arange(3)
     before = torch.get_rng_state()
-    first, again, other = (augment(positions, generator(seed)) for seed in (4, 4, 5))
+    first, again, other = (augmented(augment, positions, generator(seed)) for seed in (4, 4, 5))
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
@@ -75,18 +79,19 @@ def test_a_batch_is_a_function_of_its_generator_alone():
 def test_a_batch_is_new_memory_with_the_channels_last():
     images = pictures()
     augment = CropFlip(images, BLACK)
-    batch = augment(torch.arange(3), generator())
+    batch = augmented(augment, torch.arange(3), generator())
     assert batch.is_contiguous(memory_format=torch.channels_last)
     batch.zero_()
     assert torch.equal(images, pictures())
-    assert augment(torch.arange(3), generator()).count_nonzero() > 0
+    assert augmented(augment, torch.arange(3), generator()).count_nonzero() > 0
 
 
 @pytest.mark.gpu
 def test_a_seed_gives_the_same_batch_on_every_device():
     images, positions = pictures(), torch.tensor([2, 0, 1])
-    expected = CropFlip(images, BLACK)(positions, generator())
-    batch = CropFlip(images.to("cuda"), BLACK)(positions.to("cuda"), generator())
+    expected = augmented(CropFlip(images, BLACK), positions, generator())
+    augment = CropFlip(images.to("cuda"), BLACK)
+    batch = augment(augment.draws(positions, generator()).to("cuda"))
     assert batch.is_cuda
     assert torch.equal(batch.cpu(), expected)
 

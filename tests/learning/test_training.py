@@ -1,5 +1,6 @@
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -347,25 +348,37 @@ def test_a_step_hook_that_scales_keeps_masked_weights_at_zero():
     assert all(not model.get_parameter(name)[~mask].any() for name, mask in masks.items())
 
 
+class Brighter:
+    """An augmentation: each time an image is brighter or darker by a drawn number, up to ``most``."""
+
+    def __init__(self, images, most=1.0):
+        self.images, self.most, self.seen = images, most, []
+
+    def draws(self, positions, rng):
+        self.seen.extend(positions.tolist())
+        return torch.stack([positions, torch.randint(-100, 101, (len(positions),), generator=rng)], dim=1)
+
+    def __call__(self, choices):
+        positions, drawn = choices.unbind(1)
+        return self.images[positions] + drawn.view(-1, 1, 1, 1) * (self.most / 100)
+
+
 def test_an_augmentation_that_changes_nothing_changes_no_bit():
     models = [new_model("lenet5") for _ in range(2)]
     images, labels = new_data("lenet5")
     nothing = torch.empty_like(images)  # with an augmentation, only the number and the shape of images count
-    train(models[0], images, labels, EVERYTHING, rng=generator())
-    train(models[1], nothing, labels, EVERYTHING, rng=generator(), augment=lambda batch, rng: images[batch])
+    sgd = replace(EVERYTHING, epochs=1)  # the augmentation draws from the same generator as the next epoch
+    train(models[0], images, labels, sgd, rng=generator())
+    train(models[1], nothing, labels, sgd, rng=generator(), augment=Brighter(images, 0.0))
     assert_same_bits(*models)
 
 
 def test_an_augmentation_gets_every_example_in_every_epoch_and_draws_from_the_same_generator():
     images, labels = new_data()
-    models, seen = [new_model() for _ in range(3)], []
-
-    def noisy(batch, rng):
-        seen.extend(batch.tolist())
-        return images[batch] + torch.randn(len(batch), 1, 1, 1, generator=rng)
-
+    models, brighter = [new_model() for _ in range(3)], Brighter(images)
     for model, seed in zip(models, (1, 1, 2), strict=True):
-        train(model, images, labels, SGD(0.1, batch_size=8, epochs=2), rng=generator(seed), augment=noisy)
+        train(model, images, labels, SGD(0.1, batch_size=8, epochs=2), rng=generator(seed), augment=brighter)
+    seen = brighter.seen
     assert_same_bits(*models[:2])
     assert not torch.equal(models[0].conv1.weight, models[2].conv1.weight)
     assert sorted(seen[:20]) == sorted(seen[20:40]) == list(range(20))
@@ -379,7 +392,7 @@ def test_training_on_crops_and_mirror_images_is_the_plain_loop_on_them():
     train(model, images, labels, SGD(0.1, batch_size=20), rng=generator(), augment=augment)
     rng = generator()
     order = torch.randperm(20, generator=rng)
-    plain_loop(reference, augment(order, rng), labels[order], SGD(0.1, batch_size=20), generator())
+    plain_loop(reference, augment(augment.draws(order, rng)), labels[order], SGD(0.1, batch_size=20), generator())
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
 
