@@ -48,12 +48,11 @@ class Dealer:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the messages; held by a thread that waits for some
         self._waiting: deque[Message] = deque()
         self._shares: deque[list[Message]] = deque()  # one for each thread that has no work
-        self._at_work = 0
-        self._counting = threading.Lock()
-        self._announced = 0
+        self._counting = threading.Lock()  # of the counts, never held for long
+        self._announced = self._at_work = 0
 
     def announce(self, num_messages: int) -> None:
         """Take note that the server is about to send so many messages."""
@@ -75,12 +74,13 @@ class Dealer:
                     self._deal(workers, largest(self._waiting[0]))
             if not self._shares:
                 return []
-            self._at_work += 1
+            with self._counting:
+                self._at_work += 1
             return self._shares.popleft()
 
     def done(self) -> None:
         """Take note that a worker has answered its messages."""
-        with self._lock:
+        with self._counting:
             self._at_work -= 1
 
     def _fetch(self, queue: Queue[Message]) -> None:
@@ -122,13 +122,15 @@ def _work(
         return largest_cohort(context_of(message).run_config)
 
     while not f_stop.is_set():
-        if messages := dealer.share(messageins_queue, backend.num_workers, largest, f_stop):
-            started = time.perf_counter()
-            for reply in answered(backend, [(message, context_of(message)) for message in messages]):
-                flower_private.set_message_id(reply, str(uuid.uuid4()))
-                messageres_queue.put(reply)
-            metrics.add_clientapp_runtime(time.perf_counter() - started)
-            dealer.done()
+        messages = dealer.share(messageins_queue, backend.num_workers, largest, f_stop)
+        if not messages:
+            continue
+        started = time.perf_counter()
+        for reply in answered(backend, [(message, context_of(message)) for message in messages]):
+            flower_private.set_message_id(reply, str(uuid.uuid4()))
+            messageres_queue.put(reply)
+        metrics.add_clientapp_runtime(time.perf_counter() - started)
+        dealer.done()
 
 
 def adapt_simulation() -> None:

@@ -82,6 +82,23 @@ def test_nobody_begins_before_all_that_is_announced_is_there():
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.timeout(60)
+def test_a_worker_that_ends_its_work_while_another_waits_gets_an_equal_share():
+    dealer, queue, given = Dealer(), filled(0), []
+    dealer.announce(1)
+    assert share(dealer, queue) == [0]
+    waits = threading.Thread(target=lambda: given.append(share(dealer, queue)))
+    waits.start()
+    while not dealer._lock.locked():
+        time.sleep(0.001)
+    dealer.done()
+    dealer.announce(10)
+    for message in range(10):
+        queue.put(message)
+    waits.join()
+    assert (given, share(dealer, queue)) == ([[0, 1, 2, 3, 4]], [5, 6, 7, 8, 9])
+
+
 def test_messages_that_never_come_are_waited_for_once(patience):
     dealer = Dealer()
     dealer.announce(6)
