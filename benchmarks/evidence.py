@@ -56,7 +56,12 @@ def _dispfl(**more: Any) -> dict[str, Any]:
     return {"system": "dispfl", **{key.replace("_", "."): value for key, value in more.items()}}
 
 
+def _subfedavg(target: float) -> dict[str, Any]:
+    return {"system": "subfedavg", "subfedavg.target-rate": target}
+
+
 SCARCE, DPSGD_FT = "dispfl-scarce", {"system": "dpsgd-ft"}
+ROUNDS = "subfedavg-rounds"
 CLAIMS = (
     Claim(
         "1a", "Dis-PFL, Table 1", "Dis-PFL at density 0.5 is more accurate than training alone", SCARCE,
@@ -78,6 +83,26 @@ CLAIMS = (
     Claim(
         "1e", "Dis-PFL, Algorithm 2", "Growth by gradient is more accurate than growth at random, density 0.5", SCARCE,
         _dispfl(density=0.5), _dispfl(density=0.5, dispfl_growth="random"),
+    ),
+    Claim(
+        "2a", "Sub-FedAvg, Table 1", "Sub-FedAvg (Un) at 30 % is more accurate than training alone", ROUNDS,
+        _subfedavg(30.0), {"system": "standalone"},
+    ),
+    Claim(
+        "2b", "Sub-FedAvg, Table 1", "Sub-FedAvg (Un) at 50 % is at most half a point behind training alone", ROUNDS,
+        _subfedavg(50.0), {"system": "standalone"}, margin=0.5,
+    ),
+    Claim(
+        "2c", "Sub-FedAvg, Table 1", "Sub-FedAvg (Un) at 50 % is more accurate than LG-FedAvg", ROUNDS,
+        _subfedavg(50.0), {"system": "lg-fedavg"},
+    ),
+    Claim(
+        "2d", "Sub-FedAvg, Table 1", "Sub-FedAvg (Un) at 70 % is at most three points behind 30 %", ROUNDS,
+        _subfedavg(70.0), _subfedavg(30.0), margin=3.0,
+    ),
+    Claim(
+        "2e", "not in the paper", "Sub-FedAvg (Un) at 30 % is more accurate than FedAvg's clients after local training",
+        ROUNDS, _subfedavg(30.0), {"system": "fedavg"},
     ),
 )  # fmt: skip
 
