@@ -346,6 +346,12 @@ class CommonOptions:
         "If true, a CUDA device computes by deterministic algorithms alone: the same run then ends with the same "
         "final_sha256 on that device. On the CPU every run does.",
     )
+    cuda_graphs: bool = option(
+        False,
+        "If true, a CUDA device repeats the training steps of small networks as CUDA graphs, each started as a whole.",
+        changes_results=False,
+        resumable=True,
+    )
     num_threads: int = option(
         1, "The number of torch threads of a client. Another number changes floating-point sums.", least=1
     )

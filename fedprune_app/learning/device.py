@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -28,9 +28,9 @@ def prepare_torch(config: Config) -> None:
         torch.use_deterministic_algorithms(config.deterministic)
 
 
-def computing(device: torch.device, precision: str) -> torch.autocast:
+def computing(device: torch.device, precision: str) -> AbstractContextManager[object]:
     """Within this context a network computes in ``precision``; see the key of that name."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
 
 
 def move_to_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -54,12 +54,14 @@ def module_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def fast_layout(model: nn.Module) -> Iterator[None]:
-    """On CPUs, put the channels of convolution weights last in memory meanwhile; the activations follow them.
+def fast_layout(model: nn.Module, precision: str = "float32") -> Iterator[None]:
+    """Put the channels of convolution weights last in memory meanwhile, where that is faster; activations follow them.
 
-    Training steps of the small networks take a tenth less time, evaluations a third to a half.
+    On CPUs training steps of the small networks take a tenth less time, evaluations a third to a half. The tensor cores
+    of a GPU, which compute in TF32 and bfloat16, read channels last; with other layouts cuDNN moves all numbers first.
     """
-    weights = [p for p in model.parameters() if p.dim() == 4 and p.device.type == "cpu"]
+    on_gpu = precision != "float32"
+    weights = [p for p in model.parameters() if p.dim() == 4 and (p.device.type == "cpu" or on_gpu)]
     own_memory = [weight.data for weight in weights]
     for weight in weights:
         # Not .contiguous(): with a single input channel it keeps the strides, from which torch reads the layout.

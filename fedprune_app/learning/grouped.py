@@ -200,7 +200,8 @@ def _multiplied(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _for_halves(parameter: Tensor, clients: int) -> Tensor:
     """This returns clients' parameters (clients · n, ...) with those of each client twice, once for each half."""
-    last = parameter.permute(0, 2, 3, 1) if parameter.dim() == 4 else parameter  # as it is in memory on a CPU
+    channels_last = parameter.dim() == 4 and parameter.device.type == "cpu"
+    last = parameter.permute(0, 2, 3, 1) if channels_last else parameter  # as it is in memory
     each = last.reshape(clients, 1, -1, *last.shape[1:])
     both = each.expand(-1, 2, *each.shape[2:]).reshape(2 * len(last), *last.shape[1:])
-    return both.permute(0, 3, 1, 2) if parameter.dim() == 4 else both
+    return both.permute(0, 3, 1, 2) if channels_last else both

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Self, TypedDict
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from fedprune_app.core.cohort import together
 from fedprune_app.learning.device import fast_layout, module_mode, move_to_device
 from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names, write_masks
+from fedprune_app.learning.graphs import Recorder, RepeatedSteps
 from fedprune_app.learning.hooks import GradientHook, Objective, StepHook, cross_entropy
 from fedprune_app.learning.parts import Part
 from fedprune_app.learning.sgd import SGD, sgd_step
@@ -54,6 +56,7 @@ def train(
     private: DPSGD | None = None,
     device: torch.device | str | None = None,
     precision: str = "float32",
+    recorder: Recorder | None = None,
 ) -> TrainingResult:
     """This trains ``model`` in place on images (N, ...) and labels (N,) by mean cross entropy, or by ``objective``.
 
@@ -89,6 +92,9 @@ def train(
     times ``masks`` and clipped, plus noise where the masks are True, over the expected batch size (see
     :mod:`fedprune_app.privacy.dpsgd`). Hooks see that gradient. An epoch is ``private.steps_per_epoch`` steps.
 
+    With a ``recorder``, clients that train together record a step, and repeat it (see
+    :mod:`fedprune_app.learning.graphs`), unless a hook looks at their steps.
+
     The same arguments give the same bits, for one torch thread count. Raises ``ValueError`` for no examples, unequal
     counts, or a mask or frozen name that does not fit the model.
     """
@@ -110,6 +116,7 @@ def train(
         private=private,
         device=move_to_device(model, device),
         precision=precision,
+        recorder=recorder,
     )
     return together(training, train_together, waits=training.form is not None)
 
@@ -146,20 +153,31 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
         steps: Alone | Grouped = Alone(first, flat) if first.form is None else Grouped(trainings, flat)
         on.enter_context(steps)
         on.enter_context(_own_draws(first.rng))
+        has_hooks = any(training.adjust_gradients or training.after_step for training in trainings)
+        repeated = RepeatedSteps(first.recorder) if first.recorder is not None and not has_hooks else None
         active = learners
         while active and not all(learner.error for learner in active):
             taken = [next(learner.batches) for learner in active]
-            with steps.step([batch for batch, _ in taken]) as work:
-                for learner, (values, gradients) in zip(active, work.by_client, strict=True):
-                    learner.call(learner.training.adjust_gradients, values, gradients)
-                sgd_step(work, sgd)
-                for learner, (values, _) in zip(active, work.by_client, strict=True):
-                    learner.call(learner.training.after_step, values)
+            batches = [batch for batch, _ in taken]
+            if repeated is not None and isinstance(steps, Grouped):
+                steps.put(batches)
+                repeated(len(active), partial(_plain_step, steps, len(active), sgd))
+            else:
+                with steps.step(batches) as work:
+                    for learner, (values, gradients) in zip(active, work.by_client, strict=True):
+                        learner.call(learner.training.adjust_gradients, values, gradients)
+                    sgd_step(work, sgd)
+                    for learner, (values, _) in zip(active, work.by_client, strict=True):
+                        learner.call(learner.training.after_step, values)
             for number, (learner, (_, epoch)) in enumerate(zip(active, taken, strict=True)):
                 if epoch is not None:
                     learner.end_epoch(epoch, steps.loss_sums, number)
             active = [learner for learner in active if learner.result is None]
     return [found for learner in learners if (found := learner.error or learner.result) is not None]
+
+
+def _plain_step(steps: Grouped, clients: int, sgd: SGD) -> None:
+    sgd_step(steps.find_gradients(clients), sgd)
 
 
 @contextmanager
@@ -197,7 +215,7 @@ class _Learner:
 
     def __enter__(self) -> Self:
         self._on.enter_context(module_mode(self.training.model, training=True))
-        self._on.enter_context(fast_layout(self.training.model))
+        self._on.enter_context(fast_layout(self.training.model, self.training.precision))
         return self
 
     def __exit__(self, *error: object) -> None:

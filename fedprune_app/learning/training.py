@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fedprune_app.learning.evaluate import check_examples
 from fedprune_app.learning.flat import check_masks, check_names
+from fedprune_app.learning.graphs import Recorder
 from fedprune_app.learning.grouped import GroupedForm, NoGroupedForm, grouped_form
 from fedprune_app.learning.hooks import GradientHook, Objective, StepHook, cross_entropy
 from fedprune_app.learning.parts import Part
@@ -85,6 +86,7 @@ class Training:
     private: DPSGD | None = None
     device: torch.device = _CPU
     precision: str = "float32"
+    recorder: Recorder | None = None
     num_threads: int = field(default_factory=torch.get_num_threads)
 
     def __post_init__(self) -> None:

@@ -124,6 +124,8 @@ class Grouped:
         self._images = torch.zeros(clients, size, *first.images.shape[1:], dtype=first.images.dtype, device=device)
         self._labels = torch.zeros(clients, size, dtype=torch.int64, device=device)
         self._sizes: list[int] = []
+        self._weights = torch.zeros(clients, size, device=device)
+        self._counts = torch.zeros(clients, dtype=torch.int64, device=device)
         self._networks: dict[int, tuple[dict[str, Tensor], list[Tensor], Changes]] = {}
         self._frozen = _frozen(trainings, flat.layout)
         self.loss_sums = torch.zeros(clients, dtype=torch.float64, device=device)
@@ -136,28 +138,38 @@ class Grouped:
 
     def step(self, batches: Sequence[Tensor]) -> nullcontext[Changes]:
         """The context gives what a step on the examples at these positions changes, with the gradients."""
-        clients = len(batches)
-        weights, gradients, changes = self._network(clients)
+        self.put(batches)
+        return nullcontext(self.find_gradients(len(batches)))
+
+    def put(self, batches: Sequence[Tensor]) -> None:
+        """This puts the examples at these positions where the next step of so many clients takes them."""
         self._weigh([len(batch) for batch in batches])
         for number, batch in enumerate(batches):
             self._trainings[number].put_examples(batch, self._images[number], self._labels[number])
+
+    def find_gradients(self, clients: int) -> Changes:
+        """This finds the gradients on the examples that were put, and returns what a step changes.
+
+        All tensors that it reads and writes stay in their places from step to step.
+        """
+        weights, gradients, changes = self._network(clients)
         leaves = [weights[name] for name in self._flat.layout.names]
         losses, found = grouped_gradients(
-            self._form, weights, leaves, self._images[:clients], self._labels[:clients], self._weights
+            self._form, weights, leaves, self._images[:clients], self._labels[:clients], self._weights[:clients]
         )
         torch._foreach_copy_(gradients, found)
-        self.loss_sums[:clients] += losses.sum(1) * self._counts
-        return nullcontext(changes)
+        self.loss_sums[:clients] += losses.sum(1) * self._counts[:clients]
+        return changes
 
     def _weigh(self, sizes: list[int]) -> None:
         if sizes == self._sizes:
             return
         self._sizes = sizes
-        self._weights = torch.zeros(len(sizes), self._images.shape[1])
-        for row, size in zip(self._weights, sizes, strict=True):
+        weights = torch.zeros(len(sizes), self._images.shape[1])
+        for row, size in zip(weights, sizes, strict=True):
             row[:size] = 1 / size
-        self._weights = self._weights.to(self._images.device)
-        self._counts = torch.tensor(sizes, device=self._images.device)
+        self._weights[: len(sizes)] = weights.to(self._weights.device)
+        self._counts[: len(sizes)] = torch.tensor(sizes, device=self._counts.device)
 
     def _network(self, clients: int) -> tuple[dict[str, Tensor], list[Tensor], Changes]:
         """This returns the first clients' weights and gradients for the grouped form, and what a step changes."""

@@ -34,6 +34,7 @@ def test_where_how_long_and_how_watched_a_run_is_may_change():
         "download",
         "tracking",
         "cohort",
+        "cuda-graphs",
         "plugins",
     }
     before = parse_config({}).to_dict()

@@ -70,3 +70,19 @@ def copies_of(num_images, model="lenet5", augmented=False, **how):
 def test_more_steps_are_no_more_copies_to_the_device(how):
     few, many = copies_of(20, **how), copies_of(200, **how)
     assert 0 < few == many
+
+
+@pytest.mark.parametrize(("precision", "last"), [("float32", False), ("tf32", True)])
+def test_the_tensor_cores_of_a_device_get_channels_last(precision, last):
+    layouts = []
+
+    def look(values, _):
+        weights = [tensor for tensor in values.values() if tensor.dim() == 4]
+        layouts.extend(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in weights)
+
+    network = build_model("vgg11-gn", (3, 32, 32), 10, rng=generator(0, "model"))
+    images, labels = torch.zeros(8, 3, 32, 32, device=META), torch.zeros(8, dtype=torch.int64)
+    draw = generator(0, "train")
+    with pytest.raises(RuntimeError, match="meta"):
+        train(network, images, labels, SGD(0.1), rng=draw, adjust_gradients=look, device=META, precision=precision)
+    assert set(layouts) == {last}
