@@ -3,8 +3,8 @@
     python benchmarks/evidence.py add dispfl-scarce runs/scarce/*     # rows of finished runs, each once
     python benchmarks/evidence.py write                               # the tables between the page's marks
 
-A run is a row of docs/data/evidence/NAME.csv, with its settings, hash and commit; NAME.clients.csv has the accuracy of
-each client after the last round, and NAME.rounds.csv the course of the run. A claim compares two settings: client by
+A run is a row of docs/data/evidence/NAME.csv, with its settings, hash and commit; NAME.clients.csv has the accuracies
+of each client after the last round, and NAME.rounds.csv the course of the run. A claim compares two settings: client by
 client of the same seed, with a paired bootstrap over all pairs, and seed by seed.
 """
 
@@ -34,12 +34,16 @@ COLUMNS = (
 )  # fmt: skip
 
 
+MEASURES = ("personal", "received")
+
+
 @dataclass(frozen=True)
 class Claim:
     """A claim says that ``better`` beats ``worse``, or with ``margin`` that it is no more than so many points behind.
 
     Both are settings that a row must have, such as ``{"system": "dispfl", "density": 0.5}``. ``seeds`` is the number of
-    seeds that was decided on before the first run.
+    seeds that was decided on before the first run. ``measure`` says what a client tests: its ``personal`` model, or the
+    ``received`` one.
     """
 
     name: str
@@ -50,6 +54,7 @@ class Claim:
     worse: Mapping[str, Any]
     seeds: int = 3
     margin: float = 0.0
+    measure: str = "personal"
 
 
 def _dispfl(**more: Any) -> dict[str, Any]:
@@ -60,8 +65,26 @@ def _subfedavg(target: float) -> dict[str, Any]:
     return {"system": "subfedavg", "subfedavg.target-rate": target}
 
 
+def _fedp3(density: float, layer_set: str = "lowerb", **more: Any) -> dict[str, Any]:
+    return {"system": "fedp3", "density": density, "fedp3.layer-set": layer_set, **more}
+
+
+def _fedltp(**more: Any) -> dict[str, Any]:
+    return {"system": "fedltp", **{f"fedltp.{key}": value for key, value in more.items()}}
+
+
 SCARCE, DPSGD_FT = "dispfl-scarce", {"system": "dpsgd-ft"}
-ROUNDS = "subfedavg-rounds"
+ROUNDS, LAYERS, PRIVATE = "subfedavg-rounds", "fedp3-layers", "fedltp-rounds"
+COMMON = frozenset(
+    {
+        "dispfl.neighbours", "dpsgd.neighbours",
+        "fedltp.public-dataset", "fedltp.tickets", "fedltp.ticket-iterations", "fedltp.validators",
+    }
+)  # fmt: skip
+"""These settings of systems are the same in all rows of a data file."""
+CAPACITIES = "0.2 0.4 0.7 1.0"
+ONE_SHOT = _fedltp(pruning="one-shot") | {"density": 0.53}
+ITERATIVE = _fedltp(pruning="iterative", **{"further-pruned": 0.2}) | {"density": 0.99}
 CLAIMS = (
     Claim(
         "1a", "Dis-PFL, Table 1", "Dis-PFL at density 0.5 is more accurate than training alone", SCARCE,
@@ -103,6 +126,47 @@ CLAIMS = (
     Claim(
         "2e", "not in the paper", "Sub-FedAvg (Un) at 30 % is more accurate than FedAvg's clients after local training",
         ROUNDS, _subfedavg(30.0), {"system": "fedavg"},
+    ),
+    Claim(
+        "3a", "FedP3, Figure 4", "With one layer per client, accuracy falls from density 1.0 to 0.9", LAYERS,
+        _fedp3(1.0), _fedp3(0.9),
+    ),
+    Claim(
+        "3b", "FedP3, Figure 4", "With one layer per client, accuracy falls from density 1.0 to 0.5", LAYERS,
+        _fedp3(1.0), _fedp3(0.5),
+    ),
+    Claim(
+        "3c", "FedP3, Figure 2",
+        "FedP3 with three layers per client (OPU3) at 0.9 is at most two points behind FedAvg", LAYERS,
+        _fedp3(0.9, "opu3"), {"system": "fedavg"}, margin=2.0,
+    ),
+    Claim(
+        "3d", "FedP3, Figure 2",
+        "Three layers per client (OPU3) are more accurate than one (LowerB), density 0.9", LAYERS,
+        _fedp3(0.9, "opu3"), _fedp3(0.9),
+    ),
+    Claim(
+        "3e", "not in the paper", "Layers by what a client can hold are more accurate than one layer each, density 0.9",
+        LAYERS, _fedp3(0.9, "capacity", **{"fedp3.capacities": CAPACITIES}), _fedp3(0.9),
+    ),
+    Claim(
+        "4a", "Fed-LTP, Table 3", "Fed-LTP's one-shot tickets are more accurate than DP-Fed, at equal noise", PRIVATE,
+        ONE_SHOT, {"system": "dpfed"}, measure="received",
+    ),
+    Claim(
+        "4b", "Fed-LTP, Table 3",
+        "Fed-LTP's one-shot tickets are more accurate than Fed-SPA with p = 1, at equal noise", PRIVATE,
+        ONE_SHOT, {"system": "fedspa", "fedspa.share": 1.0}, measure="received",
+    ),
+    Claim(
+        "4c", "Fed-LTP, Table 3", "Iterative pruning, averaged over the holders, is at most two points behind one-shot",
+        PRIVATE, ITERATIVE, ONE_SHOT, margin=2.0, measure="received",
+    ),
+    Claim(
+        "4d", "Fed-LTP, Algorithm 2",
+        "Iterative pruning is more accurate with line 9 as printed, divided by K, than averaged over the holders",
+        PRIVATE,
+        ITERATIVE | {"fedltp.average": "participants"}, ITERATIVE, measure="received",
     ),
 )  # fmt: skip
 
@@ -152,6 +216,10 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.2f}"
 
 
+def _share(share: float | None) -> str:
+    return "" if share is None else f"{share:.4f}"
+
+
 def add(name: str, folders: Iterable[Path]) -> int:
     """Add the runs that are not yet rows, and return how many there were."""
     known = {row["final_sha256"] + row["settings"] for row in read(name)}
@@ -164,7 +232,7 @@ def add(name: str, folders: Iterable[Path]) -> int:
         key = {"system": row["system"], "settings": row["settings"], "seed": row["seed"]}
         last = max((each["round"] for each in run.clients if each.get("accuracy_personal") is not None), default=0)
         clients = [
-            {**key, "client": str(each["partition"]), "personal": f"{each['accuracy_personal']:.4f}"}
+            {**key, "client": str(each["partition"]), **{name: _share(each[f"accuracy_{name}"]) for name in MEASURES}}
             for each in run.clients
             if each["round"] == last and each.get("accuracy_personal") is not None
         ]
@@ -197,17 +265,17 @@ def chosen(rows: Iterable[Row], wanted: Mapping[str, Any]) -> list[Row]:
     found = []
     for row in rows:
         settings = {**json.loads(row["settings"]), "system": row["system"]}
-        own = {key for key in settings if key.partition(".")[0] == row["system"] and "neighbours" not in key}
+        own = {key for key in settings if key.partition(".")[0] == row["system"]} - COMMON
         if all(settings.get(key, DEFAULTS.get(key)) == value for key, value in wanted.items()) and own <= {*wanted}:
             found.append(row)
     return found
 
 
-def paired(name: str, rows: Sequence[Row]) -> Paired:
-    """By seed and client: the accuracies of the rows' clients."""
+def paired(name: str, rows: Sequence[Row], measure: str) -> Paired:
+    """By seed and client: the accuracies of the rows' clients by this measure."""
     wanted = {(row["settings"], row["system"], row["seed"]) for row in rows}
     return {
-        (int(row["seed"]), int(row["client"])): float(row["personal"])
+        (int(row["seed"]), int(row["client"])): float(row[measure])
         for row in read(f"{name}.clients")
         if (row["settings"], row["system"], row["seed"]) in wanted
     }
@@ -228,7 +296,7 @@ def verdict(claim: Claim, apart: Difference | None, by_seed: Sequence[float]) ->
 def compared(claim: Claim) -> tuple[Difference | None, list[float]]:
     """How far ``better`` is ahead, and the mean of each seed that both have."""
     rows = read(claim.data)
-    first, second = (paired(claim.data, chosen(rows, side)) for side in (claim.better, claim.worse))
+    first, second = (paired(claim.data, chosen(rows, side), claim.measure) for side in (claim.better, claim.worse))
     seeds = sorted({seed for seed, _ in first} & {seed for seed, _ in second})
     means = []
     for seed in seeds:
