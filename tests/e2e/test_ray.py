@@ -92,7 +92,7 @@ def test_a_language_model_is_pruned_to_the_same_bits_on_ray_and_in_process(tmp_p
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("engine", ["ray", "flower"])
+@pytest.mark.parametrize("engine", ["ray", pytest.param("flower", marks=pytest.mark.slow)])
 def test_clients_that_die_raise_or_never_answer_are_left_out_and_the_run_goes_on(engine, tmp_path):
     from fedprune_app.experiment import Placement, Session
 
