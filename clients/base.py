@@ -24,7 +24,7 @@ from fedprune_app.core import rng
 from fedprune_app.core.flops import sparse_flops
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
-from fedprune_app.learning.graphs import recorder_of
+from fedprune_app.learning.device import recorder_of
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import HowToTrain, train
 from fedprune_app.learning.training import TrainingResult

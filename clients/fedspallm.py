@@ -34,6 +34,7 @@ from fedprune_app.data.text import Document, perplexity_texts, stdlib_training_t
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.store import State, owner
 from fedprune_app.engine.wire import Schema
+from fedprune_app.learning.device import recorder_of
 from fedprune_app.models.checkpoints import resolve_checkpoint
 from fedprune_app.models.embedded import embedded_folder
 from fedprune_app.models.layer_pruning import Pruner, input_hessians, input_moments, prune_layer, same_inputs
@@ -252,6 +253,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
                 self.options.block_size,
                 self.options.damping,
                 self.options.count,
+                recorder_of(self.config, self.device),
             )
             done = prune_layer(self.model, layer, module, hidden, pruner, self.config.batch_size)
             payload, hidden, error = done.payload, done.hidden, done.relative_error

@@ -348,7 +348,7 @@ class CommonOptions:
     )
     cuda_graphs: bool = option(
         False,
-        "If true, a CUDA device repeats the training steps of small networks as CUDA graphs, each started as a whole.",
+        "If true, a CUDA device repeats training steps of small networks, and blocks of SparseGPT, as CUDA graphs.",
         changes_results=False,
         resumable=True,
     )

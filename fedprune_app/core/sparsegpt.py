@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fedprune_app.core.graphs import Recorder, RepeatedSteps
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.scores import NOfM, check_n_of_m, n_of_m_mask, one_target, smallest
 
@@ -88,6 +89,7 @@ def sparsegpt(
     block_size: int = 128,
     damping: float = 0.01,
     count: str = "exact",
+    recorder: Recorder | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the pruned and updated matrix and its mask, both (out, in).
 
@@ -106,10 +108,12 @@ def sparsegpt(
     The diagonal grows by ``damping`` times its mean. Inputs that were never seen (0 on the diagonal) have
     their column removed, or as much of the column as the count allows, since such a column counts as 0.
 
+    With a ``recorder`` the way through the columns of a block is recorded, and repeated for the other blocks.
+
     Raises ``ValueError`` unless exactly one of ``density`` and ``n_of_m`` is given, for shapes and values out of range,
     and when the damped ``hessian`` is not positive definite. The function never falls back to another method.
     """
-    (found,) = sparsegpt_together([weight], hessian, density, n_of_m, block_size, damping, count)
+    (found,) = sparsegpt_together([weight], hessian, density, n_of_m, block_size, damping, count, recorder)
     return found
 
 
@@ -121,6 +125,7 @@ def sparsegpt_together(
     block_size: int = 128,
     damping: float = 0.01,
     count: str = "exact",
+    recorder: Recorder | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Return what :func:`sparsegpt` returns, for each of some ``matrices`` (out, in) that have the same inputs.
 
@@ -137,29 +142,25 @@ def sparsegpt_together(
     factor = _inverse_factor(hessian, unseen, damping)
     mask = torch.ones_like(weights, dtype=torch.bool)
 
+    repeated = None if recorder is None else RepeatedSteps(recorder)
+    blocks = dict[int, _Block]()
     for start in range(0, num_columns, block_size):
         stop = min(start + block_size, num_columns)
-        # Columns are rows here: the loop below reads and writes them whole.
-        block = weights[:, start:stop].T.contiguous()  # (block, rows)
-        block_factor = factor[start:stop, start:stop]
-        diagonal = block_factor.diagonal()
         if density is not None:
-            scores = (weights[:, start:stop] / diagonal).square()  # (rows, block) / (block,)
+            scores = (weights[:, start:stop] / factor.diagonal()[start:stop]).square()  # (rows, block) / (block,)
             for scored, kept_rows in zip(torch.split(scores, sizes), torch.split(mask, sizes), strict=True):
                 before, after = (keep_count(len(scored) * columns, density) for columns in (start, stop))
                 kept_rows[:, start:stop] = ~_removed(scored, after - before, density, count)
-        kept = mask[:, start:stop].T.contiguous()
-        errors = torch.zeros_like(block)
-        for i in range(stop - start):
-            if n_of_m is not None and i % n_of_m[1] == 0:
-                group = slice(i, i + n_of_m[1])
-                scores = (block[group].T / diagonal[group]).square()
-                kept[group] = n_of_m_mask(scores, n_of_m).T
-            torch.div(torch.where(kept[i], 0, block[i]), diagonal[i], out=errors[i])
-            # In exact arithmetic the update leaves 0 at the column's removed weights; floats need the mask below.
-            block[i:].addr_(block_factor[i, i:], errors[i], alpha=-1)
-        weights[:, start:stop], mask[:, start:stop] = block.T, kept.T
-        weights[:, stop:].addmm_(errors.T, factor[start:stop, stop:], alpha=-1)
+        if stop - start not in blocks:
+            blocks[stop - start] = _Block(stop - start, weights, n_of_m)
+        block = blocks[stop - start]
+        block.put(weights[:, start:stop], mask[:, start:stop], factor[start:stop, start:stop])
+        if repeated is None:
+            block.sweep()
+        else:
+            repeated(stop - start, block.sweep)
+        weights[:, start:stop], mask[:, start:stop] = block.weights.T, block.kept.T
+        weights[:, stop:].addmm_(block.errors.T, factor[start:stop, stop:], alpha=-1)
     weights.mul_(mask)
     results = []
     for matrix, pruned, kept_rows in zip(matrices, torch.split(weights, sizes), torch.split(mask, sizes), strict=True):
@@ -168,6 +169,38 @@ def sparsegpt_together(
             raise ValueError(f"updated weights are not finite in {matrix.dtype}; allowed: a larger damping")
         results.append((pruned, kept_rows))
     return results
+
+
+class _Block:
+    """A block is some columns of all rows. All blocks of as many columns are, in turn, at the same place in memory.
+
+    Columns are rows here: the sweep reads and writes them whole.
+    """
+
+    def __init__(self, columns: int, like: Tensor, n_of_m: NOfM | None) -> None:
+        self.weights = like.new_zeros(columns, len(like))
+        self.errors = like.new_zeros(columns, len(like))
+        self.kept = self.weights.bool()
+        self._factor = like.new_zeros(columns, columns)
+        self._n_of_m = n_of_m
+
+    def put(self, weights: Tensor, kept: Tensor, factor: Tensor) -> None:
+        """This puts the weights and the mask (rows, block) in their place, and the block (block, block) of ``U``."""
+        self.weights.copy_(weights.T)
+        self.kept.copy_(kept.T)
+        self._factor.copy_(factor)
+
+    def sweep(self) -> None:
+        """Column by column, the columns to the right take over the contribution of the removed weights."""
+        block, diagonal = self.weights, self._factor.diagonal()
+        for i in range(len(block)):
+            if self._n_of_m is not None and i % self._n_of_m[1] == 0:
+                group = slice(i, i + self._n_of_m[1])
+                scores = (block[group].T / diagonal[group]).square()
+                self.kept[group] = n_of_m_mask(scores, self._n_of_m).T
+            torch.div(torch.where(self.kept[i], 0, block[i]), diagonal[i], out=self.errors[i])
+            # In exact arithmetic the update leaves 0 at the column's removed weights; floats need the final mask.
+            block[i:].addr_(self._factor[i, i:], self.errors[i], alpha=-1)
 
 
 def _inverse_factor(hessian: Tensor, unseen: Tensor, damping: float) -> Tensor:

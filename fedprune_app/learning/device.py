@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fedprune_app.config import Config
+from fedprune_app.core.graphs import CudaGraphs, Recorder
 
 
 def device_of(config: Config) -> torch.device:
@@ -26,6 +27,11 @@ def prepare_torch(config: Config) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with such a workspace
         torch.backends.cudnn.deterministic = config.deterministic
         torch.use_deterministic_algorithms(config.deterministic)
+
+
+def recorder_of(config: Config, device: torch.device) -> Recorder | None:
+    """This returns the recorder that the key ``cuda-graphs`` asks for on this device; None where it asks for none."""
+    return CudaGraphs(device) if config.cuda_graphs and device.type == "cuda" else None
 
 
 def computing(device: torch.device, precision: str) -> AbstractContextManager[object]:

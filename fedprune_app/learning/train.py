@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fedprune_app.core.cohort import together
+from fedprune_app.core.graphs import Recorder, RepeatedSteps
 from fedprune_app.learning.device import fast_layout, module_mode, move_to_device
 from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names, write_masks
-from fedprune_app.learning.graphs import Recorder, RepeatedSteps
 from fedprune_app.learning.hooks import GradientHook, Objective, StepHook, cross_entropy
 from fedprune_app.learning.parts import Part
 from fedprune_app.learning.sgd import SGD, sgd_step
@@ -93,7 +93,7 @@ def train(
     :mod:`fedprune_app.privacy.dpsgd`). Hooks see that gradient. An epoch is ``private.steps_per_epoch`` steps.
 
     With a ``recorder``, clients that train together record a step, and repeat it (see
-    :mod:`fedprune_app.learning.graphs`), unless a hook looks at their steps.
+    :mod:`fedprune_app.core.graphs`), unless a hook looks at their steps.
 
     The same arguments give the same bits, for one torch thread count. Raises ``ValueError`` for no examples, unequal
     counts, or a mask or frozen name that does not fit the model.

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor, nn
 
+from fedprune_app.core.graphs import Recorder
 from fedprune_app.learning.evaluate import check_examples
 from fedprune_app.learning.flat import check_masks, check_names
-from fedprune_app.learning.graphs import Recorder
 from fedprune_app.learning.grouped import GroupedForm, NoGroupedForm, grouped_form
 from fedprune_app.learning.hooks import GradientHook, Objective, StepHook, cross_entropy
 from fedprune_app.learning.parts import Part

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from fedprune_app.core.graphs import Recorder
 from fedprune_app.core.hessians import ClippedMoments
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.scores import NOfM, magnitude_mask, wanda_mask
@@ -45,13 +46,14 @@ class Pruner:
     block_size: int = 128
     damping: float = 0.01
     count: str = "exact"
+    recorder: Recorder | None = None
 
     def __call__(self, weights: Sequence[Tensor], inputs: Hessian | InputNorms | None) -> list[tuple[Tensor, Tensor]]:
         """Return (pruned weight, mask) of each matrix; the matrices have the same inputs."""
         density = None if self.n_of_m else self.density
         if self.method == "sparsegpt":
             assert isinstance(inputs, Hessian)
-            how = density, self.n_of_m, self.block_size, self.damping, self.count
+            how = density, self.n_of_m, self.block_size, self.damping, self.count, self.recorder
             return sparsegpt_together(weights, inputs.matrix, *how)
         if self.method == "wanda":
             assert inputs is not None

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedprune_app.core.graphs import WARM_UP_STEPS
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.scores import magnitude_mask, wanda_mask
 from fedprune_app.core.sparsegpt import Hessian, InputNorms, sparsegpt
+from tests.recording import Recording
 
 
 def problem(seed: int, rows: int = 12, columns: int = 24, tokens: int = 60):
@@ -87,6 +89,17 @@ def test_sparsegpt_is_the_papers_algorithm(density, block_size):
     expected, expected_mask = reference(weight, inputs, block_size=block_size, density=density)
     assert torch.equal(mask, expected_mask)
     torch.testing.assert_close(pruned, expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("target", [{"density": 0.5}, {"n_of_m": (2, 4)}], ids=str)
+def test_blocks_that_repeat_a_recorded_one_end_with_the_same_bits(target):
+    weight, inputs = problem(seed=7, rows=16, columns=60)
+    recorder = Recording()
+    found = sparsegpt(weight, hessian_of(inputs), **target, block_size=8, recorder=recorder)
+    for tensor, expected in zip(found, sparsegpt(weight, hessian_of(inputs), **target, block_size=8), strict=True):
+        assert torch.equal(tensor, expected)
+    # 7 blocks of 8 columns, and one of 4
+    assert (recorder.steps, recorder.recorded, recorder.repeated) == (WARM_UP_STEPS + 1, 1, 4)
 
 
 @pytest.mark.parametrize("n_of_m", [(2, 4), (1, 4), (4, 8)])

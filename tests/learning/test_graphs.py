@@ -1,74 +1,25 @@
 """A recorded step, repeated, is the step: all that differs between steps lies in memory that stays in its place.
 
-On a GPU the recording is a CUDA graph. Here it is a list of PyTorch's operations and of the tensors that they got and
-gave. Repeating the list runs no other code of a training step, as a CUDA graph runs none.
+On a GPU the recording is a CUDA graph. Here it is a list of PyTorch's operations, see tests/recording.py.
 """
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedprune_app.config import parse_config
 from fedprune_app.core import cohort
+from fedprune_app.core.graphs import WARM_UP_STEPS
 from fedprune_app.core.masks import random_masks
 from fedprune_app.core.rng import generator
-from fedprune_app.learning.graphs import WARM_UP_STEPS, recorder_of
+from fedprune_app.learning.device import recorder_of
 from fedprune_app.learning.hooks import proximal
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
 from fedprune_app.models.vision import build_model, prunable_names, state_tensors
+from tests.recording import Recording
 
 SIZES = (44, 37, 24)  # of three clients' data
 EVERYTHING = SGD(0.05, momentum=0.5, weight_decay=0.1, batch_size=8, epochs=2, max_grad_norm=0.5)
-
-
-class Operations(TorchDispatchMode):
-    """The operations of PyTorch within the block, as (operation, what it got, what it gave)."""
-
-    def __init__(self):
-        super().__init__()
-        self.done = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        gave = func(*args, **(kwargs or {}))
-        self.done.append((func, args, kwargs or {}, gave))
-        return gave
-
-
-class Recording:
-    """A recorder for tests: its recorded steps are lists of operations."""
-
-    def __init__(self):
-        self.steps = self.recorded = self.repeated = 0
-
-    def warm_up(self, step):
-        self.steps += 1
-        step()
-
-    def record(self, step):
-        self.recorded += 1
-        changed = [step.args[0]._flat.values, step.args[0].loss_sums]
-        changed += [each for each in (step.args[0]._flat.velocity,) if each is not None]
-        before = [each.clone() for each in changed]
-        with Operations() as operations:
-            step()
-        for each, value in zip(changed, before, strict=True):  # CUDA records a step without doing it
-            each.copy_(value)
-
-        def repeat():
-            self.repeated += 1
-            with torch._C._AutoDispatchBelowAutograd():  # the list has the operations of the gradients, too
-                for func, args, kwargs, gave in operations.done:
-                    again = func(*args, **kwargs)
-                    for old, new in zip(tensors(gave), tensors(again), strict=True):
-                        if old.data_ptr() != new.data_ptr():
-                            old.copy_(new)
-
-        return repeat
-
-
-def tensors(value):
-    return [each for each in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(each, torch.Tensor)]
 
 
 def client(number, recorder, *, model="lenet5", masked=False, pulled=False, sgd=EVERYTHING):

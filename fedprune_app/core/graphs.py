@@ -1,7 +1,7 @@
-"""A GPU repeats a recorded training step: the CPU starts the step as a whole, and not one operation after another.
+"""A GPU repeats a recorded step: the CPU starts the step as a whole, and not one operation after another.
 
-A step of a small network is some hundred operations. A GPU does each of them faster than the CPU can start it. A CUDA
-graph is the list of these operations with the memory that they read and write.
+A step is some hundred small operations. A GPU does each of them faster than the CPU can start it. A CUDA graph is the
+list of these operations with the memory that they read and write.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torch
-
-from fedprune_app.config import Config
 
 WARM_UP_STEPS = 3
 """So many steps are done before one is recorded: the first ones load kernels and choose between algorithms."""
@@ -51,7 +49,7 @@ class CudaGraphs:
 
 
 class RepeatedSteps:
-    """These are the steps of one training: the first ones are done, the next one is recorded, the others repeat it.
+    """The first of these steps are done, the next one is recorded, and the others repeat it.
 
     A step must read all that differs between steps from memory that stays in its place.
     """
@@ -61,17 +59,12 @@ class RepeatedSteps:
         self._done: dict[int, int] = {}
         self._recorded: dict[int, Callable[[], None]] = {}
 
-    def __call__(self, clients: int, step: Callable[[], object]) -> None:
-        """This does a step of so many clients. Steps of the same number of clients have the same operations."""
-        if clients not in self._recorded and self._done.get(clients, 0) < WARM_UP_STEPS:
-            self._done[clients] = self._done.get(clients, 0) + 1
+    def __call__(self, size: int, step: Callable[[], object]) -> None:
+        """This does a step of this size. Steps of the same size have the same operations on the same memory."""
+        if size not in self._recorded and self._done.get(size, 0) < WARM_UP_STEPS:
+            self._done[size] = self._done.get(size, 0) + 1
             self._recorder.warm_up(step)
             return
-        if clients not in self._recorded:
-            self._recorded[clients] = self._recorder.record(step)
-        self._recorded[clients]()
-
-
-def recorder_of(config: Config, device: torch.device) -> Recorder | None:
-    """This returns the recorder that the key ``cuda-graphs`` asks for on this device; None where it asks for none."""
-    return CudaGraphs(device) if config.cuda_graphs and device.type == "cuda" else None
+        if size not in self._recorded:
+            self._recorded[size] = self._recorder.record(step)
+        self._recorded[size]()
