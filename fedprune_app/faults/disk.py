@@ -157,9 +157,12 @@ class Disk:
 
     def _opening(self, real: Callable[..., int]) -> Callable[..., int]:
         def opened(path: Any, flags: int, *arguments: Any, **more: Any) -> int:
-            if self.is_full and flags & os.O_CREAT and isinstance(path, str | os.PathLike):
+            makes = flags & os.O_CREAT and isinstance(path, str | os.PathLike)
+            if makes and (self.is_dead or self.is_full):
                 place = _named(path, more.get("dir_fd"))
                 if place.is_relative_to(self.root):
+                    if self.is_dead:  # the code that handles Died may not make files that a killed process does not
+                        raise Died
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
             return real(path, flags, *arguments, **more)
 

@@ -266,6 +266,7 @@ class _Attempt:
         try:
             _process({**self._values, **more}, self._folder, self._schedule.messages, disk)
         except Died:
+            self._written.clear()
             return False
         except Unending:
             raise _Broken(f"a run ends: this one took over {LIMIT_SECONDS:g} s of processor time") from None
@@ -344,7 +345,7 @@ class _Attempt:
         for key, value in whole.rounds[-1].items():
             if "epsilon" in key and isinstance(value, float) and not found.rounds[-1][key] >= value:
                 return f"a ledger is never below what was released: {key} is {found.rounds[-1][key]}, not {value}"
-        # what a dead writer left goes when somebody writes in the same folder
+        # what a dead writer left goes when somebody writes in the same folder afterwards
         left = [path.name for folder in self._written if folder.is_dir() for path in folder.iterdir()]
         left = [name for name in left if files.is_temporary(name)]
         return f"nothing is left over: {left[0]} is" if left else ""
