@@ -5,13 +5,15 @@
 
 A run is a row of docs/data/evidence/NAME.csv, with its settings, hash and commit; NAME.clients.csv has the accuracies
 of each client after the last round, and NAME.rounds.csv the course of the run. A claim compares two settings: client by
-client of the same seed, with a paired bootstrap over all pairs, and seed by seed.
+client of the same seed, with a paired bootstrap over all pairs, and seed by seed. For language models test texts take
+the place of clients, and the negative logarithm of perplexity that of accuracy.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +45,7 @@ class Claim:
 
     Both are settings that a row must have, such as ``{"system": "dispfl", "density": 0.5}``. ``seeds`` is the number of
     seeds that was decided on before the first run. ``measure`` says what a client tests: its ``personal`` model, or the
-    ``received`` one.
+    ``received`` one. ``worse_measure`` does so for ``worse``, where that differs.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Claim:
     seeds: int = 3
     margin: float = 0.0
     measure: str = "personal"
+    worse_measure: str = ""
 
 
 def _dispfl(**more: Any) -> dict[str, Any]:
@@ -73,15 +76,30 @@ def _fedltp(**more: Any) -> dict[str, Any]:
     return {"system": "fedltp", **{f"fedltp.{key}": value for key, value in more.items()}}
 
 
+def _fedspallm(density: float, segments: int, merge: str = "mean", **more: Any) -> dict[str, Any]:
+    options = {"segments": segments, "merge": merge, **more}
+    return {"system": "fedspallm", "density": density, **{f"fedspallm.{key}": value for key, value in options.items()}}
+
+
+def _of_language(name: str, source: str, text: str, better: Mapping[str, Any], **more: Any) -> Claim:
+    """A claim about perplexity: the global model against the clients' own of the same run, or as ``more`` says."""
+    how = {"worse": better, "worse_measure": "personal", **more}
+    return Claim(name, source, text, LANGUAGE, better, seeds=5, measure="received", **how)
+
+
 SCARCE, DPSGD_FT = "dispfl-scarce", {"system": "dpsgd-ft"}
-ROUNDS, LAYERS, PRIVATE = "subfedavg-rounds", "fedp3-layers", "fedltp-rounds"
+ROUNDS, LAYERS, PRIVATE, LANGUAGE = "subfedavg-rounds", "fedp3-layers", "fedltp-rounds", "fedspallm-merges"
+TEXTS = ("ptb", "stdlib", "wikitext-2")
 COMMON = frozenset(
     {
         "dispfl.neighbours", "dpsgd.neighbours",
         "fedltp.public-dataset", "fedltp.tickets", "fedltp.ticket-iterations", "fedltp.validators",
+        "fedspallm.deal", "fedspallm.block-size", "fedspallm.segment-length", "fedspallm.window",
+        "fedspallm.test-windows",
     }
 )  # fmt: skip
 """These settings of systems are the same in all rows of a data file."""
+ELSEWHERE = ("seed", "data-dir", "fedltp.public-data-dir", "fedspallm.evaluation-texts")
 CAPACITIES = "0.2 0.4 0.7 1.0"
 ONE_SHOT = _fedltp(pruning="one-shot") | {"density": 0.53}
 ITERATIVE = _fedltp(pruning="iterative", **{"further-pruned": 0.2}) | {"density": 0.99}
@@ -168,6 +186,36 @@ CLAIMS = (
         PRIVATE,
         ITERATIVE | {"fedltp.average": "participants"}, ITERATIVE, measure="received",
     ),
+    _of_language(
+        "5a", "FedSpaLLM, Tables 1-3",
+        "With 2 segments per client, the global model is better than the clients' own, 70 %",
+        _fedspallm(0.3, 2),
+    ),
+    _of_language(
+        "5b", "FedSpaLLM, Tables 1-3",
+        "With 32 segments per client, the global model is better than the clients' own, 70 %",
+        _fedspallm(0.3, 32),
+    ),
+    _of_language(
+        "5c", "FedSpaLLM, Tables 1-3",
+        "With 32 segments per client, the global model is better than the clients' own, 80 %",
+        _fedspallm(0.2, 32),
+    ),
+    _of_language(
+        "5d", "not in the paper",
+        "Pruned by Hessians, the global model is better than by the mean, 32 segments, 50 %",
+        _fedspallm(0.5, 32, "hessians", refine=True), worse=_fedspallm(0.5, 32), worse_measure="received",
+    ),
+    _of_language(
+        "5e", "not in the paper",
+        "Pruned by Hessians, the global model is better than by the mean, 32 segments, 80 %",
+        _fedspallm(0.2, 32, "hessians", refine=True), worse=_fedspallm(0.2, 32), worse_measure="received",
+    ),
+    _of_language(
+        "5f", "not in the paper",
+        "Pruned by Hessians, the global model is better than the clients' own, 32 segments, 50 %",
+        _fedspallm(0.5, 32, "hessians", refine=True), worse=_fedspallm(0.5, 32),
+    ),
 )  # fmt: skip
 
 
@@ -175,9 +223,9 @@ CLAIMS = (
 
 
 def settings_of(run: Run) -> dict[str, Any]:
-    """The settings that are not the default, and change what is computed, but for the seed."""
+    """The settings that are not the default, and change what is computed, but for the seed and places of files."""
     given = {key: value for key, value in run.config.items() if key in OPTIONS and OPTIONS[key].changes_results}
-    return {key: value for key, value in given.items() if value != DEFAULTS[key] and key not in ("seed", "data-dir")}
+    return {key: value for key, value in given.items() if value != DEFAULTS[key] and key not in ELSEWHERE}
 
 
 def row_of(run: Run) -> Row:
@@ -216,8 +264,21 @@ def _percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.2f}"
 
 
-def _share(share: float | None) -> str:
-    return "" if share is None else f"{share:.4f}"
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _texts_of(run: Run) -> list[Row]:
+    """What a run of language models says of each test text; texts take the place of clients, numbered as in TEXTS."""
+    by_text = run.rounds[-1].get("perplexity_by_text") or {}
+    return [
+        {
+            "client": str(TEXTS.index(text)),
+            "personal": _number(None if found["personal_mean"] is None else -math.log(found["personal_mean"])),
+            "received": _number(-math.log(found["global"])),
+        }
+        for text, found in sorted(by_text.items())
+    ]
 
 
 def add(name: str, folders: Iterable[Path]) -> int:
@@ -232,10 +293,10 @@ def add(name: str, folders: Iterable[Path]) -> int:
         key = {"system": row["system"], "settings": row["settings"], "seed": row["seed"]}
         last = max((each["round"] for each in run.clients if each.get("accuracy_personal") is not None), default=0)
         clients = [
-            {**key, "client": str(each["partition"]), **{name: _share(each[f"accuracy_{name}"]) for name in MEASURES}}
+            {**key, "client": str(each["partition"]), **{name: _number(each[f"accuracy_{name}"]) for name in MEASURES}}
             for each in run.clients
             if each["round"] == last and each.get("accuracy_personal") is not None
-        ]
+        ] or [{**key, **text} for text in _texts_of(run)]
         course = [
             {**key, "round": str(each["round"]), "personal": _percent(each["accuracy_personal_mean"])}
             for each in run.rounds
@@ -277,7 +338,7 @@ def paired(name: str, rows: Sequence[Row], measure: str) -> Paired:
     return {
         (int(row["seed"]), int(row["client"])): float(row[measure])
         for row in read(f"{name}.clients")
-        if (row["settings"], row["system"], row["seed"]) in wanted
+        if (row["settings"], row["system"], row["seed"]) in wanted and row[measure]
     }
 
 
@@ -296,7 +357,8 @@ def verdict(claim: Claim, apart: Difference | None, by_seed: Sequence[float]) ->
 def compared(claim: Claim) -> tuple[Difference | None, list[float]]:
     """How far ``better`` is ahead, and the mean of each seed that both have."""
     rows = read(claim.data)
-    first, second = (paired(claim.data, chosen(rows, side), claim.measure) for side in (claim.better, claim.worse))
+    first = paired(claim.data, chosen(rows, claim.better), claim.measure)
+    second = paired(claim.data, chosen(rows, claim.worse), claim.worse_measure or claim.measure)
     seeds = sorted({seed for seed, _ in first} & {seed for seed, _ in second})
     means = []
     for seed in seeds:
@@ -341,13 +403,35 @@ def runs_table(name: str) -> str:
     return "\n".join(lines)
 
 
+def texts_table(name: str) -> str:
+    """The perplexity of the global model and of the clients' own, by test text, for runs of language models."""
+    rows = sorted(read(name), key=lambda row: (row["settings"], int(row["seed"])))
+    by_run: dict[tuple[str, str], dict[int, str]] = {}
+    for row in read(f"{name}.clients"):
+        both = [f"{math.exp(-float(row[each])):.2f}" if row[each] else "–" for each in ("received", "personal")]
+        by_run.setdefault((row["settings"], row["seed"]), {})[int(row["client"])] = " / ".join(both)
+    lines = [
+        f"| merge | density | segments | seed | {' | '.join(TEXTS)} | MB up | minutes |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        own = {**DEFAULTS, **json.loads(row["settings"])}
+        found = by_run[row["settings"], row["seed"]]
+        texts = [found.get(number, "–") for number in range(len(TEXTS))]
+        about = [own["fedspallm.merge"], own["density"], own["fedspallm.segments"], row["seed"]]
+        lines.append(f"| {' | '.join(map(str, [*about, *texts, row['megabytes_up'], row['minutes']]))} |")
+    return "\n".join(lines)
+
+
 def written(text: str) -> str:
     """The page with its tables made anew."""
 
     def made(name: str) -> str:
-        return claims_table() if name == "claims" else runs_table(name.removeprefix("runs "))
+        if name == "claims":
+            return claims_table()
+        return (texts_table if name.startswith("texts") else runs_table)(name.partition(" ")[2])
 
-    return with_tables(text, r"claims|runs [\w-]+", made)
+    return with_tables(text, r"claims|(?:runs|texts) [\w-]+", made)
 
 
 def main() -> None:
