@@ -36,13 +36,17 @@ class MTL(Relay):
         return wire.Schema.like(self.model)
 
     def send(self, round: Round) -> Iterator[Outgoing]:
-        members = sorted(self.update_rounds)
-        known = [k for k in round.participants if k in self.update_rounds]
+        models = {
+            client: torch.cat([tensor.reshape(-1) for tensor in self._model(update).values()])
+            for client, update in self.updates_of(sorted(self.update_rounds), round.log).items()
+        }
+        members = list(models)
+        known = [client for client in round.participants if client in models]
         if len(members) < 2 or not known:
             yield from map(Outgoing, round.participants)
             return
         # (members, parameters), float64
-        columns = torch.stack([torch.cat([t.reshape(-1) for t in self._model(k).values()]) for k in members]).double()
+        columns = torch.stack(list(models.values())).double()
         precision = self._precision(columns)
         for client in round.participants:
             if client not in known:
@@ -64,6 +68,5 @@ class MTL(Relay):
         precision: Tensor = (vectors / (omega + self.config.mtl.ridge)) @ vectors.T
         return precision
 
-    def _model(self, client: int) -> dict[str, Tensor]:
-        update = wire.from_arrays(self.update_of(client), wire.Schema.like(self.model).max_bytes)
-        return dict(update.tensors)
+    def _model(self, update: wire.EncodedArrays) -> dict[str, Tensor]:
+        return dict(wire.from_arrays(update, wire.Schema.like(self.model).max_bytes).tensors)
