@@ -41,7 +41,7 @@ def simulated(tmp_path):
 
 SLOWER = {"fedltp": 20, "fedspa": 16, "fedcr": 16, "fedspallm": 10, "subfedavg-hy": 10}
 SAMPLE = dict.fromkeys(SYSTEMS, 58) | SLOWER
-"""How many schedules of each system are tried every time, 1,000 in all; `make faults-sim` tries as many as one likes."""
+"""How many schedules of each system are tried every time: 1,000 in all. `make faults-sim` tries as many as asked."""
 
 
 @pytest.mark.parametrize("system", SAMPLE)
