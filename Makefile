@@ -87,7 +87,7 @@ benchmarks: $(DEV_STAMP)
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMP): pyproject.toml hatch_build.py fedprune_app/core/native/sparse_linear.c | $(BIN)/python
+$(STAMP): pyproject.toml hatch_build.py $(wildcard fedprune_app/core/native/*.c) | $(BIN)/python
 	$(PIP) install --quiet torch==2.13.0
 	$(PIP) install --quiet 'flwr[simulation]==$(FLOWER)' --editable '.[all]'
 	touch $@

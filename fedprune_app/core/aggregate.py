@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedprune_app.core import masked_tensors
 from fedprune_app.core.expansion import Votes, tie_break
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.payload import Payload
@@ -58,13 +59,17 @@ class MaskedMean:
         """Add one client's payload; an error leaves the mean as if this payload had not come."""
         if not 1 <= weight <= self.max_weight:
             raise ValueError(f"weight is {weight}, allowed: 1 to {self.max_weight}")
-        rounded = _rounded if self.check(payload) <= _LARGEST_WIDE else _rounded_large
+        is_small = self.check(payload) <= _LARGEST_WIDE
+        rounded = _rounded if is_small else _rounded_large
         scale = weight / self.max_weight * _GRID
         for name, tensor in payload.tensors.items():
             mask = payload.masks.get(name)
             self._make_room(name, tensor, has_mask=mask is not None)
             if mask is None:
                 self._weights[name].add_(weight)
+            both = self._sums[name], self._weights[name]
+            if is_small and masked_tensors.add(*both, [tensor], [mask], scale=scale, weight=weight):
+                continue
             kept, weights = (None, ()) if mask is None else (_blocks(mask), _blocks(self._weights[name]))
             for i, (values, sums) in enumerate(zip(_blocks(tensor), _blocks(self._sums[name]), strict=True)):
                 addend = rounded(values, scale)
@@ -96,6 +101,10 @@ class MaskedMean:
             masked = [(_blocks(p.tensors[name]), _blocks(p.masks[name])) for p in having if name in p.masks]
             dense = [_blocks(payload.tensors[name]) for payload in having if name not in payload.masks]
             self._weights[name].add_(len(dense))
+            both = self._sums[name], self._weights[name]
+            all_masks = [payload.masks.get(name) for payload in having]
+            if masked_tensors.add(*both, [p.tensors[name] for p in having], all_masks, scale=_GRID, weight=1):
+                continue
             weights = _blocks(self._weights[name]) if masked else ()
             for i, sums in enumerate(_blocks(self._sums[name])):
                 wide, total = sums.new_empty((2, *sums.shape), dtype=torch.float64)
@@ -136,7 +145,8 @@ class MaskedMean:
             self._dtypes[name] = tensor.dtype
             self._weights[name] = torch.zeros((), dtype=self._weight_dtype, device=tensor.device)
         if has_mask and self._weights[name].shape != tensor.shape:
-            self._weights[name] = self._weights[name].expand(tensor.shape).clone()
+            so_far = int(self._weights[name])
+            self._weights[name] = torch.full(tensor.shape, so_far, dtype=self._weight_dtype, device=tensor.device)
 
     def mean(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean in the names, order and dtypes of ``fallback``.
@@ -149,6 +159,9 @@ class MaskedMean:
                 result[name] = old.clone()
                 continue
             result[name] = torch.empty(old.shape, dtype=old.dtype, device=old.device)
+            both = self._sums[name], self._weights[name]
+            if masked_tensors.mean(result[name], *both, self.max_weight / _GRID, otherwise=old):
+                continue
             weights = self._weights[name].expand(old.shape)
             parts = map(_blocks, (result[name], self._sums[name], weights, old))
             for out, sums, held, stays in zip(*parts, strict=True):
@@ -170,16 +183,24 @@ class MaskedMean:
         result = {}
         for name, total in self._sums.items():
             result[name] = torch.empty_like(total, dtype=self._dtypes[name])
+            if masked_tensors.mean(result[name], total, self._weights[name], self.max_weight / _GRID):
+                continue
             parts = map(_blocks, (result[name], total, self._weights[name].expand(total.shape)))
             for out, sums, held in zip(*parts, strict=True):
                 out.copy_(self._mean(sums, held))
         return result
 
-    def held(self) -> dict[str, Tensor]:
-        """Return a bool tensor for every tensor added: True at the coordinates that at least one addend kept."""
-        return {
-            name: (weights > 0).expand(self._sums[name].shape).contiguous() for name, weights in self._weights.items()
-        }
+    def held(self, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+        """Return a bool tensor for each tensor added, or for those of ``names``.
+
+        True stands at the coordinates that at least one addend kept.
+        """
+        names = self._sums if names is None else names
+        return {name: (self._weights[name] > 0).expand(self._sums[name].shape).contiguous() for name in names}
+
+    def held_weight(self, name: str) -> Tensor:
+        """Return ``Σ_k a_k m_k`` of a masked tensor, in its shape. It must not be written to."""
+        return self._weights[name]
 
 
 def _rounded(values: Tensor, scale: float) -> Tensor:
@@ -263,7 +284,8 @@ class L0Mean:
         self._mean = MaskedMean(max_addends, max_weight)
         self._count_dtype = torch.int16 if max_addends < 2**15 else torch.int32
         self._addends: dict[str, int] = {}  # N, by tensor
-        self._pruned: dict[str, Tensor] = {}  # C, by masked tensor
+        self._masked: dict[str, None] = {}  # the names of masked tensors, in order
+        self._pruned: dict[str, Tensor] = {}  # C, by masked tensor; empty while all weights are 1
 
     def add(self, payload: Payload, weight: int = 1) -> None:
         """Add one client's payload; its integer ``weight`` (the paper's α) counts in the mean, not among the pruned."""
@@ -271,6 +293,9 @@ class L0Mean:
         for name, tensor in payload.tensors.items():
             self._addends[name] = self._addends.get(name, 0) + 1
             if name in payload.masks:
+                self._masked[name] = None
+                if self._mean.max_weight == 1:
+                    continue  # those who did not keep an entry are all others
                 pruned = ~payload.masks[name]
                 if name not in self._pruned:
                     self._pruned[name] = torch.zeros(tensor.shape, dtype=self._count_dtype, device=tensor.device)
@@ -281,8 +306,7 @@ class L0Mean:
 
         An entry that nobody kept is 0, and False in the mask.
         """
-        held = self._mean.held()
-        return Payload(self._mean.mixed(), {name: held[name] for name in self._pruned})
+        return Payload(self._mean.mixed(), self._mean.held(self._masked))
 
     def expanded(
         self,
@@ -312,24 +336,31 @@ class L0Mean:
             raise ValueError(f"scope is {scope!r}, allowed: {', '.join(SCOPES)}")
         mean = self.mean() if mean is None else mean
         masks = {}
-        groups = [[name] for name in self._pruned] if scope == "matrix" else [list(self._pruned)]
+        groups = [[name] for name in self._masked] if scope == "matrix" else [list(self._masked)]
         for names in filter(None, groups):
-            counts = _joined([self._pruned[n].view(-1) for n in names])
+            counts = _joined([self._counts(n).view(-1) for n in names])
             order = _joined([tie_break(mean, n, ties) for n in names])
             if n_of_m is not None:
-                pruned = _most_pruned_of_m(counts, order, n_of_m, [self._pruned[n].shape[-1] for n in names])
+                pruned = _most_pruned_of_m(counts, order, n_of_m, [mean.masks[n].shape[-1] for n in names])
             else:
                 target = counts.numel() - keep_count(counts.numel(), density)
                 kept = _joined([mean.masks[n].view(-1) for n in names])
                 pruned = _most_pruned(counts, kept, order, target)
-            parts = torch.split(pruned, [self._pruned[n].numel() for n in names])
+            parts = torch.split(pruned, [mean.masks[n].numel() for n in names])
             for name, part in zip(names, parts, strict=True):
-                masks[name] = mean.masks[name] & ~part.view(self._pruned[name].shape)
-        return Payload.pruned(mean.tensors, {name: masks[name] for name in self._pruned})
+                masks[name] = mean.masks[name] & ~part.view(mean.masks[name].shape)
+        return Payload.pruned(mean.tensors, masks)
 
     def votes(self) -> Votes:
         """Return this layer's part in an expansion over several layers together; see ``core.expansion.Cut``."""
-        return Votes(self.mean(), {name: counts.clone() for name, counts in self._pruned.items()})
+        return Votes(self.mean(), {name: self._counts(name) for name in self._masked})
+
+    def _counts(self, name: str) -> Tensor:
+        """Return how many clients pruned each entry (``C``), as a new tensor."""
+        if name in self._pruned:
+            return self._pruned[name].clone()
+        held = self._mean.held_weight(name)
+        return torch.empty_like(held, dtype=self._count_dtype).copy_(held).neg_().add_(self._addends[name])
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
@@ -338,6 +369,8 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 def _most_pruned(counts: Tensor, kept: Tensor, tie_break: Tensor, target: int) -> Tensor:
     """Return the pruned entries' mask: those that nobody ``kept``, then the most often pruned, up to ``target``."""
+    if (found := masked_tensors.most_pruned(counts, kept, tie_break, target)) is not None:
+        return found
     pruned = ~kept
     missing = target - int(pruned.count_nonzero())
     if missing <= 0:
@@ -345,15 +378,15 @@ def _most_pruned(counts: Tensor, kept: Tensor, tie_break: Tensor, target: int) -
     level = int(torch.where(kept, counts, -1).max())  # at most one level per client
     while True:
         candidates = kept & (counts == level)
-        found = int(candidates.count_nonzero())
-        if found > missing:
+        num_candidates = int(candidates.count_nonzero())
+        if num_candidates > missing:
             threshold = kth_smallest(tie_break[candidates], missing)
             chosen = candidates & (tie_break < threshold)
             equal = (candidates & (tie_break == threshold)).nonzero().squeeze(1)
             chosen[equal[: missing - int(chosen.count_nonzero())]] = True
             return pruned.logical_or_(chosen)
         pruned.logical_or_(candidates)
-        missing, level = missing - found, level - 1
+        missing, level = missing - num_candidates, level - 1
         if missing == 0:
             return pruned
 

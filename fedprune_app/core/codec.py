@@ -46,6 +46,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedprune_app.core import masked_tensors
 from fedprune_app.core.payload import Payload
 
 KEY = "fp1"
@@ -437,7 +438,8 @@ def _ans_decode(coded: Sequence[_Entry], words: memoryview, num_lent: int) -> tu
 def _kept_bits(tensor: Tensor, entry: _Entry, mask: Bools) -> Bytes:
     flat = tensor.detach().cpu().reshape(-1).view(_BITS[entry.dtype.itemsize]).numpy()
     if entry.kept < entry.numel:
-        flat = flat[np.flatnonzero(mask)]  # five times as fast as flat[mask]
+        found = masked_tensors.gather(flat, mask, entry.kept)
+        flat = flat[np.flatnonzero(mask)] if found is None else found  # five times as fast as flat[mask]
     return flat.astype(flat.dtype.newbyteorder("<"), copy=False).view(np.uint8)
 
 
@@ -445,9 +447,12 @@ def _tensor_of(entry: _Entry, piece: Bytes, mask: Bools | None) -> Tensor:
     if entry.dtype == torch.bool and (piece > 1).any():
         raise ValueError(f"tensor {entry.name!r} holds a boolean that is neither 0 nor 1")
     native = np.dtype(f"i{entry.dtype.itemsize}")
-    # The copy also aligns the values, which lie at any offset of the message.
-    flat = np.array(piece.view(native.newbyteorder("<")), dtype=native)
+    flat = None
     if mask is not None and entry.kept < entry.numel:
-        values, flat = flat, np.zeros(entry.numel, native)
-        flat[np.flatnonzero(mask)] = values
+        flat = masked_tensors.spread(piece, mask, native)
+        if flat is None:
+            flat = np.zeros(entry.numel, native)
+            flat[np.flatnonzero(mask)] = piece.view(native.newbyteorder("<"))
+    if flat is None:  # The copy aligns the values, which lie at any offset of the message.
+        flat = np.array(piece.view(native.newbyteorder("<")), dtype=native)
     return torch.from_numpy(flat).view(entry.dtype).reshape(entry.shape)

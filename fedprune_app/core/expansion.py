@@ -46,7 +46,7 @@ def tie_break(mean: Payload, name: str, ties: str) -> Tensor:
             raise ValueError(
                 f"tensor '{INPUT_NORMS}{name}' is not there, allowed with ties 'wanda': payloads that have it"
             )
-        size = size * mean.tensors[INPUT_NORMS + name].float()  # (out, in) * (in,)
+        size = size * mean.tensors[INPUT_NORMS + name].float().abs()  # (out, in) * (in,)
     return torch.zeros_like(size).view(-1) if ties == "index" else size.reshape(-1)
 
 

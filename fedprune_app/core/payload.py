@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedprune_app.core import masked_tensors
+
 _BFLOAT16 = np.dtype([("bfloat16", "<u2")])  # numpy has no bfloat16: two bytes under a field of that name
 
 
@@ -48,8 +50,7 @@ class Payload:
     def pruned(cls, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> Payload:
         """Return a payload of new tensors, zero wherever their mask is False."""
         kept = {
-            name: torch.where(masks[name], tensor, 0) if name in masks else tensor.clone()
-            for name, tensor in tensors.items()
+            name: _kept(tensor, masks[name]) if name in masks else tensor.clone() for name, tensor in tensors.items()
         }
         return cls(kept, {name: mask.clone() for name, mask in masks.items()})
 
@@ -106,6 +107,11 @@ class Payload:
             dict(zip(names, tensors[: len(names)], strict=True)),
             dict(zip(mask_names, tensors[len(names) :], strict=True)),
         )
+
+
+def _kept(tensor: Tensor, mask: Tensor) -> Tensor:
+    found = masked_tensors.keep(tensor, mask)
+    return torch.where(mask, tensor, 0) if found is None else found
 
 
 def _to_ndarray(tensor: Tensor) -> np.ndarray:

@@ -12,14 +12,14 @@ import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LIBRARY = Path(__file__).with_name("native") / "libsparse_linear.so"
+from fedprune_app.core import compiled
+
 LEVELS = ("portable", "AVX2", "AVX-512")
 """The instructions that the library can use, by the number that it has for them."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,9 +32,8 @@ _Pointer, _Long, _Int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
-    try:
-        library = ctypes.CDLL(str(LIBRARY))
-    except OSError:
+    library = compiled.library("sparse_linear")
+    if library is None:
         return None
     library.fedprune_linear.argtypes = [
         _Pointer, _Long, _Long, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Long, _Int, _Int, _Int,

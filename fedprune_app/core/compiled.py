@@ -1,0 +1,21 @@
+"""The libraries in C are compiled where fedprune is installed, from the sources in ``native``.
+
+Without a compiler there are none, and each user of such a library has another way to the same result.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+FOLDER = Path(__file__).with_name("native")
+
+
+@cache
+def library(name: str) -> ctypes.CDLL | None:
+    """Return the library that was compiled from ``native/{name}.c``, or None where there is none."""
+    try:
+        return ctypes.CDLL(str(FOLDER / f"lib{name}.so"))
+    except OSError:
+        return None

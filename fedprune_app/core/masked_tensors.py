@@ -1,0 +1,178 @@
+"""Passes over masked tensors in C: sums, means, kept values, and the entries that an expansion prunes.
+
+PyTorch needs many passes over memory for what these do in one. The work is done by ``native/masked_tensors.c``. A
+function here returns None, and has changed nothing, where the library was not compiled or does not know a dtype or a
+device. The caller then does the same with PyTorch, to the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedprune_app.core.compiled import library
+
+_NAME = "masked_tensors"
+_BINS = 2**16
+_Pointer, _Long, _Int, _Double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
+_Level = ctypes.c_int16
+_ARGUMENTS = {
+    "add": [_Pointer, _Pointer, _Long, _Pointer, _Pointer, _Long, _Double, ctypes.c_int32, _Int],
+    "mean": [_Pointer, _Pointer, _Pointer, _Pointer, _Long, _Double, _Int],
+    "keep": [_Pointer, _Pointer, _Pointer, _Long, _Int],
+    "spread": [_Pointer, _Pointer, _Long, _Pointer, _Long, _Int],
+    "gather": [_Pointer, _Pointer, _Long, _Pointer, _Int],
+    "levels": [_Pointer, _Pointer, _Long, _Pointer, _Long],
+    "histogram": [_Pointer, _Pointer, _Pointer, _Long, _Level, _Long, _Pointer],
+    "cut": [_Pointer, _Pointer, _Pointer, _Long, _Level, ctypes.c_uint32, _Long, _Pointer],
+}
+
+
+def is_compiled() -> bool:
+    """Return whether the library is there."""
+    return library(_NAME) is not None
+
+
+def add(sums: Tensor, held: Tensor, values: Sequence[Tensor], masks: Sequence[Tensor | None], *, scale: float,
+        weight: int) -> bool | None:  # fmt: skip
+    """Add ``round(scale · values)``, half to even, to ``sums`` where the masks keep; add ``weight`` to ``held`` there.
+
+    ``sums`` is int64. ``held`` is int32 of the same shape, or anything if no tensor has a mask. A tensor without mask
+    is added everywhere and is not counted in ``held``. All products must be below 2^51 in magnitude.
+    """
+    is_masked = any(mask is not None for mask in masks)
+    shape = sums.shape
+    if not _fits(sums, torch.int64, shape) or (is_masked and not _fits(held, torch.int32, shape)):
+        return None
+    if not all(_fits(each, torch.float32, shape) for each in values):
+        return None
+    if not all(mask is None or _fits(mask, torch.bool, shape) for mask in masks):
+        return None
+    lists = _Pointer * len(values)
+    addresses = lists(*(each.data_ptr() for each in values))
+    mask_addresses = lists(*(None if mask is None else mask.data_ptr() for mask in masks))
+    held_address = held.data_ptr() if is_masked else None
+    _call("add", addresses, mask_addresses, len(values), sums.data_ptr(), held_address, sums.numel(), scale, weight,
+          torch.get_num_threads())  # fmt: skip
+    return True
+
+
+def mean(out: Tensor, sums: Tensor, held: Tensor, factor: float, otherwise: Tensor | None = None) -> bool | None:
+    """Write ``sums / held · factor`` to ``out`` (float32), and ``otherwise`` (or 0) where ``held`` is 0."""
+    shape = sums.shape
+    if not _fits(sums, torch.int64, shape) or not _fits(held, torch.int32, shape):
+        return None
+    if not _fits(out, torch.float32, shape):
+        return None
+    if otherwise is not None and not _fits(otherwise, torch.float32, shape):
+        return None
+    stays = None if otherwise is None else otherwise.data_ptr()
+    _call("mean", sums.data_ptr(), held.data_ptr(), stays, out.data_ptr(), sums.numel(), factor,
+          torch.get_num_threads())  # fmt: skip
+    return True
+
+
+def keep(values: Tensor, mask: Tensor) -> Tensor | None:
+    """Return a new tensor with ``values`` where ``mask`` is True, and 0 elsewhere."""
+    shape = values.shape
+    if not _fits(mask, torch.bool, shape) or not _fits(values, values.dtype, shape) or values.dtype.is_complex:
+        return None
+    found = torch.empty_like(values)
+    _call("keep", mask.data_ptr(), values.data_ptr(), found.data_ptr(), values.numel(), values.element_size())
+    return found
+
+
+def spread(kept: NDArray[np.uint8], mask: NDArray[np.bool_], dtype: np.dtype[Any]) -> NDArray[Any] | None:
+    """Return an array of ``mask``'s length with the ``kept`` values, given as bytes, where ``mask`` is True; else 0.
+
+    ``mask`` keeps exactly as many. ``dtype`` is an integer's of as many bytes as a value has.
+    """
+    if not _is_usable():
+        return None
+    found = np.empty(mask.size, dtype)
+    _call("spread", mask.ctypes.data, kept.ctypes.data, kept.size // dtype.itemsize, found.ctypes.data, mask.size,
+          dtype.itemsize)  # fmt: skip
+    return found
+
+
+def gather(values: NDArray[Any], mask: NDArray[np.bool_], num_kept: int) -> NDArray[Any] | None:
+    """Return the ``num_kept`` values that ``mask`` keeps. ``values`` is flat and of integers."""
+    if not _is_usable() or not values.flags.c_contiguous or not mask.flags.c_contiguous:
+        return None
+    found = np.empty(num_kept + 1, values.dtype)
+    _call("gather", mask.ctypes.data, values.ctypes.data, mask.size, found.ctypes.data, values.dtype.itemsize)
+    return found[:num_kept]
+
+
+def most_pruned(counts: Tensor, kept: Tensor, order: Tensor, target: int) -> Tensor | None:
+    """Return the mask (entries,) of the ``target`` entries that go first; of more, if nobody ``kept`` more than that.
+
+    First go the entries that nobody kept, all of them. Then those with the highest ``counts`` (int16) go, of equal
+    counts those with the smallest ``order`` (float32, not negative), and of equal order those at the lowest index.
+    """
+    shape = counts.shape
+    if not _fits(counts, torch.int16, shape) or not _fits(kept, torch.bool, shape):
+        return None
+    if not _fits(order, torch.float32, shape) or not counts.numel():
+        return None
+    size = counts.numel()
+    entries = (counts.data_ptr(), kept.data_ptr())
+    levels = np.empty(int(counts.max()) + 1, np.int64)
+    _call("levels", *entries, size, levels.ctypes.data, len(levels) - 1)
+    missing = target - (size - int(levels.sum()))
+    level, threshold, equal = len(levels), 0, 0  # all counts are below this level
+    while missing > 0:
+        level -= 1
+        if levels[level] > missing:
+            place = (*entries, order.data_ptr(), size, level)
+            high, missing = _position(_histogram(*place, -1), missing)
+            low, equal = _position(_histogram(*place, high), missing)
+            threshold = high << 16 | low
+            break
+        missing -= int(levels[level])
+        if not missing:
+            level -= 1  # all of the last level go, and none below
+    found = torch.empty(shape, dtype=torch.bool)
+    _call("cut", *entries, order.data_ptr(), size, level, threshold, equal, found.data_ptr())
+    return found
+
+
+def _histogram(*arguments: int) -> NDArray[np.int64]:
+    found = np.empty(_BINS, np.int64)
+    _call("histogram", *arguments, found.ctypes.data)
+    return found
+
+
+def _position(histogram: NDArray[np.int64], rank: int) -> tuple[int, int]:
+    """Return the bin of the ``rank``-th smallest value, counted from 1, and the rank of that value within the bin."""
+    up_to = histogram.cumsum()
+    place = int(np.searchsorted(up_to, rank))
+    return place, rank - int(up_to[place] - histogram[place])
+
+
+def _is_usable() -> bool:
+    return sys.byteorder == "little" and is_compiled()
+
+
+def _fits(tensor: Tensor, dtype: torch.dtype, shape: torch.Size) -> bool:
+    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous()
+    return _is_usable() and is_plain and tensor.dtype == dtype and tensor.shape == shape
+
+
+def _call(name: str, *arguments: object) -> None:
+    _function(name)(*arguments)
+
+
+@cache
+def _function(name: str) -> Callable[..., None]:
+    function: Callable[..., None] = getattr(library(_NAME), f"fedprune_{name}")
+    function.argtypes, function.restype = _ARGUMENTS[name], None  # type: ignore[attr-defined]
+    return function
