@@ -23,7 +23,8 @@ class MaskDistances:
     def add(self, client: int, update: Payload) -> None:
         """Keep a client's masks of the layer in work."""
         flat = np.concatenate([update.masks[name].numpy().reshape(-1) for name in sorted(update.masks)])
-        self.masks[client] = np.packbits(flat)
+        bits = np.packbits(flat)
+        self.masks[client] = np.pad(bits, (0, -len(bits) % 8)).view(np.uint64)  # bits are counted 64 at a time
 
     @staticmethod
     def compares(client: int, clients: Collection[int]) -> bool:
