@@ -11,6 +11,7 @@ dense, and sums over clients take longer.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -85,6 +86,7 @@ def _compile(source: Path) -> bool:
     new = library.with_suffix(".new")
     # Each operation is rounded by itself, so that results are those of PyTorch's operations, bit by bit.
     options = ["-O3", "-std=gnu11", "-ffp-contract=off", "-shared", "-fPIC"]
+    options.append(f'-DSOURCE="{hashlib.sha256(source.read_bytes()).hexdigest()}"')
     for more in (["-fopenmp"], []):
         try:
             command = [compiler, *options, *more, "-o", str(new), str(source)]

@@ -6,6 +6,7 @@ Without a compiler there are none, and each user of such a library has another w
 from __future__ import annotations
 
 import ctypes
+import hashlib
 from functools import cache
 from pathlib import Path
 
@@ -14,8 +15,18 @@ FOLDER = Path(__file__).with_name("native")
 
 @cache
 def library(name: str) -> ctypes.CDLL | None:
-    """Return the library that was compiled from ``native/{name}.c``, or None where there is none."""
+    """Return the library that was compiled from ``native/{name}.c``, or None where there is none.
+
+    A library that was compiled from another version of this file counts as none.
+    """
     try:
-        return ctypes.CDLL(str(FOLDER / f"lib{name}.so"))
+        source = (FOLDER / f"{name}.c").read_bytes()
+        found = ctypes.CDLL(str(FOLDER / f"lib{name}.so"))
     except OSError:
         return None
+    try:
+        compiled_from = found.fedprune_source
+    except AttributeError:
+        return None
+    compiled_from.restype = ctypes.c_char_p
+    return found if compiled_from().decode() == hashlib.sha256(source).hexdigest() else None

@@ -18,6 +18,12 @@
 #define WIDEST
 #endif
 
+/* The SHA-256 of this file, which says whether a library was compiled from it. */
+#ifndef SOURCE
+#define SOURCE ""
+#endif
+const char *fedprune_source(void) { return SOURCE; }
+
 #define BLOCK 2048 /* coordinates whose sums stay in the processor's first cache */
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))

@@ -17,6 +17,12 @@
 #define AVX2 __attribute__((target("avx2,fma,popcnt,bmi,bmi2,f16c")))
 #endif
 
+/* The SHA-256 of this file, which says whether a library was compiled from it. */
+#ifndef SOURCE
+#define SOURCE ""
+#endif
+const char *fedprune_source(void) { return SOURCE; }
+
 #define GROUP 8 /* inputs that share one pass over a row of the matrix */
 
 enum { PORTABLE = 0, WITH_AVX2 = 1, WITH_AVX512 = 2 };
