@@ -38,7 +38,7 @@ from fedprune_app.learning.device import recorder_of
 from fedprune_app.models.checkpoints import resolve_checkpoint
 from fedprune_app.models.embedded import embedded_folder
 from fedprune_app.models.layer_pruning import Pruner, input_hessians, input_moments, prune_layer, same_inputs
-from fedprune_app.models.llm import LanguageModel, LayerTensors, Perplexity, open_model
+from fedprune_app.models.llm import LanguageModel, LayerTensors, Perplexity, dense_perplexities, open_model
 from fedprune_app.models.llm import perplexities as measured_perplexities
 from fedprune_app.models.recovery import Schedule, recovered
 from fedprune_app.results.texts import OWN_TEXT
@@ -58,17 +58,13 @@ def language_model(config: Config, device: torch.device | str = "cpu") -> Langua
 
 
 def perplexities(
-    config: Config, model: LanguageModel, own: LayerTensors, text: str | None = None
+    config: Config, model: LanguageModel, own: LayerTensors | None, text: str | None = None
 ) -> dict[str, Perplexity]:
     """This returns the perplexities of ``model``, by test text, with the matrices of ``own`` in place of its own.
 
-    A ``text`` that is given is the only one, and has a name that no other may have: what is measured on it is compared
-    with nothing else.
+    Without ``own`` they are those of the dense model. A ``text`` that is given is the only one, and has a name that no
+    other may have: what is measured on it is compared with nothing else.
     """
-
-    def layers(layer: int) -> Mapping[str, Tensor]:
-        return {**model.layer_tensors(layer), **own(layer)}
-
     options = config.fedspallm
     if text is None:
         texts = perplexity_texts(config.dataset, config.data_dir, options.more_texts())
@@ -84,7 +80,12 @@ def perplexities(
         except ValueError as error:
             raise ValueError(f"test text '{name}': {error}") from None
         whole[name], chosen[name] = windows, windows[:most] if most else windows
-    measured = measured_perplexities(model, layers, chosen, config.batch_size)
+    if own is None:
+        measured = dense_perplexities(model, chosen, config.batch_size)
+    else:
+        measured = measured_perplexities(
+            model, lambda layer: {**model.layer_tensors(layer), **own(layer)}, chosen, config.batch_size
+        )
     return {name: replace(found, windows_in_text=len(whole[name])) for name, found in measured.items()}
 
 

@@ -79,7 +79,7 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
         },
     )
     if "dense_perplexity" not in recorder.info:
-        found = perplexities(config, model, lambda layer: {})
+        found = perplexities(config, model, None)
         recorder.annotate(
             dense_perplexity={
                 name: {

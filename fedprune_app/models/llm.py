@@ -80,6 +80,7 @@ class LanguageModel:
         self._tokenizer: Any = None
         self._encode_once = lru_cache(maxsize=32)(self._encode)
         self._digests: dict[int, str] = {}
+        self.dense: dict[str, dict[str, Perplexity]] = {}  # of the model's own layers: dense_perplexities
         self._called: tuple[tuple[int, int], dict[str, Any]] | None = None
         auto = transformers.AutoModelForCausalLM
         try:
@@ -407,6 +408,17 @@ def perplexities(
             group = {}
         group[name] = windows
     return found | _perplexities(model, layers, group, batch_size)
+
+
+def dense_perplexities(model: LanguageModel, texts: Mapping[str, Tensor], batch_size: int) -> dict[str, Perplexity]:
+    """Return what :func:`perplexities` returns for the model's own layers.
+
+    The runs of a sweep share the model, so the same windows are measured once in a process.
+    """
+    asked = f"{batch_size} {Payload(dict(texts)).digest()}"
+    if asked not in model.dense:
+        model.dense[asked] = perplexities(model, model.layer_tensors, texts, batch_size)
+    return dict(model.dense[asked])
 
 
 def _perplexities(

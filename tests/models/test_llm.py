@@ -14,7 +14,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.sparsegpt import sparsegpt
 from fedprune_app.models.checkpoints import TensorFiles, resolve_checkpoint
 from fedprune_app.models.layer_pruning import Pruner, prune_layer
-from fedprune_app.models.llm import LanguageModel, import_transformers, perplexity
+from fedprune_app.models.llm import LanguageModel, dense_perplexities, import_transformers, perplexities, perplexity
 from fedprune_app.models.saving import load_packed, write_packed
 from tests.models.tiny_llm import FAMILIES, tiny_checkpoint, tiny_model, tokens
 
@@ -59,6 +59,16 @@ def test_perplexity_is_the_papers(folder):
     found = perplexity(model, model.layer_tensors, ids, batch_size=3)
     assert found.value == pytest.approx(math.exp(total / (4 * 16)), rel=1e-5)
     assert (found.window, found.windows, found.tokens) == (16, 4, 64)
+
+
+def test_the_dense_model_is_measured_once_for_the_same_windows(tmp_path, monkeypatch):
+    model = LanguageModel(tiny_checkpoint(tmp_path / "dense", "llama"))
+    texts, others = {"a": tokens(4, 16), "b": tokens(2, 16)}, {"a": tokens(4, 12)}
+    first = dense_perplexities(model, texts, batch_size=3)
+    assert first == perplexities(model, model.layer_tensors, texts, batch_size=3)
+    assert dense_perplexities(model, others, batch_size=3)["a"].window == 12
+    monkeypatch.setattr(model, "embed", None)
+    assert dense_perplexities(model, dict(texts), batch_size=3) == first
 
 
 def test_all_matrices_of_a_layer_are_prunable_and_nothing_else(folder):
