@@ -1,7 +1,7 @@
-"""The data behind docs/evidence.md: finished runs become rows, and rows become the tables of the page.
+"""The data behind docs/evidence.md, and a part of docs/results.md: finished runs become rows, and rows become tables.
 
     python benchmarks/evidence.py add dispfl-scarce runs/scarce/*     # rows of finished runs, each once
-    python benchmarks/evidence.py write                               # the tables between the page's marks
+    python benchmarks/evidence.py write                               # the tables between the pages' marks
 
 A run is a row of docs/data/evidence/NAME.csv, with its settings, hash and commit; NAME.clients.csv has the accuracies
 of each client after the last round, and NAME.rounds.csv the course of the run. A claim compares two settings: client by
@@ -16,7 +16,9 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from _rows import append_rows, read_rows, with_tables
@@ -27,7 +29,7 @@ from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run, load_run
 
 ROOT = Path(__file__).parents[1]
-DATA, PAGE = ROOT / "docs" / "data" / "evidence", ROOT / "docs" / "evidence.md"
+DATA, PAGES = ROOT / "docs" / "data" / "evidence", (ROOT / "docs" / "evidence.md", ROOT / "docs" / "results.md")
 Row = dict[str, str]
 COLUMNS = (
     "system", "settings", "seed", "clients", "rounds", "personal", "worst_decile", "received", "global",
@@ -99,6 +101,17 @@ COMMON = frozenset(
     }
 )  # fmt: skip
 """These settings of systems are the same in all rows of a data file."""
+MERGES = {
+    "the paper's mean": {"fedspallm.merge": "mean"},
+    "least squares": {"fedspallm.merge": "least-squares"},
+    "Hessians": {"fedspallm.merge": "hessians"},
+    "Hessians, refined": {"fedspallm.merge": "hessians", "fedspallm.refine": True},
+    "Hessians, refined, then recovery": {
+        "fedspallm.merge": "hessians", "fedspallm.refine": True, "fedspallm.recovery-rounds": 1,
+        "fedspallm.recovery-segments": 1024, "fedspallm.recovery-steps": 32, "fedspallm.recovery-learning-rate": 0.001,
+    },
+}  # fmt: skip
+"""The ways to make a layer that :func:`cells_table` compares."""
 ELSEWHERE = ("seed", "data-dir", "fedltp.public-data-dir", "fedspallm.evaluation-texts")
 CAPACITIES = "0.2 0.4 0.7 1.0"
 ONE_SHOT = _fedltp(pruning="one-shot") | {"density": 0.53}
@@ -423,15 +436,55 @@ def texts_table(name: str) -> str:
     return "\n".join(lines)
 
 
+def cells_table(text: str) -> str:
+    """The perplexities on one test text, by numbers of clients and segments and by what is kept, of each of MERGES.
+
+    A cell is the mean of the seeds, with their standard deviation. The least value of a line is bold.
+    """
+    ways = ("standalone", *MERGES)
+    lines = [
+        f"| clients | segments | kept | seeds | {' | '.join(ways)} |",
+        f"| ---: | ---: | ---: | ---: |{' ---: |' * len(ways)}",
+    ]
+    for clients in (4, 8, 16):
+        name = f"fedspallm-{clients}"
+        rows = read(name)
+        for segments, density in product((2, 32), (0.4, 0.3, 0.2)):
+            values: dict[str, list[float]] = {}
+            for way, merge in MERGES.items():
+                wanted = chosen(rows, {**_fedspallm(density, segments), **merge})
+                measures = {"standalone": "personal", way: "received"} if way == ways[1] else {way: "received"}
+                for column, measure in measures.items():
+                    found = paired(name, wanted, measure).items()
+                    values[column] = [math.exp(-each) for (_, client), each in found if TEXTS[client] == text]
+            seeds = {len(each) for each in values.values()} - {0}
+            if not seeds:
+                continue
+            best = min(fmean(each) for each in values.values() if each)
+            cells = [_cell(values[way], best) for way in ways]
+            number = str(min(seeds)) if len(seeds) == 1 else f"{min(seeds)} to {max(seeds)}"
+            lines.append(f"| {clients} | {segments} | {density:.0%} | {number} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(values: Sequence[float], best: float) -> str:
+    if not values:
+        return "–"
+    mean = f"{fmean(values):.2f}"
+    if fmean(values) == best:
+        mean = f"**{mean}**"
+    return f"{mean} ± {stdev(values):.2f}" if len(values) > 1 else mean
+
+
 def written(text: str) -> str:
     """The page with its tables made anew."""
 
     def made(name: str) -> str:
-        if name == "claims":
-            return claims_table()
-        return (texts_table if name.startswith("texts") else runs_table)(name.partition(" ")[2])
+        tables = {"runs": runs_table, "texts": texts_table, "cells": cells_table}
+        kind, _, about = name.partition(" ")
+        return claims_table() if kind == "claims" else tables[kind](about)
 
-    return with_tables(text, r"claims|(?:runs|texts) [\w-]+", made)
+    return with_tables(text, r"claims|(?:runs|texts|cells) [\w-]+", made)
 
 
 def main() -> None:
@@ -444,7 +497,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.command == "add":
         print(f"{add(given.name, given.runs)} rows added")
-    PAGE.write_text(written(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(written(page.read_text()))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 
 import pytest
 
@@ -13,12 +14,13 @@ from fedprune_app.results.differences import Difference
 from tests.docs.scripts import script
 
 evidence = script("evidence")
-CLAIMS, PAGE, Claim = evidence.CLAIMS, evidence.PAGE, evidence.Claim
+CLAIMS, PAGES, Claim = evidence.CLAIMS, evidence.PAGES, evidence.Claim
 chosen, verdict, written = evidence.chosen, evidence.verdict, evidence.written
 
 
-def test_the_tables_of_the_page_are_those_of_the_data():
-    assert written(PAGE.read_text()) == PAGE.read_text()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_tables_of_a_page_are_those_of_the_data(page):
+    assert written(page.read_text()) == page.read_text()
 
 
 def test_every_row_is_a_run_with_its_clients():
@@ -27,13 +29,17 @@ def test_every_row_is_a_run_with_its_clients():
         keys = [(row["system"], row["settings"], row["seed"], row.get("client"), row.get("round")) for row in rows]
         assert len(set(keys)) == len(keys), path
         assert all(json.loads(row["settings"]).keys() <= OPTIONS.keys() for row in rows)
-    for claim in CLAIMS:
-        rows = evidence.read(claim.data)
-        clients = evidence.read(f"{claim.data}.clients")
-        for row in rows:
+    for name in {claim.data for claim in CLAIMS} | {f"fedspallm-{clients}" for clients in (4, 8, 16)}:
+        clients = evidence.read(f"{name}.clients")
+        for row in evidence.read(name):
             key = [row[name] for name in ("system", "settings", "seed")]
-            own = [float(each["personal"]) for each in clients if [each[name] for name in list(row)[:3]] == key]
-            assert 100 * sum(own) / len(own) == pytest.approx(float(row["personal"]), abs=0.01)
+            own = [each for each in clients if [each[name] for name in list(row)[:3]] == key]
+            if row["system"] == "fedspallm":  # texts take the place of clients
+                assert len(own) == len(evidence.TEXTS)
+                assert all(each["received"] for each in own)
+            else:
+                found = 100 * sum(float(each["personal"]) for each in own) / len(own)
+                assert found == pytest.approx(float(row["personal"]), abs=0.01)
 
 
 CLAIM = Claim("x", "somewhere", "more", "none", {"system": "dispfl"}, {"system": "standalone"}, seeds=2, margin=1.0)
@@ -65,6 +71,23 @@ def test_a_claim_finds_its_rows_and_no_others():
     assert chosen(rows, {"system": "dispfl", "density": 0.8}) == [sparse]
     assert chosen(rows, {"system": "dispfl", "density": 0.5, "dispfl.growth": "random"}) == [at_random]
     assert chosen(rows, {"system": "standalone"}) == [rows[3]]
+
+
+def test_a_cell_is_the_mean_of_the_seeds_and_their_deviation(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "DATA", tmp_path)
+    texts = evidence.TEXTS
+    for seed, (own, mean, hessians) in {0: (4.0, 3.0, 2.0), 1: (6.0, 5.0, 2.0)}.items():
+        for merge, received, personal in (("mean", mean, own), ("hessians", hessians, None)):
+            settings = json.dumps({"density": 0.3, "fedspallm.segments": 2, "fedspallm.merge": merge})
+            key = {"system": "fedspallm", "settings": settings, "seed": seed}
+            evidence._append("fedspallm-8", [key])
+            by_text = [(t, received + t) for t in range(len(texts))]
+            logs = [{"client": t, "personal": "" if personal is None else -math.log(personal + t),
+                     "received": -math.log(found)} for t, found in by_text]  # fmt: skip
+            evidence._append("fedspallm-8.clients", [{**key, **each} for each in logs])
+    first, second = (evidence.cells_table(text).splitlines() for text in texts[:2])
+    assert first[2:] == ["| 8 | 2 | 30% | 2 | 5.00 ± 1.41 | 4.00 ± 1.41 | – | **2.00** ± 0.00 | – | – |"]
+    assert second[2:] == ["| 8 | 2 | 30% | 2 | 6.00 ± 1.41 | 5.00 ± 1.41 | – | **3.00** ± 0.00 | – | – |"]
 
 
 def test_a_run_becomes_a_row_once(tmp_path, monkeypatch):
