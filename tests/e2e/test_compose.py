@@ -121,6 +121,15 @@ def test_bases_are_pinned():
         assert re.match(r"\d+\.\d+\.\d+-", tag), base
 
 
+def test_the_build_may_copy_the_dockerfiles_sources():
+    lines = (DOCKER / "Dockerfile").read_text().splitlines()
+    words = [line.split()[1:-1] for line in lines if line.startswith("COPY ")]
+    copied = [word for each in words if not each[0].startswith("--from") for word in each if not word.startswith("--")]
+    let_in = [line[1:] for line in (DOCKER.parent / ".dockerignore").read_text().split() if line.startswith("!")]
+    assert set(copied) - set(let_in) == set()
+    assert all(list(DOCKER.parent.glob(each)) for each in copied)
+
+
 def call_in(demo: compose.Stack, name: str, *command: str) -> str:
     return subprocess.run(demo.inside(name, *command), capture_output=True, text=True, check=True).stdout
 
