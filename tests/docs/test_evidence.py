@@ -78,7 +78,7 @@ def test_a_cell_is_the_mean_of_the_seeds_and_their_deviation(tmp_path, monkeypat
     texts = evidence.TEXTS
     for seed, (own, mean, hessians) in {0: (4.0, 3.0, 2.0), 1: (6.0, 5.0, 2.0)}.items():
         for merge, received, personal in (("mean", mean, own), ("hessians", hessians, None)):
-            settings = json.dumps({"density": 0.3, "fedspallm.segments": 2, "fedspallm.merge": merge})
+            settings = json.dumps({"density": 0.2, "fedspallm.segments": 2, "fedspallm.merge": merge})
             key = {"system": "fedspallm", "settings": settings, "seed": seed}
             evidence._append("fedspallm-8", [key])
             by_text = [(t, received + t) for t in range(len(texts))]
@@ -86,8 +86,8 @@ def test_a_cell_is_the_mean_of_the_seeds_and_their_deviation(tmp_path, monkeypat
                      "received": -math.log(found)} for t, found in by_text]  # fmt: skip
             evidence._append("fedspallm-8.clients", [{**key, **each} for each in logs])
     first, second = (evidence.cells_table(text).splitlines() for text in texts[:2])
-    assert first[2:] == ["| 8 | 2 | 30% | 2 | 5.00 ± 1.41 | 4.00 ± 1.41 | – | **2.00** ± 0.00 | – | – |"]
-    assert second[2:] == ["| 8 | 2 | 30% | 2 | 6.00 ± 1.41 | 5.00 ± 1.41 | – | **3.00** ± 0.00 | – | – |"]
+    assert first[2:] == ["| 8 | 2 | 20% | 2 | 5.00 ± 1.41 | 4.00 ± 1.41 | – | **2.00** ± 0.00 | – | – |"]
+    assert second[2:] == ["| 8 | 2 | 20% | 2 | 6.00 ± 1.41 | 5.00 ± 1.41 | – | **3.00** ± 0.00 | – | – |"]
 
 
 def test_a_run_becomes_a_row_once(tmp_path, monkeypatch):
