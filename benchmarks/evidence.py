@@ -97,7 +97,7 @@ COMMON = frozenset(
         "dispfl.neighbours", "dpsgd.neighbours",
         "fedltp.public-dataset", "fedltp.tickets", "fedltp.ticket-iterations", "fedltp.validators",
         "fedspallm.deal", "fedspallm.block-size", "fedspallm.segment-length", "fedspallm.window",
-        "fedspallm.test-windows",
+        "fedspallm.test-windows", "fedspallm.evaluate-own",
     }
 )  # fmt: skip
 """These settings of systems are the same in all rows of a data file."""

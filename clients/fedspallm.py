@@ -443,7 +443,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         if self.privacy is not None:
             told |= self.privacy.report(task.round)
             text = text if self.config.dp.accuracies == "open" else None
-        if self.options.merge == "hessians" and text is None:  # the model is the server's, who measures that
+        if text is None and not self.options.measures_own:
             return self.num_examples, told
         found_in = perplexities(self.config, self.model, lambda i: self.own_layer(i, state).tensors, text)
         for name, found in found_in.items():

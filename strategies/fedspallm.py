@@ -466,7 +466,7 @@ class FedSpaLLM(FederatedStrategy):
 
     def evaluation_row(self, client: int, fields: wire.Fields) -> dict[str, Any]:
         own_data = self.clients[client].own_data
-        has_own = self.options.merge != "hessians"
+        has_own = self.options.measures_own
         private = self.config.dp.enabled  # then a client may not tell what it finds on its own text
         return perplexities.client_row(
             fields, self.texts, self.dense.num_layers, own_data=own_data and not private, has_own_model=has_own

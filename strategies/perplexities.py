@@ -33,8 +33,8 @@ def client_row(
 ) -> dict[str, Any]:
     """Check a client's perplexities on the server's test ``texts``; return the columns of its row.
 
-    A client with a text of its own tells of that text alone. A client that has no model of its own, but the server's,
-    tells of no other text. ``ValueError`` names a field that cannot be.
+    A client with a text of its own tells of that text alone. A client that measures no model of its own tells
+    of no other text. ``ValueError`` names a field that cannot be.
     """
     start = "perplexity/"
     has_own = own_data or start + OWN_TEXT in fields

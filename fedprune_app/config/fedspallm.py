@@ -95,6 +95,11 @@ class FedSpaLLMOptions(Table):
         "'name=/path/task.yaml'.",
         kind=Kind.NAMED_FILES,
     )
+    evaluate_own: bool = option(
+        True,
+        "If false, no client measures its own model on the test texts. A run then has no standalone perplexity.",
+        needs={".merge": ("mean", "least-squares")},
+    )
     dtype: str = option(
         "auto",
         "The number format of the model.",
@@ -234,6 +239,11 @@ class FedSpaLLMOptions(Table):
     def pruning_rounds(self, common: CommonOptions) -> int:
         """Return the number of rounds that prune; the others, after them, recover."""
         return common.num_server_rounds - self.recovery_rounds
+
+    @property
+    def measures_own(self) -> bool:
+        """Return whether clients measure their own models. With Hessians they have none but the server's."""
+        return self.merge != "hessians" and self.evaluate_own
 
     def n_of_m(self) -> tuple[int, int] | None:
         """Return ``pattern`` as (n, m), or None where there is no pattern. Raises :class:`ConfigError`."""

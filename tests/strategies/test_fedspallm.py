@@ -384,6 +384,15 @@ def test_layers_nobody_asked_a_client_for_never_travel_and_all_are_pruned(run):
     assert max(densities) < 1
 
 
+def test_clients_that_measure_no_model_of_their_own_end_with_the_same_one(run):
+    measured, without = run(), run(fedspallm_evaluate_own=False)
+    assert without.info["final_sha256"] == measured.info["final_sha256"]
+    last, other = measured.rounds[-1], without.rounds[-1]
+    assert last["perplexity_personal_mean"] > 0
+    assert other["perplexity_personal_mean"] is None
+    assert other["perplexity_global"] == last["perplexity_global"]
+
+
 def test_a_layer_that_was_not_asked_for_is_passed_as_the_dense_one(run, llm, tmp_path):
     result = run(fedspallm_layer_shares="0.5", clients=4)
     upper = next(m for m in result.wiretap.messages if m.kind == "train" and m.round == 2)
