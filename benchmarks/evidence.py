@@ -447,16 +447,11 @@ def cells_table(text: str) -> str:
         f"| ---: | ---: | ---: | ---: |{' ---: |' * len(ways)}",
     ]
     for clients in (4, 8, 16):
-        name = f"fedspallm-{clients}"
-        rows = read(name)
         for segments, density in product((2, 32), (0.4, 0.2)):
-            values: dict[str, list[float]] = {}
-            for way, merge in MERGES.items():
-                wanted = chosen(rows, {**_fedspallm(density, segments), **merge})
-                measures = {"standalone": "personal", way: "received"} if way == ways[1] else {way: "received"}
-                for column, measure in measures.items():
-                    found = paired(name, wanted, measure).items()
-                    values[column] = [math.exp(-each) for (_, client), each in found if TEXTS[client] == text]
+            values = {
+                way: [math.exp(-each) for (_, number), each in found.items() if TEXTS[number] == text]
+                for way, found in _cell_of_all_ways(clients, segments, density).items()
+            }
             seeds = {len(each) for each in values.values()} - {0}
             if not seeds:
                 continue
@@ -465,6 +460,36 @@ def cells_table(text: str) -> str:
             number = str(min(seeds)) if len(seeds) == 1 else f"{min(seeds)} to {max(seeds)}"
             lines.append(f"| {clients} | {segments} | {density:.0%} | {number} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def wins_table() -> str:
+    """How often each of MERGES has a lower perplexity than others, over all cells, test texts and seeds."""
+    against = ("standalone", *list(MERGES)[:3:2])
+    won = {way: dict.fromkeys(against, 0) for way in MERGES}
+    held = {way: dict.fromkeys(against, 0) for way in MERGES}
+    for clients, segments, density in product((4, 8, 16), (2, 32), (0.4, 0.2)):
+        found = _cell_of_all_ways(clients, segments, density)
+        for way, other in product(MERGES, against):
+            both = found[way].keys() & found[other].keys()
+            held[way][other] += len(both)
+            won[way][other] += sum(found[way][key] > found[other][key] for key in both)
+    lines = [
+        f"| better than | {' | '.join(against)} |",
+        f"| --- |{' ---: |' * len(against)}",
+    ]
+    for way in MERGES:
+        cells = [f"{won[way][other]} of {held[way][other]}" if way != other else "–" for other in against]
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell_of_all_ways(clients: int, segments: int, density: float) -> dict[str, Paired]:
+    """By seed and text the values of the clients' own models, and of each of MERGES."""
+    name = f"fedspallm-{clients}"
+    rows = read(name)
+    of = {way: chosen(rows, {**_fedspallm(density, segments), **merge}) for way, merge in MERGES.items()}
+    alone = paired(name, of["the paper's mean"], "personal")
+    return {"standalone": alone, **{way: paired(name, found, "received") for way, found in of.items()}}
 
 
 def _cell(values: Sequence[float], best: float) -> str:
@@ -482,9 +507,10 @@ def written(text: str) -> str:
     def made(name: str) -> str:
         tables = {"runs": runs_table, "texts": texts_table, "cells": cells_table}
         kind, _, about = name.partition(" ")
-        return claims_table() if kind == "claims" else tables[kind](about)
+        whole = {"claims": claims_table, "wins": wins_table}
+        return whole[kind]() if kind in whole else tables[kind](about)
 
-    return with_tables(text, r"claims|(?:runs|texts|cells) [\w-]+", made)
+    return with_tables(text, r"claims|wins|(?:runs|texts|cells) [\w-]+", made)
 
 
 def main() -> None:
