@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sysconfig
@@ -81,18 +82,19 @@ def compile_libraries(folder: Path) -> bool:
 
 
 def _compile(source: Path) -> bool:
-    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), "")
+    compiler = shlex.split(os.environ.get("CC", "")) or [*filter(None, map(shutil.which, ("cc", "gcc", "clang")))][:1]
     library = source.with_name(f"lib{source.stem}.so")
-    new = library.with_suffix(".new")
     # Each operation is rounded by itself, so that results are those of PyTorch's operations, bit by bit.
     options = ["-O3", "-std=gnu11", "-ffp-contract=off", "-shared", "-fPIC"]
     options.append(f'-DSOURCE="{hashlib.sha256(source.read_bytes()).hexdigest()}"')
-    for more in (["-fopenmp"], []):
-        try:
-            command = [compiler, *options, *more, "-o", str(new), str(source)]
-            subprocess.run(command, check=True, capture_output=True)
-        except (OSError, subprocess.CalledProcessError):
-            continue
-        new.replace(library)  # at once: another process may be using the old one
-        return True
+    with tempfile.TemporaryDirectory(prefix=".compiling-", dir=source.parent) as folder:
+        new = Path(folder) / library.name
+        for more in (["-fopenmp"], []):
+            try:
+                command = [*compiler, *options, *more, "-o", str(new), str(source)]
+                subprocess.run(command, check=True, capture_output=True)
+            except (OSError, IndexError, subprocess.CalledProcessError):
+                continue
+            new.replace(library)  # at once: another process may be using the old one
+            return True
     return False

@@ -436,7 +436,7 @@ def _ans_decode(coded: Sequence[_Entry], words: memoryview, num_lent: int) -> tu
 
 
 def _kept_bits(tensor: Tensor, entry: _Entry, mask: Bools) -> Bytes:
-    flat = tensor.detach().cpu().reshape(-1).view(_BITS[entry.dtype.itemsize]).numpy()
+    flat = np.ascontiguousarray(tensor.detach().cpu().reshape(-1).view(_BITS[entry.dtype.itemsize]).numpy())
     if entry.kept < entry.numel:
         found = masked_tensors.gather(flat, mask, entry.kept)
         flat = flat[np.flatnonzero(mask)] if found is None else found  # five times as fast as flat[mask]

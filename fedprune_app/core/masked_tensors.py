@@ -123,9 +123,11 @@ def most_pruned(counts: Tensor, kept: Tensor, order: Tensor, target: int) -> Ten
         return None
     if not _fits(order, torch.float32, shape) or not counts.numel():
         return None
-    size = counts.numel()
+    size, highest = counts.numel(), int(counts.max())
+    if highest == torch.iinfo(torch.int16).max:  # "above all counts" would be no level that the library can be told
+        return None
     entries = (counts.data_ptr(), kept.data_ptr())
-    levels = np.empty(int(counts.max()) + 1, np.int64)
+    levels = np.empty(highest + 1, np.int64)
     _call("levels", *entries, size, levels.ctypes.data, len(levels) - 1)
     missing = target - (size - int(levels.sum()))
     level, threshold, equal = len(levels), 0, 0  # all counts are below this level
@@ -163,8 +165,9 @@ def _is_usable() -> bool:
 
 
 def _fits(tensor: Tensor, dtype: torch.dtype, shape: torch.Size) -> bool:
-    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous()
-    return _is_usable() and is_plain and tensor.dtype == dtype and tensor.shape == shape
+    is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg()
+    is_alike = tensor.dtype == dtype and tensor.shape == shape
+    return _is_usable() and is_plain and is_alike and tensor.data_ptr() % tensor.element_size() == 0
 
 
 def _call(name: str, *arguments: object) -> None:

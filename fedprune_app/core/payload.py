@@ -80,7 +80,9 @@ class Payload:
         for part, tensors in (("tensor", self.tensors), ("mask", self.masks)):
             for name, tensor in sorted(tensors.items()):
                 total.update(f"{part} {name} {tensor.dtype} {tuple(tensor.shape)};".encode())
-                total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                values = tensor.detach().cpu().contiguous()
+                flat = values.as_strided((values.numel(),), (1,))  # one value, or none, may have any stride
+                total.update(flat.view(torch.uint8).numpy().data)
         return total.hexdigest()
 
     def to_ndarrays(self) -> list[np.ndarray]:
@@ -111,7 +113,7 @@ class Payload:
 
 def _kept(tensor: Tensor, mask: Tensor) -> Tensor:
     found = masked_tensors.keep(tensor, mask)
-    return torch.where(mask, tensor, 0) if found is None else found
+    return torch.where(mask, tensor, tensor.new_zeros(())) if found is None else found
 
 
 def _to_ndarray(tensor: Tensor) -> np.ndarray:

@@ -141,6 +141,18 @@ def test_a_channels_last_or_sliced_tensor_comes_back_in_logical_order():
     assert torch.equal(decoded.masks["w"], mask)
 
 
+@pytest.mark.parametrize("tensor", [torch.arange(6.0)[::2], torch.ones(4, 3)[:, :1], torch.ones(1).expand(5)])
+def test_tensors_of_any_stride_are_sent_whole(tensor):
+    for masks in ({}, {"w": torch.ones_like(tensor, dtype=torch.bool)}):
+        found = decode(encode(Payload({"w": tensor}, masks)))
+        assert torch.equal(found.tensors["w"], tensor)
+
+
+def test_an_empty_tensor_from_a_message_has_a_digest():
+    found = decode(encode(Payload({"w": torch.empty(0)})))
+    assert found.digest() == Payload({"w": torch.empty(0)}).digest()
+
+
 def test_values_off_the_mask_are_not_sent():
     mask = torch.tensor([True, False])
     decoded = decode(encode(Payload({"w": torch.tensor([1.0, 2.0])}, {"w": mask})))

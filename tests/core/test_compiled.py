@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -26,9 +27,7 @@ def native(tmp_path, monkeypatch):
     compiled.library.cache_clear()
 
 
-@pytest.mark.skipif(
-    not (shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")), reason="needs a C compiler"
-)
+@pytest.mark.skipif(not has_compiler, reason="needs a C compiler")
 def test_a_library_of_another_source_is_no_library(native):
     assert compile_libraries(native)
     assert compiled.library("one").one() == 1
@@ -51,3 +50,18 @@ def test_a_compiler_that_fails_makes_no_library(native, monkeypatch):
     monkeypatch.setenv("CC", str(native / "no-compiler"))
     assert not compile_libraries(native)
     assert not list(native.glob("*.so"))
+
+
+@pytest.mark.skipif(not has_compiler, reason="needs a C compiler")
+def test_a_compiler_with_arguments_is_called_with_them(native, monkeypatch):
+    monkeypatch.setenv("CC", f"{has_compiler} -DUNUSED=1")
+    assert compile_libraries(native)
+    assert compiled.library("one").one() == 1
+
+
+@pytest.mark.skipif(not has_compiler, reason="needs a C compiler")
+def test_two_can_compile_at_once_and_leave_nothing_else_behind(native):
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(compile_libraries, [native] * 8))
+    assert sorted(path.name for path in native.iterdir()) == ["libone.so", "one.c"]
+    assert compiled.library("one").one() == 1

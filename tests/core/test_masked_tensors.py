@@ -167,5 +167,25 @@ def test_tensors_that_are_no_plain_rows_of_memory_are_left_to_torch():
     kept = values.t() > 0
     one, other = both(lambda: Payload.pruned({"w": values.t()}, {"w": kept}))
     same(one, other)
+    negative = torch._neg_view(torch.tensor([1.0, 2.0, 3.0]))
+    assert masked_tensors.keep(negative, torch.tensor([True, False, True])) is None
     assert masked_tensors.keep(values.t(), kept) is None
     assert masked_tensors.keep(values.t().contiguous(), kept) is None  # the mask's rows are not those of memory
+
+
+@compiled
+def test_masks_of_booleans_stay_booleans():
+    flags, kept = torch.tensor([True, True, False]), torch.tensor([True, False, True])
+    one, other = both(lambda: Payload.pruned({"w": flags}, {"w": kept}))
+    same(one, other)
+    assert one.tensors["w"].tolist() == [True, False, False]
+
+
+@compiled
+def test_the_largest_count_is_left_to_torch():
+    """No level is above it in 16 bits, and "nothing more goes" needs one."""
+    counts = torch.tensor([2**15 - 1, 0, 0], dtype=torch.int16)
+    order, kept = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([False, True, True])
+    assert masked_tensors.most_pruned(counts, kept, order, 1) is None
+    below = (counts - 1).clamp(min=0)
+    assert masked_tensors.most_pruned(below, kept, order, 1).tolist() == [True, False, False]

@@ -88,3 +88,11 @@ def test_the_digest_does_not_depend_on_the_order_of_the_names(seed):
         some = {name: tensors[name] for name in draw.sample(names, len(names))}
         others = {name: masks[name] for name in draw.sample(sorted(masks), len(masks))}
         assert Payload(some, others).digest() == digest
+
+
+def test_the_digest_of_one_value_or_none_does_not_depend_on_its_stride():
+    one, none = torch.arange(6.0)[::6], torch.empty(6)[::6][:0]
+    assert Payload({"w": one}).digest() == Payload({"w": torch.zeros(1)}).digest()
+    assert Payload({"w": none}).digest() == Payload({"w": torch.empty(0)}).digest()
+    scalar = torch.tensor(2.0)
+    assert Payload({"w": scalar}).digest() == Payload({"w": scalar.clone()}).digest()
