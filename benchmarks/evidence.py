@@ -303,6 +303,7 @@ def add(name: str, folders: Iterable[Path]) -> int:
         row = row_of(run)
         if row["final_sha256"] + row["settings"] in known:
             continue
+        known.add(row["final_sha256"] + row["settings"])
         key = {"system": row["system"], "settings": row["settings"], "seed": row["seed"]}
         last = max((each["round"] for each in run.clients if each.get("accuracy_personal") is not None), default=0)
         clients = [

@@ -94,7 +94,7 @@ def test_a_run_becomes_a_row_once(tmp_path, monkeypatch):
     quick = {"system": "fedavg", "num_server_rounds": 1, "engine": "inprocess", "progress": False}
     run = fedprune_app.run(clients=3, out=tmp_path / "run", **quick)
     monkeypatch.setattr(evidence, "DATA", tmp_path / "data")
-    assert evidence.add("some", [run.folder]) == 1
+    assert evidence.add("some", [run.folder, run.folder]) == 1
     assert evidence.add("some", [run.folder]) == 0
     (row,) = evidence.read("some")
     assert row["final_sha256"] == run.info["final_sha256"]
