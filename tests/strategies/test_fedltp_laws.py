@@ -132,10 +132,14 @@ def test_nothing_grows_outside_of_the_ticket_and_retention_is_exact(federation, 
     assert run.rounds[0]["paper_bytes_up"] == pytest.approx(paper)
 
 
-@pytest.mark.parametrize(("more", "seed"), [({}, 1), (ITERATIVE | PRIVATE, 1)], ids=["one-shot", "private"])
-def test_a_run_resumed_after_its_best_round_is_the_uninterrupted_one(federation, tmp_path, more, seed):
-    common = {"system": "fedltp", "clients": 6, **QUICK, **more, "learning_rate": 0.3, "seed": seed}
-    whole = federation(num_server_rounds=4, **common)
+@pytest.mark.parametrize("more", [{}, ITERATIVE | PRIVATE], ids=["one-shot", "private"])
+def test_a_run_resumed_after_its_best_round_is_the_uninterrupted_one(federation, tmp_path, more):
+    base = {"system": "fedltp", "clients": 6, **QUICK, **more, "learning_rate": 0.3}
+    for seed in range(1, 9):  # which round is the best depends on how a processor rounds
+        common = {**base, "seed": seed}
+        whole = federation(num_server_rounds=4, **common)
+        if whole.info["best_round"] < 3:
+            break
     assert whole.info["best_round"] < 3, "else nothing is restored that is not trained anew"
     cut = federation(num_server_rounds=3, fresh=True, **common)
     resumed = federation(num_server_rounds=4, resume_from=str(cut.folder), **common)
