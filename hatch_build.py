@@ -93,7 +93,7 @@ def _compile(source: Path) -> bool:
             try:
                 command = [*compiler, *options, *more, "-o", str(new), str(source)]
                 subprocess.run(command, check=True, capture_output=True)
-            except (OSError, IndexError, subprocess.CalledProcessError):
+            except (OSError, subprocess.CalledProcessError):
                 continue
             new.replace(library)  # at once: another process may be using the old one
             return True
