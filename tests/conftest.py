@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from flwr.app import Message
 from flwr.clientapp import ClientApp
+from hypothesis import settings
 
 from fedprune_app import cli, client_app, plugins, registry, server_app
 from fedprune_app.config import config as configuration
@@ -27,6 +28,9 @@ from tests import leftovers
 from tests.leftovers import pytest_unconfigure
 
 __all__ = ["Finished", "pytest_unconfigure"]
+# How long an example takes depends on what else the machine does.
+settings.register_profile("any load", settings(), deadline=None)
+settings.load_profile("any load")
 Tamper = Callable[[Message, Message, int], Message]  # (request, honest reply, partition) -> what is sent
 
 SMALL = {

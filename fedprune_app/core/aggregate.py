@@ -338,17 +338,15 @@ class L0Mean:
         masks = {}
         groups = [[name] for name in self._masked] if scope == "matrix" else [list(self._masked)]
         for names in filter(None, groups):
-            counts = _joined([self._counts(n).view(-1) for n in names])
+            holders = _joined([self._holders(n).view(-1) for n in names])
             order = _joined([tie_break(mean, n, ties) for n in names])
             if n_of_m is not None:
-                pruned = _most_pruned_of_m(counts, order, n_of_m, [mean.masks[n].shape[-1] for n in names])
+                kept = holders > 0
+                kept &= _most_held_of_m(holders, order, n_of_m, [mean.masks[n].shape[-1] for n in names])
             else:
-                target = counts.numel() - keep_count(counts.numel(), density)
-                kept = _joined([mean.masks[n].view(-1) for n in names])
-                pruned = _most_pruned(counts, kept, order, target)
-            parts = torch.split(pruned, [mean.masks[n].numel() for n in names])
-            for name, part in zip(names, parts, strict=True):
-                masks[name] = mean.masks[name] & ~part.view(mean.masks[name].shape)
+                kept = _most_held(holders, order, holders.numel() - keep_count(holders.numel(), density))
+            parts = torch.split(kept, [mean.masks[n].numel() for n in names])
+            masks |= {name: part.view(mean.masks[name].shape) for name, part in zip(names, parts, strict=True)}
         return Payload.pruned(mean.tensors, masks)
 
     def votes(self) -> Votes:
@@ -362,44 +360,47 @@ class L0Mean:
         held = self._mean.held_weight(name)
         return torch.empty_like(held, dtype=self._count_dtype).copy_(held).neg_().add_(self._addends[name])
 
+    def _holders(self, name: str) -> Tensor:
+        """Return how many clients kept each entry (``N - C``). The tensor must not be written to."""
+        if name in self._pruned:
+            return self._addends[name] - self._pruned[name].to(torch.int32)
+        return self._mean.held_weight(name)
+
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _most_pruned(counts: Tensor, kept: Tensor, tie_break: Tensor, target: int) -> Tensor:
-    """Return the pruned entries' mask: those that nobody ``kept``, then the most often pruned, up to ``target``."""
-    if (found := masked_tensors.most_pruned(counts, kept, tie_break, target)) is not None:
+def _most_held(holders: Tensor, order: Tensor, target: int) -> Tensor:
+    """Return the mask of what stays: without what nobody holds, and without the least held, up to ``target``.
+
+    Of entries with as many holders those with the smallest magnitude of ``order`` go first, then the first ones.
+    """
+    if (found := masked_tensors.most_held(holders, order, target)) is not None:
         return found
-    pruned = ~kept
-    missing = target - int(pruned.count_nonzero())
-    if missing <= 0:
-        return pruned
-    level = int(torch.where(kept, counts, -1).max())  # at most one level per client
-    while True:
-        candidates = kept & (counts == level)
+    order, kept = order.abs(), holders > 0
+    missing = target - int((~kept).count_nonzero())
+    level = 1
+    while missing > 0:
+        candidates = holders == level
         num_candidates = int(candidates.count_nonzero())
         if num_candidates > missing:
-            threshold = kth_smallest(tie_break[candidates], missing)
-            chosen = candidates & (tie_break < threshold)
-            equal = (candidates & (tie_break == threshold)).nonzero().squeeze(1)
-            chosen[equal[: missing - int(chosen.count_nonzero())]] = True
-            return pruned.logical_or_(chosen)
-        pruned.logical_or_(candidates)
-        missing, level = missing - num_candidates, level - 1
-        if missing == 0:
-            return pruned
+            threshold = kth_smallest(order[candidates], missing)
+            gone = candidates & (order < threshold)
+            equal = (candidates & (order == threshold)).nonzero().squeeze(1)
+            gone[equal[: missing - int(gone.count_nonzero())]] = True
+            return kept & ~gone
+        kept &= ~candidates
+        missing, level = missing - num_candidates, level + 1
+    return kept
 
 
-def _most_pruned_of_m(counts: Tensor, tie_break: Tensor, n_of_m: NOfM, row_lengths: Sequence[int]) -> Tensor:
-    """Return the mask of :func:`_most_pruned` with m - n pruned entries among every m neighbours.
-
-    No group of m neighbours has more than m - n entries that every client pruned.
-    """
+def _most_held_of_m(holders: Tensor, order: Tensor, n_of_m: NOfM, row_lengths: Sequence[int]) -> Tensor:
+    """Return the mask of the n entries of every m neighbours that go last in the order of :func:`_most_held`."""
     for length in row_lengths:
         check_n_of_m(n_of_m, length)
     n, m = n_of_m
-    by_tie = tie_break.view(-1, m).sort(dim=1, stable=True).indices
-    by_count = counts.view(-1, m).gather(1, by_tie).sort(dim=1, descending=True, stable=True).indices
-    order = by_tie.gather(1, by_count)  # most often pruned first, then the smallest tie_break, then the lowest index
-    return torch.zeros_like(order, dtype=torch.bool).scatter_(1, order[:, : m - n], True).view(-1)
+    by_tie = order.abs().view(-1, m).sort(dim=1, stable=True).indices
+    by_holders = holders.view(-1, m).gather(1, by_tie).sort(dim=1, stable=True).indices
+    first = by_tie.gather(1, by_holders)  # the least held first, then the smallest, then the lowest index
+    return torch.ones_like(first, dtype=torch.bool).scatter_(1, first[:, : m - n], False).view(-1)

@@ -26,9 +26,9 @@ INPUT_NORMS = "input-norms/"
 
 
 def tie_break(mean: Payload, name: str, ties: str) -> Tensor:
-    """Return the rank among equally often pruned entries of a matrix: the smallest goes first.
+    """Return the ranks among equally often pruned entries of a matrix: the one with the smallest magnitude goes first.
 
-    Ranks are float32 (entries,), not negative.
+    Ranks are float32 (entries,), and their signs mean nothing. They may share the memory of ``mean``.
 
     ``ties`` is one of these:
 
@@ -40,14 +40,14 @@ def tie_break(mean: Payload, name: str, ties: str) -> Tensor:
     """
     if ties not in TIES:
         raise ValueError(f"ties is {ties!r}, allowed: {', '.join(TIES)}")
-    size = mean.tensors[name].float().abs()
+    rank = mean.tensors[name].float()
     if ties == "wanda":
         if INPUT_NORMS + name not in mean.tensors:
             raise ValueError(
                 f"tensor '{INPUT_NORMS}{name}' is not there, allowed with ties 'wanda': payloads that have it"
             )
-        size = size * mean.tensors[INPUT_NORMS + name].float().abs()  # (out, in) * (in,)
-    return torch.zeros_like(size).view(-1) if ties == "index" else size.reshape(-1)
+        rank = rank * mean.tensors[INPUT_NORMS + name].float()  # (out, in) * (in,)
+    return torch.zeros_like(rank).view(-1) if ties == "index" else rank.reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,8 @@ class Cut:
         return Payload.pruned(votes.mean.tensors, masks)
 
     def _bits(self, votes: Votes, name: str) -> Tensor:
-        """Return the bits of the tie-breaking values: floats that are not negative are in the order of their bits."""
-        return tie_break(votes.mean, name, self.ties).view(torch.int32)
+        """Return the bits of the ranks without their signs: they are in the order of the ranks' magnitudes."""
+        return tie_break(votes.mean, name, self.ties).view(torch.int32) & 0x7FFFFFFF
 
     def _histogram(self, layers: Callable[[], Iterable[Votes]], part: Callable[[Tensor], Tensor]) -> Tensor:
         found = torch.zeros(2**16, dtype=torch.int64)

@@ -23,16 +23,16 @@ from fedprune_app.core.compiled import library
 _NAME = "masked_tensors"
 _BINS = 2**16
 _Pointer, _Long, _Int, _Double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
-_Level = ctypes.c_int16
+_Level = ctypes.c_int32
 _ARGUMENTS = {
     "add": [_Pointer, _Pointer, _Long, _Pointer, _Pointer, _Long, _Double, ctypes.c_int32, _Int],
     "mean": [_Pointer, _Pointer, _Pointer, _Pointer, _Long, _Double, _Int],
     "keep": [_Pointer, _Pointer, _Pointer, _Long, _Int],
     "spread": [_Pointer, _Pointer, _Long, _Pointer, _Long, _Int],
     "gather": [_Pointer, _Pointer, _Long, _Pointer, _Int],
-    "levels": [_Pointer, _Pointer, _Long, _Pointer, _Long],
-    "histogram": [_Pointer, _Pointer, _Pointer, _Long, _Level, _Long, _Pointer],
-    "cut": [_Pointer, _Pointer, _Pointer, _Long, _Level, ctypes.c_uint32, _Long, _Pointer],
+    "levels": [_Pointer, _Long, _Pointer, _Long],
+    "histogram": [_Pointer, _Pointer, _Long, _Level, _Long, _Pointer],
+    "cut": [_Pointer, _Pointer, _Long, _Level, ctypes.c_uint32, _Long, _Pointer],
 }
 
 
@@ -112,38 +112,31 @@ def gather(values: NDArray[Any], mask: NDArray[np.bool_], num_kept: int) -> NDAr
     return found[:num_kept]
 
 
-def most_pruned(counts: Tensor, kept: Tensor, order: Tensor, target: int) -> Tensor | None:
-    """Return the mask (entries,) of the ``target`` entries that go first; of more, if nobody ``kept`` more than that.
+def most_held(holders: Tensor, order: Tensor, target: int) -> Tensor | None:
+    """Return the mask of what stays where ``target`` entries go; more go if nobody holds more than that.
 
-    First go the entries that nobody kept, all of them. Then those with the highest ``counts`` (int16) go, of equal
-    counts those with the smallest ``order`` (float32, not negative), and of equal order those at the lowest index.
+    First go the entries that nobody holds, all of them. Then those with the fewest ``holders`` (int32) go, of equal
+    numbers those with the smallest magnitude of ``order`` (float32), and of equal magnitudes those at the lowest index.
     """
-    shape = counts.shape
-    if not _fits(counts, torch.int16, shape) or not _fits(kept, torch.bool, shape):
+    shape = holders.shape
+    if not _fits(holders, torch.int32, shape) or not _fits(order, torch.float32, shape) or not holders.numel():
         return None
-    if not _fits(order, torch.float32, shape) or not counts.numel():
-        return None
-    size, highest = counts.numel(), int(counts.max())
-    if highest == torch.iinfo(torch.int16).max:  # "above all counts" would be no level that the library can be told
-        return None
-    entries = (counts.data_ptr(), kept.data_ptr())
-    levels = np.empty(highest + 1, np.int64)
-    _call("levels", *entries, size, levels.ctypes.data, len(levels) - 1)
-    missing = target - (size - int(levels.sum()))
-    level, threshold, equal = len(levels), 0, 0  # all counts are below this level
-    while missing > 0:
-        level -= 1
+    size = holders.numel()
+    levels = np.empty(int(holders.max()) + 1, np.int64)
+    _call("levels", holders.data_ptr(), size, levels.ctypes.data, len(levels) - 1)
+    missing = target - int(levels[0])
+    level, threshold, equal = 1, 0, 0  # all with fewer holders go, and of those with so many none
+    while missing > 0 and level < len(levels):
         if levels[level] > missing:
-            place = (*entries, order.data_ptr(), size, level)
+            place = (holders.data_ptr(), order.data_ptr(), size, level)
             high, missing = _position(_histogram(*place, -1), missing)
             low, equal = _position(_histogram(*place, high), missing)
             threshold = high << 16 | low
             break
         missing -= int(levels[level])
-        if not missing:
-            level -= 1  # all of the last level go, and none below
+        level += 1
     found = torch.empty(shape, dtype=torch.bool)
-    _call("cut", *entries, order.data_ptr(), size, level, threshold, equal, found.data_ptr())
+    _call("cut", holders.data_ptr(), order.data_ptr(), size, level, threshold, equal, found.data_ptr())
     return found
 
 

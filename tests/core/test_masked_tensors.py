@@ -182,10 +182,13 @@ def test_masks_of_booleans_stay_booleans():
 
 
 @compiled
-def test_the_largest_count_is_left_to_torch():
-    """No level is above it in 16 bits, and "nothing more goes" needs one."""
-    counts = torch.tensor([2**15 - 1, 0, 0], dtype=torch.int16)
-    order, kept = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([False, True, True])
-    assert masked_tensors.most_pruned(counts, kept, order, 1) is None
-    below = (counts - 1).clamp(min=0)
-    assert masked_tensors.most_pruned(below, kept, order, 1).tolist() == [True, False, False]
+@pytest.mark.parametrize("num_clients", [1, 3, 24, 40])  # few levels are counted by comparing, many by a table
+def test_what_nobody_holds_goes_first_and_then_the_least_held(num_clients):
+    draw = torch.Generator().manual_seed(num_clients)
+    holders = torch.randint(0, num_clients + 1, (3 * BLOCK + 5,), generator=draw, dtype=torch.int32)
+    order = torch.randint(-4, 5, holders.shape, generator=draw).float() * 0.5
+    ranked = sorted(range(len(holders)), key=lambda i: (int(holders[i]), abs(float(order[i])), i))
+    for target in (0, 1, len(holders) // 3, len(holders) // 2, len(holders) - 1, len(holders)):
+        kept = masked_tensors.most_held(holders, order, target)
+        num_gone = max(target, int((holders == 0).sum()))
+        assert (~kept).nonzero().squeeze(1).tolist() == sorted(ranked[:num_gone])

@@ -164,39 +164,45 @@ void fedprune_gather(const uint8_t *mask, const void *all, int64_t size, void *k
 
 /* --- the order in which an expansion prunes -------------------------------------------------------------------------
  *
- * ``counts`` says how many clients pruned each entry, and ``kept`` which entries somebody kept. ``order`` has the bits
- * of floats that are not negative, which are in the order of the floats. */
+ * ``holders`` says how many clients kept each entry: those with the fewest go first. ``order`` has the bits of floats.
+ * Without their sign they are in the order of the floats' magnitudes. */
 
-#define WAYS 4 /* histograms beside each other, so that an addition need not wait for the one before it */
+#define MAGNITUDE 0x7fffffffu
 
-/* Count the kept entries by ``counts``, which lie between 0 and ``top``. ``histogram`` has top + 1 places. */
-void fedprune_levels(const int16_t *counts, const uint8_t *kept, int64_t size, int64_t *histogram, int64_t top) {
-    enum { FEW = 64 };
-    int64_t parts[WAYS][FEW] = {{0}};
+WIDEST
+static int64_t count_equal(const int32_t *restrict holders, int64_t count, int32_t level) {
+    int32_t found = 0;
+    for (int64_t i = 0; i < count; i++)
+        found += holders[i] == level;
+    return found;
+}
+
+/* Count the entries by ``holders``, which lie between 0 and ``top``. ``histogram`` has top + 1 places. */
+void fedprune_levels(const int32_t *holders, int64_t size, int64_t *histogram, int64_t top) {
+    enum { FEW = 24 }; /* so many passes over a block in the first cache cost less than one by table */
     memset(histogram, 0, sizeof(int64_t) * (size_t)(top + 1));
     if (top >= FEW) {
         for (int64_t i = 0; i < size; i++)
-            histogram[counts[i]] += kept[i] != 0;
+            histogram[holders[i]]++;
         return;
     }
-    for (int64_t i = 0; i < size; i++)
-        parts[i % WAYS][counts[i]] += kept[i] != 0;
-    for (int64_t level = 0; level <= top; level++)
-        for (int way = 0; way < WAYS; way++)
-            histogram[level] += parts[way][level];
+    for (int64_t at = 0; at < size; at += BLOCK)
+        for (int64_t level = 0; level <= top; level++)
+            histogram[level] += count_equal(holders + at, MIN(BLOCK, size - at), (int32_t)level);
 }
 
-/* Count the upper 16 bits of ``order`` of the kept entries at ``level``; or, if ``high`` is not negative, the lower 16
- * bits of those whose upper bits are ``high``. ``histogram`` has 2^16 places. */
-void fedprune_histogram(const int16_t *counts, const uint8_t *kept, const uint32_t *order, int64_t size, int16_t level,
-                        int64_t high, int64_t *histogram) {
+/* Count the upper 16 bits of ``order`` of the entries with ``level`` holders; or, if ``high`` is not negative, the
+ * lower 16 bits of those whose upper bits are ``high``. ``histogram`` has 2^16 places. */
+void fedprune_histogram(const int32_t *holders, const uint32_t *order, int64_t size, int32_t level, int64_t high,
+                        int64_t *histogram) {
     uint32_t found[BLOCK + 1];
     memset(histogram, 0, sizeof(int64_t) << 16);
     for (int64_t at = 0; at < size; at += BLOCK) {
         int64_t end = at + MIN(BLOCK, size - at), num = 0;
         for (int64_t i = at; i < end; i++) {
-            found[num] = order[i];
-            num += (counts[i] == level) & (kept[i] != 0) & (high < 0 || order[i] >> 16 == (uint64_t)high);
+            uint32_t bits = order[i] & MAGNITUDE;
+            found[num] = bits;
+            num += (holders[i] == level) & (high < 0 || bits >> 16 == (uint64_t)high);
         }
         if (high < 0)
             for (int64_t i = 0; i < num; i++)
@@ -208,28 +214,29 @@ void fedprune_histogram(const int16_t *counts, const uint8_t *kept, const uint32
 }
 
 WIDEST
-static int64_t cut_block(const int16_t *restrict counts, const uint8_t *restrict kept, const uint32_t *restrict order,
-                         int64_t count, int16_t level, uint32_t threshold, uint8_t *restrict pruned) {
+static int64_t cut_block(const int32_t *restrict holders, const uint32_t *restrict order, int64_t count, int32_t level,
+                         uint32_t threshold, uint8_t *restrict kept) {
     int32_t equal = 0;
     for (int64_t i = 0; i < count; i++) {
-        int at_level = counts[i] == level;
-        pruned[i] = (uint8_t)((kept[i] == 0) | (counts[i] > level) | (at_level & (order[i] < threshold)));
-        equal += at_level & (order[i] == threshold) & (kept[i] != 0);
+        int at_level = holders[i] == level;
+        uint32_t bits = order[i] & MAGNITUDE;
+        kept[i] = (uint8_t)((holders[i] > level) | (at_level & (bits >= threshold)));
+        equal += at_level & (bits == threshold);
     }
     return equal;
 }
 
-/* Write which entries are pruned: those that nobody kept; all with higher counts than ``level``; and of those at
- * ``level`` all below ``threshold``, and the first ``equal`` of those that are equal to it. */
-void fedprune_cut(const int16_t *counts, const uint8_t *kept, const uint32_t *order, int64_t size, int16_t level,
-                  uint32_t threshold, int64_t equal, uint8_t *pruned) {
+/* Write which entries stay: those with more holders than ``level``, and of those with as many all whose magnitude is
+ * above ``threshold``, and those that are equal to it but the first ``equal``. */
+void fedprune_cut(const int32_t *holders, const uint32_t *order, int64_t size, int32_t level, uint32_t threshold,
+                  int64_t equal, uint8_t *kept) {
     for (int64_t at = 0; at < size; at += BLOCK) {
         int64_t count = MIN(BLOCK, size - at);
-        if (!cut_block(counts + at, kept + at, order + at, count, level, threshold, pruned + at))
+        if (!cut_block(holders + at, order + at, count, level, threshold, kept + at))
             continue;
         for (int64_t i = at; i < at + count && equal > 0; i++)
-            if (counts[i] == level && kept[i] && order[i] == threshold) {
-                pruned[i] = 1;
+            if (holders[i] == level && (order[i] & MAGNITUDE) == threshold) {
+                kept[i] = 0;
                 equal--;
             }
     }
