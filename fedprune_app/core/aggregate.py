@@ -141,12 +141,12 @@ class MaskedMean:
     def _make_room(self, name: str, tensor: Tensor, has_mask: bool) -> None:
         """Take sums for a tensor that is the first of its name, and one weight a coordinate for the first mask."""
         if name not in self._sums:
-            self._sums[name] = torch.zeros(tensor.shape, dtype=torch.int64, device=tensor.device)
+            self._sums[name] = masked_tensors.zeros(tensor.shape, torch.int64, tensor.device)
             self._dtypes[name] = tensor.dtype
             self._weights[name] = torch.zeros((), dtype=self._weight_dtype, device=tensor.device)
         if has_mask and self._weights[name].shape != tensor.shape:
             so_far = int(self._weights[name])
-            self._weights[name] = torch.full(tensor.shape, so_far, dtype=self._weight_dtype, device=tensor.device)
+            self._weights[name] = masked_tensors.zeros(tensor.shape, self._weight_dtype, tensor.device).add_(so_far)
 
     def mean(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean in the names, order and dtypes of ``fallback``.
@@ -158,7 +158,7 @@ class MaskedMean:
             if name not in self._sums:
                 result[name] = old.clone()
                 continue
-            result[name] = torch.empty(old.shape, dtype=old.dtype, device=old.device)
+            result[name] = masked_tensors.empty(old.shape, old.dtype, old.device)
             both = self._sums[name], self._weights[name]
             if masked_tensors.mean(result[name], *both, self.max_weight / _GRID, otherwise=old):
                 continue
@@ -182,7 +182,7 @@ class MaskedMean:
         """
         result = {}
         for name, total in self._sums.items():
-            result[name] = torch.empty_like(total, dtype=self._dtypes[name])
+            result[name] = masked_tensors.empty(total.shape, self._dtypes[name], total.device)
             if masked_tensors.mean(result[name], total, self._weights[name], self.max_weight / _GRID):
                 continue
             parts = map(_blocks, (result[name], total, self._weights[name].expand(total.shape)))
@@ -335,7 +335,7 @@ class L0Mean:
         if scope not in SCOPES:
             raise ValueError(f"scope is {scope!r}, allowed: {', '.join(SCOPES)}")
         mean = self.mean() if mean is None else mean
-        masks = {}
+        masks: dict[str, Tensor] = {}
         groups = [[name] for name in self._masked] if scope == "matrix" else [list(self._masked)]
         for names in filter(None, groups):
             holders = _joined([self._holders(n).view(-1) for n in names])

@@ -24,6 +24,8 @@ _NAME = "masked_tensors"
 _BINS = 2**16
 _Pointer, _Long, _Int, _Double = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
 _Level = ctypes.c_int32
+_NUMPY = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+"""The integers that have a dtype's memory, by item size."""
 _ARGUMENTS = {
     "add": [_Pointer, _Pointer, _Long, _Pointer, _Pointer, _Long, _Double, ctypes.c_int32, _Int],
     "mean": [_Pointer, _Pointer, _Pointer, _Pointer, _Long, _Double, _Int],
@@ -39,6 +41,23 @@ _ARGUMENTS = {
 def is_compiled() -> bool:
     """Return whether the library is there."""
     return library(_NAME) is not None
+
+
+def zeros(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of zeros; on the CPU in memory of NumPy's, which the system hands out in large pages.
+
+    PyTorch's memory comes in pages of 4 KiB. To get so many pages takes longer than a pass over them.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(shape, _NUMPY[dtype.itemsize])).view(dtype)
+
+
+def empty(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor with any values, in memory as that of :func:`zeros`."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.empty(shape, _NUMPY[dtype.itemsize])).view(dtype)
 
 
 def add(sums: Tensor, held: Tensor, values: Sequence[Tensor], masks: Sequence[Tensor | None], *, scale: float,
@@ -85,7 +104,7 @@ def keep(values: Tensor, mask: Tensor) -> Tensor | None:
     shape = values.shape
     if not _fits(mask, torch.bool, shape) or not _fits(values, values.dtype, shape) or values.dtype.is_complex:
         return None
-    found = torch.empty_like(values)
+    found = empty(shape, values.dtype, values.device)
     _call("keep", mask.data_ptr(), values.data_ptr(), found.data_ptr(), values.numel(), values.element_size())
     return found
 
@@ -135,7 +154,7 @@ def most_held(holders: Tensor, order: Tensor, target: int) -> Tensor | None:
             break
         missing -= int(levels[level])
         level += 1
-    found = torch.empty(shape, dtype=torch.bool)
+    found = empty(shape, torch.bool, holders.device)
     _call("cut", holders.data_ptr(), order.data_ptr(), size, level, threshold, equal, found.data_ptr())
     return found
 
