@@ -11,6 +11,7 @@ message: it runs its hidden states through its cached dense ones (equation 9) on
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -35,6 +36,7 @@ from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.store import State, owner
 from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.device import recorder_of
+from fedprune_app.models import hidden_states
 from fedprune_app.models.checkpoints import resolve_checkpoint
 from fedprune_app.models.embedded import embedded_folder
 from fedprune_app.models.layer_pruning import Pruner, input_hessians, input_moments, prune_layer, same_inputs
@@ -42,6 +44,8 @@ from fedprune_app.models.llm import LanguageModel, LayerTensors, Perplexity, den
 from fedprune_app.models.llm import perplexities as measured_perplexities
 from fedprune_app.models.recovery import Schedule, recovered
 from fedprune_app.results.texts import OWN_TEXT
+
+log = logging.getLogger("flwr.fedprune")
 
 
 def language_model(config: Config, device: torch.device | str = "cpu") -> LanguageModel:
@@ -107,11 +111,15 @@ def by_layer(payload: Payload) -> dict[int, Payload]:
 
 @dataclass(frozen=True)
 class LayerUpdate:
-    """A layer update is a layer's pruned matrices, the state after it, and what else to tell the server."""
+    """A layer update is a layer's pruned matrices, the state after it, and what else to tell the server.
+
+    ``hidden`` are the hidden states that the client has reached, whether or not the state has them; None in recovery.
+    """
 
     payload: Payload
     state: State
     metrics: Mapping[str, Any]
+    hidden: Tensor | None = None
 
 
 def segment_noise(config: Config, num_releases: int) -> float:
@@ -133,6 +141,9 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
     """The state holds ``hidden``, the hidden states before layer ``next`` of round ``of-round``.
 
     By layer it also says the step that ``pruned`` the layer last, and how many weights that ``removed``.
+
+    With ``fedspallm.hidden-every`` above 1 some states lack ``hidden``. Then ``hidden-at`` is the step of the version
+    that has it, 0 where none of this round has, and ``repeats`` says whether the text leads there too.
     """
 
     versions_kept = 1  # hidden states are large, and can be computed again
@@ -145,6 +156,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
     )
 
     def __init__(self, config: Config, place: Place) -> None:
+        self.versions_kept = config.fedspallm.hidden_every
         super().__init__(config, place)
         self.options = config.fedspallm
         self.model = language_model(config, self.device)
@@ -268,9 +280,58 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
                 payload = Payload({**payload.tensors, **self._encoded(done.hessians)}, payload.masks)
         else:
             hidden = self.model.pass_through(module, hidden, self.config.batch_size)
-        is_last = layer == self.model.num_layers - 1
         meta = {"of-round": of_round, "next": layer + 1, "pruned": pruned_at, "removed": removed}
-        return LayerUpdate(payload, State({} if is_last else {"hidden": hidden}, meta), {"relative-error": error})
+        told = {"relative-error": error}
+        if layer == self.model.num_layers - 1:
+            return LayerUpdate(payload, State({}, meta), told, hidden)
+        # What the client has on disk is its own matrices, where it prunes them, and the dense layer.
+        on_disk = self.model.prunable(layer) if task.fields["prunes"] else ()
+        repeats = task.payload.tensors.keys() <= set(on_disk)
+        return LayerUpdate(payload, self._reached(hidden, meta, state, step, repeats=repeats), told, hidden)
+
+    def _reached(
+        self, hidden: Tensor, meta: Mapping[str, Any], before: State, step: int, *, repeats: bool = True
+    ) -> State:
+        """This is the state after ``step`` with the hidden states, or with where to find them; memory keeps them.
+
+        ``before`` is the state before the step. ``repeats`` says whether this step can be done again from what the
+        client has on disk.
+        """
+        if self.options.hidden_every == 1:
+            return State({"hidden": hidden}, meta)
+        is_same_round = before.meta.get("of-round") == meta["of-round"]
+        stored_at, stored_next = before.meta.get("hidden-at", (0, 0)) if is_same_round else (0, 0)
+        meta = {**meta, "step": step, "repeats": repeats and (not is_same_round or before.meta.get("repeats", True))}
+        hidden_states.hold(self._held_as(step), hidden)
+        if not repeats or meta["next"] - stored_next >= self.options.hidden_every:
+            return State({"hidden": hidden}, {**meta, "hidden-at": (step, meta["next"])})
+        return State({}, {**meta, "hidden-at": (stored_at, stored_next)})
+
+    def _held_as(self, step: int) -> hidden_states.Key:
+        return str(self.store.folder), self.place.run_key, step
+
+    def _hidden_in(self, state: State) -> tuple[int, Tensor | None]:
+        """This is the first layer that the hidden states did not pass, and these states; None if only text is left.
+
+        Raises ``ValueError`` where they are lost and cannot be computed again.
+        """
+        position, found = int(state.meta["next"]), state.tensors.get("hidden")
+        if "hidden-at" in state.meta:
+            held = hidden_states.take(self._held_as(int(state.meta["step"])))
+            if held is not None:
+                return position, held
+        if found is None and (at := state.meta.get("hidden-at", (0, 0))[0]):
+            try:
+                older = self.store.read(int(at))
+            except ValueError as error:
+                if not state.meta["repeats"]:
+                    raise
+                log.warning("%s; the hidden states are computed again from the text", error)
+            else:
+                position, found = int(older.meta["next"]), older.tensors["hidden"]
+        if found is None:
+            return 0, None
+        return position, found.to(self.model.home(found.shape[0] * found.shape[1]))
 
     def observed(self, task: Task, state: State) -> LayerUpdate:
         """This returns the Hessians of a layer, which follows the pruned layers that came from the server.
@@ -282,27 +343,33 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         hidden = self.hidden_states_before(layer, State(state.tensors, meta), of_round)
         module = self.model.layer(layer, self.model.layer_tensors(layer))
         meta |= {"of-round": of_round, "next": layer}
-        kept = State({"hidden": hidden}, meta)
         if self.privacy is not None:
-            return LayerUpdate(self._private_moments(self.privacy, layer, module, kept, task.round), kept, {})
-        found = input_hessians(self.model, layer, module, hidden, self.config.batch_size)
-        return LayerUpdate(Payload(self._encoded(found)), kept, {})
+            payload = self._private_moments(self.privacy, layer, module, hidden, meta, task.round)
+        else:
+            payload = Payload(self._encoded(input_hessians(self.model, layer, module, hidden, self.config.batch_size)))
+        return LayerUpdate(payload, self._reached(hidden, meta, state, task.round), {}, hidden)
 
     def _private_moments(
-        self, privacy: ClientPrivacy, layer: int, module: nn.Module, state: State, round: int
+        self,
+        privacy: ClientPrivacy,
+        layer: int,
+        module: nn.Module,
+        hidden: Tensor,
+        meta: Mapping[str, Any],
+        round: int,
     ) -> Payload:
         """This returns means of clipped second moments over the segments, noised and charged, in place of Hessians.
 
-        ``state`` has the hidden states that enter the layer. One segment changes a sum by at most ``dp.clip-norm`` in
-        the Frobenius norm.
+        ``hidden`` are the hidden states that enter the layer, and ``meta`` is what the state says. One segment changes
+        a sum by at most ``dp.clip-norm`` in the Frobenius norm.
         """
         from fedprune_app.privacy.noise import noised
 
         clip_norm = self.config.dp.clip_norm
-        hidden, size = state.tensors["hidden"], self.config.batch_size
+        size = self.config.batch_size
         found = input_moments(self.model, layer, module, hidden, size, clip_norm)
         model = [self.model.shell_digest(), *(self.model.layer_digest(each) for each in range(layer + 1))]
-        received = state.meta["received"]
+        received = meta["received"]
         pruned = [received.get(str(each), "") for each in range(layer)]
         settings = f"{privacy.noise_multiplier} {clip_norm} {tuple(hidden.shape)} {size} {' '.join(model + pruned)}"
         noise = privacy.noise(f"second moments of layer {layer}", round, {}, settings)
@@ -359,18 +426,23 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         """
         position, hidden = 0, None
         if state.meta.get("of-round") == of_round and int(state.meta["next"]) <= layer:
-            position, hidden = int(state.meta["next"]), state.tensors.get("hidden")
+            position, hidden = self._hidden_in(state)
         if hidden is None:
             position, hidden = 0, self.model.embed(self.segments()[0], self.config.batch_size)
         if layer:
             private_text.forget_documents()
         for passed in range(position, layer):
             tensors = self.model.layer_tensors(passed)  # line 12
-            if self.options.merge == "hessians":
+            if self.options.merge == "hessians" or self._is_pruned_in(of_round, passed, state):
                 tensors |= self.own_layer(passed, state).tensors
             module = self.model.layer(passed, tensors)
             hidden = self.model.pass_through(module, hidden, self.config.batch_size)
         return hidden
+
+    def _is_pruned_in(self, of_round: int, layer: int, state: State) -> bool:
+        """This says whether the client pruned the layer in this round, so that its own version is what it passed."""
+        version = int(state.meta.get("pruned", {}).get(str(layer), 0))
+        return (of_round - 1) * self.model.num_layers < version <= of_round * self.model.num_layers
 
     def answer_training(self, task: Task) -> tuple[Payload, dict[str, Any]]:
         """Answer as every client does; a budget has to bear all layers from this one on, or the client declines."""
@@ -390,7 +462,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         if self.privacy is not None:
             self._plan_from(self.privacy, int(task.fields["layer"]) + 1)
             return {"density": self.density(update.state), **self.privacy.report(task.round)}
-        if not all(bool(hidden.isfinite().all()) for hidden in update.state.tensors.values()):
+        if update.hidden is not None and not bool(update.hidden.isfinite().all()):
             raise ValueError(f"hidden states after decoder layer {task.fields['layer']} are not finite")
         return {"density": self.density(update.state)}
 
@@ -404,8 +476,11 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         return self.layers.load(layer, int(version), Schema.like(self.model.layer_like(layer)).max_bytes)
 
     def check_state(self, round: int) -> None:
-        for layer, version in self.store.read(round).meta.get("pruned", {}).items():
+        meta = self.store.read(round).meta
+        for layer, version in meta.get("pruned", {}).items():
             self.layers.check(int(layer), int(version))
+        if not meta.get("repeats", True):
+            self.store.read(int(meta["hidden-at"][0]))
 
     def density(self, state: State) -> float:
         """This is the kept share of all parameters of the client's own model."""

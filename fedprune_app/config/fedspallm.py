@@ -72,6 +72,12 @@ class FedSpaLLMOptions(Table):
             "own": "the text in the client's own data-dir",
         },
     )
+    hidden_every: int = option(
+        1,
+        "The number of layers after which a client writes its hidden states to disk. Between, they stay in the memory"
+        " of the client's process. A process that lacks them computes them again.",
+        least=1,
+    )
     window: int = option(
         0,
         "The number of tokens in a window that perplexity is measured on. 0 means as many as the model takes, at "

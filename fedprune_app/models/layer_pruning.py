@@ -100,12 +100,13 @@ def prune_layer(
     rms = {name: each.input_norms().cpu() * per_token for name, each in statistics.items()}
     hessians = {name: each.matrix for name, each in _by_first(names, statistics).items() if isinstance(each, Hessian)}
     del statistics
-    moved, size = 0.0, 0.0
+    moved, size = torch.zeros((2,), dtype=torch.float64, device=outputs.device).unbind()
     for new, old in zip(model.run(module, hidden, batch_size), torch.split(outputs, batch_size), strict=True):
-        moved += float((new.float() - old.float()).square().sum(dtype=torch.float64))
-        size += float(old.float().square().sum(dtype=torch.float64))
+        moved += (new.float() - old.float()).square().sum(dtype=torch.float64)
+        size += old.float().square().sum(dtype=torch.float64)
         old.copy_(new)
-    return PrunedLayer(Payload(tensors, masks), outputs, moved / size if size else 0.0, rms, hessians)
+    relative_error = float(moved / size) if size else 0.0
+    return PrunedLayer(Payload(tensors, masks), outputs, relative_error, rms, hessians)
 
 
 def input_hessians(

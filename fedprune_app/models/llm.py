@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from fedprune_app.core.payload import Payload
 from fedprune_app.models.checkpoints import TensorFiles, one_line
 from fedprune_app.models.checkpoints import import_transformers as import_transformers
+from fedprune_app.models.hidden_states import home_of
 
 log = logging.getLogger("flwr.fedprune")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -182,6 +183,11 @@ class LanguageModel:
 
     # --- computing ----------------------------------------------------------------------------------------------
 
+    def home(self, num_tokens: int) -> torch.device:
+        """Return where the hidden states of so many tokens lie: on the device if they take little of it."""
+        width = getattr(self.config, "hidden_size", 1) * self.dtype.itemsize
+        return home_of(num_tokens * width, self.device)
+
     def layer(self, layer: int, tensors: Mapping[str, Tensor]) -> nn.Module:
         """Return a decoder layer with these weights, on the device, in eval mode."""
         module = copy.deepcopy(self._layers[layer])
@@ -211,10 +217,11 @@ class LanguageModel:
         return model.to(self.device).train()
 
     @torch.no_grad()
-    def embed(self, tokens: Tensor, batch_size: int) -> Tensor:
-        """Return the hidden states (sequences, length, width), on the CPU, that enter the first layer for ``tokens``.
+    def embed(self, tokens: Tensor, batch_size: int, device: torch.device | str | None = None) -> Tensor:
+        """Return the hidden states (sequences, length, width) that enter the first layer for ``tokens``.
 
-        ``ValueError`` for sequences longer than those for which the model was made.
+        They lie on ``device``, or where :meth:`home` says. ``ValueError`` for sequences longer than those for which the
+        model was made.
         """
         if self.max_length and tokens.shape[1] > self.max_length:
             raise ValueError(
@@ -225,19 +232,21 @@ class LanguageModel:
         for start in range(0, len(tokens), batch_size):
             entered = self._enter(tokens[start : start + batch_size])[0]
             if not start:
-                hidden = torch.empty((len(tokens), *entered.shape[1:]), dtype=entered.dtype)
+                if device is None:
+                    device = self.home(tokens.numel())
+                hidden = torch.empty((len(tokens), *entered.shape[1:]), dtype=entered.dtype, device=device)
             hidden[start : start + len(entered)] = entered
         return hidden
 
     @torch.no_grad()
     def run(self, module: nn.Module, hidden: Tensor, batch_size: int) -> Iterator[Tensor]:
-        """Yield the layer's outputs for these hidden states, batch by batch, on the CPU."""
+        """Yield the layer's outputs for these hidden states, batch by batch, where the states lie."""
         for batch in torch.split(hidden, batch_size):
             output = module(batch.to(self.device), **self._keywords(batch.shape[0], batch.shape[1]))
-            yield (output[0] if isinstance(output, tuple) else output).cpu()
+            yield (output[0] if isinstance(output, tuple) else output).to(hidden.device)
 
     def pass_through(self, module: nn.Module, hidden: Tensor, batch_size: int) -> Tensor:
-        """Return ``hidden``, on the CPU, after a layer.
+        """Return ``hidden`` after a layer.
 
         ``hidden`` is overwritten batch by batch, since hidden states are what fills the memory.
         """
@@ -424,7 +433,8 @@ def dense_perplexities(model: LanguageModel, texts: Mapping[str, Tensor], batch_
 def _perplexities(
     model: LanguageModel, layers: LayerTensors, texts: Mapping[str, Tensor], batch_size: int
 ) -> dict[str, Perplexity]:
-    hidden = {name: model.embed(windows, batch_size) for name, windows in texts.items()}
+    home = model.home(sum(windows.numel() for windows in texts.values()))
+    hidden = {name: model.embed(windows, batch_size, home) for name, windows in texts.items()}
     for layer in range(model.num_layers):
         module = model.layer(layer, layers(layer))
         hidden = {name: model.pass_through(module, states, batch_size) for name, states in hidden.items()}
