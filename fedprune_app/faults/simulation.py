@@ -33,6 +33,7 @@ from fedprune_app.faults.messages import failing_grid, faulty_grid
 from fedprune_app.faults.schedule import Cause, Later, Schedule, Stop
 from fedprune_app.faults.story import Kind, Story
 from fedprune_app.faults.texts import tiny_texts
+from fedprune_app.models import hidden_states
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.testing import FinishedRun, lasting
 
@@ -169,6 +170,7 @@ class Simulation:
 
 def _process(values: Mapping[str, Scalar], folder: Path, messages: int, disk: Disk) -> None:
     """Run the federation in a process that may die, of which the disk and the story take note."""
+    hidden_states.forget()  # memory is empty at the start of a process
     with disk.watched(), testing.patient_clock() as clock, _silent(), _limited():
 
         def jump(seconds: float) -> None:

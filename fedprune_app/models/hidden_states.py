@@ -44,3 +44,8 @@ def hold(key: Key, hidden: Tensor) -> None:
 def take(key: Key) -> Tensor | None:
     """Return the hidden states that were kept under ``key``, which are the caller's from now on; None without any."""
     return _held.pop(key, None)
+
+
+def forget() -> None:
+    """Let all hidden states go, as the end of a process does."""
+    _held.clear()

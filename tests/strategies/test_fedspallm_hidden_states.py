@@ -56,7 +56,7 @@ def in_fresh_processes(train=lambda message, context, honest: honest(message, co
     """The client app, whose processes end after each message."""
 
     def forget(message, context, honest):
-        hidden_states._held.clear()
+        hidden_states.forget()
         return train(message, context, honest)
 
     return wrapped_app(forget)
