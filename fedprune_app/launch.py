@@ -37,7 +37,7 @@ from fedprune_app.config.meant import not_allowed
 from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import appending
-from fedprune_app.results.recorder import GIT_VARIABLE, git_hash
+from fedprune_app.results.recorder import GIT_VARIABLE, loaded_hash
 
 _PACKAGES = (fedprune_app, strategies, clients)
 _COMPONENTS = ("fedprune_app.server_app:app", "fedprune_app.client_app:app")
@@ -193,7 +193,7 @@ def flower_environment(home: Path) -> dict[str, str]:
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "PYTHONWARNINGS": "ignore",
-        GIT_VARIABLE: git_hash() or "",
+        GIT_VARIABLE: loaded_hash() or "",
     }
 
 

@@ -97,7 +97,7 @@ class Recorder:
             "config": dict(config),
             "versions": versions(),
             "seed": seed,
-            "git_hash": git_hash(),
+            "git_hash": loaded_hash(),
             "rounds_completed": 0,
             "final_sha256": None,
             "seconds": 0.0,
@@ -341,6 +341,15 @@ def git_hash() -> str | None:
         return _git(here.parent, "rev-parse", "HEAD") + dirty
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+@cache
+def loaded_hash() -> str | None:
+    """Return what :func:`git_hash` returned when this process first asked.
+
+    A sweep runs the code that it loaded, whatever is committed meanwhile.
+    """
+    return git_hash()
 
 
 def _git(folder: Path, *arguments: str) -> str:

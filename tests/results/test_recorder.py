@@ -12,7 +12,7 @@ import torch
 
 from fedprune_app.results import recorder as recorder_module
 from fedprune_app.results.measures import MEASURES
-from fedprune_app.results.recorder import Recorder, git_hash, versions
+from fedprune_app.results.recorder import Recorder, git_hash, loaded_hash, versions
 
 CONFIG = {"system": "dispfl", "seed": 3, "learning-rate": 0.1}
 
@@ -290,8 +290,13 @@ def test_the_commit_of_somebody_elses_checkout_is_not_ours(tmp_path, monkeypatch
     git("add", "recorder.py")
     git("commit", "-m", "ours")
     assert git_hash() == git("rev-parse", "HEAD")
+    loaded_hash.cache_clear()
+    loaded = loaded_hash()
     (tmp_path / "recorder.py").write_text("changed")
     assert git_hash() == git("rev-parse", "HEAD") + "-dirty"
+    git("commit", "-am", "while a sweep runs")
+    assert loaded_hash() == loaded == git("rev-parse", "HEAD~1")
+    loaded_hash.cache_clear()
 
 
 def test_rows_are_on_disk_before_the_next_round_begins(tmp_path, monkeypatch):
