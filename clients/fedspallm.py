@@ -113,7 +113,7 @@ def by_layer(payload: Payload) -> dict[int, Payload]:
 class LayerUpdate:
     """A layer update is a layer's pruned matrices, the state after it, and what else to tell the server.
 
-    ``hidden`` are the hidden states that the client has reached, whether or not the state has them; None in recovery.
+    ``hidden`` are the hidden states that the next layer begins with, also where the state lacks them; else None.
     """
 
     payload: Payload
@@ -283,7 +283,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         meta = {"of-round": of_round, "next": layer + 1, "pruned": pruned_at, "removed": removed}
         told = {"relative-error": error}
         if layer == self.model.num_layers - 1:
-            return LayerUpdate(payload, State({}, meta), told, hidden)
+            return LayerUpdate(payload, State({}, meta), told)
         # What the client has on disk is its own matrices, where it prunes them, and the dense layer.
         on_disk = self.model.prunable(layer) if task.fields["prunes"] else ()
         repeats = task.payload.tensors.keys() <= set(on_disk)

@@ -146,7 +146,8 @@ class MaskedMean:
             self._weights[name] = torch.zeros((), dtype=self._weight_dtype, device=tensor.device)
         if has_mask and self._weights[name].shape != tensor.shape:
             so_far = int(self._weights[name])
-            self._weights[name] = masked_tensors.zeros(tensor.shape, self._weight_dtype, tensor.device).add_(so_far)
+            weights = masked_tensors.zeros(tensor.shape, self._weight_dtype, tensor.device)
+            self._weights[name] = weights.add_(so_far) if so_far else weights
 
     def mean(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean in the names, order and dtypes of ``fallback``.

@@ -135,7 +135,7 @@ def is_two_of_four(weight: Tensor) -> bool:
     (True, False)
     """
     rows, columns = weight.shape
-    return columns % 4 == 0 and bool(((weight != 0).view(rows, -1, 4).sum(2) <= 2).all())
+    return columns % 4 == 0 and bool(((weight != 0).reshape(rows, -1, 4).sum(2) <= 2).all())
 
 
 def sparsify(model: nn.Module) -> list[str]:
