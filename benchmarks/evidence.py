@@ -1,5 +1,7 @@
 """The data behind docs/evidence.md, and a part of docs/results.md: finished runs become rows, and rows become tables.
 
+    python benchmarks/evidence.py left dispfl-scarce configs/matrices/dispfl_scarce.yaml --out left
+        # a matrix for each seed, with what has no row yet
     python benchmarks/evidence.py add dispfl-scarce runs/scarce/*     # rows of finished runs, each once
     python benchmarks/evidence.py write                               # the tables between the pages' marks
 
@@ -21,9 +23,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import yaml
 from _rows import append_rows, read_rows, with_tables
 
 from fedprune_app.config import DEFAULTS, OPTIONS
+from fedprune_app.matrices import Matrix, matrix_of
 from fedprune_app.results.differences import Difference, Paired, difference
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run, load_run
@@ -237,9 +241,9 @@ CLAIMS = (
 # --- from runs to rows ----------------------------------------------------------------------------------------------
 
 
-def settings_of(run: Run) -> dict[str, Any]:
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that are not the default, and change what is computed, but for the seed and places of files."""
-    given = {key: value for key, value in run.config.items() if key in OPTIONS and OPTIONS[key].changes_results}
+    given = {key: value for key, value in config.items() if key in OPTIONS and OPTIONS[key].changes_results}
     return {key: value for key, value in given.items() if value != DEFAULTS[key] and key not in ELSEWHERE}
 
 
@@ -252,7 +256,7 @@ def row_of(run: Run) -> Row:
     def total(key: str, scale: float = MEGABYTE) -> float:
         return sum(row.get(key) or 0 for row in rows) / scale
 
-    settings = settings_of(run)
+    settings = settings_of(run.config)
     found = {
         "system": run.info["system"],
         "settings": json.dumps(settings, sort_keys=True),
@@ -323,6 +327,23 @@ def add(name: str, folders: Iterable[Path]) -> int:
         _append(f"{name}.rounds", course)
         added += 1
     return added
+
+
+def left(name: str, path: Path) -> dict[int, dict[str, Any]]:
+    """By seed: the matrix of a file with those systems alone of which the data file lacks a row."""
+    document = yaml.safe_load(path.read_text())
+    matrix = matrix_of(document, path)
+    assert isinstance(matrix, Matrix)
+    known = {(row["settings"], row["seed"]) for row in read(name)}
+    found: dict[int, dict[str, Any]] = {}
+    asked = product(document["systems"], document["datasets"], document["seeds"])  # the order of the cells
+    for (system, _, seed), cell in zip(asked, matrix.cells(path.parent, {}, resume=False), strict=True):
+        if (json.dumps(settings_of(cell.config.to_dict()), sort_keys=True), str(seed)) in known:
+            continue
+        systems = found.setdefault(seed, {**document, "systems": [], "seeds": [seed]})["systems"]
+        if system not in systems:
+            systems.append(system)
+    return found
 
 
 def _append(name: str, rows: Sequence[Row]) -> None:
@@ -521,8 +542,19 @@ def main() -> None:
     adding = commands.add_parser("add")
     adding.add_argument("name")
     adding.add_argument("runs", nargs="+", type=Path)
+    leaving = commands.add_parser("left")
+    leaving.add_argument("name")
+    leaving.add_argument("matrix", type=Path)
+    leaving.add_argument("--out", type=Path, required=True, help="the folder for a matrix of each seed")
     commands.add_parser("write")
     given = parser.parse_args()
+    if given.command == "left":
+        given.out.mkdir(parents=True, exist_ok=True)
+        for seed, document in left(given.name, given.matrix).items():
+            file = given.out / f"{given.name}-seed{seed}.yaml"
+            file.write_text(yaml.safe_dump(document, sort_keys=False))
+            print(f"{file}: {len(document['systems'])} runs")
+        return
     if given.command == "add":
         print(f"{add(given.name, given.runs)} rows added")
     for page in PAGES:

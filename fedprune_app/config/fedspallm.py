@@ -77,6 +77,7 @@ class FedSpaLLMOptions(Table):
         "The number of layers after which a client writes its hidden states to disk. Between, they stay in the memory"
         " of the client's process. A process that lacks them computes them again.",
         least=1,
+        changes_results=False,
     )
     window: int = option(
         0,

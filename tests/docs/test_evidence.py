@@ -9,7 +9,7 @@ import math
 import pytest
 
 import fedprune_app
-from fedprune_app.config import OPTIONS
+from fedprune_app.config import OPTIONS, parse_config
 from fedprune_app.results.differences import Difference
 from tests.docs.scripts import script
 
@@ -99,3 +99,31 @@ def test_a_run_becomes_a_row_once(tmp_path, monkeypatch):
     (row,) = evidence.read("some")
     assert row["final_sha256"] == run.info["final_sha256"]
     assert len(evidence.read("some.clients")) == 3
+
+
+def test_what_is_left_of_a_matrix_are_the_systems_without_a_row(tmp_path, monkeypatch):
+    file = tmp_path / "matrix.yaml"
+    file.write_text(
+        "common: {num-server-rounds: 2}\n"
+        "systems: [fedavg, {system: dispfl, density: 0.3}, {system: dispfl, density: 0.8}]\n"
+        "datasets: [digits]\nseeds: [0, 1]\n"
+    )
+    config = {"system": "dispfl", "density": 0.3, "num-server-rounds": 2, "dataset": "digits", "seed": 1}
+    settings = evidence.settings_of(parse_config(config).to_dict())
+    row = {"settings": json.dumps(settings, sort_keys=True), "seed": "1"}
+    monkeypatch.setattr(evidence, "read", lambda name: [row] if name == "mine" else [])
+    found = evidence.left("mine", file)
+    assert {seed: [each["systems"]] for seed, each in found.items()} == {
+        0: [["fedavg", {"system": "dispfl", "density": 0.3}, {"system": "dispfl", "density": 0.8}]],
+        1: [["fedavg", {"system": "dispfl", "density": 0.8}]],
+    }
+    assert found[1]["seeds"] == [1]
+    assert found[1]["common"] == {"num-server-rounds": 2}
+
+
+def test_the_rows_that_are_there_are_found_in_their_matrix():
+    for name, matrix in (("dispfl-scarce", "dispfl_scarce"), ("fedp3-layers", "fedp3_layers")):
+        file = evidence.ROOT / "configs" / "matrices" / f"{matrix}.yaml"
+        num_left = sum(len(each["systems"]) for each in evidence.left(name, file).values())
+        document = evidence.yaml.safe_load(file.read_text())
+        assert num_left == len(document["systems"]) * len(document["seeds"]) - len(evidence.read(name))
