@@ -13,22 +13,10 @@ from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.models import hidden_states
 from tests.conftest import Finished, wrapped_app
 from tests.models.tiny_llm import text_folder, tiny_byte_model
+from tests.strategies import test_fedspallm
 
 CLIENTS, LAYERS = 2, 5
-SETTINGS = {
-    "system": "fedspallm",
-    "dataset": "text",
-    "num-server-rounds": 1,
-    "fraction-train": 1.0,
-    "batch-size": 3,
-    "density": 0.4,
-    "fedspallm.segments": 4,
-    "fedspallm.segment-length": 24,
-    "fedspallm.window": 32,
-    "fedspallm.block-size": 8,
-    "fedspallm.test-windows": 4,
-    "evaluate-every": 1,
-}
+SETTINGS = {**test_fedspallm.SETTINGS, "density": 0.4, "fedspallm.test-windows": 4}
 WAYS = {
     "one round": {},
     "two rounds": {"num-server-rounds": 2},
