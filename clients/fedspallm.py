@@ -433,14 +433,14 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
             private_text.forget_documents()
         for passed in range(position, layer):
             tensors = self.model.layer_tensors(passed)  # line 12
-            if self.options.merge == "hessians" or self._is_pruned_in(of_round, passed, state):
+            if self._has_own_of(of_round, passed, state):
                 tensors |= self.own_layer(passed, state).tensors
             module = self.model.layer(passed, tensors)
             hidden = self.model.pass_through(module, hidden, self.config.batch_size)
         return hidden
 
-    def _is_pruned_in(self, of_round: int, layer: int, state: State) -> bool:
-        """This says whether the client pruned the layer in this round, so that its own version is what it passed."""
+    def _has_own_of(self, of_round: int, layer: int, state: State) -> bool:
+        """This says whether the client pruned the layer in this round, or was sent it pruned, and so passed that."""
         version = int(state.meta.get("pruned", {}).get(str(layer), 0))
         return (of_round - 1) * self.model.num_layers < version <= of_round * self.model.num_layers
 

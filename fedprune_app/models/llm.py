@@ -185,8 +185,12 @@ class LanguageModel:
 
     def home(self, num_tokens: int) -> torch.device:
         """Return where the hidden states of so many tokens lie: on the device if they take little of it."""
-        width = getattr(self.config, "hidden_size", 1) * self.dtype.itemsize
-        return home_of(num_tokens * width, self.device)
+        return home_of(num_tokens * self.token_bytes, self.device)
+
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes of one token's hidden state."""
+        return int(getattr(self.config, "hidden_size", 1)) * self.dtype.itemsize
 
     def layer(self, layer: int, tensors: Mapping[str, Tensor]) -> nn.Module:
         """Return a decoder layer with these weights, on the device, in eval mode."""
@@ -409,10 +413,9 @@ def perplexities(
     Each layer is read once for as many texts as :data:`_HIDDEN` lets in.
     """
     found: dict[str, Perplexity] = {}
-    width = getattr(model.config, "hidden_size", 1) * model.dtype.itemsize
     group: dict[str, Tensor] = {}
     for name, windows in texts.items():
-        if group and sum(each.numel() for each in [*group.values(), windows]) * width > _HIDDEN:
+        if group and sum(each.numel() for each in [*group.values(), windows]) * model.token_bytes > _HIDDEN:
             found |= _perplexities(model, layers, group, batch_size)
             group = {}
         group[name] = windows
