@@ -1,9 +1,8 @@
 """The data behind docs/evidence.md, and a part of docs/results.md: finished runs become rows, and rows become tables.
 
-    python benchmarks/evidence.py left dispfl-scarce configs/matrices/dispfl_scarce.yaml --out left
-        # a matrix for each seed, with what has no row yet
-    python benchmarks/evidence.py add dispfl-scarce runs/scarce/*     # rows of finished runs, each once
-    python benchmarks/evidence.py write                               # the tables between the pages' marks
+    python benchmarks/evidence.py left dispfl-scarce --out left     # a matrix for each seed, of runs without a row
+    python benchmarks/evidence.py add dispfl-scarce runs/scarce/*   # rows of finished runs, each once
+    python benchmarks/evidence.py write                             # the tables of the pages, and the figures
 
 A run is a row of docs/data/evidence/NAME.csv, with its settings, hash and commit; NAME.clients.csv has the accuracies
 of each client after the last round, and NAME.rounds.csv the course of the run. A claim compares two settings: client by
@@ -17,14 +16,16 @@ import argparse
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import _evidence_figures as drawn
 import yaml
+from _claims import CELLS, CLAIMS, COMMON, ELSEWHERE, MATRICES, MERGES, SECTIONS, TEXTS, Claim, of_merge
 from _rows import append_rows, read_rows, with_tables
+from matplotlib.figure import Figure
 
 from fedprune_app.config import DEFAULTS, OPTIONS
 from fedprune_app.matrices import Matrix, matrix_of
@@ -33,7 +34,8 @@ from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run, load_run
 
 ROOT = Path(__file__).parents[1]
-DATA, PAGES = ROOT / "docs" / "data" / "evidence", (ROOT / "docs" / "evidence.md", ROOT / "docs" / "results.md")
+DATA, FIGURES = ROOT / "docs" / "data" / "evidence", ROOT / "docs" / "assets" / "evidence"
+PAGES = (ROOT / "docs" / "evidence.md", ROOT / "docs" / "results.md")
 Row = dict[str, str]
 COLUMNS = (
     "system", "settings", "seed", "clients", "rounds", "personal", "worst_decile", "received", "global",
@@ -43,199 +45,6 @@ COLUMNS = (
 
 
 MEASURES = ("personal", "received")
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A claim says that ``better`` beats ``worse``, or with ``margin`` that it is no more than so many points behind.
-
-    Both are settings that a row must have, such as ``{"system": "dispfl", "density": 0.5}``. ``seeds`` is the number of
-    seeds that was decided on before the first run. ``measure`` says what a client tests: its ``personal`` model, or the
-    ``received`` one. ``worse_measure`` does so for ``worse``, where that differs.
-    """
-
-    name: str
-    source: str
-    text: str
-    data: str
-    better: Mapping[str, Any]
-    worse: Mapping[str, Any]
-    seeds: int = 3
-    margin: float = 0.0
-    measure: str = "personal"
-    worse_measure: str = ""
-
-
-def _dispfl(**more: Any) -> dict[str, Any]:
-    return {"system": "dispfl", **{key.replace("_", "."): value for key, value in more.items()}}
-
-
-def _subfedavg(target: float) -> dict[str, Any]:
-    return {"system": "subfedavg", "subfedavg.target-rate": target}
-
-
-def _fedp3(density: float, layer_set: str = "lowerb", **more: Any) -> dict[str, Any]:
-    return {"system": "fedp3", "density": density, "fedp3.layer-set": layer_set, **more}
-
-
-def _fedltp(**more: Any) -> dict[str, Any]:
-    return {"system": "fedltp", **{f"fedltp.{key}": value for key, value in more.items()}}
-
-
-def _fedspallm(density: float, segments: int, merge: str = "mean", **more: Any) -> dict[str, Any]:
-    options = {"segments": segments, "merge": merge, **more}
-    return {"system": "fedspallm", "density": density, **{f"fedspallm.{key}": value for key, value in options.items()}}
-
-
-def _of_language(name: str, source: str, text: str, better: Mapping[str, Any], **more: Any) -> Claim:
-    """A claim about perplexity: the global model against the clients' own of the same run, or as ``more`` says."""
-    how = {"worse": better, "worse_measure": "personal", **more}
-    return Claim(name, source, text, LANGUAGE, better, seeds=5, measure="received", **how)
-
-
-SCARCE, DPSGD_FT = "dispfl-scarce", {"system": "dpsgd-ft"}
-ROUNDS, LAYERS, PRIVATE, LANGUAGE = "subfedavg-rounds", "fedp3-layers", "fedltp-rounds", "fedspallm-merges"
-TEXTS = ("ptb", "stdlib", "wikitext-2")
-COMMON = frozenset(
-    {
-        "dispfl.neighbours", "dpsgd.neighbours",
-        "fedltp.public-dataset", "fedltp.tickets", "fedltp.ticket-iterations", "fedltp.validators",
-        "fedspallm.deal", "fedspallm.block-size", "fedspallm.segment-length", "fedspallm.window",
-        "fedspallm.test-windows", "fedspallm.evaluate-own",
-    }
-)  # fmt: skip
-"""These settings of systems do not tell the rows of a data file apart."""
-MERGES = {
-    "the paper's mean": {"fedspallm.merge": "mean"},
-    "least squares": {"fedspallm.merge": "least-squares"},
-    "Hessians": {"fedspallm.merge": "hessians"},
-    "Hessians, refined": {"fedspallm.merge": "hessians", "fedspallm.refine": True},
-    "Hessians, refined, then recovery": {
-        "fedspallm.merge": "hessians", "fedspallm.refine": True, "fedspallm.recovery-rounds": 1,
-        "fedspallm.recovery-segments": 512, "fedspallm.recovery-steps": 32, "fedspallm.recovery-learning-rate": 0.001,
-    },
-}  # fmt: skip
-"""The ways to make a layer that :func:`cells_table` compares."""
-CELLS = tuple(product((4, 8, 16), (2, 32), (0.4, 0.2)))
-"""The numbers of clients and of segments, and the density, of which a cell is."""
-ELSEWHERE = ("seed", "data-dir", "fedltp.public-data-dir", "fedspallm.evaluation-texts")
-CAPACITIES = "0.2 0.4 0.7 1.0"
-ONE_SHOT = _fedltp(pruning="one-shot") | {"density": 0.53}
-ITERATIVE = _fedltp(pruning="iterative", **{"further-pruned": 0.2}) | {"density": 0.99}
-CLAIMS = (
-    Claim(
-        "1a", "Dis-PFL, Table 1", "Dis-PFL at density 0.5 is more accurate than training alone", SCARCE,
-        _dispfl(density=0.5), {"system": "standalone"},
-    ),
-    Claim(
-        "1b", "Dis-PFL, Table 1", "D-PSGD-FT is more accurate than training alone", SCARCE,
-        DPSGD_FT, {"system": "standalone"},
-    ),
-    Claim(
-        "1c", "Dis-PFL, Tables 1 and 3",
-        "Dis-PFL at density 0.5, with half the traffic, is at most one point behind D-PSGD-FT", SCARCE,
-        _dispfl(density=0.5), DPSGD_FT, margin=1.0,
-    ),
-    Claim(
-        "1d", "Dis-PFL, Figure 4", "Dis-PFL at density 0.8 is at most one point behind D-PSGD-FT", SCARCE,
-        _dispfl(density=0.8), DPSGD_FT, margin=1.0,
-    ),
-    Claim(
-        "1e", "Dis-PFL, Algorithm 2", "Growth by gradient is more accurate than growth at random, density 0.5", SCARCE,
-        _dispfl(density=0.5), _dispfl(density=0.5, dispfl_growth="random"),
-    ),
-    Claim(
-        "2a", "Sub-FedAvg, Table 1", "Sub-FedAvg (Un) at 30 % is more accurate than training alone", ROUNDS,
-        _subfedavg(30.0), {"system": "standalone"},
-    ),
-    Claim(
-        "2b", "Sub-FedAvg, Table 1", "Sub-FedAvg (Un) at 50 % is at most half a point behind training alone", ROUNDS,
-        _subfedavg(50.0), {"system": "standalone"}, margin=0.5,
-    ),
-    Claim(
-        "2c", "Sub-FedAvg, Table 1", "Sub-FedAvg (Un) at 50 % is more accurate than LG-FedAvg", ROUNDS,
-        _subfedavg(50.0), {"system": "lg-fedavg"},
-    ),
-    Claim(
-        "2d", "Sub-FedAvg, Table 1", "Sub-FedAvg (Un) at 70 % is at most three points behind 30 %", ROUNDS,
-        _subfedavg(70.0), _subfedavg(30.0), margin=3.0,
-    ),
-    Claim(
-        "2e", "not in the paper", "Sub-FedAvg (Un) at 30 % is more accurate than FedAvg's clients after local training",
-        ROUNDS, _subfedavg(30.0), {"system": "fedavg"},
-    ),
-    Claim(
-        "3a", "FedP3, Figure 4", "With one layer per client, accuracy falls from density 1.0 to 0.9", LAYERS,
-        _fedp3(1.0), _fedp3(0.9),
-    ),
-    Claim(
-        "3b", "FedP3, Figure 4", "With one layer per client, accuracy falls from density 1.0 to 0.5", LAYERS,
-        _fedp3(1.0), _fedp3(0.5),
-    ),
-    Claim(
-        "3c", "FedP3, Figure 2",
-        "FedP3 with three layers per client (OPU3) at 0.9 is at most two points behind FedAvg", LAYERS,
-        _fedp3(0.9, "opu3"), {"system": "fedavg"}, margin=2.0,
-    ),
-    Claim(
-        "3d", "FedP3, Figure 2",
-        "Three layers per client (OPU3) are more accurate than one (LowerB), density 0.9", LAYERS,
-        _fedp3(0.9, "opu3"), _fedp3(0.9),
-    ),
-    Claim(
-        "3e", "not in the paper", "Layers by what a client can hold are more accurate than one layer each, density 0.9",
-        LAYERS, _fedp3(0.9, "capacity", **{"fedp3.capacities": CAPACITIES}), _fedp3(0.9),
-    ),
-    Claim(
-        "4a", "Fed-LTP, Table 3", "Fed-LTP's one-shot tickets are more accurate than DP-Fed, at equal noise", PRIVATE,
-        ONE_SHOT, {"system": "dpfed"}, measure="received",
-    ),
-    Claim(
-        "4b", "Fed-LTP, Table 3",
-        "Fed-LTP's one-shot tickets are more accurate than Fed-SPA with p = 1, at equal noise", PRIVATE,
-        ONE_SHOT, {"system": "fedspa", "fedspa.share": 1.0}, measure="received",
-    ),
-    Claim(
-        "4c", "Fed-LTP, Table 3", "Iterative pruning, averaged over the holders, is at most two points behind one-shot",
-        PRIVATE, ITERATIVE, ONE_SHOT, margin=2.0, measure="received",
-    ),
-    Claim(
-        "4d", "Fed-LTP, Algorithm 2",
-        "Iterative pruning is more accurate with line 9 as printed, divided by K, than averaged over the holders",
-        PRIVATE,
-        ITERATIVE | {"fedltp.average": "participants"}, ITERATIVE, measure="received",
-    ),
-    _of_language(
-        "5a", "FedSpaLLM, Tables 1-3",
-        "With 2 segments per client, the global model is better than the clients' own, 70 %",
-        _fedspallm(0.3, 2),
-    ),
-    _of_language(
-        "5b", "FedSpaLLM, Tables 1-3",
-        "With 32 segments per client, the global model is better than the clients' own, 70 %",
-        _fedspallm(0.3, 32),
-    ),
-    _of_language(
-        "5c", "FedSpaLLM, Tables 1-3",
-        "With 32 segments per client, the global model is better than the clients' own, 80 %",
-        _fedspallm(0.2, 32),
-    ),
-    _of_language(
-        "5d", "not in the paper",
-        "Pruned by Hessians, the global model is better than by the mean, 32 segments, 50 %",
-        _fedspallm(0.5, 32, "hessians", refine=True), worse=_fedspallm(0.5, 32), worse_measure="received",
-    ),
-    _of_language(
-        "5e", "not in the paper",
-        "Pruned by Hessians, the global model is better than by the mean, 32 segments, 80 %",
-        _fedspallm(0.2, 32, "hessians", refine=True), worse=_fedspallm(0.2, 32), worse_measure="received",
-    ),
-    _of_language(
-        "5f", "not in the paper",
-        "Pruned by Hessians, the global model is better than the clients' own, 32 segments, 50 %",
-        _fedspallm(0.5, 32, "hessians", refine=True), worse=_fedspallm(0.5, 32),
-    ),
-)  # fmt: skip
 
 
 # --- from runs to rows ----------------------------------------------------------------------------------------------
@@ -329,17 +138,31 @@ def add(name: str, folders: Iterable[Path]) -> int:
     return added
 
 
-def left(name: str, path: Path) -> dict[int, dict[str, Any]]:
-    """By seed: the matrix of a file with those systems alone of which the data file lacks a row."""
+def matrices_of(name: str) -> list[Path]:
+    """The files of the matrices whose runs are the rows of a data file."""
+    return [ROOT / "configs" / "matrices" / f"{matrix}.yaml" for matrix in MATRICES[name]]
+
+
+def missing(name: str, path: Path) -> list[tuple[Any, int, str]]:
+    """The runs of a matrix' file of which the data file lacks a row: the system as the file says, seed, settings."""
     document = yaml.safe_load(path.read_text())
     matrix = matrix_of(document, path)
     assert isinstance(matrix, Matrix)
     known = {(row["settings"], row["seed"]) for row in read(name)}
-    found: dict[int, dict[str, Any]] = {}
     asked = product(document["systems"], document["datasets"], document["seeds"])  # the order of the cells
+    found = []
     for (system, _, seed), cell in zip(asked, matrix.cells(path.parent, {}, resume=False), strict=True):
-        if (json.dumps(settings_of(cell.config.to_dict()), sort_keys=True), str(seed)) in known:
-            continue
+        settings = json.dumps(settings_of(cell.config.to_dict()), sort_keys=True)
+        if (settings, str(seed)) not in known:
+            found.append((system, seed, settings))
+    return found
+
+
+def left(name: str, path: Path) -> dict[int, dict[str, Any]]:
+    """By seed: the matrix of a file with those systems alone of which the data file lacks a row."""
+    document = yaml.safe_load(path.read_text())
+    found: dict[int, dict[str, Any]] = {}
+    for system, seed, _ in missing(name, path):
         systems = found.setdefault(seed, {**document, "systems": [], "seeds": [seed]})["systems"]
         if system not in systems:
             systems.append(system)
@@ -347,7 +170,8 @@ def left(name: str, path: Path) -> dict[int, dict[str, Any]]:
 
 
 def _append(name: str, rows: Sequence[Row]) -> None:
-    append_rows(DATA / f"{name}.csv", rows)
+    if rows:  # language models have no course
+        append_rows(DATA / f"{name}.csv", rows)
 
 
 def read(name: str) -> list[Row]:
@@ -421,21 +245,90 @@ def claims_table() -> str:
     return "\n".join(lines)
 
 
-def runs_table(name: str) -> str:
-    """All rows of a data file, with those settings in which the rows of one system differ."""
-    rows = sorted(read(name), key=lambda row: (row["system"], row["settings"], int(row["seed"])))
-    lines = [
-        "| system | settings | seed | personal | worst tenth | received | busiest node, MB/round | minutes |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    numbers = ("seed", "personal", "worst_decile", "received", "busiest_megabytes_per_round", "minutes")
+def left_table() -> str:
+    """The runs of all matrices that have no row, and their hours, judged by those of their kind that have one."""
+    lines = ["| runs | matrix | without a row | hours of one core |", "| --- | --- | ---: | ---: |"]
+    for name in MATRICES:
+        rows = read(name)
+        by_settings: dict[str, list[float]] = {}
+        for row in rows:
+            by_settings.setdefault(row["settings"], []).append(float(row["minutes"]))
+        every = [minutes for each in by_settings.values() for minutes in each]
+        for path in matrices_of(name):
+            found = missing(name, path)
+            if not found:
+                continue
+            kind = [by_settings.get(settings) for _, _, settings in found]
+            hours = sum(fmean(each or every) for each in kind) / 60 if any(kind) else None
+            about = [f"`{name}`", f"`{path.name}`", len(found), "not measured" if hours is None else f"{hours:.1f}"]
+            lines.append(f"| {' | '.join(map(str, about))} |")
+    return "\n".join(lines)
+
+
+def figures() -> Iterable[tuple[str, Figure]]:
+    """The figures of the page by the names of their files."""
+    sections: dict[str, list[drawn.Bar]] = {}
+    for claim in CLAIMS:
+        apart, by_seed = compared(claim)
+        if apart is None:
+            continue
+        points = [100 * value for value in (apart.mean, apart.low, apart.high)]
+        said = verdict(claim, apart, by_seed)
+        bar = drawn.Bar(claim.name, claim.text, *points, [100 * mean for mean in by_seed], -claim.margin, said)
+        sections.setdefault(SECTIONS[claim.name[0]], []).append(bar)
+    yield "claims", drawn.claims(sections)
+    for name in MATRICES:
+        is_shown = any(claim.data == name and claim.measure == "personal" for claim in CLAIMS)
+        if is_shown and (found := _series(name)):
+            yield name, drawn.course(found)
+
+
+def _series(name: str) -> list[drawn.Series]:
+    """The runs of a data file that have a course, by setting."""
+    rows = sorted(read(name), key=_by_setting)
+    found = {}
+    for row, settings in zip(rows, differing(rows), strict=True):
+        shown = (f"{key.rpartition('.')[2]} {value}" for key, value in settings if value != "")
+        found[row["settings"]] = drawn.Series(", ".join([row["system"], *shown]))
+    for row in read(f"{name}.rounds"):
+        point = int(row["round"]), float(row["personal"])
+        found[row["settings"]].course.setdefault(row["seed"], []).append(point)
+    for row in rows:
+        if row["personal"]:
+            last = float(row["busiest_megabytes_per_round"]), float(row["personal"])
+            found[row["settings"]].last[row["seed"]] = last
+    return [series for series in found.values() if any(len(course) > 1 for course in series.course.values())]
+
+
+def _by_setting(row: Row) -> tuple[str, str, int]:
+    return row["system"], row["settings"], int(row["seed"])
+
+
+def differing(rows: Sequence[Row]) -> list[list[tuple[str, Any]]]:
+    """Of each row those settings in which the rows of its system differ."""
+    found = []
     for row in rows:
         of_system = [json.loads(other["settings"]) for other in rows if other["system"] == row["system"]]
         keys = sorted({key for settings in of_system for key in settings})
         values = {key: {json.dumps(each.get(key, DEFAULTS[key])) for each in of_system} for key in keys}
         own = json.loads(row["settings"])
-        differing = [f"`{key}={own.get(key, DEFAULTS[key])}`" for key in keys if len(values[key]) > 1]
-        cells = [row["system"], ", ".join(differing) or "–", *(row[number] or "–" for number in numbers)]
+        found.append([(key, own.get(key, DEFAULTS[key])) for key in keys if len(values[key]) > 1])
+    return found
+
+
+def runs_table(name: str) -> str:
+    """All rows of a data file, with those settings in which the rows of one system differ."""
+    if not read(name):
+        return "No run has been made yet."
+    rows = sorted(read(name), key=_by_setting)
+    lines = [
+        "| system | settings | seed | personal | worst tenth | received | busiest node, MB/round | minutes |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    numbers = ("seed", "personal", "worst_decile", "received", "busiest_megabytes_per_round", "minutes")
+    for row, settings in zip(rows, differing(rows), strict=True):
+        shown = ", ".join(f"`{key}={value}`" for key, value in settings)
+        cells = [row["system"], shown or "–", *(row[number] or "–" for number in numbers)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -510,7 +403,7 @@ def _of_all_ways(clients: int, segments: int, density: float) -> dict[str, Paire
     """By seed and text the values of the clients' own models, and of each of MERGES."""
     name = f"fedspallm-{clients}"
     rows = read(name)
-    of = {way: chosen(rows, {**_fedspallm(density, segments), **merge}) for way, merge in MERGES.items()}
+    of = {way: chosen(rows, {**of_merge(density, segments), **merge}) for way, merge in MERGES.items()}
     alone = paired(name, of["the paper's mean"], "personal")
     return {"standalone": alone, **{way: paired(name, found, "received") for way, found in of.items()}}
 
@@ -530,10 +423,10 @@ def written(text: str) -> str:
     def made(name: str) -> str:
         tables = {"runs": runs_table, "texts": texts_table, "cells": cells_table}
         kind, _, about = name.partition(" ")
-        whole = {"claims": claims_table, "wins": wins_table}
+        whole = {"claims": claims_table, "wins": wins_table, "left": left_table}
         return whole[kind]() if kind in whole else tables[kind](about)
 
-    return with_tables(text, r"claims|wins|(?:runs|texts|cells) [\w-]+", made)
+    return with_tables(text, r"claims|wins|left|(?:runs|texts|cells) [\w-]+", made)
 
 
 def main() -> None:
@@ -543,22 +436,24 @@ def main() -> None:
     adding.add_argument("name")
     adding.add_argument("runs", nargs="+", type=Path)
     leaving = commands.add_parser("left")
-    leaving.add_argument("name")
-    leaving.add_argument("matrix", type=Path)
+    leaving.add_argument("name", choices=MATRICES)
     leaving.add_argument("--out", type=Path, required=True, help="the folder for a matrix of each seed")
     commands.add_parser("write")
     given = parser.parse_args()
     if given.command == "left":
         given.out.mkdir(parents=True, exist_ok=True)
-        for seed, document in left(given.name, given.matrix).items():
-            file = given.out / f"{given.name}-seed{seed}.yaml"
-            file.write_text(yaml.safe_dump(document, sort_keys=False))
-            print(f"{file}: {len(document['systems'])} runs")
+        for path in matrices_of(given.name):
+            for seed, document in left(given.name, path).items():
+                file = given.out / f"{path.stem}-seed{seed}.yaml"
+                file.write_text(yaml.safe_dump(document, sort_keys=False))
+                print(f"{file}: {len(document['systems'])} runs")
         return
     if given.command == "add":
         print(f"{add(given.name, given.runs)} rows added")
     for page in PAGES:
         page.write_text(written(page.read_text()))
+    for name, figure in figures():
+        drawn.save(figure, FIGURES / f"{name}.svg")
 
 
 if __name__ == "__main__":

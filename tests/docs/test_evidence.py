@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import math
+from pathlib import Path
 
 import pytest
 
 import fedprune_app
 from fedprune_app.config import OPTIONS, parse_config
+from fedprune_app.matrices import read_matrix
 from fedprune_app.results.differences import Difference
 from tests.docs.scripts import script
 
@@ -121,9 +123,65 @@ def test_what_is_left_of_a_matrix_are_the_systems_without_a_row(tmp_path, monkey
     assert found[1]["common"] == {"num-server-rounds": 2}
 
 
-def test_the_rows_that_are_there_are_found_in_their_matrix():
-    for name, matrix in (("dispfl-scarce", "dispfl_scarce"), ("fedp3-layers", "fedp3_layers")):
-        file = evidence.ROOT / "configs" / "matrices" / f"{matrix}.yaml"
-        num_left = sum(len(each["systems"]) for each in evidence.left(name, file).values())
-        document = evidence.yaml.safe_load(file.read_text())
-        assert num_left == len(document["systems"]) * len(document["seeds"]) - len(evidence.read(name))
+@pytest.mark.parametrize("name", evidence.MATRICES)
+def test_the_rows_that_are_there_are_found_in_their_matrices(name):
+    paths = evidence.matrices_of(name)
+    documents = [evidence.yaml.safe_load(path.read_text()) for path in paths]
+    num_runs = sum(len(each["systems"]) * len(each["datasets"]) * len(each["seeds"]) for each in documents)
+    num_left = sum(len(evidence.missing(name, path)) for path in paths)
+    assert num_left == num_runs - len(evidence.read(name))
+    assert {claim.data for claim in CLAIMS} == evidence.MATRICES.keys()
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
+def test_a_claim_compares_runs_that_its_matrices_make(claim):
+    """Each side of a claim is one setting of the matrices, with all its seeds."""
+    made = [
+        {"system": cell.config.system, "seed": str(cell.config.seed), "settings": json.dumps(settings)}
+        for path in evidence.matrices_of(claim.data)
+        for cell in read_matrix(path).cells(path.parent, {}, resume=False)
+        for settings in [evidence.settings_of(cell.config.to_dict())]
+    ]
+    for wanted in (claim.better, claim.worse):
+        rows = chosen(made, wanted)
+        assert len({row["settings"] for row in rows}) == 1
+        assert len({row["seed"] for row in rows}) == len(rows) == claim.seeds
+
+
+def test_what_is_left_is_counted_and_judged_by_runs_of_its_kind(monkeypatch):
+    def row(settings, seed, minutes):
+        return {"settings": settings, "seed": seed, "minutes": minutes}
+
+    missing = {
+        "a.yaml": [("x", 0, "slow"), ("x", 1, "slow"), ("x", 1, "new")],
+        "b.yaml": [("y", 0, "new")],
+        "c.yaml": [],
+    }
+    monkeypatch.setattr(evidence, "MATRICES", {"mine": ()})
+    monkeypatch.setattr(evidence, "matrices_of", lambda name: list(map(Path, missing)))
+    monkeypatch.setattr(evidence, "missing", lambda name, path: missing[path.name])
+    monkeypatch.setattr(
+        evidence, "read", lambda name: [row("slow", "2", "90"), row("slow", "3", "150"), row("quick", "2", "60")]
+    )
+    assert evidence.left_table().splitlines()[2:] == [
+        "| `mine` | `a.yaml` | 3 | 5.7 |",  # 2 + 2 hours of this kind, and 5/3 as the mean of all
+        "| `mine` | `b.yaml` | 1 | not measured |",
+    ]
+
+
+def test_the_figures_are_drawn_from_the_data():
+    figures = dict(evidence.figures())
+    files = {path.stem: path.read_text() for path in evidence.FIGURES.glob("*.svg")}
+    assert figures.keys() == files.keys()
+    for name, figure in figures.items():
+        assert evidence.drawn.drawn_from(figure) in files[name], name
+
+
+def test_a_figure_of_other_data_has_another_digest():
+    drawn = evidence.drawn
+
+    def digest(mean):
+        bar = drawn.Bar("1", "more", mean, mean - 1, mean + 1, [mean], 0.0, "shown")
+        return drawn.drawn_from(drawn.claims({"1. One": [bar]}))
+
+    assert digest(1.0) == digest(1.0) != digest(1.5)

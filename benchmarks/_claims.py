@@ -1,0 +1,282 @@
+"""The claims of docs/evidence.md, and the matrices of runs that test them. A claim stands here before its first run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim says that ``better`` beats ``worse``, or with ``margin`` that it is no more than so many points behind.
+
+    Both are settings that a row must have, such as ``{"system": "dispfl", "density": 0.5}``. ``seeds`` is the number of
+    seeds that was decided on before the first run. ``measure`` says what a client tests: its ``personal`` model, or the
+    ``received`` one. ``worse_measure`` does so for ``worse``, where that differs.
+    """
+
+    name: str
+    source: str
+    text: str
+    data: str
+    better: Mapping[str, Any]
+    worse: Mapping[str, Any]
+    seeds: int = 3
+    margin: float = 0.0
+    measure: str = "personal"
+    worse_measure: str = ""
+
+
+def _dispfl(**more: Any) -> dict[str, Any]:
+    return {"system": "dispfl", **{key.replace("_", "."): value for key, value in more.items()}}
+
+
+def _subfedavg(target: float) -> dict[str, Any]:
+    return {"system": "subfedavg", "subfedavg.target-rate": target}
+
+
+def _fedp3(density: float, layer_set: str = "lowerb", **more: Any) -> dict[str, Any]:
+    return {"system": "fedp3", "density": density, "fedp3.layer-set": layer_set, **more}
+
+
+def _fedltp(**more: Any) -> dict[str, Any]:
+    return {"system": "fedltp", **{f"fedltp.{key}": value for key, value in more.items()}}
+
+
+def of_merge(density: float, segments: int, merge: str = "mean", **more: Any) -> dict[str, Any]:
+    """The settings of FedSpaLLM that tell one cell from another."""
+    options = {"segments": segments, "merge": merge, **more}
+    return {"system": "fedspallm", "density": density, **{f"fedspallm.{key}": value for key, value in options.items()}}
+
+
+def _of_language(name: str, source: str, text: str, better: Mapping[str, Any], **more: Any) -> Claim:
+    """A claim about perplexity: the global model against the clients' own of the same run, or as ``more`` says."""
+    how = {"worse": better, "worse_measure": "personal", **more}
+    return Claim(name, source, text, LANGUAGE, better, seeds=5, measure="received", **how)
+
+
+SCARCE, CLASSES, FIVE_HUNDRED = "dispfl-scarce", "dispfl-classes", "dispfl-500"
+ROUNDS, ROUNDS_MNIST, LAYERS, PRIVATE = "subfedavg-rounds", "subfedavg-rounds-mnist", "fedp3-layers", "fedltp-rounds"
+LANGUAGE = "fedspallm-merges"
+MATRICES = {
+    SCARCE: ("dispfl_scarce", "dispfl_beside", "dispfl_densities", "dispfl_dropping"),
+    CLASSES: ("dispfl_classes",),
+    FIVE_HUNDRED: ("dispfl_500",),
+    ROUNDS: ("subfedavg_rounds",),
+    ROUNDS_MNIST: ("subfedavg_rounds_mnist",),
+    LAYERS: ("fedp3_layers",),
+    PRIVATE: ("fedltp_rounds",),
+    LANGUAGE: ("fedspallm_claims",),
+}
+"""Which files of configs/matrices make the rows of a data file."""
+SECTIONS = {
+    "1": "1. Dis-PFL", "2": "2. Sub-FedAvg", "3": "3. FedP3", "4": "4. Fed-LTP",
+    "5": "5. FedSpaLLM (a point is a hundredth of the logarithm of perplexity)",
+}  # fmt: skip
+"""The sections of the page, by the digit with which a claim's name begins."""
+STANDALONE, DPSGD_FT = {"system": "standalone"}, {"system": "dpsgd-ft"}
+TEXTS = ("ptb", "stdlib", "wikitext-2")
+COMMON = frozenset(
+    {
+        "dispfl.neighbours", "dpsgd.neighbours", "fedfomo.candidates", "subfedavg.prune-step",
+        "fedltp.public-dataset", "fedltp.tickets", "fedltp.ticket-iterations", "fedltp.validators",
+        "fedspallm.deal", "fedspallm.block-size", "fedspallm.segment-length", "fedspallm.window",
+        "fedspallm.test-windows", "fedspallm.evaluate-own",
+    }
+)  # fmt: skip
+"""These settings of systems do not tell the rows of a data file apart."""
+MERGES = {
+    "the paper's mean": {"fedspallm.merge": "mean"},
+    "least squares": {"fedspallm.merge": "least-squares"},
+    "Hessians": {"fedspallm.merge": "hessians"},
+    "Hessians, refined": {"fedspallm.merge": "hessians", "fedspallm.refine": True},
+    "Hessians, refined, then recovery": {
+        "fedspallm.merge": "hessians", "fedspallm.refine": True, "fedspallm.recovery-rounds": 1,
+        "fedspallm.recovery-segments": 512, "fedspallm.recovery-steps": 32, "fedspallm.recovery-learning-rate": 0.001,
+    },
+}  # fmt: skip
+"""The ways to make a layer that :func:`cells_table` compares."""
+CELLS = tuple(product((4, 8, 16), (2, 32), (0.4, 0.2)))
+"""The numbers of clients and of segments, and the density, of which a cell is."""
+ELSEWHERE = ("seed", "data-dir", "fedltp.public-data-dir", "fedspallm.evaluation-texts")
+FULL = _dispfl(density=0.5, dispfl_topology="full", dispfl_dropped="trains-alone")
+CAPACITIES = "0.2 0.4 0.7 1.0"
+ONE_SHOT = _fedltp(pruning="one-shot") | {"density": 0.53}
+ITERATIVE = _fedltp(pruning="iterative", **{"further-pruned": 0.2}) | {"density": 0.99}
+CLAIMS = (
+    Claim(
+        "1a", "Dis-PFL, Table 1", "Dis-PFL at density 0.5 is more accurate than training alone", SCARCE,
+        _dispfl(density=0.5), STANDALONE,
+    ),
+    Claim(
+        "1b", "Dis-PFL, Table 1", "D-PSGD-FT is more accurate than training alone", SCARCE,
+        DPSGD_FT, STANDALONE,
+    ),
+    Claim(
+        "1c", "Dis-PFL, Tables 1 and 3",
+        "Dis-PFL at density 0.5, with half the traffic, is at most one point behind D-PSGD-FT", SCARCE,
+        _dispfl(density=0.5), DPSGD_FT, margin=1.0,
+    ),
+    Claim(
+        "1d", "Dis-PFL, Figure 4", "Dis-PFL at density 0.8 is at most one point behind D-PSGD-FT", SCARCE,
+        _dispfl(density=0.8), DPSGD_FT, margin=1.0,
+    ),
+    Claim(
+        "1e", "Dis-PFL, Algorithm 2", "Growth by gradient is more accurate than growth at random, density 0.5", SCARCE,
+        _dispfl(density=0.5), _dispfl(density=0.5, dispfl_growth="random"),
+    ),
+    *(
+        Claim(
+            name, "Dis-PFL, Table 1", f"Dis-PFL at density 0.5 is more accurate than {other}", SCARCE,
+            _dispfl(density=0.5), {"system": system},
+        )
+        for name, other, system in (
+            ("1f", "FedAvg-FT with 10 clients a round", "fedavg-ft"), ("1g", "Ditto with 10 clients a round", "ditto"),
+            ("1h", "FedFomo", "fedfomo"), ("1i", "Sub-FedAvg with 10 clients a round", "subfedavg"),
+        )
+    ),
+    Claim(
+        "1j", "Dis-PFL, Table 4", "Dis-PFL at density 0.2 is at most three points behind density 0.5", SCARCE,
+        _dispfl(density=0.2), _dispfl(density=0.5), margin=3.0,
+    ),
+    Claim(
+        "1k", "Dis-PFL, Table 4", "Dis-PFL at density 0.5 is more accurate than at density 0.8", SCARCE,
+        _dispfl(density=0.5), _dispfl(density=0.8),
+    ),
+    Claim(
+        "1l", "Dis-PFL, section 4.5", "Dis-PFL at density 0.5 is more accurate than at density 1.0", SCARCE,
+        _dispfl(density=0.5), _dispfl(density=1.0),
+    ),
+    *(
+        Claim(
+            name, "Dis-PFL, Figure 6",
+            f"Dis-PFL is more accurate than training alone where a client drops out of {share} % of the rounds", SCARCE,
+            FULL | {"drop-probability": share / 100},
+            STANDALONE,
+        )
+        for name, share in (("1m", 20), ("1n", 50), ("1o", 80))
+    ),
+    *(
+        claim
+        for first, second, data, where in (
+            ("1p", "1q", CLASSES, "two classes per client"), ("1r", "1s", FIVE_HUNDRED, "500 images per client"),
+        )
+        for claim in (
+            Claim(
+                first, "Dis-PFL, Table 1", f"With {where}, Dis-PFL at density 0.5 is more accurate than training alone",
+                data, _dispfl(density=0.5), STANDALONE,
+            ),
+            Claim(
+                second, "Dis-PFL, Tables 1 and 3",
+                f"With {where}, Dis-PFL at density 0.5 is at most one point behind D-PSGD-FT",
+                data, _dispfl(density=0.5), DPSGD_FT, margin=1.0,
+            ),
+        )
+    ),
+    Claim(
+        "2a", "Sub-FedAvg, Table 1", "Sub-FedAvg (Un) at 30 % is more accurate than training alone", ROUNDS,
+        _subfedavg(30.0), STANDALONE,
+    ),
+    Claim(
+        "2b", "Sub-FedAvg, Table 1", "Sub-FedAvg (Un) at 50 % is at most half a point behind training alone", ROUNDS,
+        _subfedavg(50.0), STANDALONE, margin=0.5,
+    ),
+    Claim(
+        "2c", "Sub-FedAvg, Table 1", "Sub-FedAvg (Un) at 50 % is more accurate than LG-FedAvg", ROUNDS,
+        _subfedavg(50.0), {"system": "lg-fedavg"},
+    ),
+    Claim(
+        "2d", "Sub-FedAvg, Table 1", "Sub-FedAvg (Un) at 70 % is at most three points behind 30 %", ROUNDS,
+        _subfedavg(70.0), _subfedavg(30.0), margin=3.0,
+    ),
+    Claim(
+        "2e", "not in the paper", "Sub-FedAvg (Un) at 30 % is more accurate than FedAvg's clients after local training",
+        ROUNDS, _subfedavg(30.0), {"system": "fedavg"},
+    ),
+    Claim(
+        "2f", "Sub-FedAvg, Table 1", "MNIST: Sub-FedAvg (Un) at 50 % is more accurate than training alone",
+        ROUNDS_MNIST, _subfedavg(50.0), STANDALONE,
+    ),
+    Claim(
+        "2g", "Sub-FedAvg, Table 1", "MNIST: Sub-FedAvg (Un) at 50 % is more accurate than LG-FedAvg", ROUNDS_MNIST,
+        _subfedavg(50.0), {"system": "lg-fedavg"},
+    ),
+    Claim(
+        "2h", "not in the paper",
+        "MNIST: Sub-FedAvg (Un) at 50 % is more accurate than FedAvg's clients after local training",
+        ROUNDS_MNIST, _subfedavg(50.0), {"system": "fedavg"},
+    ),
+    Claim(
+        "3a", "FedP3, Figure 4", "With one layer per client, accuracy falls from density 1.0 to 0.9", LAYERS,
+        _fedp3(1.0), _fedp3(0.9),
+    ),
+    Claim(
+        "3b", "FedP3, Figure 4", "With one layer per client, accuracy falls from density 1.0 to 0.5", LAYERS,
+        _fedp3(1.0), _fedp3(0.5),
+    ),
+    Claim(
+        "3c", "FedP3, Figure 2",
+        "FedP3 with three layers per client (OPU3) at 0.9 is at most two points behind FedAvg", LAYERS,
+        _fedp3(0.9, "opu3"), {"system": "fedavg"}, margin=2.0,
+    ),
+    Claim(
+        "3d", "FedP3, Figure 2",
+        "Three layers per client (OPU3) are more accurate than one (LowerB), density 0.9", LAYERS,
+        _fedp3(0.9, "opu3"), _fedp3(0.9),
+    ),
+    Claim(
+        "3e", "not in the paper", "Layers by what a client can hold are more accurate than one layer each, density 0.9",
+        LAYERS, _fedp3(0.9, "capacity", **{"fedp3.capacities": CAPACITIES}), _fedp3(0.9),
+    ),
+    Claim(
+        "4a", "Fed-LTP, Table 3", "Fed-LTP's one-shot tickets are more accurate than DP-Fed, at equal noise", PRIVATE,
+        ONE_SHOT, {"system": "dpfed"}, measure="received",
+    ),
+    Claim(
+        "4b", "Fed-LTP, Table 3",
+        "Fed-LTP's one-shot tickets are more accurate than Fed-SPA with p = 1, at equal noise", PRIVATE,
+        ONE_SHOT, {"system": "fedspa", "fedspa.share": 1.0}, measure="received",
+    ),
+    Claim(
+        "4c", "Fed-LTP, Table 3", "Iterative pruning, averaged over the holders, is at most two points behind one-shot",
+        PRIVATE, ITERATIVE, ONE_SHOT, margin=2.0, measure="received",
+    ),
+    Claim(
+        "4d", "Fed-LTP, Algorithm 2",
+        "Iterative pruning is more accurate with line 9 as printed, divided by K, than averaged over the holders",
+        PRIVATE,
+        ITERATIVE | {"fedltp.average": "participants"}, ITERATIVE, measure="received",
+    ),
+    _of_language(
+        "5a", "FedSpaLLM, Tables 1-3",
+        "With 2 segments per client, the global model is better than the clients' own, 70 %",
+        of_merge(0.3, 2),
+    ),
+    _of_language(
+        "5b", "FedSpaLLM, Tables 1-3",
+        "With 32 segments per client, the global model is better than the clients' own, 70 %",
+        of_merge(0.3, 32),
+    ),
+    _of_language(
+        "5c", "FedSpaLLM, Tables 1-3",
+        "With 32 segments per client, the global model is better than the clients' own, 80 %",
+        of_merge(0.2, 32),
+    ),
+    _of_language(
+        "5d", "not in the paper",
+        "Pruned by Hessians, the global model is better than by the mean, 32 segments, 50 %",
+        of_merge(0.5, 32, "hessians", refine=True), worse=of_merge(0.5, 32), worse_measure="received",
+    ),
+    _of_language(
+        "5e", "not in the paper",
+        "Pruned by Hessians, the global model is better than by the mean, 32 segments, 80 %",
+        of_merge(0.2, 32, "hessians", refine=True), worse=of_merge(0.2, 32), worse_measure="received",
+    ),
+    _of_language(
+        "5f", "not in the paper",
+        "Pruned by Hessians, the global model is better than the clients' own, 32 segments, 50 %",
+        of_merge(0.5, 32, "hessians", refine=True), worse=of_merge(0.5, 32),
+    ),
+)  # fmt: skip

@@ -1,0 +1,122 @@
+"""The figures of docs/evidence.md: the claims with their intervals, and the course of the runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+mpl.rcParams.update(
+    {
+        "svg.hashsalt": "fedprune",  # the same data make the same file
+        "font.size": 9,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.color": "#dddddd",
+        "axes.axisbelow": True,
+        "figure.facecolor": "white",
+        "legend.frameon": False,
+    }
+)
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999933", "#882255", "#6699cc")
+"""Colours that readers with any colour vision can tell apart (Okabe and Ito, then Tol)."""
+OF_VERDICT = {"shown": "#009e73", "refuted": "#d55e00", "undecided": "#777777", "open": "#56b4e9"}
+DOT_STYLE = {"linestyle": "none", "markersize": 4, "alpha": 0.6}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A claim's line: the mean difference in points, its interval, the mean of each seed, and the verdict."""
+
+    name: str
+    text: str
+    mean: float
+    low: float
+    high: float
+    by_seed: Sequence[float]
+    floor: float  # the difference above which the claim holds
+    verdict: str
+
+
+@dataclass
+class Series:
+    """The runs of one setting: accuracy in per cent by seed and round, and by seed the last one with its megabytes."""
+
+    label: str
+    course: dict[str, list[tuple[int, float]]] = field(default_factory=dict)
+    last: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+
+def claims(sections: Mapping[str, Sequence[Bar]]) -> Figure:
+    """One panel for each section, with one line for each claim that has runs."""
+    heights = [len(bars) + 0.8 for bars in sections.values()]
+    figure = Figure(figsize=(10, 0.42 * sum(heights) + 1), layout="constrained")
+    panels = figure.subplots(len(sections), 1, gridspec_kw={"height_ratios": heights}, squeeze=False)[:, 0]
+    for panel, (title, bars) in zip(panels, sections.items(), strict=True):
+        for row, bar in enumerate(bars):
+            colour = OF_VERDICT[bar.verdict.partition(":")[0]]
+            panel.plot([bar.low, bar.high], [row, row], color=colour, linewidth=2.5, solid_capstyle="butt")
+            panel.plot(bar.by_seed, [row] * len(bar.by_seed), marker="o", color=colour, **DOT_STYLE)
+            panel.plot([bar.mean], [row], marker="D", color=colour, markersize=6)
+            panel.plot([bar.floor, bar.floor], [row - 0.4, row + 0.4], color="black", linewidth=1.2)
+        panel.set_yticks(
+            range(len(bars)),
+            [textwrap.fill(f"{bar.name}  {bar.text}", 62, break_on_hyphens=False) for bar in bars],
+            fontsize=8,
+        )
+        panel.set_ylim(len(bars) - 0.4, -0.6)
+        panel.set_title(title, loc="left", fontsize=9, fontweight="bold")
+    panels[-1].set_xlabel("difference in points; a claim holds to the right of its black line")
+    marks = [mpl.lines.Line2D([], [], color=colour, linewidth=2.5, label=said) for said, colour in OF_VERDICT.items()]
+    marks.append(mpl.lines.Line2D([], [], color="black", marker="D", linestyle="none", label="mean of all pairs"))
+    marks.append(mpl.lines.Line2D([], [], color="black", marker="o", **DOT_STYLE, label="mean of a seed"))
+    figure.legend(handles=marks, loc="outside upper center", ncols=len(marks), fontsize=8)
+    return figure
+
+
+def course(found: Sequence[Series]) -> Figure:
+    """Left: mean accuracy of the personal models by round. Right: the last one, by megabytes of the busiest node."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    by_round, by_bytes = figure.subplots(1, 2, sharey=True)
+    for number, series in enumerate(found):
+        colour, dash = COLOURS[number % len(COLOURS)], ("-", "--", ":")[number // len(COLOURS)]
+        points: dict[int, list[float]] = {}
+        for seed in series.course.values():
+            by_round.plot(*zip(*seed, strict=True), color=colour, linewidth=0.8, alpha=0.4, linestyle=dash)
+            for when, value in seed:
+                points.setdefault(when, []).append(value)
+        means = sorted((when, sum(values) / len(values)) for when, values in points.items())
+        by_round.plot(*zip(*means, strict=True), color=colour, linewidth=2, linestyle=dash, label=series.label)
+        by_bytes.plot(*zip(*series.last.values(), strict=True), marker="o", color=colour, **DOT_STYLE | {"alpha": 0.9})
+    by_round.set_xlabel("round")
+    by_round.set_ylabel("personal accuracy, %, mean of the clients")
+    by_bytes.set_xlabel("busiest node, MB a round")
+    by_bytes.tick_params(labelleft=True)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+    return figure
+
+
+def drawn_from(figure: Figure) -> str:
+    """A digest of all that is drawn, by which a file tells whether it is up to date."""
+    said: list[Any] = []
+    for panel in figure.axes:
+        ticks = [label.get_text() for label in panel.get_yticklabels()] if panel.get_title(loc="left") else []
+        said.append([panel.get_title(loc="left"), panel.get_xlabel(), panel.get_ylabel(), ticks])
+        for line in panel.lines:
+            points = [[round(float(value), 6) for value in axis] for axis in (line.get_xdata(), line.get_ydata())]
+            said.append([points, line.get_color(), line.get_linestyle(), line.get_marker(), line.get_label()])
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure, with the digest of what is drawn in its description."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None, "Creator": None, "Description": drawn_from(figure)})
