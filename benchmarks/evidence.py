@@ -35,7 +35,7 @@ from fedprune_app.results.reader import Run, load_run
 
 ROOT = Path(__file__).parents[1]
 DATA, FIGURES = ROOT / "docs" / "data" / "evidence", ROOT / "docs" / "assets" / "evidence"
-PAGES = (ROOT / "docs" / "evidence.md", ROOT / "docs" / "results.md")
+PAGES = tuple(ROOT / "docs" / f"{page}.md" for page in ("evidence", "choosing", "results"))
 Row = dict[str, str]
 COLUMNS = (
     "system", "settings", "seed", "clients", "rounds", "personal", "worst_decile", "received", "global",
@@ -316,21 +316,49 @@ def differing(rows: Sequence[Row]) -> list[list[tuple[str, Any]]]:
     return found
 
 
-def runs_table(name: str) -> str:
-    """All rows of a data file, with those settings in which the rows of one system differ."""
-    if not read(name):
-        return "No run has been made yet."
+COLUMNS_OF_SETTINGS = {
+    "personal": ("personal, %", 2), "worst_decile": ("worst tenth, %", 2), "received": ("received, %", 2),
+    "busiest_megabytes_per_round": ("busiest node, MB a round", 3), "teraflops": ("FLOPs, 10¹²", 1),
+    "minutes": ("minutes", 0),
+}  # fmt: skip
+"""The title of a measure in a table, and its decimal digits."""
+COSTS = ("busiest_megabytes_per_round", "teraflops", "personal")
+
+
+def settings_table(name: str, measures: Sequence[str] = tuple(COLUMNS_OF_SETTINGS)) -> str:
+    """Each setting of a data file with the mean of its seeds, and their standard deviation.
+
+    The settings are those in which the rows of one system differ.
+    """
     rows = sorted(read(name), key=_by_setting)
-    lines = [
-        "| system | settings | seed | personal | worst tenth | received | busiest node, MB/round | minutes |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    numbers = ("seed", "personal", "worst_decile", "received", "busiest_megabytes_per_round", "minutes")
+    if not rows:
+        return "No run has been made yet."
+    of_setting: dict[tuple[str, str], list[Row]] = {}
     for row, settings in zip(rows, differing(rows), strict=True):
-        shown = ", ".join(f"`{key}={value}`" for key, value in settings)
-        cells = [row["system"], shown or "–", *(row[number] or "–" for number in numbers)]
-        lines.append(f"| {' | '.join(cells)} |")
+        shown = ", ".join(f"`{key}={value}`" for key, value in settings if value != "")
+        of_setting.setdefault((row["system"], shown or "–"), []).append(row)
+    titles = ["system", "settings", "seeds", *(COLUMNS_OF_SETTINGS[measure][0] for measure in measures)]
+    lines = [f"| {' | '.join(titles)} |", f"| --- | --- |{' ---: |' * (len(measures) + 1)}"]
+    for (system, shown), found in of_setting.items():
+        seeds = ", ".join(row["seed"] for row in found)
+        cells = [_spread([row[key] for row in found], COLUMNS_OF_SETTINGS[key][1]) for key in measures]
+        lines.append(f"| {' | '.join([system, shown, seeds, *cells])} |")
     return "\n".join(lines)
+
+
+def costs_table(name: str) -> str:
+    """What each setting of a data file costs, from the fewest bytes to the most."""
+    head, rule, *lines = settings_table(name, COSTS).splitlines()
+    return "\n".join([head, rule, *sorted(lines, key=lambda line: float(line.split("|")[4].split("±")[0]))])
+
+
+def _spread(texts: Sequence[str], digits: int) -> str:
+    """The mean of numbers, with their standard deviation where it can be seen."""
+    values = [float(text) for text in texts if text]
+    if not values:
+        return "–"
+    mean, apart = f"{fmean(values):.{digits}f}", f"{stdev(values) if len(values) > 1 else 0:.{digits}f}"
+    return f"{mean} ± {apart}" if digits and float(apart) else mean
 
 
 def texts_table(name: str) -> str:
@@ -421,12 +449,12 @@ def written(text: str) -> str:
     """The page with its tables made anew."""
 
     def made(name: str) -> str:
-        tables = {"runs": runs_table, "texts": texts_table, "cells": cells_table}
+        tables = {"settings": settings_table, "costs": costs_table, "texts": texts_table, "cells": cells_table}
         kind, _, about = name.partition(" ")
         whole = {"claims": claims_table, "wins": wins_table, "left": left_table}
         return whole[kind]() if kind in whole else tables[kind](about)
 
-    return with_tables(text, r"claims|wins|left|(?:runs|texts|cells) [\w-]+", made)
+    return with_tables(text, r"claims|wins|left|(?:settings|costs|texts|cells) [\w-]+", made)
 
 
 def main() -> None:

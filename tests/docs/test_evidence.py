@@ -123,6 +123,27 @@ def test_what_is_left_of_a_matrix_are_the_systems_without_a_row(tmp_path, monkey
     assert found[1]["common"] == {"num-server-rounds": 2}
 
 
+def test_a_setting_is_the_mean_of_its_seeds_and_costs_are_in_order(monkeypatch):
+    def row(system, seed, personal, megabytes, **settings):
+        numbers = {"personal": personal, "busiest_megabytes_per_round": megabytes, "teraflops": "2.0", "minutes": "9.6"}
+        about = {"system": system, "seed": seed, "settings": json.dumps(settings), "worst_decile": "", "received": ""}
+        return {**about, **numbers}
+
+    rows = [row("dispfl", "0", "60.0", "1.5"), row("dispfl", "1", "62.0", "1.5")]
+    rows += [row("dispfl", "0", "61.0", "0.5", density=0.2), row("standalone", "0", "50.0", "1.0")]
+    monkeypatch.setattr(evidence, "read", lambda name: rows if name == "mine" else [])
+    assert evidence.settings_table("mine").splitlines()[2:] == [
+        "| dispfl | `density=0.2` | 0 | 61.00 | – | – | 0.500 | 2.0 | 10 |",
+        "| dispfl | `density=0.5` | 0, 1 | 61.00 ± 1.41 | – | – | 1.500 | 2.0 | 10 |",
+        "| standalone | – | 0 | 50.00 | – | – | 1.000 | 2.0 | 10 |",
+    ]
+    costs = evidence.costs_table("mine").splitlines()[2:]
+    assert [line.split("|")[4:7] for line in costs] == [
+        [" 0.500 ", " 2.0 ", " 61.00 "], [" 1.000 ", " 2.0 ", " 50.00 "], [" 1.500 ", " 2.0 ", " 61.00 ± 1.41 "],
+    ]  # fmt: skip
+    assert evidence.settings_table("other") == "No run has been made yet."
+
+
 @pytest.mark.parametrize("name", evidence.MATRICES)
 def test_the_rows_that_are_there_are_found_in_their_matrices(name):
     paths = evidence.matrices_of(name)
