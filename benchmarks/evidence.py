@@ -333,13 +333,9 @@ def settings_table(name: str, measures: Sequence[str] = tuple(COLUMNS_OF_SETTING
     rows = sorted(read(name), key=_by_setting)
     if not rows:
         return "No run has been made yet."
-    of_setting: dict[tuple[str, str], list[Row]] = {}
-    for row, settings in zip(rows, differing(rows), strict=True):
-        shown = ", ".join(f"`{key}={value}`" for key, value in settings if value != "")
-        of_setting.setdefault((row["system"], shown or "–"), []).append(row)
     titles = ["system", "settings", "seeds", *(COLUMNS_OF_SETTINGS[measure][0] for measure in measures)]
     lines = [f"| {' | '.join(titles)} |", f"| --- | --- |{' ---: |' * (len(measures) + 1)}"]
-    for (system, shown), found in of_setting.items():
+    for (system, shown), found in _of_settings(rows).items():
         seeds = ", ".join(row["seed"] for row in found)
         cells = [_spread([row[key] for row in found], COLUMNS_OF_SETTINGS[key][1]) for key in measures]
         lines.append(f"| {' | '.join([system, shown, seeds, *cells])} |")
@@ -350,6 +346,51 @@ def costs_table(name: str) -> str:
     """What each setting of a data file costs, from the fewest bytes to the most."""
     head, rule, *lines = settings_table(name, COSTS).splitlines()
     return "\n".join([head, rule, *sorted(lines, key=lambda line: float(line.split("|")[4].split("±")[0]))])
+
+
+def passes_table(name: str) -> str:
+    """The tested round from which personal models stay above training alone, and the bytes till then, by setting and seed.
+
+    The bytes are the run's mean megabytes of the busiest node in a round, times the rounds.
+    """
+    rows = sorted(read(name), key=_by_setting)
+    course: dict[tuple[str, str], dict[int, float]] = {}
+    for row in read(f"{name}.rounds"):
+        course.setdefault((row["settings"], row["seed"]), {})[int(row["round"])] = float(row["personal"])
+    alone = {row["seed"]: course[row["settings"], row["seed"]] for row in rows if row["system"] == "standalone"}
+    if not alone:
+        return "No run has been made yet."
+    lines = [
+        "| system | settings | seeds | ahead from round | busiest node till then, MB |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
+    for key, of_setting in _of_settings(
+        [row for row in rows if row["system"] != "standalone" and row["seed"] in alone]
+    ).items():
+        since = [_ahead_since(course[row["settings"], row["seed"]], alone[row["seed"]]) for row in of_setting]
+        megabytes = [float(row["busiest_megabytes_per_round"]) for row in of_setting]
+        columns = (
+            [row["seed"] for row in of_setting],
+            [str(number or "never") for number in since],
+            [f"{number * each:.1f}" if number else "–" for number, each in zip(since, megabytes, strict=True)],
+        )
+        lines.append(f"| {' | '.join([*key, *map(', '.join, columns)])} |")
+    return "\n".join(lines)
+
+
+def _ahead_since(own: Mapping[int, float], other: Mapping[int, float]) -> int | None:
+    """The first round of ``own`` from which it is above ``other`` to the end."""
+    behind = max((number for number in own if own[number] <= other[number]), default=0)
+    return min((number for number in own if number > behind), default=None)
+
+
+def _of_settings(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
+    """The rows by system and by those settings in which the rows of that system differ."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row, settings in zip(rows, differing(rows), strict=True):
+        shown = ", ".join(f"`{key}={value}`" for key, value in settings if value != "")
+        found.setdefault((row["system"], shown or "–"), []).append(row)
+    return found
 
 
 def _spread(texts: Sequence[str], digits: int) -> str:
@@ -449,12 +490,18 @@ def written(text: str) -> str:
     """The page with its tables made anew."""
 
     def made(name: str) -> str:
-        tables = {"settings": settings_table, "costs": costs_table, "texts": texts_table, "cells": cells_table}
+        tables = {
+            "settings": settings_table,
+            "costs": costs_table,
+            "passes": passes_table,
+            "texts": texts_table,
+            "cells": cells_table,
+        }
         kind, _, about = name.partition(" ")
         whole = {"claims": claims_table, "wins": wins_table, "left": left_table}
         return whole[kind]() if kind in whole else tables[kind](about)
 
-    return with_tables(text, r"claims|wins|left|(?:settings|costs|texts|cells) [\w-]+", made)
+    return with_tables(text, r"claims|wins|left|(?:settings|costs|passes|texts|cells) [\w-]+", made)
 
 
 def main() -> None:

@@ -144,6 +144,23 @@ def test_a_setting_is_the_mean_of_its_seeds_and_costs_are_in_order(monkeypatch):
     assert evidence.settings_table("other") == "No run has been made yet."
 
 
+def test_a_setting_passes_training_alone_when_it_stays_ahead(monkeypatch):
+    courses = {"standalone": (5, 6, 6, 6), "dispfl": (4, 7, 5, 7), "dpsgd": (6, 7, 8, 9), "ditto": (9, 9, 9, 6)}
+    about = {"settings": "{}", "seed": "0", "busiest_megabytes_per_round": "0.5"}
+    rows = [{"system": system, **about, "settings": json.dumps({"system": system})} for system in courses]
+    points = [
+        {**row, "round": str(10 * number), "personal": str(value)}
+        for row in rows
+        for number, value in enumerate(courses[row["system"]], 1)
+    ]
+    monkeypatch.setattr(evidence, "read", lambda name: points if name.endswith(".rounds") else rows)
+    assert evidence.passes_table("mine").splitlines()[2:] == [
+        "| dispfl | – | 0 | 40 | 20.0 |",
+        "| ditto | – | 0 | never | – |",
+        "| dpsgd | – | 0 | 10 | 5.0 |",
+    ]
+
+
 @pytest.mark.parametrize("name", evidence.MATRICES)
 def test_the_rows_that_are_there_are_found_in_their_matrices(name):
     paths = evidence.matrices_of(name)
