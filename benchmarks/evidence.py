@@ -349,7 +349,7 @@ def costs_table(name: str) -> str:
 
 
 def passes_table(name: str) -> str:
-    """The tested round from which personal models stay above training alone, and the bytes till then, by setting and seed.
+    """By setting and seed: the tested round from which personal models stay above training alone, and bytes till then.
 
     The bytes are the run's mean megabytes of the busiest node in a round, times the rounds.
     """
