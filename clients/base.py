@@ -60,11 +60,12 @@ class ImageClient(ImageNode[Update]):
         evaluation=frozenset(
             {
                 *("digest", "density", "density/", "inference-flops"),
-                *("accuracy-personal", "accuracy-validation", "accuracy-received", "accuracy-global"),
+                *("accuracy-personal", "accuracy-validation", "accuracy-received", "accuracy-global", "accuracy-noise"),
                 "accuracy-of-class/",
             }
         ),
         withheld_when_private=frozenset({"loss", "accuracy-of-class/"}),
+        only_when_private=frozenset({"accuracy-noise"}),
     )
 
     def __init__(self, config: Config, place: Place) -> None:
@@ -218,6 +219,8 @@ class ImageClient(ImageNode[Update]):
             scores |= self.received_scores(task, state)
         told |= {name: score for name, score in scores.items() if score is not None}
         if self.privacy is not None:
+            if self.config.dp.accuracies == "noised" and len(self.data.test_labels):
+                told["accuracy-noise"] = self.privacy.share_noise(len(self.data.test_labels))
             # which labels a client holds may decide how many test examples it has
             return 0, told | self.privacy.report(task.round)
         return len(self.data.test_labels), told

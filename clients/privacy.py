@@ -156,13 +156,22 @@ class ClientPrivacy:
     def affordable_count(
         self, correct: int, most: int, split: str, round: int, public: Mapping[str, Tensor]
     ) -> float | None:
-        """This returns :meth:`noised_count`, or None, with nothing charged, where the budget does not bear a count."""
+        """This returns a share of correct predictions for people to read, or None where the budget bears no count.
+
+        The share is :meth:`noised_score` over ``most``. It may lie below 0 or above 1, at most by 1, so that a mean
+        over clients has hardly any bias. If each share were cut to [0, 1], a mean of high accuracies would be too low.
+        Where None is returned, nothing is charged.
+        """
         from fedprune_app.privacy.ledger import Overspent
 
         try:
-            return self.noised_count(correct, most, split, round, public)
+            return min(max(self.noised_score(correct, split, round, public) / most, -1.0), 2.0)
         except Overspent:
             return None
+
+    def share_noise(self, most: int) -> float:
+        """This is the standard deviation of the noise in a share that :meth:`affordable_count` returns."""
+        return math.sqrt(2) * self.options.count_scale / most
 
     def noised_score(self, correct: int, split: str, round: int, public: Mapping[str, Tensor]) -> int:
         """This returns a count of correct predictions, noised, rounded and charged. One example counts once.

@@ -101,12 +101,28 @@ def largest(values: Sequence[float]) -> float | None:
     return max(values, default=None)
 
 
+def noise_of_mean(deviations: Sequence[float]) -> float | None:
+    """The mean of numbers with independent noise of these standard deviations has noise of this one. None for none."""
+    return math.hypot(*deviations) / len(deviations) if deviations else None
+
+
 def noise_remark(row: Row) -> str:
     """A row's epsilons are simulated where noise derives from the seed: whoever knows the seed can subtract it."""
     share = row.get("epsilon_simulated")
     if share is None:
         return "noise unknown"
     return {0: "", 1: "simulated"}.get(share, "partly simulated")
+
+
+def accuracy_remark(row: Row) -> str:
+    """A mean of accuracies that clients told with noise stands beside the standard deviation of its noise."""
+    noise = row.get("accuracy_noise")
+    return "" if noise is None else f"noise ± {100 * noise:.1f}"
+
+
+def noised_remark(row: Row) -> str:
+    """A number that the noise in clients' accuracies moves in one direction says so."""
+    return "" if row.get("accuracy_noise") is None else "of noised accuracies"
 
 
 # --- how a column is shown --------------------------------------------------------------------------------------
@@ -210,9 +226,9 @@ class Measure:
 
     ``name`` is its column in clients.jsonl, and with dashes its field in a reply; ``field`` is another name for that
     field. The number is ``required`` in some kinds of reply and ``optional`` in others; it lies between ``least`` and
-    ``most``. A count is made an integer. A number that is ``withheld`` is not looked at in a private run. A number that
-    is told ``by`` layer or class is in several fields, as ``field/layer``. ``view`` is its view in the figure of all
-    clients.
+    ``most``. A count is made an integer. A number that is ``withheld`` is not looked at in a private run. One that
+    ``may_be_noised`` may lie out of these bounds by 1 in a private run. A number that is told ``by`` layer or class is
+    in several fields, as ``field/layer``. ``view`` is its view in the figure of all clients.
 
     The ``columns`` are taken over the replies of an evaluation if the number is in these, else over those of training.
     """
@@ -225,6 +241,7 @@ class Measure:
     most: float = LARGEST_SAID
     is_count: bool = False
     withheld: bool = False
+    may_be_noised: bool = False
     by: Literal["", "layer", "class"] = ""
     recorded: Recorded = Recorded.ALWAYS
     kind: Kind = Kind.NUMBER
@@ -246,25 +263,27 @@ class Measure:
         """The replies of an evaluation may tell the number, and then its columns are taken over them."""
         return any(reply.is_evaluation for reply in self.replies)
 
-    def of(self, fields: Row, *, about: str | None = None, most: float | None = None) -> float:
+    def of(self, fields: Row, *, about: str | None = None, most: float | None = None, private: bool = False) -> float:
         """The fields of a reply tell the number, which is checked here.
 
         With ``about`` the number is the one told of that layer or text. ``most`` takes the place of the declared bound.
         ``ValueError`` names the field that is missing or out of bounds.
         """
         name = self.wire_name if about is None else f"{self.wire_name}/{about}"
-        value = bounded(fields.get(name), f"field '{name}'", self.least, self.most if most is None else most)
+        beyond = 1.0 if private and self.may_be_noised else 0.0
+        least, most = self.least - beyond, (self.most if most is None else most) + beyond
+        value = bounded(fields.get(name), f"field '{name}'", least, most)
         return int(value) if self.is_count else value
 
-    def found(self, fields: Row, reply: Reply, names: Mapping[str, Iterable[str]]) -> Any:
+    def found(self, fields: Row, reply: Reply, names: Mapping[str, Iterable[str]], private: bool = False) -> Any:
         """A reply of this kind tells one number, or numbers by name, or None if the number is optional there.
 
         ``names`` says which layers and classes there are.
         """
         if self.by:
             told = (name for name in names.get(self.by, ()) if f"{self.wire_name}/{name}" in fields)
-            return {name: self.of(fields, about=name) for name in told} or None
-        return self.of(fields) if reply in self.required or self.wire_name in fields else None
+            return {name: self.of(fields, about=name, private=private) for name in told} or None
+        return self.of(fields, private=private) if reply in self.required or self.wire_name in fields else None
 
 
 class Measures(tuple[Measure | Column, ...]):
@@ -375,6 +394,7 @@ MEASURES = Measures(
             optional=_EVALUATION,
             least=0,
             most=1,
+            may_be_noised=True,
             view=Title("Personal", 10),
             columns=(
                 Column(
@@ -384,13 +404,15 @@ MEASURES = Measures(
                     table=InTable("personal_accuracy", "Personal (%)", 2, 100, place=27),
                     view=Title("Personal", 10),
                     line=InLine("personal accuracy", "personal", ".1f", 100, " %"),
+                    remark=accuracy_remark,
                 ),
-                Column("accuracy_personal_std", spread),
+                Column("accuracy_personal_std", spread, remark=noised_remark),
                 Column(
                     "accuracy_personal_worst_decile",
                     lowest_tenth,
                     table=InTable("worst_decile", "Personal, worst decile (%)", 2, 100, place=30),
                     view=Title("Worst decile", 40),
+                    remark=noised_remark,
                 ),
             ),
         ),
@@ -400,6 +422,7 @@ MEASURES = Measures(
             optional=_TRAINING | _EVALUATION,
             least=0,
             most=1,
+            may_be_noised=True,
             view=Title("Received", 30),
             columns=(
                 Column(
@@ -407,6 +430,7 @@ MEASURES = Measures(
                     mean,
                     table=InTable("received_accuracy", "Received (%)", 2, 100, place=28),
                     view=Title("Received", 30),
+                    remark=accuracy_remark,
                 ),
             ),
         ),
@@ -415,6 +439,7 @@ MEASURES = Measures(
             optional=_EVALUATION,
             least=0,
             most=1,
+            may_be_noised=True,
             columns=(Column("accuracy_validation_mean", mean, view=Title("Validation", 50)),),
         ),
         Measure(
@@ -422,6 +447,7 @@ MEASURES = Measures(
             optional=_EVALUATION,
             least=0,
             most=1,
+            may_be_noised=True,
             recorded=_WHERE_MEASURED,
             view=Title("Global model", 20),
             columns=(
@@ -432,8 +458,17 @@ MEASURES = Measures(
                     table=InTable("global_accuracy", "Global model (%)", 2, 100, place=40),
                     view=Title("Global model", 20),
                     line=InLine("global accuracy", "global", ".1f", 100, " %"),
+                    remark=accuracy_remark,
                 ),
             ),
+        ),
+        # standard deviation of the noise in each of the client's accuracies on test data
+        Measure(
+            "accuracy_noise",
+            optional=_EVALUATION,
+            least=0,
+            recorded=_WHERE_MEASURED,
+            columns=(Column("accuracy_noise", noise_of_mean, recorded=_WHERE_MEASURED),),
         ),
         # of the personal model, on the client's test examples of each class, by the class's number
         Measure(
@@ -624,7 +659,7 @@ def row_of(
     """
     names = {"layer": sorted(layers), "class": [str(number) for number in range(min(num_classes, MOST_CLASSES))]}
     return {
-        each.name: None if private and each.withheld else each.found(fields, reply, names)
+        each.name: None if private and each.withheld else each.found(fields, reply, names, private)
         for each in MEASURES.told_in(reply)
     }
 

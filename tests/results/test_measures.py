@@ -210,6 +210,12 @@ TEXT = {"perplexity_by_text": {"ptb": {"window": 128, "windows": 64, "windows_in
             "personal 50.0 %  ",
         ),
         (
+            {"accuracy_personal_mean": 0.5, "accuracy_global": 0.625, "accuracy_noise": 0.0333},
+            "3 replies, 1 failures, 2.00 MB, 1.3 s, personal accuracy 50.0 % (noise ± 3.3), "
+            "global accuracy 62.5 % (noise ± 3.3)",
+            "personal 50.0 % (noise ± 3.3)  global 62.5 % (noise ± 3.3)  ",
+        ),
+        (
             {"epsilon_max": 2.345, "epsilon_simulated": 0.0},
             "3 replies, 1 failures, epsilon 2.35, 2.00 MB, 1.3 s",
             "ε 2.35  ",
@@ -249,6 +255,31 @@ def test_every_epsilon_that_people_read_says_where_its_noise_is_simulated():
     for column in epsilons:
         assert column.remarked({column.name: 2.0, "epsilon_simulated": 1.0}) == " (simulated)"
         assert column.remarked({column.name: 2.0, "epsilon_simulated": 0.0}) == ""
+
+
+def test_every_accuracy_that_people_read_says_how_much_of_it_is_noise():
+    accuracies = [column for name, column in MEASURES.columns.items() if name.startswith("accuracy_") and column.table]
+    assert len(accuracies) == 4
+    for column in accuracies:
+        assert column.remarked({column.name: 0.5}) == ""
+        said = "of noised accuracies" if "decile" in column.name else "noise ± 2.0"
+        assert column.remarked({column.name: 0.5, "accuracy_noise": 0.02}) == f" ({said})"
+
+
+def test_the_noise_of_a_mean_falls_with_the_number_of_clients():
+    assert measures.noise_of_mean([0.3, 0.4]) == pytest.approx(0.25)
+    assert measures.noise_of_mean([0.2] * 16) == pytest.approx(0.05)
+    assert measures.noise_of_mean([]) is None
+
+
+@pytest.mark.parametrize("name", ["personal", "validation", "received", "global"])
+def test_an_accuracy_passes_its_bounds_by_noise_alone(name):
+    fields = {"density": 1.0, "inference-flops": 1.0, f"accuracy-{name}": 1.5}
+    assert measures.row_of(Reply.EVALUATION, fields, private=True)[f"accuracy_{name}"] == 1.5
+    with pytest.raises(ValueError, match=f"accuracy-{name}"):
+        measures.row_of(Reply.EVALUATION, fields)
+    with pytest.raises(ValueError, match=f"accuracy-{name}"):
+        measures.row_of(Reply.EVALUATION, fields | {f"accuracy-{name}": -1.01}, private=True)
 
 
 def test_what_is_declared_as_of_the_round_alone_is_not_in_a_clients_row():
