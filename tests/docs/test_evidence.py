@@ -125,7 +125,8 @@ def test_what_is_left_of_a_matrix_are_the_systems_without_a_row(tmp_path, monkey
 
 def test_a_setting_is_the_mean_of_its_seeds_and_costs_are_in_order(monkeypatch):
     def row(system, seed, personal, megabytes, **settings):
-        numbers = {"personal": personal, "busiest_megabytes_per_round": megabytes, "teraflops": "2.0", "minutes": "9.6"}
+        numbers = {"personal": personal, "busiest_megabytes_per_round": megabytes, "megabytes_up": "7.0"}
+        numbers |= {"teraflops": "2.0", "minutes": "9.6"}
         about = {"system": system, "seed": seed, "settings": json.dumps(settings), "worst_decile": "", "received": ""}
         return {**about, **numbers}
 
@@ -133,9 +134,9 @@ def test_a_setting_is_the_mean_of_its_seeds_and_costs_are_in_order(monkeypatch):
     rows += [row("dispfl", "0", "61.0", "0.5", density=0.2), row("standalone", "0", "50.0", "1.0")]
     monkeypatch.setattr(evidence, "read", lambda name: rows if name == "mine" else [])
     assert evidence.settings_table("mine").splitlines()[2:] == [
-        "| dispfl | `density=0.2` | 0 | 61.00 | – | – | 0.500 | 2.0 | 10 |",
-        "| dispfl | `density=0.5` | 0, 1 | 61.00 ± 1.41 | – | – | 1.500 | 2.0 | 10 |",
-        "| standalone | – | 0 | 50.00 | – | – | 1.000 | 2.0 | 10 |",
+        "| dispfl | `density=0.2` | 0 | 61.00 | – | – | 0.500 | 7.0 | 2.0 | 10 |",
+        "| dispfl | `density=0.5` | 0, 1 | 61.00 ± 1.41 | – | – | 1.500 | 7.0 | 2.0 | 10 |",
+        "| standalone | – | 0 | 50.00 | – | – | 1.000 | 7.0 | 2.0 | 10 |",
     ]
     costs = evidence.costs_table("mine").splitlines()[2:]
     assert [line.split("|")[4:7] for line in costs] == [
