@@ -65,7 +65,8 @@ class Column:
     """A column of the final table says which value of a run it shows and how a number is written.
 
     ``place`` orders the columns. Those that are declared have theirs in ``results/measures.py``. The ``remark`` on a
-    run's number stands behind it where people read it.
+    run's number stands behind it where people read it. With ``is_accuracy`` the remark on several runs tells the noise
+    of their mean, where clients told their accuracies with noise.
     """
 
     key: str
@@ -75,14 +76,17 @@ class Column:
     decimals: int = 1
     place: int = 0
     remark: Callable[[Run], str] = lambda run: ""
+    is_accuracy: bool = False
 
 
 def outcome() -> tuple[Column, ...]:
     """Return the columns of the table of final numbers: those that are declared, and those made of several numbers."""
     standalone, own = own_models(1), own_models(2)
     made = (
-        Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10),
-        Column("best_accuracy", "Accuracy, best on validation (%)", best_on_validation, 100, 2, 20),
+        Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10, _headline_remark, True),
+        Column(
+            "best_accuracy", "Accuracy, best on validation (%)", best_on_validation, 100, 2, 20, _headline_remark, True
+        ),
         Column("standalone_perplexity", standalone, lambda run: own_perplexity(run, standalone), 1, 2, 60),
         Column("own_perplexity", own, lambda run: own_perplexity(run, own), 1, 2, 70),
         Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0, measures.LAST),
@@ -110,12 +114,19 @@ def _declared(is_cost: bool) -> Iterator[Column]:
         if (shown := column.table) and shown.is_cost == is_cost:
             value = partial(_OF_ROUNDS[shown.of_rounds], field=name)
             remark = partial(_last_remark, column=column)
-            yield Column(shown.key, shown.title, value, shown.scale, shown.decimals, shown.place, remark)
+            is_accuracy = column.remark is measures.accuracy_remark
+            yield Column(shown.key, shown.title, value, shown.scale, shown.decimals, shown.place, remark, is_accuracy)
 
 
 def _last_remark(run: Run, column: measures.Column) -> str:
     """Return the remark on the last number that the run has in this column."""
     return next((column.remarked(row) for row in reversed(run.rounds) if row.get(column.name) is not None), "")
+
+
+def _headline_remark(run: Run) -> str:
+    """Return the remark on the number that the run is judged by."""
+    column = measures.MEASURES.columns.get(run.headline)
+    return "" if column is None else _last_remark(run, column)
 
 
 def epsilon_remark(groups: Sequence[Group]) -> str:
@@ -126,6 +137,10 @@ def epsilon_remark(groups: Sequence[Group]) -> str:
 
 def _together(runs: Sequence[Run], column: Column) -> str:
     """Return the remarks on all these runs' numbers; where runs differ, each remark with how many runs have it."""
+    noise = [run.last("accuracy_noise") for run in runs] if column.is_accuracy else []
+    if told := [each for each in noise if each is not None]:
+        remark = measures.accuracy_remark({"accuracy_noise": measures.noise_of_mean(told)})
+        return f" ({remark})" if len(told) == len(runs) else f" ({remark}: {len(told)} of {len(runs)} runs)"
     found = Counter(column.remark(run) for run in runs)
     if len(found) <= 1:
         return next(iter(found), "")

@@ -33,11 +33,13 @@ def made_up_run(
     peers: bool = False,
     noise: float = 0.0,
     simulated: float = 1.0,
+    accuracy_noise: float | None = None,
 ) -> Path:
     """A run folder written by the real recorder, with curves that look like training.
 
     With ``peers`` the clients exchange models with one another, differ in density and have their masks compared. With
-    ``noise`` they spend privacy, each in the rounds it trains in; ``simulated`` is the share with seeded noise.
+    ``noise`` they spend privacy, each in the rounds it trains in; ``simulated`` is the share with seeded noise, and
+    ``accuracy_noise`` the standard deviation of the noise in the mean of their accuracies.
     """
     rng = np.random.default_rng([seed, *system.encode(errors="replace")])
     recorder = Recorder(folder)
@@ -106,7 +108,7 @@ def made_up_run(
         if noise:
             joined += np.isin(np.arange(clients), [client for client, more in trained.items() if "seconds" in more])
             epsilons = np.sqrt(joined) / noise
-            row |= {"epsilon_max": epsilons.max(), "epsilon_simulated": simulated}
+            row |= {"epsilon_max": epsilons.max(), "epsilon_simulated": simulated, "accuracy_noise": accuracy_noise}
             for client, more in trained.items():
                 more["epsilon"] = epsilons[client] if joined[client] else None
         recorder.clients({"round": number, "partition": i} | more for i, more in sorted(trained.items()))

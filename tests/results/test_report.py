@@ -283,6 +283,26 @@ def test_every_epsilon_of_seeded_noise_is_marked_where_people_read_it(make_run, 
     assert epsilon_remark(mixed) == " (simulated: 1 of 2 runs)"
 
 
+def test_noised_accuracies_stand_beside_the_noise_of_the_mean_over_clients_and_seeds(make_run, tmp_path):
+    private = {"config": {"dp.enabled": True, "dp.noise-multiplier": 0.5}, "noise": 0.5}
+    noised = [
+        make_run(f"noised{seed}", seed=seed, accuracy_noise=noise, **private) for seed, noise in ((0, 0.03), (1, 0.04))
+    ]
+    in_the_open = make_run("open", seed=1, **private)
+    keys = ("accuracy", "personal_accuracy", "received_accuracy")
+    shown = [column for column in columns() if column.key in keys]
+
+    def remarks(*folders):
+        _, ((*_, first, second, third),) = final_rows(group_runs([load_run(folder) for folder in folders]), shown)
+        return {cell.partition(" (")[2] for cell in (first, second, third)}
+
+    assert remarks(noised[0]) == {"noise ± 3.0)"}
+    assert remarks(*noised) == {"noise ± 2.5)"}
+    assert remarks(noised[0], in_the_open) == {"noise ± 3.0: 1 of 2 runs)"}
+    assert remarks(in_the_open) == {""}
+    assert "(noise ± 2.5)</td>" in write_report(noised, tmp_path / "noised.html").read_text()
+
+
 def test_of_very_many_clients_only_some_have_an_epsilon_of_their_own_and_it_is_said(make_run):
     each = drawn([make_run("many", clients=250, noise=1.0, config={"dp.enabled": True})])["epsilon"].variants[1]
     assert each.traces[0]["x"].count(None) <= 100
