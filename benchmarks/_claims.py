@@ -144,7 +144,7 @@ CLAIMS = (
     ),
     Claim(
         "1e", "Dis-PFL, Algorithm 2", "Growth by gradient is more accurate than growth at random, density 0.5", SCARCE,
-        _dispfl(density=0.5), _dispfl(density=0.5, dispfl_growth="random"),
+        _dispfl(density=0.5), _at_random(0.5),
     ),
     *(
         Claim(

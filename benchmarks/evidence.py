@@ -325,17 +325,20 @@ COLUMNS_OF_SETTINGS = {
 COSTS = ("busiest_megabytes_per_round", "teraflops", "personal")
 
 
-def settings_table(name: str, measures: Sequence[str] = tuple(COLUMNS_OF_SETTINGS)) -> str:
+def settings_table(name: str, measures: Sequence[str] = tuple(COLUMNS_OF_SETTINGS), rising: str = "") -> str:
     """Each setting of a data file with the mean of its seeds, and their standard deviation.
 
-    The settings are those in which the rows of one system differ.
+    The settings are those in which the rows of one system differ. If a measure is ``rising``, it orders the lines.
     """
     rows = sorted(read(name), key=_by_setting)
     if not rows:
         return "No run has been made yet."
     titles = ["system", "settings", "seeds", *(COLUMNS_OF_SETTINGS[measure][0] for measure in measures)]
     lines = [f"| {' | '.join(titles)} |", f"| --- | --- |{' ---: |' * (len(measures) + 1)}"]
-    for (system, shown), found in _of_settings(rows).items():
+    of_settings = list(_of_settings(rows).items())
+    if rising:
+        of_settings.sort(key=lambda each: fmean(float(row[rising]) for row in each[1]))
+    for (system, shown), found in of_settings:
         seeds = ", ".join(row["seed"] for row in found)
         cells = [_spread([row[key] for row in found], COLUMNS_OF_SETTINGS[key][1]) for key in measures]
         lines.append(f"| {' | '.join([system, shown, seeds, *cells])} |")
@@ -344,8 +347,7 @@ def settings_table(name: str, measures: Sequence[str] = tuple(COLUMNS_OF_SETTING
 
 def costs_table(name: str) -> str:
     """What each setting of a data file costs, from the fewest bytes to the most."""
-    head, rule, *lines = settings_table(name, COSTS).splitlines()
-    return "\n".join([head, rule, *sorted(lines, key=lambda line: float(line.split("|")[4].split("±")[0]))])
+    return settings_table(name, COSTS, rising=COSTS[0])
 
 
 def passes_table(name: str) -> str:
@@ -364,9 +366,8 @@ def passes_table(name: str) -> str:
         "| system | settings | seeds | ahead from round | busiest node till then, MB |",
         "| --- | --- | ---: | ---: | ---: |",
     ]
-    for key, of_setting in _of_settings(
-        [row for row in rows if row["system"] != "standalone" and row["seed"] in alone]
-    ).items():
+    compared_rows = [row for row in rows if row["system"] != "standalone" and row["seed"] in alone]
+    for key, of_setting in _of_settings(compared_rows).items():
         since = [_ahead_since(course[row["settings"], row["seed"]], alone[row["seed"]]) for row in of_setting]
         megabytes = [float(row["busiest_megabytes_per_round"]) for row in of_setting]
         columns = (

@@ -142,7 +142,7 @@ def test_a_setting_is_the_mean_of_its_seeds_and_costs_are_in_order(monkeypatch):
     assert [line.split("|")[4:7] for line in costs] == [
         [" 0.500 ", " 2.0 ", " 61.00 "], [" 1.000 ", " 2.0 ", " 50.00 "], [" 1.500 ", " 2.0 ", " 61.00 ± 1.41 "],
     ]  # fmt: skip
-    assert evidence.settings_table("other") == "No run has been made yet."
+    assert evidence.settings_table("other") == evidence.costs_table("other") == "No run has been made yet."
 
 
 def test_a_setting_passes_training_alone_when_it_stays_ahead(monkeypatch):
