@@ -16,6 +16,7 @@ not measured.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -28,8 +29,10 @@ from fedprune_app.results.texts import own_models, tested_on
 
 Row = Mapping[str, Any]
 Take = Callable[[Sequence[float]], float | None]
-Remark = Callable[[Row], str]
-"""A remark says in a word or two what a reader of a row's number must know; it is empty where there is nothing."""
+Remark = Callable[[Sequence[Row]], str]
+"""A remark says in a word or two what a reader of these rows' numbers must know; it is empty where there is nothing.
+
+The rows are one, or the last ones of several runs whose numbers are shown as their mean."""
 LAST = 1000
 """The place of what is shown after all else."""
 MEGABYTE = 1e6
@@ -106,23 +109,32 @@ def noise_of_mean(deviations: Sequence[float]) -> float | None:
     return math.hypot(*deviations) / len(deviations) if deviations else None
 
 
-def noise_remark(row: Row) -> str:
-    """A row's epsilons are simulated where noise derives from the seed: whoever knows the seed can subtract it."""
-    share = row.get("epsilon_simulated")
-    if share is None:
-        return "noise unknown"
-    return {0: "", 1: "simulated"}.get(share, "partly simulated")
+def noise_remark(rows: Sequence[Row]) -> str:
+    """Epsilons are simulated where noise derives from the seed: whoever knows the seed can subtract it."""
+    said = {None: "noise unknown", 0: "", 1: "simulated"}
+    return _of_each(said.get(row.get("epsilon_simulated"), "partly simulated") for row in rows)
 
 
-def accuracy_remark(row: Row) -> str:
+def accuracy_remark(rows: Sequence[Row]) -> str:
     """A mean of accuracies that clients told with noise stands beside the standard deviation of its noise."""
-    noise = row.get("accuracy_noise")
-    return "" if noise is None else f"noise ± {100 * noise:.1f}"
+    noises = [noise for row in rows if (noise := row.get("accuracy_noise")) is not None]
+    noise = noise_of_mean(noises)
+    return "" if noise is None else _of_some(f"noise ± {100 * noise:.1f}", len(noises), len(rows))
 
 
-def noised_remark(row: Row) -> str:
+def noised_remark(rows: Sequence[Row]) -> str:
     """A number that the noise in clients' accuracies moves in one direction says so."""
-    return "" if row.get("accuracy_noise") is None else "of noised accuracies"
+    return _of_each("" if row.get("accuracy_noise") is None else "of noised accuracies" for row in rows)
+
+
+def _of_each(texts: Iterable[str]) -> str:
+    """Where rows differ, each text stands with the number of runs that have it."""
+    found = Counter(texts)
+    return ", ".join(_of_some(text, count, found.total()) for text, count in sorted(found.items()) if text)
+
+
+def _of_some(text: str, count: int, total: int) -> str:
+    return text if count == total else f"{text}: {count} of {total} runs"
 
 
 # --- how a column is shown --------------------------------------------------------------------------------------
@@ -197,9 +209,9 @@ class Column:
     """A column of rounds.jsonl is one number of each round.
 
     ``take`` makes it of the clients' numbers, where it belongs to a :class:`Measure`; a column without it is put
-    together by whoever measures it. A run may be judged by a column that ``is_headline``. ``view`` titles its view of
-    the figures of accuracy. A column with ``lost`` counts replies that were lost, and stands under that title in the
-    report's table of them. The ``remark`` of a row stands in parentheses wherever people read the row's number.
+    together by the code that measures the number. A run may be judged by a column that ``is_headline``. ``view`` titles
+    its view of the figures of accuracy. A column with ``lost`` counts replies that were lost, and stands under that
+    title in the report's table of them. The ``remark`` on rows stands in parentheses wherever people read their number.
     """
 
     name: str
@@ -214,9 +226,9 @@ class Column:
     lost: Title | None = None
     remark: Remark | None = None
 
-    def remarked(self, row: Row) -> str:
-        """The remark on the row's number is ready to stand behind it, or empty."""
-        remark = self.remark(row) if self.remark and row.get(self.name) is not None else ""
+    def remarked(self, *rows: Row) -> str:
+        """The remark on those of the rows that have a number is ready to stand behind the number, or empty."""
+        remark = self.remark([row for row in rows if row.get(self.name) is not None]) if self.remark else ""
         return f" ({remark})" if remark else ""
 
 

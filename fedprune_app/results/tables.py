@@ -64,9 +64,8 @@ class Group:
 class Column:
     """A column of the final table says which value of a run it shows and how a number is written.
 
-    ``place`` orders the columns. Those that are declared have theirs in ``results/measures.py``. The ``remark`` on a
-    run's number stands behind it where people read it. With ``is_accuracy`` the remark on several runs tells the noise
-    of their mean, where clients told their accuracies with noise.
+    ``place`` orders the columns. Those that are declared have theirs in ``results/measures.py``. The ``remark`` on the
+    number of one run, or on the mean of several, stands behind the number where people read it.
     """
 
     key: str
@@ -75,18 +74,15 @@ class Column:
     scale: float = 1.0
     decimals: int = 1
     place: int = 0
-    remark: Callable[[Run], str] = lambda run: ""
-    is_accuracy: bool = False
+    remark: Callable[[Sequence[Run]], str] = lambda runs: ""
 
 
 def outcome() -> tuple[Column, ...]:
     """Return the columns of the table of final numbers: those that are declared, and those made of several numbers."""
     standalone, own = own_models(1), own_models(2)
     made = (
-        Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10, _headline_remark, True),
-        Column(
-            "best_accuracy", "Accuracy, best on validation (%)", best_on_validation, 100, 2, 20, _headline_remark, True
-        ),
+        Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10, _headline_remark),
+        Column("best_accuracy", "Accuracy, best on validation (%)", best_on_validation, 100, 2, 20, _headline_remark),
         Column("standalone_perplexity", standalone, lambda run: own_perplexity(run, standalone), 1, 2, 60),
         Column("own_perplexity", own, lambda run: own_perplexity(run, own), 1, 2, 70),
         Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0, measures.LAST),
@@ -114,38 +110,25 @@ def _declared(is_cost: bool) -> Iterator[Column]:
         if (shown := column.table) and shown.is_cost == is_cost:
             value = partial(_OF_ROUNDS[shown.of_rounds], field=name)
             remark = partial(_last_remark, column=column)
-            is_accuracy = column.remark is measures.accuracy_remark
-            yield Column(shown.key, shown.title, value, shown.scale, shown.decimals, shown.place, remark, is_accuracy)
+            yield Column(shown.key, shown.title, value, shown.scale, shown.decimals, shown.place, remark)
 
 
-def _last_remark(run: Run, column: measures.Column) -> str:
-    """Return the remark on the last number that the run has in this column."""
-    return next((column.remarked(row) for row in reversed(run.rounds) if row.get(column.name) is not None), "")
+def _last_remark(runs: Sequence[Run], column: measures.Column) -> str:
+    """Return the remark on the last number that each run has in this column."""
+    last = [[row for row in run.rounds if row.get(column.name) is not None][-1:] for run in runs]
+    return column.remarked(*itertools.chain.from_iterable(last))
 
 
-def _headline_remark(run: Run) -> str:
-    """Return the remark on the number that the run is judged by."""
-    column = measures.MEASURES.columns.get(run.headline)
-    return "" if column is None else _last_remark(run, column)
+def _headline_remark(runs: Sequence[Run]) -> str:
+    """Return the remark on the number that the runs are judged by."""
+    column = measures.MEASURES.columns.get(runs[0].headline)
+    return "" if column is None else _last_remark(runs, column)
 
 
 def epsilon_remark(groups: Sequence[Group]) -> str:
     """Return what a reader must know of the epsilons of all these runs, to stand behind a title; empty if nothing."""
     (column,) = (column for column in outcome() if column.key == "epsilon")
-    return _together([run for group in groups for run in group.runs if column.value(run) is not None], column)
-
-
-def _together(runs: Sequence[Run], column: Column) -> str:
-    """Return the remarks on all these runs' numbers; where runs differ, each remark with how many runs have it."""
-    noise = [run.last("accuracy_noise") for run in runs] if column.is_accuracy else []
-    if told := [each for each in noise if each is not None]:
-        remark = measures.accuracy_remark({"accuracy_noise": measures.noise_of_mean(told)})
-        return f" ({remark})" if len(told) == len(runs) else f" ({remark}: {len(told)} of {len(runs)} runs)"
-    found = Counter(column.remark(run) for run in runs)
-    if len(found) <= 1:
-        return next(iter(found), "")
-    parts = [f"{text.strip(' ()')}: {count} of {len(runs)} runs" for text, count in sorted(found.items()) if text]
-    return f" ({', '.join(parts)})"
+    return column.remark([run for group in groups for run in group.runs])
 
 
 _OF_ROUNDS: Mapping[str, Callable[..., float | None]] = {"last": Run.last, "total": Run.total, "mean": Run.mean}
@@ -257,7 +240,7 @@ def final_rows(groups: Sequence[Group], shown: Sequence[Column] = ()) -> tuple[l
 
 
 def _cell(group: Group, statistic: Statistic | None, column: Column) -> str:
-    return formatted(statistic, column) + (_together(group.runs, column) if statistic else "")
+    return formatted(statistic, column) + (column.remark(group.runs) if statistic else "")
 
 
 MODELS = ("dense", "personal_mean", "global")
