@@ -128,11 +128,12 @@ class Checker:
             "deploy.log_in",
             "deploy.superlink_command",
             "faults.campaign.campaign",
-            "cli._show_schedule",
+            "cli.trials._show_schedule",
         ):
             self.monkeypatch.setattr(f"fedprune_app.{name}", started)
-        self.monkeypatch.setattr(cli, "recorded", lambda out, superlink="": {})
-        self.monkeypatch.setattr(cli, "_run_folders", lambda folder: [folder])
+        self.monkeypatch.setattr(cli.running, "recorded", lambda out, superlink="": {})
+        self.monkeypatch.setattr(cli.deploying, "recorded", lambda out: {})
+        self.monkeypatch.setattr(cli.looking, "_run_folders", lambda folder: [folder])
         self.monkeypatch.setattr("fedprune_app.launch.check_ray_address", lambda address: None)
         self.monkeypatch.setattr("fedprune_app.launch.check_superlink", lambda name: None)
         self.monkeypatch.setattr(Path, "is_dir", _is_dir(Path.is_dir))

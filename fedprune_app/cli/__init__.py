@@ -1,0 +1,78 @@
+"""The ``fedprune`` command does what Flower's own command line does not do."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from typing import Annotated
+
+import click
+import typer
+
+from fedprune_app import __version__
+from fedprune_app.cli import deploying, first_look, looking, running, trials
+from fedprune_app.cli.terminal import say
+from fedprune_app.config import OPTIONS
+from fedprune_app.errors import LaunchError, LeftGoing
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train, prune and compare personalised federated models.",
+)
+for _commands in (running, looking, trials, first_look):
+    app.add_typer(_commands.app)
+app.add_typer(
+    deploying.app, name="deploy", help="Deploy on real nodes, over gRPC with TLS and keys; see docs/deploy.md."
+)
+_INTERRUPTED = 130
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"fedprune {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train, prune and compare personalised federated models."""
+
+
+def main() -> None:
+    """Run the command line, and tell each error of a user in one line.
+
+    The exit code is 2 for a wrong command or setting, and 1 for a failed run.
+    """
+    logging.getLogger("flwr").setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))  # the progress bar shows what matters
+    try:
+        code = app(standalone_mode=False)  # Typer turns Ctrl-C into 130
+    except click.NoSuchOption as error:
+        key = error.option_name.lstrip("-")
+        meant = f"; settings are given as KEY=VALUE: {key}=..." if key in OPTIONS else ""
+        say(f" there is no option {error.option_name}{meant}", "error:", "red")
+        sys.exit(2)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except LeftGoing as error:
+        say(f" {_one_line(error)}", "not followed any more:", "yellow")
+        sys.exit(1)
+    except LaunchError as error:
+        say(f" {_one_line(error)}", "failed:", "red")
+        sys.exit(1)
+    except (ValueError, OSError) as error:
+        say(f" {_one_line(error)}", "error:", "red")
+        sys.exit(2)
+    if code == _INTERRUPTED:
+        say("; what is finished is on disk, `--resume` goes on from there", "interrupted", "yellow")
+    sys.exit(code)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

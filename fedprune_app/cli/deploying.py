@@ -1,0 +1,234 @@
+"""Commands for deployments on real nodes: ``fedprune deploy``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedprune_app.cli.running import run_once
+from fedprune_app.cli.terminal import AcceptLoss, Configs, Force, Out, Overrides, Plugins, console, say, say_idle
+from fedprune_app.config import ConfigError, Scalar
+from fedprune_app.errors import LaunchError
+from fedprune_app.starting import check_accept_loss, given_in, placed, recorded
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.command()
+def local(
+    overrides: Overrides = None,
+    config: Configs = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option("--nodes", help="How many SuperNodes to start: else 3, or one per folder of --data-dirs."),
+    ] = None,
+    data_dirs: Annotated[
+        str, typer.Option("--data-dirs", help="Folders with each node's own data, in place of a partition: 'A,B,C'.")
+    ] = "",
+    capacities: Annotated[
+        str, typer.Option("--capacities", help="The density that each node can bear: '0.3 0.6 1'.")
+    ] = "",
+    policies: Annotated[
+        str, typer.Option("--policies", help="Files with each node's own policy, see docs/deploy.md: 'A,B,C'.")
+    ] = "",
+    out: Out = Path("runs/deployed"),
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with the same nodes.")] = False,
+    force: Force = False,
+    accept_loss: AcceptLoss = False,
+    plugin: Plugins = None,
+) -> None:
+    """Rehearse a deployment with all its programs on this machine.
+
+    A SuperLink, an executor and SuperNodes run as processes here.
+    They use TLS and registered keys, as on real machines.
+    Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
+    """
+    from fedprune_app.experiment import Placement
+    from fedprune_app.node_policy import POLICY_FILE, read_policy
+    from fedprune_app.plugins import code_in
+    from fedprune_app.results.ownership import check_marked
+
+    check_accept_loss(accept_loss, resume)
+    before = recorded(out.expanduser().resolve()) if resume else None
+    given = given_in(config, overrides, plugin)
+    settings = placed(given, out, before, force=force, accept_loss=accept_loss)
+    say_idle(given, settings)
+    folders, files = _paths(data_dirs), _paths(policies)
+    if nodes is None:
+        nodes = len(folders) or len(files) or 3
+    if nodes < 1:
+        raise ConfigError(f"--nodes is {nodes}, allowed: at least 1")
+    if folders and len(folders) != nodes:
+        raise ConfigError(f"--data-dirs has {len(folders)} folders, allowed: one per node, {nodes}")
+    for each in folders:
+        if not each.is_dir():
+            raise ConfigError(f"--data-dirs has {str(each)!r}, allowed: folders")
+    if files and len(files) != nodes:
+        raise ConfigError(f"--policies has {len(files)} files, allowed: one per node, {nodes}")
+    for each in files:
+        read_policy({POLICY_FILE: str(each)})
+    try:
+        borne = [float(word) for word in capacities.split()]
+    except ValueError:
+        raise ConfigError(f"--capacities is {capacities!r}, allowed: numbers separated by spaces") from None
+    if borne and len(borne) != nodes:
+        raise ConfigError(f"--capacities has {len(borne)} numbers, allowed: one per node, {nodes}")
+    places: list[dict[str, Scalar]] = [{"data-dir": str(each)} for each in folders]
+    places = places or [{"partition-id": k, "num-partitions": nodes} for k in range(nodes)]
+    if settings.dp.enabled and not (folders or files):  # a rehearsal, with the hash of the same run in this process
+        places = [{**place, "secure-rng": settings.dp.secure_rng} for place in places]
+    code = ",".join(dict.fromkeys(each.target for each in code_in(settings.to_dict())))
+    if code and not files:  # the nodes of a rehearsal are the user's own; a policy says for itself what it allows
+        places = [{**place, "allowed-plugins": code} for place in places]
+    for place, capacity in zip(places, borne, strict=False):
+        place["capacity"] = capacity
+    for place, file in zip(places, files, strict=False):
+        place[POLICY_FILE] = str(file)
+    folder = Path(settings.out_dir) / "deployment"
+    placement = Placement(num_clients=nodes, nodes=tuple(places), deployment=folder)
+    if not force:
+        check_marked(folder, "deployment")
+    run_once(placement, settings, out, force and not resume)
+
+
+def _paths(text: str) -> list[Path]:
+    return [Path(each.strip()).expanduser().resolve() for each in text.split(",") if each.strip()]
+
+
+@app.command()
+def certificates(
+    hosts: Annotated[
+        list[str], typer.Option("--host", help="A name or address of the SuperLink. You may repeat the option.")
+    ],
+    out: Annotated[Path, typer.Option("--out", help="The folder for the three files.")] = Path("certificates"),
+    days: Annotated[int, typer.Option("--days", help="How many days the certificates are valid.", min=1)] = 365,
+) -> None:
+    """Make a certificate authority and the SuperLink's certificate.
+
+    Give ca.crt to nodes and users. Give the private key to nobody.
+    """
+    from fedprune_app.deploy import make_certificates, valid_until
+
+    made = make_certificates(out.expanduser(), hosts, days)
+    for path in (made.ca, made.certificate, made.key):
+        say(f": {path}", "made", "green")
+    say(f"valid until {valid_until(made.certificate):%Y-%m-%d}")
+
+
+@app.command(name="node-key")
+def node_key(
+    path: Annotated[Path, typer.Argument(metavar="FILE")],
+) -> None:
+    """Make a SuperNode's key pair.
+
+    FILE gets the private key, and FILE.pub gets the public key.
+    The node's operator keeps the private key.
+    The SuperLink's operator registers the public key.
+    """
+    from fedprune_app.deploy import make_node_key
+
+    public = make_node_key(path.expanduser())
+    say(f": {path} and {public}", "made", "green")
+    say(f"register it: flwr supernode register {public} NAME")
+
+
+@app.command()
+def database(
+    path: Annotated[Path, typer.Argument(metavar="FILE")],
+) -> None:
+    """Make the SuperLink's database.
+
+    FILE is what flower-superlink gets as --database.
+    Only the owner of the file can read it.
+    The file shrinks when messages are deleted.
+    """
+    from fedprune_app.deploy import make_database
+
+    console.print(f"[green]made[/]: {make_database(path.expanduser())}", highlight=False, soft_wrap=True)
+
+
+@app.command(name="control-secret")
+def control_secret(
+    path: Annotated[Path, typer.Argument(metavar="FILE")],
+) -> None:
+    """Make the secret that users show to the SuperLink's Control API.
+
+    Only the owner of FILE can read it.
+    `fedprune deploy superlink` asks users for the secret.
+    `fedprune deploy login` lets a user's commands show it.
+    """
+    from fedprune_app.deploy import make_control_secret
+
+    say(f": {make_control_secret(path.expanduser())}", "made", "green")
+
+
+@app.command()
+def login(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT")],
+    secret: Annotated[Path, typer.Option("--secret", help="The file with the secret, from the SuperLink's operator.")],
+) -> None:
+    """Let this user's commands show the secret to a SuperLink's Control API.
+
+    HOST:PORT is the address in the user's Flower configuration.
+    The secret is written to credentials.yaml in the folder FLWR_HOME.
+    Without FLWR_HOME the folder is ~/.flwr.
+    """
+    from fedprune_app.deploy import log_in
+
+    home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
+    say(f": {log_in(address, secret.expanduser(), home)}", "written", "green")
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def superlink(
+    context: typer.Context,
+    secret: Annotated[Path, typer.Option("--control-secret", help="The file of `fedprune deploy control-secret`.")],
+) -> None:
+    """Start Flower's SuperLink, whose Control API then asks users for the secret.
+
+    All other options are those of flower-superlink.
+    Without the secret everybody who reaches the Control API may start runs.
+    """
+    from fedprune_app.deploy import superlink_command
+    from fedprune_app.engine.superlink import SECRET_VARIABLE
+
+    command = superlink_command(context.args)
+    if not secret.expanduser().is_file():
+        raise ConfigError(f"--control-secret is {str(secret)!r}, allowed: a file")
+    os.execve(command[0], command, {**os.environ, SECRET_VARIABLE: str(secret.expanduser())})
+
+
+@app.command()
+def check(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT")],
+    ca: Annotated[Path, typer.Option("--root-certificates", help="The ca.crt from the SuperLink's operator.")],
+) -> None:
+    """Check that a SuperLink answers and that its certificate is trusted.
+
+    HOST:PORT is the address at which nodes reach the SuperLink.
+    The exit code is 1 if nothing answers there with a trusted certificate.
+    Call this command before you start a node.
+    """
+    from fedprune_app.deploy import check_link
+
+    until = check_link(address, ca.expanduser())
+    console.print(f"{address} speaks TLS, its certificate is valid until {until:%Y-%m-%d}", highlight=False)
+
+
+@app.command()
+def healthy(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT")],
+) -> None:
+    """Ask a SuperLink, SuperExec or SuperNode whether it serves.
+
+    HOST:PORT is the program's --health-server-address.
+    The exit code is 1 if the program does not serve.
+    The command is for healthchecks.
+    """
+    from fedprune_app.deploy import is_healthy
+
+    if not is_healthy(address):
+        raise LaunchError(f"{address} does not serve")

@@ -1,0 +1,150 @@
+"""Commands for a first look: ``list`` and ``demo``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from fedprune_app.cli.running import say_sizes
+from fedprune_app.cli.terminal import AS_IT_IS, Force, Out, Plugins, Workers, console, say
+from fedprune_app.config import OPTIONS, ConfigError, Option, is_used, toml_value
+from fedprune_app.config.meant import not_allowed
+from fedprune_app.starting import Given, given_in, placed
+
+app = typer.Typer()
+
+
+@app.command(name="list")
+def list_(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="List all settings with default, meaning, range and choices.")
+    ] = False,
+    system: Annotated[str, typer.Argument(metavar="[SYSTEM]")] = "",
+    plugin: Plugins = None,
+) -> None:
+    """List the systems, datasets, partitions and models that there are to choose.
+
+    With --keys and SYSTEM: the settings that have an effect with that system.
+    """
+    from fedprune_app.data.names import DATASETS, PARTITIONS, TEXTS
+    from fedprune_app.models.names import MODELS
+    from fedprune_app.plugins import installed
+    from fedprune_app.registry import SYSTEMS
+
+    if plugin or system not in ("", *SYSTEMS):
+        given_in(None, [f"system={system}"] if system else None, plugin)
+    if system and (not keys or system not in SYSTEMS):
+        raise not_allowed("SYSTEM", system, SYSTEMS if keys else ("nothing without --keys",))
+    options = {
+        key: each
+        for key, each in OPTIONS.items()
+        if not system or system in each.needs.get("system", [system]) or is_used(system, key)
+    }
+    kinds = {
+        "systems": {name: system.summary for name, system in SYSTEMS.items()},
+        "datasets": {**DATASETS, **TEXTS},
+        "partitions": dict(PARTITIONS),
+        "models": dict(MODELS),
+    }
+    for key, names in installed().items():
+        for name, module in names.items():
+            kinds[f"{key}s"].setdefault(name, f"of the installed plug-in {module}")
+    if as_json:
+        settings = {
+            key: {"default": each.default, "help": each.help, "range": each.range, "choices": dict(each.choices)}
+            for key, each in options.items()
+        }
+        typer.echo(json.dumps({**kinds, "keys": settings}, indent=1))
+        return
+    out = Console(**AS_IT_IS)
+    if keys:
+        out.print(_keys_table(options))
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for kind, entries in kinds.items():
+        table.add_row(Text(kind, "bold"), "")
+        for name, line in entries.items():
+            table.add_row(f"  {name}", line)
+    out.print(table)
+
+
+def _keys_table(options: Mapping[str, Option]) -> Table:
+    """Return a table of these settings with default, meaning, range and choices."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("key = default", no_wrap=True)
+    table.add_column("meaning")
+    for key, each in options.items():
+        table.add_row(f"{key} = {toml_value(each.default)}", _meaning(each))
+    return table
+
+
+def _meaning(option: Option) -> Group:
+    allowed = f" Allowed: {option.range}." if option.range else ""
+    choices = Table.grid(padding=(0, 1))
+    choices.add_column(no_wrap=True)
+    for choice, words in option.choices.items():
+        choices.add_row(f"  {choice}:", words)
+    return Group(Text(option.help + allowed), *([choices] if option.choices else []))
+
+
+@app.command()
+def demo(
+    out: Out = Path("runs/demo"),
+    workers: Workers = None,
+    llm: Annotated[bool, typer.Option("--llm", help="Run FedSpaLLM on a small language model.")] = False,
+    force: Force = False,
+) -> None:
+    """Run four systems on the embedded digits and write a report on them.
+
+    The systems are Standalone, FedAvg, Sub-FedAvg and Dis-PFL.
+    With --llm the demo runs FedSpaLLM at two densities instead.
+    Its language model is first trained here, on Python's own sources.
+    The runs of an earlier demo in --out are replaced.
+    Any other run there is replaced only with --force.
+    """
+    from fedprune_app.demo import (
+        DEMO_CLIENTS,
+        DEMO_SYSTEMS,
+        LLM_CLIENTS,
+        LLM_DENSITIES,
+        check_replaceable,
+        demo_settings,
+        embedded_model,
+        llm_settings,
+    )
+    from fedprune_app.experiment import Placement, Session
+    from fedprune_app.results.ownership import check_report_file, mark, remove_run
+    from fedprune_app.results.recorder import holds_run
+    from fedprune_app.results.report import write_report
+
+    out = out.expanduser().resolve()
+    cells = {system: demo_settings(system) for system in DEMO_SYSTEMS}
+    if llm:
+        cells = {f"fedspallm-density{density}": llm_settings(density) for density in LLM_DENSITIES}
+    page = out / ("report-llm.html" if llm else "report.html")
+    if holds_run(out):
+        raise ConfigError(f"--out {str(out)!r} holds a run, allowed: a folder for all runs of the demo")
+    if not force:
+        check_report_file(page)
+    for name in cells:
+        check_replaceable(out / name, force)
+    if llm:
+        say(f"embedded model: {embedded_model(console)}")
+    folders = []
+    with Session(Placement("ray", LLM_CLIENTS if llm else DEMO_CLIENTS, workers), console) as session:
+        for name, settings in cells.items():
+            folder = out / name
+            remove_run(folder)
+            mark(folder, "demo")
+            say_sizes(session.run(placed(Given([], settings), folder, before=None), folder), folder)
+            folders.append(folder)
+    write_report(folders, page, force=force)
+    say(f": open {page}", "done", "green")

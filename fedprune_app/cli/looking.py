@@ -1,0 +1,202 @@
+"""Commands that show or take what runs left: ``report``, ``export`` and ``predict``."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fedprune_app.cli.terminal import AS_IT_IS, Plugins, console, named_plugins, say, say_unsealed
+from fedprune_app.config import ConfigError
+
+app = typer.Typer()
+_LOOK_SECONDS, _QUIET_LOOKS = 5, 3  # of `report --watch`
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Write this HTML file.")] = Path("report.html"),
+    force: Annotated[bool, typer.Option("--force", help="Replace the file even if it is no report.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Write the file anew every few seconds, until no run is going on.")
+    ] = False,
+) -> None:
+    """Compare runs in one self-contained HTML file.
+
+    Each DIR is a run folder, or a folder of run folders.
+    A run folder that is damaged is left out, and the report names it.
+    """
+    from fedprune_app.results.report import write_report
+
+    if output.suffix.lower() not in ("", ".html", ".htm"):
+        raise ConfigError(f"--output is {str(output)!r}, allowed: a file that ends in .html")
+    if watch:
+        _watch(folders, output, force)
+    found = list(dict.fromkeys(each for folder in folders for each in _run_folders(folder)))
+    say_unsealed(found)
+    left_out: list[str] = []
+    write_report(found, output, force=force, on_left_out=left_out.append)
+    for reason in left_out:
+        say(f" {reason}", "left out:", "yellow")
+    count = len(found) - len(left_out)
+    say(f"report of {count} run{'s' * (count != 1)}: {output.resolve()}")
+
+
+def _watch(folders: list[Path], output: Path, force: bool) -> None:
+    """Write a page that a browser loads anew, again and again, until no run in ``folders`` is going on."""
+    from fedprune_app.results.report import is_any_running, write_report
+
+    quiet = 0  # so many times in a row no run was going on: between the runs of a sweep there is none for a moment
+    with suppress(KeyboardInterrupt), console.status(Text(f"watching; open {output.resolve()}")):
+        while quiet < _QUIET_LOOKS:
+            found = list(dict.fromkeys(each for folder in folders for each in _run_folders(folder)))
+            write_report(found, output, force=force, refresh_seconds=_LOOK_SECONDS)
+            quiet = 0 if is_any_running(found) else quiet + 1
+            time.sleep(_LOOK_SECONDS if quiet < _QUIET_LOOKS else 0)
+
+
+def _run_folders(folder: Path) -> list[Path]:
+    if (folder / "run.json").exists():
+        return [folder]
+    below = sorted(path.parent for path in folder.glob("*/run.json"))
+    if not below:
+        raise ConfigError(f"{str(folder)!r} is no run folder, nor does it hold any (no run.json)")
+    return below
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="RUN")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Write this file, or for a language model folder.")],
+    client: Annotated[int | None, typer.Option("--client", help="Export the personal model of this client.")] = None,
+    is_global: Annotated[bool, typer.Option("--global", help="Export the global model.")] = False,
+    format: Annotated[
+        str,
+        typer.Option("--format", help="safetensors, sparse, onnx or torch-export. Default: as the file's suffix says."),
+    ] = "",
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the file if it exists.")] = False,
+    state_dir: Annotated[
+        str, typer.Option("--state-dir", help="Where the run's state-dir is now, if it has moved.")
+    ] = "",
+    data_dir: Annotated[str, typer.Option("--data-dir", help="Where the run's data-dir is now, if it has moved.")] = "",
+    plugin: Plugins = None,
+) -> None:
+    """Write the smallest model of a client, or the global model.
+
+    RUN is the folder of a completed run.
+    The command prints what the model saves, compared with the dense model.
+    With a format of sparse, a CPU computes with the kept weights alone.
+    For a language model the format is sparse.
+    RUN may then be a checkpoint of transformers whose pruned weights are zeros.
+    """
+    from fedprune_app.exporting import export_model, format_of, machine
+    from fedprune_app.packing import is_language_model
+
+    if is_language_model(folder):
+        _export_language_model(folder, client, format, output, force)
+        return
+    format = format_of(output, format)
+    if (client is None) != is_global:
+        raise ConfigError("export needs one of --client K and --global")
+    say_unsealed([folder])
+    info, full, small = export_model(
+        folder,
+        client,
+        format,
+        output,
+        force=force,
+        state_dir=state_dir,
+        data_dir=data_dir,
+        trusted=named_plugins(plugin),
+    )
+    whose = "global model" if client is None else f"client {client}"
+    table = Table(
+        title=f"{info.model} of {info.system}, {whose}, after round {info.round}",
+        caption=f"ms of one thread, median, in turns, on {machine()}",
+        box=None,
+    )
+    for column in ("", "dense", format, "share"):
+        table.add_column(column, justify="right" if column else "left")
+    rows = [
+        ("bytes on disk", full.file_bytes, small.file_bytes),
+        ("parameters kept", full.parameters, small.parameters),
+        ("FLOPs per example", full.flops, small.flops),
+    ]
+    for name, before, after in rows:
+        table.add_row(name, f"{before:,.0f}", f"{after:,.0f}", f"{after / before:.1%}")
+    for batch, milliseconds in full.milliseconds.items():
+        after = small.milliseconds[batch]
+        cells = f"{milliseconds:.3g}", f"{after:.3g}", f"{after / milliseconds:.1%}"
+        table.add_row(f"ms per batch of {batch}", *cells)
+    Console(**AS_IT_IS).print(table)
+    say(f": {output.resolve()}", "exported", "green")
+
+
+def _export_language_model(folder: Path, client: int | None, format: str, output: Path, force: bool) -> None:
+    from fedprune_app.exporting import machine
+    from fedprune_app.packing import pack_model
+
+    if client is not None or format not in ("", "sparse"):
+        wrong = f"--client is {client}" if client is not None else f"--format is {format!r}"
+        raise ConfigError(f"{wrong}, allowed with a language model: --global --format sparse")
+    if (folder / "run.json").exists():
+        say_unsealed([folder])
+    with console.status(Text(f"packing {folder}")):
+        found = pack_model(folder, output.expanduser(), force=force)
+    dense, sparse = found.dense, found.sparse
+    table = Table(
+        title=f"density {found.density:.2f}",
+        caption=f"ms of one thread, median, in turns, on {machine()}",
+        box=None,
+    )
+    for column in ("", "dense", "sparse", "share"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, before, after, form in (
+        ("bytes on disk", dense.disk, sparse.disk, ",.0f"),
+        ("bytes in memory", dense.memory, sparse.memory, ",.0f"),
+        ("ms per token", dense.milliseconds, sparse.milliseconds, ".3g"),
+    ):
+        table.add_row(name, f"{before:{form}}", f"{after:{form}}", f"{after / before:.1%}")
+    table.add_row("sparse linear layers", "0", str(found.sparse_layers), f"of {found.layers}")
+    Console(**AS_IT_IS).print(table)
+    say(f": {output.resolve()}", "exported", "green")
+
+
+@app.command()
+def predict(
+    model: Annotated[Path, typer.Argument(metavar="MODEL")],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...")],
+    top: Annotated[int, typer.Option("--top", help="How many classes to show for each image.", min=1)] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
+    build: Annotated[
+        str, typer.Option("--build", help="FILE.py:FUNCTION that builds the network, for one of your own.")
+    ] = "",
+) -> None:
+    """Classify images with an exported model.
+
+    MODEL is a file that `fedprune export --format safetensors` wrote.
+    Each IMAGE is a file. An image of another size is brought to the model's size.
+    """
+    from fedprune_app import plugins
+    from fedprune_app.predicting import predictions
+
+    function = plugins.function("build", str(Path(build).expanduser().absolute())) if build else None
+    found = predictions(model, images, top, function)
+    if as_json:
+        typer.echo(json.dumps({str(path): dict(best) for path, best in found}, indent=1))
+        return
+    table = Table(box=None, pad_edge=False)
+    for column in ("image", "class", "probability"):
+        table.add_column(column, justify="right" if column == "probability" else "left")
+    for path, best in found:
+        for place, (name, share) in enumerate(best):
+            table.add_row("" if place else str(path), name, f"{share:.1%}")
+    Console(**AS_IT_IS).print(table)

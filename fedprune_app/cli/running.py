@@ -1,0 +1,226 @@
+"""Commands that start runs: ``run``, ``check``, ``check-data`` and ``sweep``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from fedprune_app.cli.terminal import (
+    AcceptLoss,
+    Configs,
+    Engine,
+    Force,
+    Out,
+    Overrides,
+    Plugins,
+    RayAddress,
+    Workers,
+    console,
+    print_rows,
+    say,
+    say_idle,
+)
+from fedprune_app.config import OPTIONS, Config, ConfigError, parse_config
+from fedprune_app.config.meant import unknown_key
+from fedprune_app.numbered import LATEST, next_folder, point_to
+from fedprune_app.starting import check_accept_loss, given_in, placed, recorded
+
+if TYPE_CHECKING:
+    from fedprune_app.experiment import Placement
+
+app = typer.Typer()
+
+
+@app.command()
+def run(
+    overrides: Overrides = None,
+    config: Configs = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", help="The folder for the results: else runs/1, runs/2, ..., and runs/latest links there."
+        ),
+    ] = None,
+    clients: Annotated[
+        int | None,
+        typer.Option("--clients", help="How many clients to simulate: else 20, or as many as the resumed run has."),
+    ] = None,
+    workers: Workers = None,
+    engine: Engine = "ray",
+    ray_address: RayAddress = "",
+    superlink: Annotated[
+        str, typer.Option("--superlink", help="Run on real nodes, by the name of a connection of Flower's.")
+    ] = "",
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    force: Force = False,
+    accept_loss: AcceptLoss = False,
+    plugin: Plugins = None,
+) -> None:
+    """Run one federation and write its results to a run folder.
+
+    Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
+    """
+    if force and superlink:
+        raise ConfigError("--force is given, allowed with --superlink: nothing; the folder is on the server")
+    if clients is not None and clients < 1:
+        raise ConfigError(f"--clients is {clients}, allowed: at least 1")
+    numbered = out is None and not superlink
+    if out is None:
+        out = LATEST if resume or superlink else next_folder(LATEST.parent)
+    check_accept_loss(accept_loss, resume)
+    before = recorded(out.expanduser().resolve(), superlink) if resume else None
+    given = given_in(config, overrides, plugin)
+    settings = placed(given, out, before, force=force, is_here=not superlink, accept_loss=accept_loss)
+    say_idle(given, settings)
+    known = len((before or {}).get("partition") or [])
+    if clients is None:
+        clients = known or 20
+    is_another = clients > known > 0 and not (before or {}).get("clients_left_out")
+    if (clients < known or is_another) and not superlink:
+        raise ConfigError(f"--clients is {clients}, allowed when resuming: {known}, as the run began")
+    from fedprune_app.experiment import Placement
+
+    placement = Placement(engine, clients, workers, ray_address=ray_address, superlink=superlink)
+    link = LATEST if numbered and not resume else None
+    run_once(placement, settings, out, force and not resume, link)
+
+
+@app.command(name="check")
+def check_run(
+    overrides: Overrides = None,
+    config: Configs = None,
+    clients: Annotated[int, typer.Option("--clients", help="How many clients to simulate.", min=1)] = 20,
+    plugin: Plugins = None,
+) -> None:
+    """Check a run without starting it, and say what it would work with.
+
+    Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
+    The command reads the data, deals them, and builds the network and the server.
+    """
+    given = given_in(config, overrides, plugin)
+    settings = parse_config(given.values)
+    from fedprune_app.registry import check_names, check_system
+
+    check_names(settings)
+    given.check_effects(settings)
+    check_system(settings)
+    say_idle(given, settings)
+    from fedprune_app.checked import described
+    from fedprune_app.experiment import Placement, Session
+
+    with Session(Placement("inprocess", clients), console) as session:
+        session.check(settings)
+    print_rows(described(settings, clients))
+    say(": a run can start with these settings", "checked", "green")
+
+
+@app.command(name="check-data")
+def check_data(overrides: Overrides = None, config: Configs = None, plugin: Plugins = None) -> None:
+    """Read the data of a run, and say what is in them.
+
+    Each KEY=VALUE is a setting, such as dataset=image-folder data-dir=DIR.
+    `fedprune list` says what data-dir holds for each dataset.
+    """
+    given = given_in(config, overrides, plugin)
+    settings = parse_config(given.values)
+    from fedprune_app.registry import SYSTEMS, check_names
+
+    check_names(settings)
+    given.check_effects(settings)
+    if SYSTEMS[settings.system].data == "text":
+        raise ConfigError(f"system is {settings.system!r}, allowed with check-data: one that learns from examples")
+    from fedprune_app.checked import data_found
+
+    with console.status(Text(f"reading {settings.dataset}")):
+        rows, doubts = data_found(settings)
+    print_rows(rows)
+    for doubt in doubts:
+        say(f" {doubt}", "note:", "yellow")
+
+
+@app.command()
+def sweep(
+    matrix: Annotated[Path, typer.Argument(metavar="FILE.yaml")],
+    overrides: Overrides = None,
+    out: Out = Path("runs/sweep"),
+    clients: Annotated[
+        int | None,
+        typer.Option("--clients", help="How many clients to simulate: else as FILE.yaml says, or 20."),
+    ] = None,
+    workers: Workers = None,
+    engine: Engine = "ray",
+    ray_address: RayAddress = "",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on where the sweep in --out stopped.")] = False,
+    force: Force = False,
+    plugin: Plugins = None,
+) -> None:
+    """Run a matrix of experiments and write tables of their results.
+
+    FILE.yaml lists systems, datasets and seeds, or settings to search among.
+    Each KEY=VALUE is a setting of all runs; `fedprune list --keys` shows all.
+    Runs that have finished before are skipped.
+    The tables are written as markdown, csv and LaTeX.
+    """
+    from fedprune_app.matrices import read_matrix
+
+    read = read_matrix(matrix)
+    settings = given_in(None, overrides, plugin).on_command_line
+    for key in settings:
+        if key not in OPTIONS:
+            raise unknown_key(key, OPTIONS)
+    from fedprune_app.experiment import Placement
+    from fedprune_app.matrices import Matrix
+    from fedprune_app.sweeping import run_matrix, run_search
+
+    placement = Placement(engine, clients or read.num_clients or 20, workers, ray_address=ray_address)
+    place = out.expanduser().resolve(), settings, placement, console, lambda label, text: say(text, label, "red")
+    if isinstance(read, Matrix):
+        swept = run_matrix(read, *place, resume=resume, force=force)
+    else:
+        swept = run_search(read, *place, resume=resume, force=force)
+    for path in swept.tables:
+        say(f"table: {path}")
+    swept.check()
+
+
+def run_once(placement: Placement, settings: Config, out: Path, force: bool, link: Path | None = None) -> None:
+    """Run one federation, and say how the run ended; ``force`` first removes what is in its way.
+
+    The ``link`` will lead to the run's folder, from before the run begins.
+    """
+    from fedprune_app.demo import prepare_models
+    from fedprune_app.experiment import Session
+    from fedprune_app.results.ownership import clear_the_way
+
+    if not placement.superlink:  # real nodes have models of their own
+        prepare_models([settings], console)
+    folder = Path(settings.out_dir)
+
+    def make_way() -> None:
+        if force:
+            clear_the_way(folder)
+        if link is not None:
+            point_to(link, folder)
+
+    with Session(placement, console) as session:
+        info = session.run(settings, folder, once_checked=make_way)
+    for kind, key in (("note", "notes"), ("lost", "losses")):
+        for line in info.get(key, []):
+            say(f" {line}", f"{kind}:", "yellow")
+    say(f" {info['rounds_completed']} rounds in {info.get('seconds', 0):.0f} s", "completed", "green")
+    if "final_sha256" in info:
+        say(f"final models: sha256 {info['final_sha256'][:16]}…  results: {out}")
+        say_sizes(info, out)
+    else:
+        say("results: in the ServerApp's run folder, on its machine")
+
+
+def say_sizes(info: Mapping[str, Any], out: Path) -> None:
+    """Say where a language model was written, and how large its weights are."""
+    for name, key in (("global", "checkpoint_bytes"), ("global-packed", "packed_bytes")):
+        if size := (info.get("final_model") or {}).get(key):
+            say(f"{out / 'models' / name}: {size / 1e6:,.2f} MB of weights")

@@ -1,0 +1,94 @@
+"""The terminal is where all commands read the same options and say things in the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fedprune_app.config import Config
+from fedprune_app.starting import Given, given_in
+
+AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}  # paths and errors hold no markup
+console = Console(stderr=True, **AS_IT_IS)
+
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
+Configs = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "-c",
+        "--config",
+        help="Read settings from this run-config file, or from the shipped one of this name, such as subfedavg. "
+        "You may repeat the option. A later file wins over an earlier one, and KEY=VALUE over both.",
+    ),
+]
+Plugins = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugin",
+        help="Load this module or file.py, which adds systems, networks, datasets or partitions. You may repeat the "
+        "option.",
+    ),
+]
+Out = Annotated[Path, typer.Option("--out", help="The folder for the results.")]
+Workers = Annotated[
+    int | None,
+    typer.Option("--workers", help="How many processes hold clients (ray). By default one per GPU, or per CPU core."),
+]
+RayAddress = Annotated[str, typer.Option("--ray-address", help="Simulate on the Ray cluster at HOST:PORT.")]
+AcceptLoss = Annotated[
+    bool, typer.Option("--accept-loss", help="With --resume, go on even if a damaged file changes the result.")
+]
+Engine = Annotated[
+    str,
+    typer.Option("--engine", help="Run on ray, on flower (Flower's own simulation), or inprocess for debugging."),
+]
+Force = Annotated[
+    bool,
+    typer.Option(
+        "--force",
+        help="Remove or replace what is in the way, even if fedprune did not write it. `run` keeps an earlier run.",
+    ),
+]
+
+
+def say(text: str, label: str = "", style: str = "") -> None:
+    """Print one line to the terminal: a coloured ``label``, then ``text`` as it is."""
+    console.print(Text.assemble((label, style), text), soft_wrap=True)
+
+
+def say_idle(given: Given, config: Config) -> None:
+    """Name the settings that were given and have no effect."""
+    if idle := given.idle(config):
+        say(f" without effect with system {config.system!r}: {', '.join(idle)}", "note:", "yellow")
+
+
+def named_plugins(plugin: list[str] | None) -> list[str]:
+    """Load the plug-ins that the command line names, and return them with absolute paths."""
+    from fedprune_app.plugins import names_in
+
+    return names_in(given_in(None, None, plugin).values)
+
+
+def say_unsealed(folders: list[Path]) -> None:
+    """Name the runs of earlier versions, whose files have no digests."""
+    from fedprune_app.results.reader import is_sealed
+
+    for folder in folders:
+        if not is_sealed(folder):
+            text = f"{folder} was written by an earlier version: nothing shows whether its files are damaged"
+            say(f" {text}", "note:", "yellow")
+
+
+def print_rows(rows: Iterable[tuple[str, str]]) -> None:
+    """Print rows of a subject and words on it."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for subject, words in rows:
+        table.add_row(Text(subject, "bold"), words)
+    Console(**AS_IT_IS).print(table)
