@@ -70,7 +70,11 @@ class GossipClient(ImageClient):
         return scores
 
     def test_start(self, task: Task, start: Mapping[str, Tensor]) -> dict[str, Any]:
-        """This loads what training starts from, and tests it first in rounds that end with an evaluation."""
+        """This loads what training starts from, and tests it first in rounds that end with an evaluation.
+
+        A client whose budget bears the training, and no count beside it, does not test.
+        """
         vision.load_state_tensors(self.model, start)
-        score = self.accuracy(task, "test") if task.evaluates else None
+        is_tested = task.evaluates and (self.privacy is None or self.privacy.spares_count())
+        score = self.accuracy(task, "test") if is_tested else None
         return {} if score is None else {"accuracy-received": score}

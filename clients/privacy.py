@@ -188,6 +188,15 @@ class ClientPrivacy:
         self.ledger.charge_laplace(options.count_scale, 1.0, f"correct on {split}, round {round}")
         return noisy_count(correct, options.count_scale, noise)
 
+    def spares_count(self) -> bool:
+        """This says whether the budget bears a count beside the training of a round, which then follows."""
+        from fedprune_app.privacy.accounting import Laplace, total
+
+        scale = self.options.count_scale
+        return self.options.accuracies != "noised" or self.ledger.affords(
+            total(self.round_cost, {Laplace(scale, 1.0): 1})
+        )
+
     # --- what is told ---------------------------------------------------------------------------------------------
 
     @property

@@ -110,8 +110,8 @@ class DPOptions(Table):
             raise ConfigError("dp.enabled is False, allowed with system 'ldp-fedp3', which promises privacy: true")
         if not self.enabled:
             return
-        if common.precision == "bf16":
-            raise ConfigError("precision is 'bf16', allowed with dp.enabled: float32, tf32")
+        if common.precision != "float32":  # norms rounded to 10 bits would let a clipped gradient pass its norm
+            raise ConfigError(f"precision is {common.precision!r}, allowed with dp.enabled: float32")
         if (self.noise_multiplier > 0) == (self.target_epsilon > 0):
             given = f"dp.noise-multiplier is {self.noise_multiplier!r} and dp.target-epsilon is {self.target_epsilon!r}"
             raise ConfigError(f"{given}, allowed with dp.enabled: one of them above 0")

@@ -100,8 +100,8 @@ class Training:
             raise ValueError(f"grad_sample is {grad_sample!r}, allowed with parts of a network: auto, one-pass")
         if self.private is not None and self.augment is not None:
             raise ValueError("private training has no augmentation")
-        if self.private is not None and self.precision == "bf16":
-            raise ValueError("precision is 'bf16', allowed for private training: float32, tf32")
+        if self.private is not None and self.precision != "float32":
+            raise ValueError(f"precision is {self.precision!r}, allowed for private training: float32")
         check_names("frozen", self.frozen, self.model)
         check_masks(self.model, self.kept)
 

@@ -224,9 +224,9 @@ class _Watched:
 
 
 def _without(clipped_sum: ClippedSum, factors: Tensor, images: Tensor, labels: Tensor) -> dict[str, Tensor] | None:
-    """Return the sum anew without the examples whose gradient is not finite: they have no bounded part in the sum.
+    """Return the sum anew without the examples whose norm is not finite: they have no bounded part in the sum.
 
-    The result is None where all gradients are finite.
+    The result is None where all norms are finite.
     """
     good = factors.isfinite()
     if bool(good.all()):
@@ -237,15 +237,25 @@ def _without(clipped_sum: ClippedSum, factors: Tensor, images: Tensor, labels: T
 # --- by layer ---------------------------------------------------------------------------------------------------------
 
 
+_LARGEST_SQUARED_NORM = 1e16  # of a linear layer's inputs, and of its backprops, for one example
+
+
 def _squared_norms(gradients: Tensor) -> Tensor:
     """Return the squared norm per example (n,) of gradients (n, ...)."""
     return gradients.flatten(1).square().sum(1)
 
 
 def _linear_squared_norms(inputs: Tensor, backprops: Tensor, mask: Tensor | None) -> Tensor:
-    """Return ``‖(b aᵀ) ⊙ M‖²`` per example of inputs a (n, j) and backprops b (n, o), without a tensor (n, o, j)."""
+    """Return ``‖(b aᵀ) ⊙ M‖²`` per example of inputs a (n, j) and backprops b (n, o), without a tensor (n, o, j).
+
+    The result is NaN where ``‖a‖`` or ``‖b‖`` is above 10⁸, which no honest network reaches. Below it an entry whose
+    square underflows adds less than 10⁻¹¹ to a gradient, however large the other factor is. Above it such an entry
+    could pass the clipping unseen.
+    """
     a, b = inputs.square(), backprops.square()
-    return a.sum(1) * b.sum(1) if mask is None else ((b @ mask) * a).sum(1)  # (n, o) @ (o, j) * (n, j)
+    of_inputs, of_backprops = a.sum(1), b.sum(1)
+    squared = of_inputs * of_backprops if mask is None else ((b @ mask) * a).sum(1)  # (n, o) @ (o, j) * (n, j)
+    return torch.where(torch.maximum(of_inputs, of_backprops) > _LARGEST_SQUARED_NORM, torch.nan, squared)
 
 
 # --- the methods ------------------------------------------------------------------------------------------------------

@@ -39,16 +39,20 @@ def test_bfloat16_is_for_the_passes_and_weights_stay_float32(monkeypatch):
     assert in_bf16[1].loss_mean == pytest.approx(in_float32[1].loss_mean, rel=0.02)
 
 
+PRIVATE = {"dp.enabled": True, "dp.noise-multiplier": 1.0, "subfedavg.gate-split": "none"}
+
+
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "precision", "allowed"),
     [
-        {"dp.enabled": True, "dp.noise-multiplier": 1.0, "subfedavg.gate-split": "none"},
-        {"system": "fedspallm"},
+        (PRIVATE, "bf16", "float32"),
+        (PRIVATE, "tf32", "float32"),
+        ({"system": "fedspallm"}, "bf16", r"float32, tf32 \(and fedspallm.dtype\)"),
     ],
 )
-def test_what_needs_float32_refuses_bfloat16(settings):
-    with pytest.raises(ConfigError, match=r"^precision is 'bf16', allowed with .*: float32, tf32"):
-        parse_config({**settings, "precision": "bf16"})
+def test_what_needs_more_bits_refuses_fewer(settings, precision, allowed):
+    with pytest.raises(ConfigError, match=rf"^precision is '{precision}', allowed with .*: {allowed}$"):
+        parse_config({**settings, "precision": precision})
 
 
 @pytest.mark.parametrize(("precision", "allowed"), [("tf32", True), ("float32", False)])

@@ -283,6 +283,25 @@ def test_an_example_without_a_finite_gradient_has_no_part(method, poison):
     assert all(not bool(total.any()) for total in nothing.values())
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_no_weights_let_an_entry_pass_the_clipping_because_its_square_is_zero(method):
+    """The weights are a server's, who also chooses the coordinates: inputs of 2e-23, and gradients of 1e14 on them."""
+    model, clip = network("mlp4", (1, 28, 28)), 1e-6
+    parameters = dict(model.named_parameters())
+    masks = {name: torch.zeros_like(p, dtype=torch.bool) for name, p in parameters.items()}
+    masks["fc2.weight"][:] = True
+    with torch.no_grad():
+        for name in parameters:
+            parameters[name].fill_(2e-23 if name in ("fc1.bias", "fc2.bias") else 0)
+        parameters["fc3.weight"].fill_(8e6)
+        parameters["fc4.weight"][0], parameters["fc4.weight"][1] = 8e6, -8e6
+    example = torch.rand(1, 1, 28, 28), torch.tensor([1])
+    gradient = gradients_of(model, dp(clip=1e6, grad_sample="hooks"), *example, masks)["fc2.weight"]
+    assert float(gradient.double().norm()) > 100 * clip
+    total = gradients_of(model, dp(clip=clip, grad_sample=method), *example, masks)
+    assert math.sqrt(sum(float(each.double().square().sum()) for each in total.values())) <= clip * (1 + 1e-4)
+
+
 def test_a_norm_that_is_no_number_has_no_factor():
     factors = clip_factors(torch.tensor([math.inf, math.nan, 16.0, 0.25, 0.0]), 1.0)
     torch.testing.assert_close(factors, torch.tensor([math.nan, math.nan, 0.25, 1.0, 1.0]), equal_nan=True)

@@ -385,6 +385,17 @@ def test_an_evaluation_leaves_out_what_the_budget_does_not_bear(federation):
     assert all(2.0 < ledger(run, partition).epsilon(DELTA) <= 3.0 for partition in range(4))
 
 
+@pytest.mark.parametrize(("system", "more"), [("dispfl", {"dispfl_growth": "random"}), ("dpsgd", {})])
+def test_the_test_of_a_start_takes_nothing_of_what_the_training_after_it_needs(federation, system, more):
+    """Two rounds of training use the budget up. The second round ends with an evaluation, which would come first."""
+    settings = DP | NOISED | {"system": system, "fraction_train": 1.0, "evaluate_every": 2, "dp_count_scale": 3.0}
+    run = federation(**settings | more, dp_epsilon_budget=max(cost(2 * ROUND_STEPS, k) for k in range(4)) * 1.0001)
+    assert [(row["replies"], row["failures"]) for row in run.rounds] == [(4, 0), (4, 0)]
+    for partition in range(4):
+        steps = [number for release, number in ledger(run, partition).spent.items() if isinstance(release, Steps)]
+        assert steps == [2 * ROUND_STEPS]
+
+
 def test_whoever_has_too_few_examples_declines_and_holds_up_nobody(federation):
     """Fewer examples are sampled more often each. A round in which nobody can pay leaves the model as it is."""
     settings = {"partition": "dirichlet-class", "dirichlet_alpha": 0.1, "samples_per_client": 60, "shard_size": 0}
