@@ -388,8 +388,10 @@ def test_an_evaluation_leaves_out_what_the_budget_does_not_bear(federation):
 @pytest.mark.parametrize(("system", "more"), [("dispfl", {"dispfl_growth": "random"}), ("dpsgd", {})])
 def test_the_test_of_a_start_takes_nothing_of_what_the_training_after_it_needs(federation, system, more):
     """Two rounds of training use the budget up. The second round ends with an evaluation, which would come first."""
-    settings = DP | NOISED | {"system": system, "fraction_train": 1.0, "evaluate_every": 2, "dp_count_scale": 3.0}
-    run = federation(**settings | more, dp_epsilon_budget=max(cost(2 * ROUND_STEPS, k) for k in range(4)) * 1.0001)
+    settings = DP | NOISED | {"system": system, "fraction_train": 1.0, "evaluate_every": 2} | more
+    config = parse_config({**TINY, **{config_key(name): value for name, value in settings.items()}})
+    budget = max(epsilon({step_of(config, k): 2 * ROUND_STEPS}, DELTA) for k in range(4)) * 1.0001
+    run = federation(**settings, dp_epsilon_budget=budget)
     assert [(row["replies"], row["failures"]) for row in run.rounds] == [(4, 0), (4, 0)]
     for partition in range(4):
         steps = [number for release, number in ledger(run, partition).spent.items() if isinstance(release, Steps)]
