@@ -16,6 +16,7 @@ from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
+from fedprune_app.files import kept_secret
 
 if TYPE_CHECKING:  # dp-accounting takes seconds to import, and most runs do without
     from fedprune_app.privacy.ledger import Data
@@ -57,16 +58,28 @@ class BudgetedNode(Node[AnUpdate]):
     def ledger_data(self) -> Data:
         """This says whose ledger the client's is: its data's, known by their content.
 
-        A client's own data may change with time, and go on with the same ledger while they share a record with the
-        data before. Data that are dealt otherwise have another ledger, unless the node's operator wants one for all.
+        Where the node's operator says where the ledger is, there is one for all data. Elsewhere a client's own data may
+        change with time, and go on with the same ledger while they share a record with the data before. Data that are
+        dealt otherwise have another ledger.
         """
         from fedprune_app.privacy.ledger import Data
 
         if self.place.has_own_data:
-            return Data.of(self.record_digests(), "a folder of the client's own", may_change=True)
+            about, joins = "a folder of the client's own", self.has_ledger_of_its_own
+            return Data.of(self.record_digests(), about, may_change=True, joins=joins)
         config, (number, clients) = self.config, self.place.share
         about = f"client {number} of {clients}, {config.dataset} dealt by {self.dealing} with seed {config.seed}"
         return Data.of(self.record_digests(), about, joins=self.has_ledger_of_its_own)
+
+    def split_secret(self) -> str:
+        """This is the node's secret by which parts of its own data are drawn; empty where the run's seed draws them.
+
+        The secret is for private runs whose noise nobody else knows. It is made once, and is beside the ledger.
+        """
+        dp = self.config.dp
+        if not (self.place.has_own_data and dp.enabled and dp.secure_rng):
+            return ""
+        return kept_secret(Path(dp.ledger_dir or self.place.state_dir) / "split.secret")
 
     @property
     def dealing(self) -> str:
@@ -75,7 +88,7 @@ class BudgetedNode(Node[AnUpdate]):
 
     @property
     def has_ledger_of_its_own(self) -> bool:
-        """This says whether the node's operator asks for one ledger, whatever the runs deal to the node."""
+        """This says whether the node's operator asks for one ledger, whatever the runs make of the node's data."""
         policy = self.place.policy
         return bool(policy.ledger_dir or policy.epsilon_budget)
 

@@ -43,7 +43,7 @@ class ImageNode(BudgetedNode[AnUpdate]):
 
     def __init__(self, config: Config, place: Place) -> None:
         super().__init__(config, place)
-        self.data_config = data_config(config, place.has_own_data)
+        self.data_config = data_config(config, place.has_own_data, self.split_secret())
         self.dataset = dataset_of(self.data_config)
         self.data = self.local_data()
         shape, num_classes = self.dataset.image_shape, self.dataset.num_classes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,7 @@ def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any])
     policy = read_policy(node_config)
     if folder := ledger_folder(policy, node_config):
         own["dp.ledger-dir"] = folder
+        policy = replace(policy, ledger_dir=folder)
     if not policy.secure_rng:
         own["dp.secure-rng"] = False
     elif not (is_simulated() and "partition-id" in node_config):  # the run may choose in a simulation alone
@@ -62,6 +64,8 @@ def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any])
     allows = None if is_simulated() else partial(check_allowed, policy)
     config = policy.over(plugins.parse({**run_config, **own}, allows=allows))
     policy.check(config)
+    if "partition-id" not in node_config:
+        policy.check_own_table(config)
     return check_system(config), policy
 
 

@@ -74,6 +74,22 @@ def replace_file(path: Path, content: bytes, mode: int = 0o666, *, durable: bool
         file.write(content)
 
 
+def kept_secret(path: Path) -> str:
+    """Return the secret of 64 hexadecimal digits in a file, which is made at first, for its owner's eyes alone.
+
+    Raises ``ValueError`` for a file that holds something else.
+    """
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(f"{path}.lock", "makes a secret"):
+            if not path.exists():
+                replace_file(path, secrets.token_hex(32).encode(), 0o600)
+    text = path.read_text(encoding="ascii", errors="replace").strip()
+    if len(text) != 64 or set(text) - set("0123456789abcdef"):
+        raise ValueError(f"'{path}' is damaged, allowed: a secret of 64 hexadecimal digits")
+    return text
+
+
 def make_durable(paths: Iterable[Path]) -> None:
     """Put files on disk that were written without being ``durable``; those that are not there are passed over.
 

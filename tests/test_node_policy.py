@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
+import pandas as pd
 import pytest
 from flwr.app import MessageType
 from flwr.common.constant import SUPERLINK_NODE_ID
@@ -13,7 +15,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from clients import images
 from fedprune_app import cli, client_app
 from fedprune_app.client_app import node_settings
-from fedprune_app.config import POLICY_KEYS, ConfigError, parse_config
+from fedprune_app.config import POLICY_KEYS, ConfigError, PolicyError, parse_config
 from fedprune_app.engine import inprocess, wire
 from fedprune_app.engine.exchange import TooFewReplies, message_to
 from fedprune_app.engine.inprocess import InProcessGrid
@@ -166,7 +168,7 @@ def test_no_run_begins_a_fresh_ledger_on_a_node_of_own_data(nodes, tmp_path, own
     elsewhere = {"data-dir": str(other), "state-dir": str(tmp_path / "elsewhere")}
     settings = {**IMAGES, **SILENT}
     nodes([place, elsewhere], "first", **settings, **{"dp.ledger-dir": str(tmp_path / "one")})
-    (path,) = Path(own.get("ledger-dir", tmp_path / "state" / "ledgers")).iterdir()
+    (path,) = Path(own.get("ledger-dir", tmp_path / "state" / "ledgers")).glob("*.jsonl")
     spent, charges = Ledger(path).epsilon(1e-5), len(Ledger(path))
     assert charges
     place["epsilon-budget"] = spent * 1.01
@@ -176,6 +178,66 @@ def test_no_run_begins_a_fresh_ledger_on_a_node_of_own_data(nodes, tmp_path, own
     assert note.startswith(f"client 1: the privacy budget is {spent * 1.01:g} at delta 1e-05, ")
     assert not (tmp_path / "one").exists()
     assert not (tmp_path / "two").exists()
+
+
+SIZES = [{"image_size": 0}, {"image_size": 16}, {"image_size": 8, "image_fit": "stretch"}, {"image_size": 17}]
+COLUMNS = [{}, {"owner_column": "b"}, {"label_column": "c"}, {"owner_column": "c"}]
+
+
+@pytest.mark.parametrize(("dataset", "runs"), [("image-folder", SIZES), ("table", COLUMNS)])
+def test_no_way_to_read_the_data_begins_a_fresh_ledger_on_a_node_of_own_data(nodes, tmp_path, dataset, runs):
+    """What becomes of a file, a run says: its size, or which columns are features."""
+    mine = image_folder(tmp_path / "mine", 0)
+    if dataset == "table":
+        draw = np.random.default_rng(0)
+        columns = {name: draw.normal(size=60) for name in "ab"} | {
+            name: draw.integers(0, 2, 60) for name in ("c", "label")
+        }
+        pd.DataFrame(columns).to_csv(mine / "train.csv", index=False)
+    place = {"data-dir": str(mine), "state-dir": str(tmp_path / "state"), "allowed-label-columns": "label, c"}
+    settings = {**IMAGES, **SILENT, "dataset": dataset, "test_split": "holdout", "dp.noise-multiplier": 0.7}
+    if dataset == "table":
+        settings["model"] = "mlp-small"
+    spent = []
+    for number, run in enumerate(runs):
+        nodes([place], f"run{number}", **settings, **run)
+        (path,) = (tmp_path / "state" / "ledgers").glob("*.jsonl")
+        spent.append(Ledger(path).epsilon(1e-5))
+    assert spent == sorted(set(spent))  # each run adds to what the runs before it cost
+
+
+def test_parts_of_a_nodes_own_images_are_drawn_by_a_secret_of_the_node(nodes, tmp_path):
+    """A server knows its seed. If the seed drew parts, told numbers of many runs would say which images there are."""
+    place = {"data-dir": str(image_folder(tmp_path / "mine", 0, per_class=40)), "state-dir": str(tmp_path / "state")}
+    secret = tmp_path / "state" / "ledgers" / "split.secret"
+
+    def num_examples(seed):
+        (row,) = nodes([place], f"run{len(list(tmp_path.iterdir()))}", **IMAGES, **SILENT, seed=seed).clients
+        return row["num_examples"]
+
+    assert len({num_examples(seed) for seed in range(3)}) == 1
+    assert secret.stat().st_mode & 0o777 == 0o600
+    told = []
+    for digit in "012":
+        secret.write_text(digit * 64)
+        told.append({num_examples(0), num_examples(1)})
+    assert all(len(numbers) == 1 for numbers in told)
+    assert len(set.union(*told)) > 1
+    secret.write_text("short")
+    with pytest.raises(TooFewReplies, match=r"split\.secret' is damaged, allowed: a secret of 64 hexadecimal digits"):
+        num_examples(0)
+
+
+def test_a_private_run_may_take_as_labels_only_what_the_operator_of_a_table_allows():
+    node, run = {"data-dir": "/data", "state-dir": "/state"}, {"dataset": "table", "system": "fedavg", **PRIVATE}
+    said = "the node declines the run: label-column is 'income', allowed by its allowed-label-columns: label"
+    with pytest.raises(PolicyError, match=f"^{said}$"):
+        node_settings({**run, "label-column": "income"}, node)
+    allowing = {**node, "allowed-label-columns": "income, label"}
+    assert node_settings({**run, "label-column": "income"}, allowing)[0].label_column == "income"
+    assert node_settings(run, node)[0].label_column == "label"
+    open_run = {"dataset": "table", "system": "fedavg", "label-column": "income"}
+    assert node_settings(open_run, node)[0].label_column == "income"
 
 
 def test_a_run_that_deals_anew_begins_no_fresh_ledger_on_a_node_with_a_budget(nodes, tmp_path):

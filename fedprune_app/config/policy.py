@@ -40,6 +40,11 @@ class Policy:
         "If false, private noise derives from the run's seed, which the server knows: for rehearsals alone. If true, a"
         " node of a deployment, or with data of its own, draws from the operating system whatever the run says.",
     )
+    allowed_label_columns: str = option(
+        "label",
+        "The columns of the node's own table that a run with dp.enabled may take as labels, separated by commas. The "
+        "different labels are told to the server.",
+    )
     allowed_systems: str = option("", "The systems that the node runs, separated by spaces. Empty means all.")
     allowed_plugins: str = option(
         "",
@@ -70,7 +75,12 @@ class Policy:
     @property
     def plugins(self) -> tuple[str, ...]:
         """The modules and files in ``allowed-plugins``."""
-        return tuple(each.strip() for each in self.allowed_plugins.split(",") if each.strip())
+        return _listed(self.allowed_plugins)
+
+    @property
+    def label_columns(self) -> tuple[str, ...]:
+        """The names in ``allowed-label-columns``."""
+        return _listed(self.allowed_label_columns)
 
     @property
     def why_private(self) -> str:
@@ -91,6 +101,12 @@ class Policy:
         if self.max_clip_norm and config.dp.clip_norm > self.max_clip_norm:
             raise declined(f"dp.clip-norm is {config.dp.clip_norm}", "max-clip-norm", f"at most {self.max_clip_norm}")
 
+    def check_own_table(self, config: Config) -> None:
+        """Raise :class:`PolicyError` where a private run takes as labels what the node's table must not tell."""
+        if config.dp.enabled and config.dataset == "table" and config.label_column not in self.label_columns:
+            allowed = ", ".join(self.label_columns) or "none"
+            raise declined(f"label-column is {config.label_column!r}", "allowed-label-columns", allowed)
+
     def check_noise(self, noise_multiplier: float, what: str) -> None:
         """Raise :class:`PolicyError` where the noise that a run has is too little."""
         if noise_multiplier < self.min_noise_multiplier:
@@ -106,6 +122,10 @@ class Policy:
         if self.why_private and config.dp.accuracies == "open":
             return replace(config, dp=replace(config.dp, accuracies="none"))
         return config
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(each.strip() for each in text.split(",") if each.strip())
 
 
 def declined(given: str, key: str, allowed: str) -> PolicyError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -52,6 +52,8 @@ class DataConfig:
     * ``classes``: the names of the classes of an image folder or a table, and their order.
     * ``private``: each image is inside a promise of privacy. So nothing that is done with one image follows from the
       others: an image folder is not normalised by its own statistics, and each image's part is drawn by itself.
+    * ``split_secret``: each image's part is drawn by this secret in place of the ``seed``, where it is not empty. The
+      server knows the seed: from how many images are in a part it could find out which images there are.
     """
 
     dataset: str = "digits"
@@ -78,6 +80,7 @@ class DataConfig:
     classes: tuple[str, ...] = ()
     is_own: bool = False
     private: bool = False
+    split_secret: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         for key, value, allowed in (
@@ -108,12 +111,12 @@ class DataConfig:
             raise ValueError(f"test-fraction is {self.test_fraction:g}, allowed: above 0 to below 1")
 
 
-def data_config(config: Config, is_own: bool = False) -> DataConfig:
+def data_config(config: Config, is_own: bool = False, split_secret: str = "") -> DataConfig:
     """Return the part of the run's configuration that determines every client's data."""
-    names = set(DataConfig.__dataclass_fields__) - {"is_own", "classes", "private"}
+    names = set(DataConfig.__dataclass_fields__) - {"is_own", "classes", "private", "split_secret"}
     same = {name: getattr(config, name) for name in names}
     classes = class_names(config.classes)
-    return DataConfig(is_own=is_own, classes=classes, private=config.dp.enabled, **same)
+    return DataConfig(is_own=is_own, classes=classes, private=config.dp.enabled, split_secret=split_secret, **same)
 
 
 @dataclass(frozen=True, eq=False)
@@ -439,7 +442,7 @@ def _hold_out(own: Indices, share: float, use: str, config: DataConfig, partitio
     """Return those of the sorted indices ``own`` that stay, and about ``share`` of them that are held out."""
     pool = _pool(config)
     if config.is_own or config.private:
-        held_out = _drawn(pool.digests(own), share, f"{config.seed}/{use}")
+        held_out = _drawn(pool.digests(own), share, f"{config.split_secret or config.seed}/{use}")
         return own[~held_out], own[held_out]
     kept, held = partitions.stratified_holdout(pool.labels[own], share, numpy_generator(config.seed, use, partition_id))
     return own[kept], own[held]

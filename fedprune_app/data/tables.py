@@ -10,6 +10,7 @@ import numpy as np
 
 from fedprune_app.data.brought import scale
 from fedprune_app.data.datasets import Dataset, missing, owned_by
+from fedprune_app.data.errors import FileError
 
 if TYPE_CHECKING:
     import pandas
@@ -44,16 +45,19 @@ def table(
     train = frames["train"]
     features = [name for name in train.columns if name not in (columns.label, columns.owner)]
     if not features:
-        raise ValueError(f"'{files['train']}' has no column but the label's, allowed: at least one feature")
+        raise _error(files["train"], "has no column but the label's, allowed: at least one feature")
     arrays = {part: _features(files[part], frame, features, columns) for part, frame in frames.items()}
     labels = {part: frame[columns.label].astype(str).to_numpy() for part, frame in frames.items()}
     classes = fixed or _ordered(set(labels["train"]))
     if len(classes) < 2:
-        raise ValueError(f"'{files['train']}' has one label, {classes[0]!r}, allowed: at least two")
+        why, allowed = "has one label", ", allowed: at least two"
+        raise _error(files["train"], f"{why}, {classes[0]!r}{allowed}", why + allowed)
     numbers = {name: number for number, name in enumerate(classes)}
     for part, found in labels.items():
         if strange := sorted(set(found) - set(classes)):
-            raise ValueError(f"'{files[part]}' has the label {strange[0]!r}, allowed: {', '.join(classes)}")
+            allowed = ", ".join(classes)
+            told = f"has a label that classes does not name, allowed: {allowed}" if fixed else "has a label of no class"
+            raise _error(files[part], f"has the label {strange[0]!r}, allowed: {allowed}", told)
     coded = {part: np.array([numbers[name] for name in found], dtype=np.int64) for part, found in labels.items()}
     none = arrays["train"][:0], coded["train"][:0]
     test = (arrays["test"], coded["test"]) if "test" in arrays else none
@@ -75,7 +79,14 @@ def _read(path: Path) -> pandas.DataFrame:
         # a label or an owner may look like a number, and stays the text that it is
         return pandas.read_csv(path) if path.suffix == ".csv" else pandas.read_parquet(path)
     except Exception as error:  # pandas' readers raise what they like
-        raise ValueError(f"'{path}' cannot be read: {' '.join(str(error).split())}") from None
+        why = f"cannot be read: {' '.join(str(error).split())}"
+        raise _error(path, why, f"cannot be read ({type(error).__name__})") from None
+
+
+def _error(path: Path | None, why: str, told: str = "") -> FileError:
+    """Return the error of a table; ``told`` says the same without a word of what is in the table."""
+    assert path is not None
+    return FileError(path, "a table", why, told)
 
 
 def _features(path: Path | None, frame: pandas.DataFrame, features: list[str], columns: Columns) -> Any:
@@ -83,22 +94,23 @@ def _features(path: Path | None, frame: pandas.DataFrame, features: list[str], c
     for name in (columns.label, columns.owner):
         if name and name not in frame.columns:
             key = "label-column" if name == columns.label else "owner-column"
-            raise ValueError(f"{key} is '{name}', allowed: a column of '{path}': {', '.join(frame.columns)}")
+            why = f"has no column '{name}', which {key} names"
+            raise _error(path, f"{why}, allowed: {', '.join(frame.columns)}", why)
     if missing_ones := [name for name in features if name not in frame.columns]:
-        raise ValueError(f"'{path}' has no column '{missing_ones[0]}', which the training rows have")
+        why = "which the training rows have"
+        raise _error(path, f"has no column '{missing_ones[0]}', {why}", f"lacks a column {why}")
     for name in (*features, columns.label):
         if absent := int(frame[name].isna().sum()):
-            raise ValueError(f"'{path}': column '{name}' has {absent} missing values, allowed: none")
+            why = f"has {absent} missing values in column '{name}', allowed: none"
+            raise _error(path, why, "has missing values, allowed: none")
     for name in features:
         if frame[name].dtype.kind not in "iufb":
-            raise ValueError(
-                f"'{path}': column '{name}' holds no numbers, allowed: numbers (pandas.get_dummies makes columns of 0 "
-                "and 1 from texts)"
-            )
+            allowed = "allowed: numbers (pandas.get_dummies makes columns of 0 and 1 from texts)"
+            raise _error(path, f"has column '{name}' without numbers, {allowed}", f"has a column of texts, {allowed}")
     with np.errstate(over="ignore"):
         numbers = frame[features].to_numpy(dtype=np.float32)
     if not np.isfinite(numbers).all():
-        raise ValueError(f"'{path}' has a number that is infinite, or too large for float32")
+        raise _error(path, "has a number that is infinite, or too large for float32")
     return numbers[:, :, None, None]
 
 

@@ -50,7 +50,8 @@ class Data:
     * ``records``: short digests of the records, where the data may change with time. Other data that share a record
       with these go on with the same ledger, because the shared record pays for the releases of both. Without them,
       other data are refused.
-    * ``joins``: these data go on with whatever ledger there is, and are noted in it.
+    * ``joins``: these data go on with whatever ledger there is, and are noted in it. The ledger keeps no digests of
+      their records then.
     """
 
     identity: str
@@ -191,7 +192,7 @@ class Ledger:
             raise ValueError(
                 f"ledger '{self.path}' is {whose}, allowed: a ledger of these data ({data.about}), or none"
             )
-        known = frozenset[bytes]().union(*(own.records for own in self._data))
+        known = data.records if data.joins else frozenset[bytes]().union(*(own.records for own in self._data))
         records = base64.b64encode(b"".join(sorted(data.records - known))).decode()
         entry = {"kind": "data", "identity": data.identity, "size": data.size, "about": data.about, "records": records}
         self._append(entry, file)
@@ -246,12 +247,18 @@ class Ledger:
 def ledger_of(data: Data, folder: Path) -> Path:
     """Return the ledger in ``folder`` that shares a record with ``data``, which may change; else the name of a new one.
 
-    Raises ``ValueError`` where several ledgers do, because each record's releases have to be in one.
+    Data that join go on with the one ledger of the folder, whatever records it has: a run decides how files become
+    records, so a run could else begin a fresh ledger. Raises ``ValueError`` where it is not clear which ledger that is,
+    because each record's releases have to be in one.
     """
-    found = [path for path in sorted(folder.glob(f"{_OWN}*.jsonl")) if Ledger(path).shares(data)]
-    if len(found) > 1:
-        names = ", ".join(f"'{path}'" for path in found)
-        raise ValueError(f"the client's images are in the ledgers {names}, allowed: all of them in one ledger")
+    ledgers = sorted(folder.glob(f"{_OWN}*.jsonl"))
+    found = [path for path in ledgers if Ledger(path).shares(data)]
+    if len(found) > 1 or (data.joins and not found and len(ledgers) > 1):
+        names = ", ".join(f"'{path}'" for path in found or ledgers)
+        where = "are in the ledgers" if found else "are in none of the ledgers"
+        raise ValueError(f"the client's data {where} {names}, allowed: all of them in one ledger")
+    if data.joins and not found:
+        found = ledgers
     return found[0] if found else folder / f"{_OWN}{data.identity[:16]}.jsonl"
 
 

@@ -192,7 +192,7 @@ def test_a_folder_with_an_image_more_goes_on_with_its_ledger_and_other_images_ha
     shutil.copytree(folders[1] / "train" / "1", both / "train" / "1", dirs_exist_ok=True)
     for number, image in enumerate(sorted((folders[1] / "train" / "2").iterdir())):
         shutil.copy(image, both / "train" / "2" / f"other-{number}.png")
-    with pytest.raises(TooFewReplies, match=r"images are in the ledgers '.*', '.*', allowed: all of them in one"):
+    with pytest.raises(TooFewReplies, match=r"data are in the ledgers '.*', '.*', allowed: all of them in one"):
         own(places([both]), name="fourth", **private)
 
 
