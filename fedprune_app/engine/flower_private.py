@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # the same names as in PLACES, for type checkers; a test comp
     from flwr.proto.message_pb2 import PullObjectRequest as PullObjectRequest
     from flwr.proto.message_pb2 import PullObjectResponse as PullObjectResponse
     from flwr.proto.runtime_pb2 import PullAppMessagesRequest as PullAppMessagesRequest
+    from flwr.proto.runtime_pb2 import PullAppMessagesResponse as PullAppMessagesResponse
     from flwr.server.superlink.linkstate.utils import generate_rand_int_from_bytes as generate_rand_int_from_bytes
     from flwr.simulation.ray_transport.ray_actor import BasicActorPool as BasicActorPool
     from flwr.simulation.ray_transport.ray_actor import pool_size_from_resources as pool_size_from_resources
@@ -108,6 +109,7 @@ PLACES = {
     "ObjectPushError": _FETCHING,
     "ObjectTree": "flwr.proto.message_pb2",
     "PullAppMessagesRequest": "flwr.proto.runtime_pb2",
+    "PullAppMessagesResponse": "flwr.proto.runtime_pb2",
     "PullObjectRequest": "flwr.proto.message_pb2",
     "PullObjectResponse": "flwr.proto.message_pb2",
     "REFRESH_TOKEN_STORE_KEY": "flwr.cli.constant",

@@ -5,6 +5,7 @@ The Grid of a deployment is Flower's ``HttpGrid``, which trusts replies too much
 * It makes messages of all the replies that it asks for before it returns the first, however large they are.
 * A reply that cannot be read is an exception, which ends the run and takes the other replies with it.
 * A reply itself says which message it answers.
+* A reply that the SuperLink itself cannot read makes it answer a whole batch with an error.
 
 Here replies are fetched one by one through the same client:
 
@@ -40,6 +41,7 @@ from fedprune_app.engine.flower_private import (
     ObjectPullError,
     ObjectTree,
     PullAppMessagesRequest,
+    PullAppMessagesResponse,
     PullObjectRequest,
     PullObjectResponse,
     get_object_body,
@@ -143,14 +145,29 @@ def error_line(error: Error) -> str:
 
 def _fetched(grid: HttpGrid, deadlines: Mapping[str, float], max_bytes: int) -> Iterator[Reply]:
     """Yield what ``HttpGrid.pull_messages`` returns, but one after the other, and of each no more than is allowed."""
-    client = grid._runtime_client
-    _watch(flower_private.http_client(grid))
-    with _filtered(lambda stream: sieve(stream, len(deadlines), _HEAD_BYTES)):
-        listed = client.PullMessages(PullAppMessagesRequest(message_ids=list(deadlines)))
+    try:
+        listed = _listed(grid, list(deadlines))
+    except httpx.HTTPStatusError as error:
+        if error.response.status_code != httpx.codes.INTERNAL_SERVER_ERROR:
+            raise
+        if len(deadlines) > 1:
+            for message_id, deadline in deadlines.items():
+                yield from _fetched(grid, {message_id: deadline}, max_bytes)
+        else:
+            _listed(grid, [])  # a SuperLink that can answer nothing is no client's failure
+            yield from (_refused(message_id, ValueError("the SuperLink cannot read it")) for message_id in deadlines)
+        return
     for head, tree in zip(listed.messages_list, listed.message_object_trees, strict=True):
         message_id = head.metadata.reply_to_message_id
         if message_id in deadlines:
             yield _fetch(grid, head, tree, deadlines[message_id], max_bytes)
+
+
+def _listed(grid: HttpGrid, message_ids: list[str]) -> PullAppMessagesResponse:
+    """Return the heads of the replies to these messages that have come, each with the tree of its objects."""
+    _watch(flower_private.http_client(grid))
+    with _filtered(lambda stream: sieve(stream, len(message_ids), _HEAD_BYTES)):
+        return grid._runtime_client.PullMessages(PullAppMessagesRequest(message_ids=message_ids))
 
 
 def _fetch(grid: HttpGrid, head: MessageProto, tree: ObjectTree, deadline: float, max_bytes: int) -> Reply:

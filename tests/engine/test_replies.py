@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 import random
 import sqlite3
 import stat
@@ -94,7 +95,10 @@ class SuperLink:
         name = request.url.path.rsplit("/", 1)[-1]
         self.requests.append(name)
         handler, kind = PATHS[name]
-        body = handler(kind.FromString(request.content), self.state, SimpleNamespace(run_id=self.run_id))
+        try:
+            body = handler(kind.FromString(request.content), self.state, SimpleNamespace(run_id=self.run_id))
+        except Exception as error:  # as Flower's http_error_translator does
+            return httpx.Response(500, json={"detail": "Internal server error.", "error": repr(error)}, request=request)
         content = body.SerializeToString()
 
         def pieces() -> Iterator[bytes]:
@@ -124,11 +128,20 @@ class SuperLink:
         for key in missing:
             assert not upload(key) or self.state.store_object(self.run_id, session, key, objects[key])
 
-    def reply(self, request: Message, content: RecordDict | Error, tamper: Callable[[Objects], Objects] = dict) -> None:
+    def reply(
+        self,
+        request: Message,
+        content: RecordDict | Error,
+        tamper: Callable[[Objects], Objects] = dict,
+        **metadata: float,
+    ) -> None:
         answer = Message(content, reply_to=request)
         objects = {key: found.deflate() for key, found in get_all_nested_objects(answer).items()}
         answer.metadata.__dict__["_message_id"] = answer.object_id
-        self.send(message_to_proto(remove_content_from_message(answer)), tamper(objects))
+        head = message_to_proto(remove_content_from_message(answer))
+        for name, value in metadata.items():
+            setattr(head.metadata, name, value)
+        self.send(head, tamper(objects))
 
     def fetch(self, *requests: Message, max_bytes: int = 2**20, seconds: float = 5) -> dict[str, replies.Reply]:
         deadline = time.monotonic() + seconds
@@ -289,6 +302,38 @@ def test_a_message_that_nobody_asked_for_is_not_fetched(link):
     before = len(link.requests)
     assert list(link.fetch(request)) == [request.metadata.message_id]
     assert link.requests[before:].count("pull-object") == 6
+
+
+@with_a_database_and_without
+@pytest.mark.parametrize("name", ["created_at", "ttl"])
+def test_a_reply_that_the_superlink_cannot_read_is_the_error_of_its_sender_alone(link, name):
+    """Flower takes NaN, its database makes nothing of it, and then the SuperLink has no answer for the whole batch."""
+    requests = link.ask(0, 1, 2)
+    link.reply(requests[0], content_of())
+    link.reply(requests[1], content_of(), **{name: math.nan})
+    first, broken, last = (request.metadata.message_id for request in requests)
+    found = link.fetch(*requests)
+    assert found[first].content == content_of()
+    assert last not in found, "it has not come yet"
+    if found[broken].content is None:
+        assert found[broken].error == "its reply is refused: the SuperLink cannot read it"
+    else:
+        assert link.state.num_message_res() == 0, "without a database NaN harms nothing"
+    link.reply(requests[2], content_of())
+    assert link.fetch(requests[2])[last].content == content_of()
+
+
+def test_a_superlink_that_cannot_answer_is_no_client_s_error(tmp_path):
+    path = make_database(tmp_path / "superlink.db")
+    link = SuperLink(str(path)).enter()
+    requests = link.ask(0, 1)
+    link.reply(requests[0], content_of())
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("ALTER TABLE message_ins RENAME TO lost")
+    with pytest.raises(httpx.HTTPStatusError, match="500"):
+        link.fetch(*requests)
+    with pytest.raises(httpx.HTTPStatusError, match="500"):
+        link.fetch(requests[0])
 
 
 def facts(link: SuperLink) -> dict:
