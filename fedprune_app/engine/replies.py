@@ -62,7 +62,8 @@ FRAMING_BYTES = 8 * 2**20
 _BATCH = 32
 _BATCH_BYTES = 64 * 2**20
 _HEAD_BYTES = 2**20  # of a reply without its objects, a list of replies, an object that only names others
-_LARGEST = {ArrayChunk.__qualname__: sys.maxsize, ConfigRecord.__qualname__: FRAMING_BYTES}  # bytes of other objects
+_BESIDE_BYTES = 4 * 2**20  # of all objects but pieces of arrays: three counts for each of a million classes fit
+_LARGEST = {ArrayChunk.__qualname__: sys.maxsize, ConfigRecord.__qualname__: _BESIDE_BYTES}  # bytes of other objects
 _CHUNK = f"{ArrayChunk.__qualname__} ".encode()  # a piece of an array begins with this
 _MOST_RECORDS = 16
 _MOST_OBJECTS = 64  # and one more per MiB
@@ -219,12 +220,18 @@ def read(message_id: str, root: str, contents: dict[str, bytes], max_bytes: int)
 
 
 def _check_sizes(contents: Mapping[str, bytes], max_bytes: int) -> None:
-    """Refuse objects that would grow when they are put together: an array may name one piece of it many times."""
-    total = 0
+    """Refuse objects that would grow when they are put together.
+
+    An array may name one piece of it many times, and a number that takes a byte here takes 80 as one of Python's.
+    """
+    total = beside = 0
     for content in contents.values():
         kind, children, _ = get_object_head_values_from_object_content(content)
         if len(content) > (most := _LARGEST.get(kind, _HEAD_BYTES)):
             raise ValueError(f"one {kind} has {len(content)} bytes, allowed: {most}")
+        beside += 0 if kind == ArrayChunk.__qualname__ else len(content)
+        if beside > _BESIDE_BYTES:
+            raise ValueError(f"it has over {_BESIDE_BYTES} bytes beside its arrays' data")
         if kind == Array.__qualname__:
             chunks = json.loads(get_object_body(content, Array))["arraychunk_ids"]
             if not all(contents[child].startswith(_CHUNK) for child in children):

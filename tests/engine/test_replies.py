@@ -26,6 +26,8 @@ from flwr.common.constant import NOOP_ACCOUNT_NAME, NOOP_FLWR_AID, SUPERLINK_NOD
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, ObjectTree, PullObjectRequest, PushObjectRequest
 from flwr.proto.message_pb2 import Message as MessageProto
+from flwr.proto.recorddict_pb2 import ConfigRecord as ConfigRecordProto
+from flwr.proto.recorddict_pb2 import MetricRecord as MetricRecordProto
 from flwr.proto.runtime_pb2 import PullAppMessagesRequest, PullAppMessagesResponse, PushAppMessagesRequest
 from flwr.server.superlink.linkstate import LinkStateFactory
 from flwr.supercore.constant import FLWR_IN_MEMORY_DB_NAME, NOOP_FEDERATION_ID, TaskType
@@ -433,6 +435,50 @@ def test_a_reply_that_grows_when_it_is_read_is_refused_before(link, pieces, name
     assert says in reply.error
     assert (reply.content is None) == bool(says)
     assert peak < 20 * MB
+
+
+def numbers(kind: str, count: int, j: int) -> bytes:
+    """A record of small numbers, each of them one byte here and an object of Python's when it is read."""
+    record = {"ConfigRecord": ConfigRecordProto, "MetricRecord": MetricRecordProto}[kind]()
+    item = record.items.add()
+    item.key = f"x{j}"
+    item.value.sint_list.vals.extend([-50] * count)
+    return packed(kind, record.SerializeToString())
+
+
+def of_records(records: list[bytes]) -> Callable[[Objects], Objects]:
+    """A reply of these records and nothing else."""
+
+    def tamper(objects: Objects) -> Objects:
+        message = list(objects.values())[-1]
+        found = {id_of(content): content for content in records}
+        names = json.dumps({f"r{k}": key for k, key in enumerate(found)}).encode()
+        last = packed("RecordDict", names, *found)
+        whole = packed("Message", message.partition(b"\0")[2], id_of(last))
+        return {**found, id_of(last): last, id_of(whole): whole}
+
+    return tamper
+
+
+@pytest.mark.parametrize("kind", ["ConfigRecord", "MetricRecord"])
+def test_a_reply_of_very_many_small_numbers_is_refused_before_it_is_read(link, kind):
+    """However large the model is: as Python's own such numbers take 80 times as much."""
+    (request,) = link.ask(0)
+    link.reply(request, content_of(), of_records([numbers(kind, 300_000, j) for j in range(16)]))
+    found = {}
+    peak = peak_of(lambda: found.update(link.fetch(request, max_bytes=100 * MB)))
+    reply = found[request.metadata.message_id]
+    assert reply.error == "its reply is refused: it has over 4194304 bytes beside its arrays' data"
+    assert peak < 20 * MB
+
+
+def test_an_introduction_with_a_hundred_thousand_classes_is_read(link):
+    (request,) = link.ask(0)
+    told = {f"labels-{part}": [k % 99 for k in range(MB // 10)] for part in ("train", "validation", "test")}
+    told["classes"] = [f"class {k}" for k in range(MB // 10)]
+    link.reply(request, wire.pack(None, told))
+    reply = link.fetch(request, max_bytes=replies.FRAMING_BYTES)[request.metadata.message_id]
+    assert dict(reply.content["fields"]) == told
 
 
 def test_an_array_of_arrays_of_arrays_is_not_put_together(link):
