@@ -38,7 +38,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from fedprune_app import launch
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.engine.flower_private import has_fleet_port
-from fedprune_app.engine.superlink import CREDENTIALS, SECRET_VARIABLE, credentials
+from fedprune_app.engine.superlink import CREDENTIALS, SECRET_VARIABLE, credentials, read_secret
 from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import SharedFolderError, replace_file
@@ -233,11 +233,21 @@ def make_control_secret(path: Path) -> Path:
     return path
 
 
+def read_control_secret(path: Path) -> str:
+    """Return the secret in a file. Raises :class:`ConfigError` for a file without one that is long enough."""
+    try:
+        return read_secret(path)
+    except OSError as error:
+        raise ConfigError(f"the secret is {str(path)!r}, allowed: a file ({error.strerror})") from None
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def log_in(address: str, secret: Path, home: Path) -> Path:
     """Let ``flwr`` show the secret to the SuperLink at ``address``, and return the file that says so.
 
     ``home`` is the ``FLWR_HOME`` of ``flwr``. What the file says of other SuperLinks stays. Raises
-    :class:`ConfigError` for a file that is no mapping.
+    :class:`ConfigError` for a file that is no mapping, and for a secret that no SuperLink takes.
     """
     path = home / CREDENTIALS
     try:
@@ -246,7 +256,7 @@ def log_in(address: str, secret: Path, home: Path) -> Path:
         known = None
     if not isinstance(known, dict):
         raise ConfigError(f"{str(path)!r} is no mapping in YAML, allowed: the file that `flwr login` writes")
-    more = json.loads(credentials(address, secret.read_text().strip()))
+    more = json.loads(credentials(address, read_control_secret(secret)))
     home.mkdir(0o700, parents=True, exist_ok=True)
     _write_secret(path, json.dumps(known | more).encode())
     return path
@@ -326,7 +336,7 @@ class Deployment:
             f'address = "{address}"\nroot-certificates = "{self.certificates.ca}"\n'
         )
         replace_file(home / "config.toml", content.encode())
-        _write_secret(home / CREDENTIALS, credentials(address, self._secret("control").read_text()))
+        _write_secret(home / CREDENTIALS, credentials(address, read_control_secret(self._secret("control"))))
         return Link("local", launch.flower_environment(home), self.log_file(_SUPERLINK))
 
     def log_file(self, name: str) -> Path:

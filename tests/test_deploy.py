@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from flwr.cli.supernode.register import try_load_public_key
 from flwr.common.config import parse_config_args
+from flwr.common.constant import ACCESS_TOKEN_KEY
 from flwr.supercore.error import ApiErrorCode
 
 from fedprune_app import deploy, launch
@@ -37,6 +38,7 @@ from fedprune_app.deploy import (
     valid_until,
 )
 from fedprune_app.engine.simulated import answering_in_simulation
+from fedprune_app.engine.superlink import SECRET_VARIABLE, SecretAuthn
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
 
@@ -119,6 +121,34 @@ def test_a_user_logs_in_with_the_secret_and_stays_logged_in_elsewhere(tmp_path):
     path.write_text("[1, 2")
     with pytest.raises(ConfigError, match=r"credentials\.yaml' is no mapping in YAML, allowed: "):
         deploy.log_in("a.example.org:8000", secret, home)
+
+
+@pytest.mark.parametrize("content", [b"", b" \n", b"fifteen letters", "sechzehn Zeichen: ü".encode()])
+def test_a_secret_that_opens_the_control_api_to_strangers_is_refused(tmp_path, monkeypatch, content):
+    """An empty one is what a call without any token shows."""
+    secret = tmp_path / "control.secret"
+    secret.write_bytes(content)
+    says = rf"control\.secret' has a secret of {len(content.strip())} bytes, allowed: at least 16 bytes of ASCII$"
+    with pytest.raises(ConfigError, match=says):
+        deploy.log_in("a.example.org:8000", secret, tmp_path / "home")
+    assert not (tmp_path / "home").exists()
+    monkeypatch.setenv(SECRET_VARIABLE, str(secret))
+    with pytest.raises(ValueError, match=says):
+        SecretAuthn()
+    command = [sys.executable, "-m", "fedprune_app.cli", "deploy", "superlink", "--control-secret", str(secret)]
+    told = subprocess.run([*command, "--no-such-option"], capture_output=True, text=True, timeout=1000)
+    assert told.returncode == 2
+    assert re.search(says, told.stderr.strip())
+    assert "flower-superlink" not in told.stderr, "it was not started"
+
+
+def test_a_call_without_the_secret_is_refused(tmp_path, monkeypatch):
+    secret = deploy.make_control_secret(tmp_path / "control.secret")
+    monkeypatch.setenv(SECRET_VARIABLE, str(secret))
+    account = SecretAuthn()
+    assert account.validate_tokens_in_metadata([(ACCESS_TOKEN_KEY, secret.read_text())])[0]
+    for metadata in ([], [(ACCESS_TOKEN_KEY, "")], [(ACCESS_TOKEN_KEY, "x" * 64)]):
+        assert account.validate_tokens_in_metadata(metadata) == (False, None)
 
 
 @pytest.mark.parametrize(("has_port", "address"), [(True, "127.0.0.1:2"), (False, "127.0.0.1:1")])

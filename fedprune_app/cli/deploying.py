@@ -194,12 +194,13 @@ def superlink(
     All other options are those of flower-superlink.
     Without the secret everybody who reaches the Control API may start runs.
     """
-    from fedprune_app.deploy import superlink_command
+    from fedprune_app.deploy import read_control_secret, superlink_command
     from fedprune_app.engine.superlink import SECRET_VARIABLE
 
     command = superlink_command(context.args)
     if not secret.expanduser().is_file():
         raise ConfigError(f"--control-secret is {str(secret)!r}, allowed: a file")
+    read_control_secret(secret.expanduser())  # Flower's program would tell what is wrong with it in many lines
     os.execve(command[0], command, {**os.environ, SECRET_VARIABLE: str(secret.expanduser())})
 
 

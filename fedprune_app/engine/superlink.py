@@ -32,6 +32,19 @@ from fedprune_app.engine.flower_private import (
 
 SECRET_VARIABLE = "FEDPRUNE_CONTROL_SECRET_FILE"
 CREDENTIALS = "credentials.yaml"  # in FLWR_HOME
+_LEAST_BYTES = 16  # of a secret; a call without a token has none
+
+
+def read_secret(path: Path) -> str:
+    """Return the secret in a file, without the space around it.
+
+    Raises ``ValueError`` for one that is short, which strangers could guess, and for one that no call can bear.
+    """
+    secret = path.read_bytes().strip()
+    if len(secret) < _LEAST_BYTES or not secret.isascii():
+        allowed = f"allowed: at least {_LEAST_BYTES} bytes of ASCII"
+        raise ValueError(f"{str(path)!r} has a secret of {len(secret)} bytes, {allowed}")
+    return secret.decode()
 
 
 def credentials(address: str, secret: str) -> bytes:
@@ -49,7 +62,7 @@ class SecretAuthn(ControlAuthnPlugin):
     """There is one account, whose token is the secret in the file that the environment names."""
 
     def __init__(self) -> None:
-        self._secret = Path(os.environ[SECRET_VARIABLE]).read_bytes().strip()
+        self._secret = read_secret(Path(os.environ[SECRET_VARIABLE])).encode()
 
     def validate_tokens_in_metadata(
         self, metadata: Sequence[tuple[str, str | bytes]]

@@ -290,7 +290,7 @@ def test_the_control_api_takes_orders_only_from_users_with_the_secret(tmp_path):
         login = [*fedprune, "login", address, "--secret", secret]
         subprocess.run(login, check=True, capture_output=True, env=environment, timeout=1000)
         assert launch.flwr(link, "ls", "real")["runs"] == []
-        secret.write_text("another")
+        secret.write_text("another user's secret")
         subprocess.run(login, check=True, capture_output=True, env=environment, timeout=1000)
         with pytest.raises(LaunchError, match="flwr ls"):
             launch.flwr(link, "ls", "real")
