@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import stat
+import subprocess
 import tomllib
 
 import pytest
@@ -51,6 +53,19 @@ def checker(monkeypatch, tmp_path, no_plugins) -> Checker:
 )
 def test_every_command_of_a_block_could_start(checker, block, command):
     checker.check(command)
+
+
+SECRETS = [
+    block for block in blocks() if block.is_commands and re.search(r"^(?:.*&& )?(?:head|openssl) .*>", block.text, re.M)
+]
+
+
+@pytest.mark.parametrize("block", SECRETS, ids=str)
+def test_a_secret_that_a_block_makes_is_for_its_owner_alone(tmp_path, block):
+    lines = [" ".join(command) for command in block.commands if command[0] in ("umask", "head", "openssl")]
+    subprocess.run(["sh", "-ec", "\n".join(["umask 022", *lines])], cwd=tmp_path, check=True, timeout=1000)
+    assert list(tmp_path.iterdir())
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
 
 
 def test_every_command_in_a_sentence_is_one_of_ours(checker):
