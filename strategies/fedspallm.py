@@ -298,17 +298,22 @@ class FedSpaLLM(FederatedStrategy):
         self._show_progress(round, arrived=1)
 
     def receive(self, round: Round, client: int, update: Payload) -> None:
-        """Add the reply to the layer's sums (line 17), as it comes in."""
+        """Add the reply to the layer's sums (line 17), as it comes in. All of it is checked before any of it counts."""
         if self._recovery is not None:
             self._recovery.add(update)
             return
+        if update.tensors:
+            self._add(client, update)
         if client in self._renewed:
             self._renewed[client].add(self._layer)
-        if not update.tensors:
-            return
+
+    def _add(self, client: int, update: Payload) -> None:
         if self._hessians is not None:
-            update = self._hessians.add(update, self.clients[client].num_examples)
+            beside = self._hessians.beside(update)
+            self._mean.check(beside)
+            self._hessians.add(update, self.clients[client].num_examples)
             self._known[client] = self._layer
+            update = beside
         if not update.tensors:
             return
         self._mean.add(update, self._weight(client))

@@ -70,14 +70,17 @@ class HessianMerge:
         bits = self.options.hessian_bits
         return {k: each for name, size in self.sizes.items() for k, each in hessians.like(name, size, bits).items()}
 
-    def add(self, update: Payload, num_sequences: int) -> Payload:
-        """Add a client's Hessians, and return what else the client sent. ``ValueError`` for Hessians that cannot be."""
+    def beside(self, update: Payload) -> Payload:
+        """Return what a client sent beside its Hessians."""
         sent = self.like().keys()
-        added = {name: tensor for name, tensor in update.tensors.items() if name in sent}
+        return Payload({name: tensor for name, tensor in update.tensors.items() if name not in sent}, update.masks)
+
+    def add(self, update: Payload, num_sequences: int) -> None:
+        """Add a client's Hessians; ``ValueError`` for Hessians that cannot be, and then none of them is added."""
         for name, total in self._sums.items():
-            total.add(name, added, num_sequences)
-        rest = {name: tensor for name, tensor in update.tensors.items() if name not in sent}
-        return Payload(rest, update.masks)
+            total.check(name, update.tensors, num_sequences)
+        for name, total in self._sums.items():
+            total.add(name, update.tensors, num_sequences)
 
     def pruned(self, dense: Mapping[str, Tensor]) -> Payload:
         """Return a layer's matrices, pruned from these ``dense`` ones by the sum of the Hessians; begin a new sum."""

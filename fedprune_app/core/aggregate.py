@@ -302,6 +302,10 @@ class L0Mean:
                     self._pruned[name] = torch.zeros(tensor.shape, dtype=self._count_dtype, device=tensor.device)
                 self._pruned[name].add_(pruned)
 
+    def check(self, payload: Payload) -> None:
+        """Raise ``ValueError`` for a payload that cannot be added, and add nothing."""
+        self._mean.check(payload)
+
     def mean(self) -> Payload:
         """Return equation (5): each entry's mean over those who kept it.
 

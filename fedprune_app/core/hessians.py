@@ -7,6 +7,7 @@ the Hessian of all clients' text together. This module is ours: FedSpaLLM's clie
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -149,8 +150,20 @@ class HessianSum:
         self._whole = torch.zeros(size * (size + 1) // 2, dtype=torch.int64)
         self._fraction = torch.zeros_like(self._whole)
 
-    def add(self, name: str, tensors: dict[str, Tensor], weight: int) -> None:
+    def add(self, name: str, tensors: Mapping[str, Tensor], weight: int) -> None:
         """Add what :func:`encoded` made, ``weight`` times: that many sequences are behind it.
+
+        An error leaves the sum as if these tensors had not come.
+        """
+        upper = self.check(name, tensors, weight)
+        whole = upper.round()
+        self._whole += whole.long()
+        self._fraction += ((upper - whole) * _FRACTION).round().long()
+        self.weight += weight
+        self.num_added += 1
+
+    def check(self, name: str, tensors: Mapping[str, Tensor], weight: int) -> Tensor:
+        """Return the upper triangle, float64, that :meth:`add` would add, and add nothing.
 
         Raises ``ValueError`` for a diagonal below 0, and for numbers that are too large for an exact sum.
         """
@@ -168,11 +181,7 @@ class HessianSum:
             largest = float(diagonal.max())
         if largest * (self.weight + weight) > _LARGEST:
             raise ValueError(f"tensor '{HESSIAN}{name}' has magnitude {largest:g}, allowed: at most {_LARGEST:g}")
-        whole = upper.round()
-        self._whole += whole.long()
-        self._fraction += ((upper - whole) * _FRACTION).round().long()
-        self.weight += weight
-        self.num_added += 1
+        return upper
 
     def matrix(self) -> Tensor:
         """Return the mean (size, size), float32, over all sequences that were added."""

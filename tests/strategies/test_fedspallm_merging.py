@@ -10,6 +10,7 @@ from fedprune_app import server_app
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core import hessians
 from fedprune_app.core.payload import Payload
+from fedprune_app.engine import wire
 from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.results.reader import load_run
 from tests.conftest import Finished, wrapped_app
@@ -134,6 +135,39 @@ def test_a_client_that_missed_a_layer_is_sent_what_it_missed(settings, tmp_path)
     assert (1, 0) not in received
     assert result.info["status"] == "completed"
     assert [row["pruned_layers"] for row in result.clients if row["round"] == 1] == [2] * CLIENTS
+
+
+@pytest.mark.parametrize("merge", ["hessians", "least-squares"])
+def test_a_reply_that_is_refused_for_its_last_part_adds_none_of_its_first(settings, tmp_path, merge):
+    """Client 1 sends Hessians a thousand times too large, and beside them what cannot be added."""
+
+    def lie(message, context, honest):
+        reply = honest(message, context)
+        if context.node_config["partition-id"] == 1:
+            sent = wire.payload_of(reply.content, 10**9)
+            first, *_, last = [name for name in sent.tensors if name.startswith(hessians.HESSIAN)]
+            wrong = {last: -sent.tensors[last]}
+            if merge == "least-squares":
+                weight = next(iter(sent.masks))
+                wrong = {weight: sent.masks[weight] * 2.0**22}  # what a mean of three has no room for
+            tensors = {**sent.tensors, first: sent.tensors[first] * 1000, **wrong}
+            reply.content[wire.PAYLOAD] = wire.to_arrays(Payload(tensors, sent.masks))
+        return reply
+
+    def fail(message, context, honest):
+        reply = honest(message, context)
+        if context.node_config["partition-id"] == 1:
+            raise ValueError("away")
+        return reply
+
+    found = []
+    for name, train in (("lie", lie), ("fail", fail)):
+        more = {"fedspallm.merge": merge, "out-dir": str(tmp_path / name), "min-replies": 1}
+        run_in_process(server_app.app, wrapped_app(train), CLIENTS, parse_config({**settings, **more}).to_dict())
+        found.append(Finished(tmp_path / name))
+    lied, failed = found
+    assert [row["failures"] for row in lied.rounds] == [row["failures"] for row in failed.rounds] == [2]
+    assert lied.sha256 == failed.sha256
 
 
 def test_hessians_that_are_none_are_refused():
