@@ -15,7 +15,8 @@ Edge Computing", Algorithms 1 and 2. The client half is ``clients/fedltp.py``; t
   A score is the share of correct predictions among the validation examples of those who answered: with equal answers
   the order is that of the sum (18), and rounds with missing answers compare fairly. Under ``robust`` it is the mean of
   the clients' own shares: how many examples a client has is what it says.
-* The model that is evaluated after a round is the best so far, which would be the final one (equation 19).
+* The model that is evaluated after a round is the best so far, which would be the final one (equation 19). It is the
+  newest one while no score of any round was accepted.
 * Tickets that clients make of their private data (Figure 8) are not offered: such a ticket is a mask that depends on
   the data, and nothing here could say what its release costs.
 """
@@ -36,6 +37,7 @@ from fedprune_app.core import rng
 from fedprune_app.core.masks import packed, unpacked
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.tickets import Ticket, at_level, nested_levels
+from fedprune_app.data.partitions import most_held_out
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
@@ -157,6 +159,11 @@ class FedLTP(DPFed):
             columns["validation_score"] = score_now = over_all if self.config.robust == "none" else by_client
             if self.best[0] == 0 or score_now > self.best[1]:
                 self.best, self.best_model = (round.number, score_now), self.model
+        elif self.best[0] == 0:
+            self.best_model = self.model
+            note = "no score of any round was accepted so far, so the newest model is evaluated and kept"
+            round.log.notes.append(note)
+            log.warning("%s", note)
         up, down = round.log.bytes_up - bytes_before[0], round.log.bytes_down - bytes_before[1]
         columns |= {"validation_bytes_up": up, "validation_bytes_down": down, "best_round": self.best[0]}
         return columns
@@ -170,11 +177,11 @@ class FedLTP(DPFed):
         """Read a client's (noised) number of correct predictions, and of how many. ``ValueError`` refuses them."""
         share = self.config.validation_fraction
         known = self.clients[client]
-        mean = share / (1 - share) * known.num_examples  # num_examples are the rest, those to train on
-        most = int(mean + 0.5 / (1 - share))
+        most = most_held_out(known.num_examples, share)  # num_examples are the rest, those to train on
         if known.own_data or self.config.dp.enabled:  # each is drawn by itself: up to ten deviations more
+            mean = share / (1 - share) * known.num_examples
             most = int(mean + 10 * math.sqrt(mean / (1 - share)) + 10)
-        num_examples = int(wire.number(fields, "num-validation", 1, max(1, most)))
+        num_examples = int(wire.number(fields, "num-validation", 1, most))
         noise = _SCALES * self.config.dp.count_scale if self.config.dp.enabled else 0.0
         score = int(wire.number(fields, "score", 0 - noise, num_examples + noise))
         return score, num_examples
@@ -183,7 +190,7 @@ class FedLTP(DPFed):
         return Outgoing.to_each(self.clients, Payload(self.best_model, self.masks(1)))
 
     def finish(self) -> None:
-        """The final model is the best round's."""
+        """The final model is the best round's, or the newest one if there was no score."""
         self.model = self.best_model
         self.recorder.annotate(best_round=self.best[0])
 

@@ -185,6 +185,14 @@ def stratified_holdout(labels: Indices, fraction: float, rng: np.random.Generato
     return np.setdiff1d(np.arange(len(labels)), held), held
 
 
+def most_held_out(kept: int, fraction: float) -> int:
+    """Return how many samples :func:`stratified_holdout` can have held out, at least 1, where it kept so many.
+
+    Of n samples at most ``fraction · n + 1/2`` are held out. The quotient is often a whole number that floats miss.
+    """
+    return max(1, int((fraction * kept + 0.5) / (1 - fraction) * (1 + 1e-9)))
+
+
 def stratified_sample(labels: Indices, size: int, rng: np.random.Generator) -> Indices:
     """Return sorted positions of ``size`` random samples, at most ``len(labels)``, with the label law of the whole.
 

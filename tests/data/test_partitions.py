@@ -273,6 +273,14 @@ def test_a_stratified_sample_has_its_size_and_the_label_shares_of_the_whole(seed
     assert (np.abs(np.bincount(labels[chosen], minlength=num_classes) - shares) < 1).all()
 
 
+@pytest.mark.parametrize("fraction", [0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 1 / 3, 0.35, 0.45, 0.5, 0.7, 0.75, 0.95])
+def test_what_is_held_out_is_at_most_what_can_have_been(fraction):
+    for num_samples in range(2, 400):
+        kept, held = map(len, partitions.stratified_holdout(np.zeros(num_samples, dtype=int), fraction, rng()))
+        most = partitions.most_held_out(kept, fraction)
+        assert held <= most <= max(1, (fraction * kept + 0.5) / (1 - fraction) + 1e-6), num_samples
+
+
 def test_a_holdout_of_nothing_or_of_a_single_sample_keeps_all():
     for labels, fraction in ((np.zeros(5, dtype=int), 0.0), (np.zeros(1, dtype=int), 0.5)):
         kept, held = partitions.stratified_holdout(labels, fraction, rng())

@@ -271,6 +271,35 @@ def test_a_made_up_score_is_refused_and_does_not_choose_the_model(federation, mo
     assert 0 <= row["validation_score"] <= 1
 
 
+def test_scores_of_honest_clients_count_whatever_their_number_of_examples(federation):
+    """Of 46 images 12 are held out: 0.25 · 46 = 11.5 is rounded up."""
+    run = federation(system="fedltp", num_server_rounds=1, shard_size=23, validation_fraction=0.25, **QUICK)
+    assert {len(client_data(data_config(run.config), k, 4).validation_labels) for k in range(4)} == {12}
+    (row,) = run.rounds
+    assert (row["failures"], row["validations"], row["best_round"]) == (0, 4, 1)
+
+
+def test_the_newest_model_is_judged_and_kept_while_no_score_was_accepted(federation, monkeypatch):
+    real = FedLTPClient.score
+
+    def boast(self, task):
+        return real(self, task) | ({"score": 900, "num-validation": 900} if task.round <= 2 else {})
+
+    monkeypatch.setattr(FedLTPClient, "score", boast)
+    settings = {"system": "fedltp", "fresh": True, "fraction_train": 1.0, **QUICK}
+    run = federation(num_server_rounds=2, **settings)
+    assert [(row["validations"], row["best_round"]) for row in run.rounds] == [(0, 0), (0, 0)]
+    assert all("no score of any round was accepted so far" in row["notes"][0] for row in run.rounds)
+    judged = [run.wiretap.of("evaluate", round)[0].down.tensors for round in (1, 2)]
+    for name, newest in run.wiretap.of("train", 2)[0].down.tensors.items():
+        assert torch.equal(judged[0][name], newest)
+        assert torch.equal(judged[1][name], run.server[name])
+    assert not all(torch.equal(tensor, judged[0][name]) for name, tensor in run.server.items())
+    scored = federation(num_server_rounds=3, **settings)
+    assert [row["best_round"] for row in scored.rounds] == [0, 0, 3]
+    assert not scored.rounds[2]["notes"]
+
+
 def test_a_client_that_says_it_has_a_million_examples_outvotes_nobody_under_robust(federation, monkeypatch):
     real_score, real_count = FedLTPClient.score, FedLTPClient.num_examples
     honest: dict[int, float] = {}
