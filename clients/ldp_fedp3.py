@@ -71,11 +71,13 @@ class LDPFedP3Client(ImageClient):
     def sketch(self, task: Task) -> tuple[int, Tensor]:
         """This returns n, and which coordinates are this client's: bool (d,).
 
-        Raises ``ValueError`` for a place that cannot be.
+        Raises ``ValueError`` for a place that cannot be. A client with data of its own does not know how many clients
+        there are. The number of coordinates bounds them.
         """
         num_clients, place = task.fields["clients"], task.fields["place"]
-        if type(num_clients) is not int or not 1 <= num_clients <= self.place.num_clients:
-            raise ValueError(f"clients is {num_clients!r}, allowed: 1 to {self.place.num_clients}")
+        most = sum(self.layer_sizes) if self.place.has_own_data else self.place.num_clients
+        if type(num_clients) is not int or not 1 <= num_clients <= most:
+            raise ValueError(f"clients is {num_clients!r}, allowed: 1 to {most}")
         if type(place) is not int or not 0 <= place < num_clients:
             raise ValueError(f"place is {place!r}, allowed with {num_clients} clients: 0 to {num_clients - 1}")
         draw = rng.generator(self.config.seed, "sketch", round=task.round)

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.registry import check_system
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.tables import group_runs, markdown, perplexity_rows
+from strategies.ldp_fedp3 import LDPFedP3
 from tests.models.tiny_llm import text_folder, tiny_byte_model
 
 IMAGES = {"dataset": "image-folder", "model": "cnn-small", "batch_size": 10, "fraction_train": 1.0}
@@ -194,6 +196,21 @@ def test_a_folder_with_an_image_more_goes_on_with_its_ledger_and_other_images_ha
         shutil.copy(image, both / "train" / "2" / f"other-{number}.png")
     with pytest.raises(TooFewReplies, match=r"data are in the ledgers '.*', '.*', allowed: all of them in one"):
         own(places([both]), name="fourth", **private)
+
+
+def test_clients_of_their_own_data_each_send_a_part_of_the_next_model(own, folders, monkeypatch):
+    """No node knows how many clients there are: it takes the server's word, as far as there are coordinates."""
+    private = PRIVATE | {"system": "ldp-fedp3", "evaluate_every": 0}
+    (row,) = own(places(folders), **private).rounds
+    assert (row["replies"], row["failures"]) == (3, 0)
+    honest = LDPFedP3.send
+
+    def too_many(self, round):
+        return (replace(each, fields={"clients": 5317, "place": 0}) for each in honest(self, round))
+
+    monkeypatch.setattr(LDPFedP3, "send", too_many)
+    with pytest.raises(TooFewReplies, match="clients is 5317, allowed: 1 to 5316"):
+        own(places(folders), name="too-many", **private)
 
 
 # --- classes ----------------------------------------------------------------------------------------------------------
