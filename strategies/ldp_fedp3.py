@@ -15,7 +15,6 @@ Yi, Gazagnadou, Richtárik, Lyu, "FedP3", ICLR 2024, Algorithm 5, with the sketc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -41,8 +40,9 @@ class LDPFedP3(FederatedStrategy):
         layers = layers_of(list(self.model), self.prunable)
         self.order = [name for names in layers.values() for name in names]
         self.sizes = [sum(self.model[name].numel() for name in names) for names in layers.values()]
+        most = self.participation.sample_size(len(self.clients))  # as many clients as there can be in a round
         try:
-            self.begin(replace(self.round(1), number=0))  # with as many clients as there will ever be in a round
+            self.begin(Round(0, sampled=(), participants=tuple(self.clients)[:most]))
         except ValueError as error:
             raise ConfigError(f"fedp3.sketch is {self.config.fedp3.sketch!r}: {error}") from None
 

@@ -252,6 +252,15 @@ def test_layers_that_are_not_enough_for_a_rounds_clients_are_refused(federation)
         federation(**SETTINGS, fraction_train=1.0, fedp3_sketch="layers", fresh=True)
 
 
+def test_layers_are_enough_for_the_clients_that_dropped_out_of_the_first_round_too(federation, tmp_path):
+    """A later round may have them, and then privacy has been spent."""
+    dropping = {"fraction_train": 1.0, "drop_probability": 0.5, "seed": 1}
+    assert len(federation(**SETTINGS, **dropping).wiretap.of("train", 1)) <= 3
+    with pytest.raises(ConfigError, match="is 'layers': 3 layers for 4 clients, allowed: at least one for each"):
+        federation(**SETTINGS, **dropping, fedp3_sketch="layers", out_dir=str(tmp_path / "run"))
+    assert not any(Ledger(path).spent for path in tmp_path.glob("run/clients/*/ledger.jsonl"))
+
+
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
