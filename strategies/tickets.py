@@ -38,9 +38,12 @@ def winning_ticket(config: Config, shape: tuple[int, int, int], num_classes: int
     model = initial_model(config.model, config.dataset, shape, num_classes, init=config.init, seed=config.seed)
     initial = vision.state_tensors(model, include_buffers=True)
     weights = vision.prunable_names(model)
+    head: tuple[str, ...] = ()  # what belongs to the public classes alone, and is not taken over
+    if options.public_head == "own":
+        *_, head = layers_of(list(initial), weights).values()
     if not options.tickets:
         masks = full_masks({name: initial[name].shape for name in weights})
-        return Ticket(initial, initial, masks, {"tickets": 0, "public_images": 0})
+        return Ticket(initial, initial, masks, {"tickets": 0, "public_images": 0}, frozenset(head))
     started = time.monotonic()
     images, labels, public_classes = public_images(config, shape, num_classes)
     if public_classes != num_classes and options.public_head == "same":
@@ -65,11 +68,9 @@ def winning_ticket(config: Config, shape: tuple[int, int, int], num_classes: int
     chosen = int(rng.numpy_generator(config.seed, "ticket selection").choice(len(tickets), p=np.array(probabilities)))
     before, trained, masks = tickets[chosen]
     start = {"rewind": before, "trained": trained, "random": dict(initial)}[options.start]
-    if options.public_head == "own":  # what belongs to the public classes alone is not taken over
-        *_, head = layers_of(list(trained), masks.keys()).values()
-        start = {**start, **{name: initial[name] for name in head}}
-        masks = masks | full_masks({name: initial[name].shape for name in head if name in masks})
-        trained = {**trained, **{name: initial[name] for name in head}}
+    start = {**start, **{name: initial[name] for name in head}}
+    masks = masks | full_masks({name: initial[name].shape for name in head if name in masks})
+    trained = {**trained, **{name: initial[name] for name in head}}
     about = {
         "tickets": options.tickets,
         "public_images": len(labels),
@@ -78,7 +79,7 @@ def winning_ticket(config: Config, shape: tuple[int, int, int], num_classes: int
         "chosen": chosen,
         "seconds": time.monotonic() - started,
     }
-    return Ticket(start, trained, masks, about)
+    return Ticket(start, trained, masks, about, frozenset(head))
 
 
 def _train(config: Config, model: nn.Module, images: Tensor, labels: Tensor, ticket: int) -> None:
