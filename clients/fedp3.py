@@ -135,7 +135,7 @@ class FedP3Client(ImageClient):
             return self.training_flops(masks)
         forward = self.layer_flops()
         backward = BACKWARD_PER_FORWARD * forward[self.head]
-        return self.num_examples * self.options.head_epochs * (sparse_flops(forward, masks) + backward)
+        return self.examples_trained(self.options.head_epochs) * (sparse_flops(forward, masks) + backward)
 
     # --- Q_i --------------------------------------------------------------------------------------------------------
 

@@ -124,10 +124,16 @@ class ImageNode(BudgetedNode[AnUpdate]):
         return training_flops(self.layer_flops(), self.examples_trained(epochs), masks)
 
     def examples_trained(self, epochs: int | None = None) -> int:
-        """This is how many examples so many epochs take, by default a round's, counting one as often as it is taken."""
+        """This is how many examples so many epochs take, by default a round's, counting one as often as it is taken.
+
+        The batches of a private step differ in size. Their expected size is counted, which is public.
+        """
         config = self.config
         sgd = SGD(config.learning_rate, batch_size=config.batch_size, steps_per_epoch=config.steps_per_epoch)
-        return sgd.examples_per_epoch(self.num_examples) * (config.local_epochs if epochs is None else epochs)
+        per_epoch = sgd.examples_per_epoch(self.num_examples)
+        if self.privacy is not None:
+            per_epoch = sgd.steps_of(self.num_examples) * min(config.batch_size, self.num_examples)
+        return per_epoch * (config.local_epochs if epochs is None else epochs)
 
     # --- accuracy -----------------------------------------------------------------------------------------------
 

@@ -9,10 +9,12 @@ import torch
 from flwr.common.serde import recorddict_to_proto
 
 from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.core.flops import forward_flops, training_flops
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import read_tensors
+from fedprune_app.models.vision import architecture
 from fedprune_app.privacy import noise
 from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.registry import check_system
@@ -168,6 +170,31 @@ def test_a_target_epsilon_chooses_the_noise_and_is_kept(federation):
     settings = {**SETTINGS, "dp_noise_multiplier": 0.0, "dp_target_epsilon": 4.0, "num_server_rounds": 2}
     run = federation(**settings, fraction_train=1.0)
     assert all(3.97 < row["epsilon"] <= 4.0 for row in run.rows(2).values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "examples"),
+    [({}, 4 * 24), ({"steps_per_epoch": 5, "local_epochs": 2}, 2 * 5 * 24), ({"batch_size": 100}, 80)],
+    ids=["four steps of 24 for 80 examples", "five steps", "all in every step"],
+)
+def test_the_flops_are_those_of_the_expected_batches(federation, settings, examples):
+    run = federation(**{**SETTINGS, "num_server_rounds": 1, **settings}, fraction_train=1.0)
+    layers = forward_flops(architecture("cnn-small", (1, 8, 8), 10), (1, 8, 8))
+    assert {row["flops"] for row in run.rows(1).values()} == {training_flops(layers, examples)}
+
+
+def test_parts_of_a_network_count_expected_batches_too(federation):
+    """Parts that are the whole network take as much as the network, and a head that trains alone takes its share."""
+    private = {**SETTINGS, "system": "fedp3", "num_server_rounds": 1, "fraction_train": 1.0, "density": 1.0}
+    whole = {"fedp3_local": "uniform", "fedp3_local_law": "constant", "fedp3_local_density": 1.0}
+    layers = forward_flops(architecture("cnn-small", (1, 8, 8), 10), (1, 8, 8))
+    for settings, examples, flops in (
+        (whole, 4 * 24, 3 * sum(layers.values())),
+        ({}, 4 * 24, 3 * sum(layers.values())),
+        ({"fedp3_head_epochs": 2}, 2 * 4 * 24, sum(layers.values()) + 2 * layers["fc1"]),
+    ):
+        run = federation(**{**private, **settings})
+        assert {row["flops"] for row in run.rows(1).values()} == {examples * flops}
 
 
 # --- the wire -----------------------------------------------------------------------------------------------------
