@@ -54,7 +54,7 @@ class LocalTraining(HowToTrain, total=False):
 class ImageClient(ImageNode[Update]):
     """An image client trains a network on its own images, and answers for one personal model."""
 
-    validates = "personal"  # which model's validation accuracy picks the best round: "personal" or "received"
+    validates = "personal"  # whose validation accuracy picks the best round: "personal", "received" or "global"
     declares: ClassVar = ReplyFields(
         training=frozenset({"density", "flops", "loss"}),
         evaluation=frozenset(
@@ -120,11 +120,13 @@ class ImageClient(ImageNode[Update]):
         pruned = any(not bool(mask.all()) for mask in masks.values())
         dense = {**begin, **task.payload.tensors}
         scores["accuracy-global"] = self.test_accuracy(task, dense) if pruned else scores["accuracy-received"]
+        if self.validates == "global":
+            scores["accuracy-validation"] = self.accuracy(task, "validation")
         return scores
 
     def evaluation_counts(self) -> int:
         """This counts all accuracies of an evaluation: personal, received, global, validation, and a tested start."""
-        return 4 + (self.validates == "received")
+        return 4 + (self.validates != "personal")
 
     # --- local work ---------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ from fedprune_app.models import vision
 class FjORDClient(ImageClient):
     """The state holds ``weights`` in the full network's coordinates, and ``masks``, False beyond the client's width."""
 
-    validates = "received"
+    validates = "global"  # as FjORD is judged: at full width, not at the client's
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:

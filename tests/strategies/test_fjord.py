@@ -104,6 +104,17 @@ def test_it_is_the_slow_reference(federation, distillation):
             assert int(mask.sum()) == expected[name].numel()
 
 
+def test_clients_validate_the_network_at_full_width_by_which_the_system_is_judged(federation):
+    run = federation(**SETTINGS | {"fraction_train": 1.0, "validation_fraction": 0.3})
+    differ = []
+    for k, row in run.rows(3).items():
+        data = client_data(data_config(run.config), k, 5)
+        whole, part = (logits(cut(run.server, p), data.validation_images).argmax(1) for p in (1.0, WIDTHS[k]))
+        assert row["accuracy_validation"] == pytest.approx(float((whole == data.validation_labels).double().mean()))
+        differ.append(int((whole == data.validation_labels).sum() - (part == data.validation_labels).sum()))
+    assert any(differ)
+
+
 def test_with_self_distillation_a_step_of_full_width_is_the_plain_one_and_others_cost_both(federation, monkeypatch):
     import clients.fjord
 
