@@ -125,18 +125,25 @@ def _close_before_exit() -> None:
 def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str, Any]) -> Roster:
     """Return the clients of the run.
 
-    A run that is resumed must have the same clients with the same data, or :class:`ConfigError` is raised.
+    A run that is resumed must have the same clients with the same data, or :class:`ConfigError` is raised. Clients
+    that it did not have are left out.
     """
     system = SYSTEMS[config.system]
     numbers = {int(node): int(client) for node, client in before.get("nodes", {}).items()}
+    ids = {int(client["partition"]) for client in before.get("partition") or []}
+    if ids and config.min_clients > len(ids):
+        raise ConfigError(
+            f"min-clients is {config.min_clients}, allowed when resuming {len(ids)} clients: at most that"
+        )
     try:
         roster, left_out = register_clients(
             grid,
             config.startup_seconds,
             str(recorder.info["run_key"]),
             CLIENT_INFOS[system.data],
-            least=max(config.min_clients, len(before.get("partition") or [])),
+            least=len(ids) or config.min_clients,
             numbers=numbers or None,
+            ids=ids or None,
             say=recorder.waiting,
         )
     finally:

@@ -34,6 +34,7 @@ class SimulatedGrid(Grid):
     def __init__(self, num_clients: int, run_config: Mapping[str, Any]) -> None:
         if num_clients < 1:
             raise ValueError(f"num-supernodes is {num_clients}, allowed: at least 1")
+        self.num_nodes = num_clients  # that there will ever be
         self._run_config = dict(run_config)
         self._contexts = {}
         for client in range(num_clients):

@@ -6,9 +6,10 @@ This first exchange is also the warm-up that keeps the start of an engine out of
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from flwr.app import Message, MessageType
 from flwr.serverapp import Grid
@@ -28,36 +29,43 @@ def register_clients(
     *,
     least: int = 1,
     numbers: Mapping[int, int] | None = None,
+    ids: Collection[int] | None = None,
     say: Callable[[str], None] = log.debug,
 ) -> tuple[Roster, list[str]]:
     """Ask every node who it is; return the clients by number, and why others are left out.
 
-    The server waits for ``least`` nodes and tells ``say`` how many there are. A node with data of its own gets its
-    number from the order of the node ids. ``numbers`` (node id to number) gives the numbers of a run that is resumed;
-    other nodes are then not asked. The run is about what most clients say (:meth:`ClientInfo.common`); among equals
-    the client of lowest number decides. A client is left out if it fails, says something else, or claims another's
-    number.
+    The server waits for ``least`` nodes and tells ``say`` how many there are. If fewer of them can take part, it also
+    asks each node that comes until ``startup_seconds`` are over. A node with data of its own gets its number from the
+    order of the node ids. ``numbers`` (node id to number) gives the numbers of a run that is resumed; other nodes are
+    then not asked. ``ids`` are the clients of such a run, and any other client is left out. The run is about what most
+    clients say (:meth:`ClientInfo.common`); among equals the client of lowest number decides. A client is left out if
+    it fails, says something else, or claims another's number.
 
-    Raises :class:`TooFewReplies` with the first reason where fewer than ``least`` clients come or can start, and
+    Raises :class:`TooFewReplies` with the first reason where fewer than ``least`` clients come or can take part. Where
+    none of the first ``least`` can start, the run itself is most likely wrong, so that is raised at once. Raises
     ``ValueError`` where as many clients contradict the others as not (:meth:`ClientInfo.contradicts`).
     """
-    node_ids = _wait_for_nodes(grid, startup_seconds, least, numbers, say)
-    numbers = numbers or {node: k for k, node in enumerate(node_ids)}
-    found, errors = _introductions(grid, node_ids, startup_seconds, run_key, kind, numbers)
-    if not found:
-        raise TooFewReplies(f"no client could start: {errors[0]}")
-    alike, unlike = _those_alike(found)
-    errors += unlike
-    claims = Counter(info.id for info in alike)
-    clients = {info.id: info for info in alike if claims[info.id] == 1}
-    for info in alike:
-        if info.id not in clients:
-            errors.append(f"node {info.node_id} and another claim partition-id {info.id}, allowed: one each")
-    log_left_out(errors)
-    if len(clients) < least:
-        reason = f"; first reason: {errors[0]}" if errors else ""
-        raise TooFewReplies(f"{len(clients)} of the {least} clients that the run waits for can take part{reason}")
-    return clients, errors
+    asked: dict[int, int] = {}  # the number of each node that was asked
+    found: list[ClientInfo] = []
+    failures: list[str] = []
+    clients: Roster = {}
+    errors: list[str] = []
+    for nodes in _arrivals(grid, startup_seconds, least, numbers, say):
+        asked |= numbers or {node: len(asked) + k for k, node in enumerate(nodes)}
+        introduced, failed = _introductions(grid, nodes, startup_seconds, run_key, kind, asked)
+        found += introduced
+        failures += failed
+        if not found:
+            raise TooFewReplies(f"no client could start: {failures[0]}")
+        before = errors
+        clients, misfits = _those_that_fit(found, ids)
+        errors = failures + misfits
+        log_left_out(reason for reason in errors if reason not in before)
+        if len(clients) >= least:
+            return clients, errors
+        _tell(f"waiting for clients: {len(clients)} of {least} can take part", say)
+    reason = f"; first reason: {errors[0]}" if errors else ""
+    raise TooFewReplies(f"{len(clients)} of the {least} clients that the run waits for can take part{reason}")
 
 
 def log_left_out(reasons: Iterable[str]) -> None:
@@ -74,7 +82,7 @@ def _introductions(
     kind: type[ClientInfo],
     numbers: Mapping[int, int],
 ) -> tuple[list[ClientInfo], list[str]]:
-    """Return what the nodes say of themselves, by number, and the reasons of those that say nothing usable."""
+    """Return what the nodes say of themselves, and the reasons of those that say nothing usable."""
 
     def messages() -> Iterator[tuple[int, Message]]:
         for node in node_ids:
@@ -88,7 +96,7 @@ def _introductions(
             found.append(_read_info(answer, kind, numbers))
         except ValueError as error:
             errors.append(wire.one_line(str(error)))
-    return sorted(found, key=lambda info: (info.id, info.node_id)), errors
+    return found, errors
 
 
 def _read_info(answer: Answer, kind: type[ClientInfo], numbers: Mapping[int, int]) -> ClientInfo:
@@ -101,8 +109,28 @@ def _read_info(answer: Answer, kind: type[ClientInfo], numbers: Mapping[int, int
     return info
 
 
+def _those_that_fit(found: Iterable[ClientInfo], ids: Collection[int] | None) -> tuple[Roster, list[str]]:
+    """Return the clients that can take part, and the reasons why the others cannot."""
+    errors = []
+    candidates = []
+    for info in sorted(found, key=lambda info: (info.id, info.node_id)):
+        if ids is None or info.id in ids:
+            candidates.append(info)
+        else:
+            errors.append(f"client {info.id} is no part of the run, allowed when resuming: the clients of run.json")
+    alike, unlike = _those_alike(candidates)
+    errors += unlike
+    claims = Counter(info.id for info in alike)
+    for info in alike:
+        if claims[info.id] > 1:
+            errors.append(f"node {info.node_id} and another claim partition-id {info.id}, allowed: one each")
+    return {info.id: info for info in alike if claims[info.id] == 1}, errors
+
+
 def _those_alike(found: Sequence[ClientInfo]) -> tuple[list[ClientInfo], list[str]]:
     """Return the clients that say what most say, and the reasons why the others cannot join them."""
+    if not found:
+        return [], []
     votes = Counter(info.common() for info in found)
     first = max(found, key=lambda info: votes[info.common()])  # the first of the most
     alike, errors = [], []
@@ -117,23 +145,36 @@ def _those_alike(found: Sequence[ClientInfo]) -> tuple[list[ClientInfo], list[st
     return alike, errors
 
 
-def _wait_for_nodes(
+def _arrivals(
     grid: Grid, seconds: float, least: int, known: Mapping[int, int] | None, say: Callable[[str], None]
-) -> list[int]:
-    """Return the ids of the connected nodes, if given only of those ``known``, as soon as there are ``least``."""
+) -> Iterator[list[int]]:
+    """Yield the ids of the connected nodes as soon as there are ``least``, and then of those that come later.
+
+    This ends when the time is over, or when all nodes that there can be were yielded: those ``known``, if given, or all
+    of a simulation.
+    """
+    most = len(known) if known else getattr(grid, "num_nodes", math.inf)
     deadline = time.monotonic() + seconds
     before = -1
-    while True:
+    yielded: set[int] = set()
+    while len(yielded) < most:
         node_ids = sorted(node for node in grid.get_node_ids() if known is None or node in known)
-        if len(node_ids) >= least:
-            return node_ids
-        if len(node_ids) != before:
+        new = [node for node in node_ids if node not in yielded]
+        if new and (yielded or len(new) >= least):
+            yielded.update(new)
+            yield new
+            continue
+        if not yielded and len(node_ids) != before:
             before = len(node_ids)
-            text = f"waiting for clients: {before} of {least} connected"
-            log.info(text)
-            say(text)
+            _tell(f"waiting for clients: {before} of {least} connected", say)
         if time.monotonic() > deadline:
             break
         time.sleep(POLL_SECONDS[1])
-    connected = f"{before} of the {least} clients that the run waits for" if before else "no client"
-    raise TooFewReplies(f"{connected} connected within startup-seconds = {seconds:g}")
+    if not yielded:
+        connected = f"{before} of the {least} clients that the run waits for" if before else "no client"
+        raise TooFewReplies(f"{connected} connected within startup-seconds = {seconds:g}")
+
+
+def _tell(text: str, say: Callable[[str], None]) -> None:
+    log.info(text)
+    say(text)

@@ -10,7 +10,8 @@ from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedprune_app import client_app
-from fedprune_app.config import DEFAULTS
+from fedprune_app.config import DEFAULTS, ConfigError
+from fedprune_app.engine import inprocess
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.inprocess import InProcessGrid
 from fedprune_app.federation.clients import TextClientInfo
@@ -158,9 +159,72 @@ def test_too_few_clients_are_waited_for_no_longer_than_allowed():
     assert 0.5 <= time.monotonic() - started < 5
 
 
-def test_clients_that_cannot_take_part_do_not_count_as_there():
-    grid = InProcessGrid(client_app.app, 3, DEFAULTS)
+def with_a_bad_first(grid: InProcessGrid) -> InProcessGrid:
     first = next(iter(grid._contexts.values()))
     first.run_config = {**first.run_config, "dataset": "mnist"}
+    return grid
+
+
+def test_clients_that_cannot_take_part_do_not_count_as_there():
+    grid = with_a_bad_first(InProcessGrid(client_app.app, 3, DEFAULTS))
     with pytest.raises(TooFewReplies, match=r"^2 of the 3 clients that .* can take part; first reason: .*data-dir"):
-        register_clients(grid, 30, KEY, least=3)
+        register_clients(grid, 600, KEY, least=3)  # in a simulation nobody comes later
+
+
+def test_who_comes_later_is_asked_until_enough_can_take_part():
+    said = []
+    grid = with_a_bad_first(Arriving(client_app.app, 6, DEFAULTS))
+    roster, left_out = register_clients(grid, 600, KEY, least=4, say=said.append)
+    assert list(roster) == [1, 2, 3, 4]
+    assert len(left_out) == 1
+    assert "data-dir" in left_out[0]
+    assert said[-1] == "waiting for clients: 3 of 4 can take part"
+
+
+def test_a_run_that_no_node_can_start_waits_for_no_other():
+    grid = with_a_bad_first(Arriving(client_app.app, 2, DEFAULTS))
+    with pytest.raises(TooFewReplies, match=r"^no client could start: .*data-dir"):
+        register_clients(grid, 600, KEY)
+
+
+def test_two_nodes_of_one_partition_are_both_left_out_even_where_one_comes_later():
+    grid = with_a_bad_first(Arriving(client_app.app, 5, DEFAULTS))
+    contexts = list(grid._contexts.values())
+    contexts[3].node_config["partition-id"] = 1
+    with pytest.raises(TooFewReplies, match=r"^2 of the 3 clients that the run waits for can take part"):
+        register_clients(grid, 600, KEY, least=3)
+
+
+# --- a run that is resumed --------------------------------------------------------------------------------------------
+
+
+class Part(InProcessGrid):
+    """Nodes of these partitions are connected."""
+
+    partitions: tuple[int, ...] = ()
+
+    def get_node_ids(self):
+        nodes = list(super().get_node_ids())
+        return [nodes[k] for k in self.partitions]
+
+
+def test_a_node_that_is_no_part_of_a_run_does_not_stop_its_resumption(federate, monkeypatch, tmp_path):
+    monkeypatch.setattr(inprocess, "InProcessGrid", Part)
+    monkeypatch.setattr(Part, "partitions", (0, 1, 3))
+    settings = {"clients": 4, "system": "fedavg", "evaluate_every": 0}
+    whole = federate(name="whole", num_server_rounds=2, **settings)
+    federate(name="part", num_server_rounds=1, **settings)
+    monkeypatch.setattr(Part, "partitions", (2, 0, 1, 3))
+    resumed = federate(name="part", num_server_rounds=2, resume_from=str(tmp_path / "part"), **settings)
+    assert [row["partition"] for row in resumed.info["partition"]] == [0, 1, 3]
+    assert resumed.info["clients_left_out"] == [
+        "client 2 is no part of the run, allowed when resuming: the clients of run.json"
+    ]
+    assert resumed.sha256 == whole.sha256
+
+
+def test_a_resumed_run_is_asked_for_no_more_clients_than_it_has(federate, tmp_path):
+    federate(clients=2, system="fedavg", num_server_rounds=1)
+    again = {"system": "fedavg", "num_server_rounds": 2, "resume_from": str(tmp_path / "run"), "min_clients": 3}
+    with pytest.raises(ConfigError, match=r"min-clients is 3, allowed when resuming 2 clients: at most that$"):
+        federate(clients=3, **again)
