@@ -7,6 +7,7 @@ what a killed writer left there, and removes that.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import logging
@@ -29,6 +30,8 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SYNCED_AT_ONCE = 16
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # from file systems that cannot sync a folder
+_RENAME_EXCHANGE = 2  # Linux's flag of renameat2
+_NO_EXCHANGE = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # from file systems and systems that cannot exchange names
 
 
 _told = logging.getLogger("fedprune")  # its warnings reach the terminal, unlike Flower's
@@ -138,7 +141,9 @@ def replacing(path: Path, mode: int = 0o666, *, durable: bool = True) -> Iterato
 def replacing_folder(path: Path) -> Iterator[Path]:
     """Make a new folder to fill, which takes the place of ``path``, and of all in ``path``, when the block ends.
 
-    If the block raises an error, the new folder is removed and ``path`` stays.
+    If the block raises an error, the new folder is removed and ``path`` stays. A kill at any time leaves the old folder
+    or the new one at ``path``. A file system that cannot exchange two names (some network file systems) is an
+    exception: a kill between two renames leaves the old folder beside ``path``, under a name that ends in ``.old``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _naming(path), _opened(path.parent) as folder, _new_folder(path.parent, folder, 0o777) as new:
@@ -147,12 +152,34 @@ def replacing_folder(path: Path) -> Iterator[Path]:
             for name in (*names, "."):
                 with _opened(Path(inner) / name, 0) as descriptor:
                     _sync(descriptor)
-        old = _random_name()
-        with suppress(FileNotFoundError):
-            os.rename(path.name, old, src_dir_fd=folder, dst_dir_fd=folder)
-        os.rename(new.name, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        _change_places(folder, new.name, path.name)
         _sync(folder)
-        shutil.rmtree(old, ignore_errors=True, dir_fd=folder)
+
+
+def _change_places(folder: int, new: str, name: str) -> None:
+    """Let the folder ``new`` and what may be at ``name``, in an open folder, change places."""
+    try:
+        _exchange(folder, new, name)
+    except FileNotFoundError:
+        os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError as error:
+        if error.errno not in _NO_EXCHANGE:
+            raise
+        old = f".{name}.{secrets.token_hex(8)}.old"  # no sweep removes it
+        with suppress(FileNotFoundError):
+            os.rename(name, old, src_dir_fd=folder, dst_dir_fd=folder)
+        os.rename(new, name, src_dir_fd=folder, dst_dir_fd=folder)
+        with suppress(FileNotFoundError):
+            os.rename(old, new, src_dir_fd=folder, dst_dir_fd=folder)
+
+
+def _exchange(folder: int, one: str, other: str) -> None:
+    """Let two names in an open folder change places in one step; Python has no function for this."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    failed = renameat2 is None or renameat2(folder, os.fsencode(one), folder, os.fsencode(other), _RENAME_EXCHANGE)
+    if failed:
+        number = errno.ENOSYS if renameat2 is None else ctypes.get_errno()
+        raise OSError(number, os.strerror(number), other)
 
 
 @contextmanager
@@ -214,7 +241,7 @@ def _new_file(folder: int, mode: int) -> tuple[str, int]:
 def _new_folder(place: Path, folder: int, mode: int) -> Iterator[Path]:
     """Make a new locked folder in ``place``, which is open as ``folder``.
 
-    The new folder is removed when the block ends, unless it was renamed before.
+    What has its name when the block ends is removed: the new folder, or the one whose place it took.
     """
     _sweep(folder)
     while True:

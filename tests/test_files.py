@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import ast
+import errno
+import itertools
 import os
+import re
 import signal
 import stat
 import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +22,7 @@ import pytest
 from fedprune_app import files
 from fedprune_app.config import ConfigError
 from fedprune_app.deploy import make_certificates, make_node_key
+from fedprune_app.faults.disk import Died, Disk
 from fedprune_app.files import (
     SharedFolderError,
     append_lines,
@@ -149,6 +154,59 @@ def test_an_interrupted_folder_leaves_the_old_one_and_nothing_else(place):
         raise KeyboardInterrupt
     assert left_in(place) == {"model"}
     assert left_in(place / "model") == {"second"}
+
+
+def model_of(content: str, path: Path) -> None:
+    with replacing_folder(path) as new:
+        (new / "weights").write_text(content)
+
+
+def killed_at_each_change(place: Path) -> Iterator[Path]:
+    """Folders where a writer that replaces the first model by the second was killed, and another wrote a file since."""
+    for number in itertools.count():
+        for after in (False, True):
+            root = place / f"{number}-{after}"
+            model_of("first", root / "model")
+            disk = Disk(root, stops_at=number, after=after)
+            with suppress(Died), disk.watched():
+                model_of("second", root / "model")
+            replace_file(root / "other", b"")  # removes what the killed writer left
+            yield root
+        if disk.count <= number:
+            return
+
+
+def test_a_kill_at_any_change_leaves_the_old_folder_or_the_new_one(place):
+    found = []
+    for root in killed_at_each_change(place):
+        assert left_in(root) == {"model", "other"}
+        found.append((root / "model" / "weights").read_text())
+    assert set(found) == {"first", "second"}
+    assert found == sorted(found)
+
+
+def test_a_folder_takes_the_place_of_a_link_and_of_a_file(place):
+    (place / "elsewhere").mkdir()
+    (place / "link").symlink_to("elsewhere")
+    (place / "file").write_text("")
+    for name in ("link", "file"):
+        model_of(name, place / name)
+        assert not (place / name).is_symlink()
+        assert (place / name / "weights").read_text() == name
+    assert left_in(place / "elsewhere") == set()
+
+
+def test_a_kill_loses_no_folder_on_a_file_system_that_cannot_exchange_names(place, monkeypatch):
+    def refuse(folder: int, one: str, other: str) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument", other)
+
+    monkeypatch.setattr(files, "_exchange", refuse)
+    found = []
+    for root in killed_at_each_change(place):
+        models = sorted(left_in(root) - {"other"}, reverse=True)
+        assert all(re.fullmatch(r"model|\.model\.[0-9a-f]{16}\.old", name) for name in models)
+        found.append(((root / models[0] / "weights").read_text(), models[0] == "model"))
+    assert set(found) == {("first", True), ("first", False), ("second", True)}
 
 
 def test_an_error_names_the_file_and_no_temporary_one(place):

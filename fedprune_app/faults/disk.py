@@ -107,6 +107,8 @@ class Disk:
             for name in ("replace", "rename", "unlink", "fsync"):
                 real = getattr(os, name)
                 stack.enter_context(mock.patch.object(os, name, self._wrapped(name, real)))
+            exchange = self._wrapped("exchange", files._exchange)
+            stack.enter_context(mock.patch.object(files, "_exchange", exchange))
             stack.enter_context(mock.patch.object(os, "open", self._opening(os.open)))
             # one thread at a time, so that the same change has the same number every time
             stack.enter_context(mock.patch.object(files, "ThreadPoolExecutor", _OneByOne))
@@ -169,8 +171,8 @@ class Disk:
         return opened
 
     def _note(self, name: str, path: Path, arguments: Sequence[Any], more: Mapping[str, Any]) -> None:
-        if name == "fsync" or files.is_temporary(path.name) or path.is_dir():
-            return  # a folder takes the place of another, and is synced at once
+        if name in ("fsync", "exchange") or files.is_temporary(path.name):
+            return  # two folders change places in one step, which is synced at once
         self._undo.append(_Undo(path, path.read_bytes() if path.is_file() else None))
         if name in ("replace", "rename"):
             source = _named(arguments[0], more.get("src_dir_fd"))
@@ -233,6 +235,8 @@ def _path_of(name: str, arguments: Sequence[Any], more: Mapping[str, Any]) -> Pa
         return None if str(found).endswith("(deleted)") else found
     if name == "unlink":
         return _named(arguments[0], more.get("dir_fd"))
+    if name == "exchange":
+        return _named(arguments[2], arguments[0])
     return _named(arguments[1], more.get("dst_dir_fd"))
 
 
