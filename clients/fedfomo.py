@@ -44,6 +44,8 @@ class FedFomoClient(ImageClient):
         return self.own_model(state)
 
     def local_update(self, task: Task, state: State) -> Update:
+        if not len(self.data.validation_labels):
+            raise ValueError("the client has no validation images to weigh models by, allowed: at least one")
         before = self.begin(task, state)  # θ_k^{t-1}
         vision.load_state_tensors(self.model, before)
         result = self.train(task)

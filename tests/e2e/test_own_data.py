@@ -213,6 +213,12 @@ def test_clients_of_their_own_data_each_send_a_part_of_the_next_model(own, folde
         own(places(folders), name="too-many", **private)
 
 
+def test_a_fedfomo_client_without_a_validation_image_says_so(own, folders):
+    """Each own image is drawn by itself, so that a small folder may have none."""
+    with pytest.raises(TooFewReplies, match="client has no validation images to weigh models by, allowed: at least"):
+        own(places(folders), system="fedfomo", validation_fraction=1e-3)
+
+
 # --- classes ----------------------------------------------------------------------------------------------------------
 
 
