@@ -8,6 +8,8 @@ Fed-LTP (Shi et al.) compares with it. The client half is ``clients/fedspa.py``.
 * The mean is over all participants, and a coordinate outside of a client's set has not moved there.
 * The acceleration is named and not given in Fed-LTP's text. Here: momentum on the mean update (default), Adam on it
   (Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2), or none (``fedspa.acceleration``).
+* Parameters alone are accelerated. Of BatchNorm's running statistics the server takes the mean: a step beyond it could
+  make a variance negative.
 * ε is that of plain subsampled Gaussians with sensitivity C: the paper's amplification by sparsification rests on
   sparsified gradients being shorter, which clipping to C does not guarantee.
 """
@@ -15,6 +17,7 @@ Fed-LTP (Shi et al.) compares with it. The client half is ``clients/fedspa.py``.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,12 +28,15 @@ from fedprune_app.core.masks import keep_count, packed, random_coordinates, unpa
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
+from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.round import Outgoing, Round
+from fedprune_app.models.names import chosen_name
+from fedprune_app.models.vision import architecture, buffer_names
 from strategies.dpfed import DPFed
 
 
 class FedSPA(DPFed):
-    """The server computes ``θ^{t+1} = θ^t + step(1/K Σ_i Δ_i^t)`` with sparse Δ_i."""
+    """The server computes ``θ^{t+1} = θ^t + step(1/K Σ_i Δ_i^t)`` with sparse Δ_i, and no step for statistics."""
 
     paper_formula = "32 bits per parameter down, per chosen parameter up"
 
@@ -47,6 +53,15 @@ class FedSPA(DPFed):
                 f"fedspa.share is {self.options.share:g}, allowed with robust 'trimmed-mean': "
                 f"above robust-trim, which is {self.config.robust_trim:g}"
             )
+
+    @cached_property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the shared tensors that are parameters; the others are BatchNorm's running statistics."""
+        first = next(iter(self.clients.values()))
+        assert isinstance(first, ImageClientInfo)
+        name = chosen_name(self.config.model, self.config.dataset)
+        statistics = set(buffer_names(architecture(name, first.image_shape, first.num_classes)))
+        return tuple(name for name in self.model if name not in statistics)
 
     # --- what is sent -----------------------------------------------------------------------------------------------
 
@@ -76,8 +91,8 @@ class FedSPA(DPFed):
     def begin(self, round: Round) -> None:
         super().begin(round)
         if round.number == 1:
-            self.momentum = {name: torch.zeros_like(tensor) for name, tensor in self.model.items()}
-            self.variance = {name: torch.zeros_like(tensor) for name, tensor in self.model.items()}
+            self.momentum = {name: torch.zeros_like(self.model[name]) for name in self.parameters}
+            self.variance = {name: torch.zeros_like(self.model[name]) for name in self.parameters}
 
     def receive(self, round: Round, client: int, update: Payload) -> None:
         coordinates = self.coordinates(round, client)
@@ -85,9 +100,9 @@ class FedSPA(DPFed):
 
     def end(self, round: Round) -> None:
         mean = self.mean.mean(self.model)
-        step = self.step({name: mean[name] - old for name, old in self.model.items()})
+        step = self.step({name: mean[name] - self.model[name] for name in self.parameters})
         rate = self.options.server_learning_rate
-        self.model = {name: old + rate * step[name] for name, old in self.model.items()}
+        self.model = {name: old + rate * step[name] if name in step else mean[name] for name, old in self.model.items()}
 
     def step(self, change: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the step for a mean update, after those of earlier rounds (momentum, or Adam)."""
@@ -114,4 +129,6 @@ class FedSPA(DPFed):
 
     def restore(self, state: State) -> None:
         super().restore(state)
-        self.momentum, self.variance = state.group("momentum"), state.group("variance")
+        momentum, variance = state.group("momentum"), state.group("variance")
+        self.momentum = {name: momentum[name] for name in self.parameters}
+        self.variance = {name: variance[name] for name in self.parameters}

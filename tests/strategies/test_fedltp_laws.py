@@ -392,6 +392,24 @@ def test_fedspa_moves_and_noises_its_coordinates_alone_and_sends_no_others(feder
     assert run.rounds[0]["paper_bytes_up"] == 2 * 4 * 1522
 
 
+@pytest.mark.parametrize("acceleration", ["momentum", "adam"])
+def test_fedspa_takes_the_mean_of_running_statistics_which_no_step_may_make_negative(federation, acceleration):
+    settings = {
+        "model": "cnn-small-bn",
+        "fedspa_share": 1.0,
+        "fedspa_acceleration": acceleration,
+        "fraction_train": 1.0,
+    }
+    run = federation(system="fedspa", num_server_rounds=4, **QUICK, **settings)
+    sent = [message.up.tensors for message in run.wiretap.of("train", 4).values()]
+    statistics = {name: tensor for name, tensor in run.server.items() if "running" in name}
+    assert len(statistics) == 4
+    for name, tensor in statistics.items():
+        mean = torch.stack([each[name] for each in sent]).mean(0)
+        torch.testing.assert_close(tensor.flatten(), mean, rtol=1e-5, atol=1e-6)
+        assert "var" not in name or bool((tensor > 0).all())
+
+
 def test_fedspa_with_everything_and_no_acceleration_is_dpfed(federation):
     common = {"num_server_rounds": 2, **QUICK}  # private noise hangs on the masks, too
     spa = federation(system="fedspa", fedspa_share=1.0, fedspa_acceleration="none", **common)
@@ -425,6 +443,7 @@ def test_fedltp_without_pruning_and_validation_is_dpfed(federation):
         {"system": "fedltp", **ITERATIVE, **PRIVATE},
         {"system": "fedspa", **PRIVATE},
         {"system": "fedspa", "fedspa_acceleration": "adam", "fedspa_server_learning_rate": 0.01},
+        {"system": "fedspa", "model": "cnn-small-bn"},
     ],
     ids=str,
 )
