@@ -43,8 +43,9 @@ def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any])
     """Return the run's configuration as this node has it, and the node's policy.
 
     The operator of a node says where its data, state and ledger are and where its noise comes from; the run does not.
-    Raises :class:`ConfigError` for an unknown key of the node-config, and for a path that is not absolute. Raises
-    :class:`PolicyError` where the policy declines the run. No data is read here.
+    Without ``state-dir`` the state is below the home folder of the node's user. Raises :class:`ConfigError` for an
+    unknown key of the node-config, for a path that is not absolute, and for a ``data-dir`` that only the run names.
+    Raises :class:`PolicyError` where the policy declines the run. No data is read here.
     """
     for key in node_config:
         if key not in NODE_KEYS:
@@ -53,6 +54,10 @@ def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any])
     for key, value in own.items():
         if not (isinstance(value, str) and Path(value).is_absolute()):
             raise ConfigError(f"node-config has {key}={value!r}, allowed: an absolute path")
+    if not is_simulated():
+        if "data-dir" not in own and (named := run_config.get("data-dir")):
+            raise ConfigError(f"the run's data-dir is {named!r}, allowed on a node: data-dir in its node-config")
+        own.setdefault("state-dir", str(Path.home() / "fedprune-state"))
     policy = read_policy(node_config)
     if folder := ledger_folder(policy, node_config):
         own["dp.ledger-dir"] = folder

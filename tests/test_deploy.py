@@ -27,6 +27,7 @@ from flwr.common.constant import ACCESS_TOKEN_KEY
 from flwr.supercore.error import ApiErrorCode
 
 from fedprune_app import deploy, launch
+from fedprune_app.cli import deploying
 from fedprune_app.client_app import node_settings
 from fedprune_app.config import ConfigError
 from fedprune_app.deploy import (
@@ -41,6 +42,7 @@ from fedprune_app.engine.simulated import answering_in_simulation
 from fedprune_app.engine.superlink import SECRET_VARIABLE, SecretAuthn
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
+from fedprune_app.run_folder import client_state_folder
 
 
 def test_a_certificate_is_for_its_hosts_and_signed_by_the_authority(tmp_path):
@@ -347,7 +349,32 @@ def test_a_node_says_where_its_data_and_state_are_whatever_the_run_says():
     own = {"partition-id": 0, "num-partitions": 2, "data-dir": "/mine", "state-dir": "/kept"}
     config, _ = node_settings({"data-dir": "/theirs", "state-dir": "/elsewhere", "seed": 3}, own)
     assert (config.data_dir, config.state_dir, config.seed) == ("/mine", "/kept", 3)
-    assert node_settings({"data-dir": "/theirs"}, {"partition-id": 0})[0].data_dir == "/theirs"
+
+
+def test_a_node_of_a_deployment_reads_and_writes_nowhere_that_the_run_names(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    dealt = {"partition-id": 0, "num-partitions": 2}
+    run = {"state-dir": "/theirs", "out-dir": "/theirs", "resume-from": "/theirs"}
+    config, _ = node_settings(run, dealt)
+    assert client_state_folder(config, 1, "0" * 16) == tmp_path / "fedprune-state" / ("0" * 16)
+    with pytest.raises(
+        ConfigError, match=r"^the run's data-dir is '/theirs', allowed on a node: data-dir in its node-config$"
+    ):
+        node_settings({"data-dir": "/theirs"}, dealt)
+    with answering_in_simulation(beside_server=True):
+        config, _ = node_settings({**run, "data-dir": "/theirs"}, dealt)
+    assert (config.data_dir, config.state_dir) == ("/theirs", "/theirs")
+
+
+def test_the_nodes_of_a_local_deployment_have_the_data_of_the_run(fedprune, monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(deploying, "run_once", lambda placement, *_: started.append(placement))
+    (tmp_path / "images").mkdir()
+    fedprune("deploy", "local", "dataset=image-folder", "data-dir=images", "--nodes", "2")
+    fedprune("deploy", "local", "--nodes", "1", "--out", "digits")
+    with_data, without = (placement.nodes for placement in started)
+    assert [node["data-dir"] for node in with_data] == [str(tmp_path / "images")] * 2
+    assert "data-dir" not in without[0]
 
 
 def test_noise_comes_from_the_seed_in_simulations_alone_unless_the_operator_says_so():

@@ -77,7 +77,9 @@ def local(
     if borne and len(borne) != nodes:
         raise ConfigError(f"--capacities has {len(borne)} numbers, allowed: one per node, {nodes}")
     places: list[dict[str, Scalar]] = [{"data-dir": str(each)} for each in folders]
-    places = places or [{"partition-id": k, "num-partitions": nodes} for k in range(nodes)]
+    if not places:
+        shared: dict[str, Scalar] = {"data-dir": settings.data_dir} if settings.data_dir else {}
+        places = [{"partition-id": k, "num-partitions": nodes, **shared} for k in range(nodes)]
     if settings.dp.enabled and not (folders or files):  # a rehearsal, with the hash of the same run in this process
         places = [{**place, "secure-rng": settings.dp.secure_rng} for place in places]
     code = ",".join(dict.fromkeys(each.target for each in code_in(settings.to_dict())))

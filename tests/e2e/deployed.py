@@ -30,8 +30,12 @@ def until(condition: Callable[[], object], seconds: float = PATIENCE_SECONDS) ->
 
 @contextmanager
 def nodes_with_the_app(folder: Path, num_nodes: int) -> Iterator[Deployment]:
-    """A deployment whose nodes share the data and may draw from the run's seed, and the app to submit to it."""
-    nodes = [{"partition-id": k, "num-partitions": num_nodes, "secure-rng": False} for k in range(num_nodes)]
+    """A deployment whose nodes share the data and may draw from the run's seed, and the app to submit to it.
+
+    Data that is not embedded is in ``folder/data``.
+    """
+    shared = {"num-partitions": num_nodes, "secure-rng": False, "data-dir": str(folder / "data")}
+    nodes = [{"partition-id": k, **shared} for k in range(num_nodes)]
     with local_deployment(folder, nodes) as running:
         launch.stage_app(folder / "app")
         yield running

@@ -17,16 +17,18 @@ from fedprune_app.config import parse_config
 from fedprune_app.experiment import Placement, Session
 
 
-def placement(engine: str, clients: int, deployment: str) -> Placement:
+def placement(engine: str, clients: int, deployment: str, data: str) -> Placement:
     if engine != "nodes":
         return Placement(engine, clients, num_workers=2)
     # a node's own random numbers would be other ones in every run of a private system
-    nodes = tuple({"partition-id": k, "num-partitions": clients, "secure-rng": False} for k in range(clients))
+    shared = {"num-partitions": clients, "secure-rng": False, **({"data-dir": data} if data else {})}
+    nodes = tuple({"partition-id": k, **shared} for k in range(clients))
     return Placement(num_clients=clients, nodes=nodes, deployment=Path(deployment) if deployment else None)
 
 
 def main(task: dict) -> None:
-    place = placement(task["engine"], task["clients"], task["deployment"])
+    data = next((settings["data-dir"] for settings in task["runs"].values() if "data-dir" in settings), "")
+    place = placement(task["engine"], task["clients"], task["deployment"], data)
     with Session(place, Console(stderr=True, quiet=True)) as session:
         for name, settings in task["runs"].items():
             config = parse_config(settings)

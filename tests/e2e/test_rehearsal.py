@@ -24,7 +24,7 @@ def deployment(tmp_path_factory):
         yield running
 
 
-def settings(system, tmp_path) -> dict:
+def settings(system, tmp_path, data) -> dict:
     """What a system needs beside the embedded digits, and how it is quick."""
     if system == "fedltp":
         return {"steps-per-epoch": 4, "fedltp.tickets": 1, "fedltp.ticket-iterations": 10, "dp.enabled": True} | {
@@ -33,7 +33,7 @@ def settings(system, tmp_path) -> dict:
         }
     if system != "fedspallm":
         return {}
-    texts, model = text_folder(tmp_path / "texts"), tiny_byte_model(tmp_path / "model", "llama")
+    texts, model = text_folder(data), tiny_byte_model(tmp_path / "model", "llama")
     options = {"segments": 4, "segment-length": 24, "window": 32}
     return {"dataset": "text", "data-dir": str(texts), "model": str(model)} | {
         f"fedspallm.{name}": value for name, value in options.items()
@@ -42,7 +42,8 @@ def settings(system, tmp_path) -> dict:
 
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_a_system_gives_the_same_models_over_grpc_as_in_process(deployment, tmp_path, transcript, system):
-    run = DeployedRun.start(deployment, tmp_path / "run", system=system, **settings(system, tmp_path))
+    own = settings(system, tmp_path, deployment.folder / "data")
+    run = DeployedRun.start(deployment, tmp_path / "run", system=system, **own)
     info = run.finish()
     assert [row["failures"] for row in run.rounds] == [0, 0]
     here = in_process_sha256(run.config, tmp_path / "here", NODES)
