@@ -56,7 +56,7 @@ class FedSPA(DPFed):
 
     @cached_property
     def parameters(self) -> tuple[str, ...]:
-        """The names of the shared tensors that are parameters; the others are BatchNorm's running statistics."""
+        """Return the names of the shared tensors that are parameters; the others are running statistics."""
         first = next(iter(self.clients.values()))
         assert isinstance(first, ImageClientInfo)
         name = chosen_name(self.config.model, self.config.dataset)
