@@ -78,7 +78,9 @@ class Node(NumPyClient, Generic[AnUpdate]):
     versions_kept = 3  # of its state, below the one the server last took in
     state_waits_for_checkpoint = False  # whether nothing relies on a state before the round's checkpoint
     declares: ClassVar = ReplyFields(
-        introduction=frozenset({"partition", "num-examples", "capacity", "own-data", "lost-rounds", "lost-reasons"}),
+        introduction=frozenset(
+            {"partition", "num-partitions", "num-examples", "capacity", "own-data", "lost-rounds", "lost-reasons"}
+        ),
         training=frozenset({"num-examples", "seconds", "note", "lost"}),
         evaluation=frozenset({"num-examples", "note", "lost"}),
         withheld_when_private=frozenset({"seconds"}),  # how long the work takes may depend on the data
@@ -104,7 +106,7 @@ class Node(NumPyClient, Generic[AnUpdate]):
             "partition": self.client_id,
             "num-examples": self.num_examples,
             **({} if self.place.capacity is None else {"capacity": self.place.capacity}),
-            **({"own-data": True} if self.place.has_own_data else {}),
+            **({"own-data": True} if self.place.has_own_data else {"num-partitions": self.place.num_clients}),
         }
 
     @abstractmethod

@@ -29,7 +29,7 @@ from fedprune_app.results.load import load_model
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.report import write_report
 from fedprune_app.shipped import config_file
-from fedprune_app.starting import Given, placed, recorded, with_plugins
+from fedprune_app.starting import Given, clients_of, placed, recorded, with_plugins
 
 __all__ = [
     "ConfigError",
@@ -85,7 +85,7 @@ def run(
     folder = Path(out).expanduser().resolve()
     before = recorded(folder) if resume else None
     configuration = placed(_given(config, settings), folder, before, force=force)
-    count = clients or len((before or {}).get("partition") or []) or 20
+    count = clients or clients_of(before) or 20
     placement = Placement(engine, count, workers, ray_address=ray_address)
     console = Console(stderr=True, quiet=not progress)
     prepare_models([configuration], console)

@@ -149,12 +149,16 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str,
     finally:
         recorder.done_waiting()
     partition = [{"partition": k, **info.description()} for k, info in roster.items()]
-    if before.get("partition") not in (None, partition):
-        clients, now = len(before["partition"]), len(partition)
+    num_partitions = max(info.num_partitions for info in roster.values())  # all have the same
+    began_with = before.get("num_partitions", num_partitions)
+    if before.get("partition") not in (None, partition) or began_with != num_partitions:
         raise ConfigError(
-            f"the clients' data is not what it was when the run began ({clients} clients, now {now}), "
+            "the clients' data is not what it was when the run began "
+            f"({began_with or len(ids)} clients, now {num_partitions or len(partition)}), "
             "allowed when resuming: the same clients and data"
         )
+    if num_partitions:
+        recorder.annotate(num_partitions=num_partitions)
     # without partition-ids nothing else says which client has which data
     if any(info.own_data for info in roster.values()):
         recorder.annotate(nodes={str(info.node_id): k for k, info in roster.items()})

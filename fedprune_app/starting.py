@@ -139,3 +139,8 @@ def recorded(out: Path, superlink: str = "") -> dict[str, Any]:
     if not isinstance(info.get("config"), dict):
         raise ConfigError(f"{str(out / 'run.json')!r} has no table 'config'")
     return info
+
+
+def clients_of(before: Mapping[str, Any] | None) -> int:
+    """Return how many clients a recorded run began with, those that were left out included; 0 if that is unknown."""
+    return (before or {}).get("num_partitions") or len((before or {}).get("partition") or [])

@@ -27,7 +27,7 @@ from fedprune_app.cli.terminal import (
 from fedprune_app.config import OPTIONS, Config, ConfigError, parse_config
 from fedprune_app.config.meant import unknown_key
 from fedprune_app.numbered import LATEST, next_folder, point_to
-from fedprune_app.starting import check_accept_loss, given_in, placed, recorded
+from fedprune_app.starting import check_accept_loss, clients_of, given_in, placed, recorded
 
 if TYPE_CHECKING:
     from fedprune_app.experiment import Placement
@@ -76,11 +76,10 @@ def run(
     given = given_in(config, overrides, plugin)
     settings = placed(given, out, before, force=force, is_here=not superlink, accept_loss=accept_loss)
     say_idle(given, settings)
-    known = len((before or {}).get("partition") or [])
+    known = clients_of(before)
     if clients is None:
         clients = known or 20
-    is_another = clients > known > 0 and not (before or {}).get("clients_left_out")
-    if (clients < known or is_another) and not superlink:
+    if known not in (0, clients) and not superlink:
         raise ConfigError(f"--clients is {clients}, allowed when resuming: {known}, as the run began")
     from fedprune_app.experiment import Placement
 

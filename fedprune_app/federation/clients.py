@@ -25,6 +25,7 @@ class ClientInfo:
     num_examples: int
     capacity: float | None  # share of the model that its node can bear, where its operator says so
     own_data: bool  # it has data of its own, and its number from the server
+    num_partitions: int  # among how many clients the data are divided, as its operator says; 0 with data of its own
 
     @classmethod
     def read(cls, node_id: int, fields: wire.Fields) -> Self:
@@ -35,6 +36,7 @@ class ClientInfo:
             num_examples=int(wire.number(fields, "num-examples", 1, 2**31)),
             capacity=float(wire.number(fields, "capacity", 1e-9, 1)) if "capacity" in fields else None,
             own_data=fields.get("own-data") is True,
+            num_partitions=int(wire.number(fields, "num-partitions", 1, 2**31)) if "num-partitions" in fields else 0,
             **cls.facts(fields),
         )
 
@@ -49,7 +51,7 @@ class ClientInfo:
 
     def common(self) -> tuple[Any, ...]:
         """Return the facts in which all clients of a run must agree."""
-        return (self.own_data,)
+        return (self.own_data, self.num_partitions)
 
     def unlike(self, first: ClientInfo) -> str:
         """Say why this client cannot take part in a run with the client ``first``; an empty text if it can."""
@@ -61,7 +63,12 @@ class ClientInfo:
         Where as many clients are like the one as like the other, nobody can say which of them the run is about.
         """
         if self.own_data == first.own_data:
-            return ""
+            if self.num_partitions == first.num_partitions:
+                return ""
+            return (
+                f"node {first.node_id} has num-partitions={first.num_partitions} and node {self.node_id} "
+                f"{self.num_partitions}, allowed: the same on all nodes"
+            )
         own, dealt = (self, first) if self.own_data else (first, self)
         return (
             f"node {own.node_id} has data of its own and node {dealt.node_id} partition-id {dealt.id}, "
@@ -109,7 +116,7 @@ class ImageClientInfo(ClientInfo):
         }
 
     def common(self) -> tuple[Any, ...]:
-        return (self.own_data, self.own_data and self.classes, self.image_shape, self.num_classes)
+        return (*super().common(), self.own_data and self.classes, self.image_shape, self.num_classes)
 
     def description(self) -> dict[str, Any]:
         return dict(self.label_counts)

@@ -40,6 +40,7 @@ _INFO_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "seed": ((int,), "an integer"),
     "seconds": ((int, float), "a number"),
     "rounds_completed": ((int,), "an integer"),
+    "num_partitions": ((int, type(None)), "an integer or null"),
     "status": ((str,), "text"),
     "headline": ((str, type(None)), "text or null"),
     "error": ((str, type(None)), "text or null"),

@@ -81,6 +81,7 @@ def test_two_nodes_of_one_partition_are_both_left_out_and_the_others_go_on():
         ({"partition": 2**40}, "field 'partition' is"),
         ({"capacity": math.nan}, "field 'capacity' is nan"),
         ({"own-data": True, "partition": 99}, "says that it is 99, allowed: its"),
+        ({"num-partitions": 0}, "field 'num-partitions' is 0"),
     ],
     ids=lambda value: str(value)[:50],
 )
@@ -91,6 +92,15 @@ def test_who_says_of_itself_what_cannot_be_is_left_out_alone(lie, says):
     assert says in reason
     assert len(reason) < 600
     assert reason.isprintable()
+
+
+def test_who_divides_the_data_among_another_number_of_clients_is_left_out():
+    roster, (reason,) = introduced((0, {"num-partitions": 5}))
+    assert list(roster) == [1, 2, 3]
+    assert "has num-partitions=4 and node " in reason
+    assert reason.endswith(" 5, allowed: the same on all nodes")
+    with pytest.raises(ValueError, match=r"^node \d+ has num-partitions=2 and node \d+ 3, allowed: the same on all"):
+        introduced((1, {"num-partitions": 3}), clients=2)
 
 
 def text_client(partition: int, **said) -> TextClientInfo:
