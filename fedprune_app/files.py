@@ -25,7 +25,7 @@ from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
-_TEMPORARY = re.compile(r"\.fedprune-[0-9a-f]{16}\.tmp")
+_TEMPORARY = re.compile(r"\.fedprune-(?:[0-9a-f]{8}){1,2}\.tmp")
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _SYNCED_AT_ONCE = 16
@@ -223,8 +223,9 @@ def without_temporary(path: Path) -> str:
     return _TEMPORARY.sub("(temporary)", str(path))
 
 
-def _random_name() -> str:
-    return f".fedprune-{secrets.token_hex(8)}.tmp"
+def _random_name(size: int = 8) -> str:
+    """Draw a temporary name from ``size`` random bytes."""
+    return f".fedprune-{secrets.token_hex(size)}.tmp"
 
 
 def _new_file(folder: int, mode: int) -> tuple[str, int]:
@@ -245,9 +246,9 @@ def _new_folder(place: Path, folder: int, mode: int) -> Iterator[Path]:
     """
     _sweep(folder)
     while True:
-        name = _random_name()
-        os.mkdir(name, mode, dir_fd=folder)
-        with suppress(FileNotFoundError):  # another process swept the folder before it was locked
+        name = _random_name(4)  # short, since sockets may lie below it, whose paths have at most 107 characters
+        with suppress(FileExistsError, FileNotFoundError):  # another process swept the folder before it was locked
+            os.mkdir(name, mode, dir_fd=folder)
             descriptor = os.open(name, os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
             if _lock(descriptor):
                 break

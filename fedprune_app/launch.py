@@ -36,7 +36,7 @@ from fedprune_app.config import DEFAULTS, ConfigError, Scalar, to_toml
 from fedprune_app.config.meant import not_allowed
 from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.errors import LaunchError
-from fedprune_app.files import appending
+from fedprune_app.files import appending, scratch_folder
 from fedprune_app.results.recorder import GIT_VARIABLE, loaded_hash
 
 _PACKAGES = (fedprune_app, strategies, clients)
@@ -124,8 +124,7 @@ def simulation(
     # Ray's sockets are below this folder and their paths may have only 107 characters. So it is where Ray puts its own.
     place = Path(os.environ.get("RAY_TMPDIR", "/tmp"))
     place.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="fedprune-", dir=place, ignore_cleanup_errors=True) as name:
-        folder = Path(name)
+    with scratch_folder(place) as folder:
         (folder / "settings.json").write_text(json.dumps(settings))
         environment = {
             **flower_environment(folder / "flwr"),

@@ -11,6 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from fedprune_app import deploy, launch
 from fedprune_app.engine.simulation import Workers
+from fedprune_app.files import scratch_folder
 
 LOOPBACK = "localhost,127.0.0.1,::1"
 
@@ -82,6 +83,18 @@ def test_a_ray_of_our_own_has_another_token_each_time_whatever_the_user_has(monk
     tokens = {launch._ray_of_our_own(tmp_path)["RAY_AUTH_TOKEN"] for _ in range(2)}
     assert len(tokens) == 2
     assert all(len(token) == 64 for token in tokens)
+
+
+def test_what_a_killed_launcher_left_goes_when_the_next_simulation_starts(monkeypatch):
+    with scratch_folder() as place:
+        monkeypatch.setenv("RAY_TMPDIR", str(place))
+        killed = place / ".fedprune-0123abcd.tmp"
+        killed.mkdir()
+        with launch.simulation(place / "no-app", {}, 1, 1, 0) as started:
+            folder = started.log_file.parent
+            assert not killed.exists()
+            assert len(folder.name) == len(killed.name)  # Ray's sockets are below, and have paths of at most 107 bytes
+        assert not folder.exists()
 
 
 @pytest.mark.parametrize(("processes", "gpus"), [(1, 1), (3, 2), (7, 1), (6, 4), (2, 4), (97, 1), (5, 0)])

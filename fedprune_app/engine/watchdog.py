@@ -19,6 +19,7 @@ from fedprune_app.files import replace_file
 
 LAUNCHER_VARIABLE = "FEDPRUNE_LAUNCHER"
 _CHECK_SECONDS = 0.5
+_SAME_START = 2.0  # seconds; whole ones in what the system says of its boot, and no number is used again so soon
 _REFUSAL = ".refusal"
 
 
@@ -27,7 +28,12 @@ def launcher_identity() -> str:
 
     The value has the process's start time, which tells it from a later process with the same number.
     """
-    return f"{os.getpid()}:{psutil.Process().create_time()}"
+    return f"{os.getpid()}:{_seconds_after_boot(psutil.Process())}"
+
+
+def _seconds_after_boot(process: psutil.Process) -> float:
+    """Return when a process started. The system's clock may be set while it runs, which moves dates and not this."""
+    return process.create_time() - psutil.boot_time()
 
 
 def watch_launcher() -> None:
@@ -38,20 +44,16 @@ def watch_launcher() -> None:
     identity = os.environ.get(LAUNCHER_VARIABLE)
     if identity is None:
         return
-    pid, _, created = identity.partition(":")
+    pid, _, started = identity.partition(":")
     if int(pid) == os.getpid():
         return
 
-    def alive() -> bool:
-        try:
-            process = psutil.Process(int(pid))
-            return process.create_time() == float(created) and process.status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
-
     def watch() -> None:
-        while alive():
-            time.sleep(_CHECK_SECONDS)
+        with suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(int(pid))
+            if abs(_seconds_after_boot(launcher) - float(started)) < _SAME_START:
+                while launcher.is_running() and launcher.status() != psutil.STATUS_ZOMBIE:
+                    time.sleep(_CHECK_SECONDS)
         os._exit(1)
 
     threading.Thread(target=watch, name="launcher-watch", daemon=True).start()

@@ -1,0 +1,59 @@
+"""A run ends with the process that launched it, and with nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import suppress
+
+from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
+
+WATCHED = """
+import sys
+from fedprune_app.engine.watchdog import watch_launcher
+{before}
+watch_launcher()
+print("watched", flush=True)
+sys.stdin.read()
+print("went on")
+"""
+PIPES = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+CLOCK_SET = "import psutil._pslinux as linux; boot = linux.boot_time; linux.boot_time = lambda: boot() + 3600"
+LAUNCHER = """
+import os, sys
+from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
+print(launcher_identity(), flush=True)
+sys.stdin.read()
+"""
+
+
+def watched(launcher: str, before: str = "") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", WATCHED.format(before=before)]
+    return subprocess.Popen(command, env={**os.environ, LAUNCHER_VARIABLE: launcher}, **PIPES)
+
+
+def test_a_run_outlives_that_the_clock_is_set():
+    with watched(launcher_identity(), before=CLOCK_SET) as process:
+        assert process.stdout.readline() == "watched\n"
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=2)  # four looks at the launcher
+        assert process.communicate("")[0] == "went on\n"
+        assert process.returncode == 0
+
+
+def test_a_run_ends_when_its_launcher_is_killed():
+    with (
+        subprocess.Popen([sys.executable, "-c", LAUNCHER], **PIPES) as launcher,
+        watched(launcher.stdout.readline().strip()) as process,
+    ):
+        assert process.stdout.readline() == "watched\n"
+        assert process.poll() is None
+        launcher.kill()  # nobody waits for it, so it stays as a zombie
+        assert process.wait(timeout=60) == 1
+
+
+def test_a_later_process_with_the_launchers_number_is_not_the_launcher():
+    pid, _, started = launcher_identity().partition(":")
+    with watched(f"{pid}:{float(started) - 60}") as process:
+        assert process.wait(timeout=60) == 1
