@@ -146,8 +146,8 @@ def simulation(
 def _ray_of_our_own(folder: Path) -> dict[str, str]:
     """Return the environment of a Ray that nobody else can use: a secret, loopback, and a private folder for its files.
 
-    By default Ray lets everybody connect and write to its files. Whoever connects to Ray runs code as its owner. So
-    does whoever may write to its files.
+    By default Ray lets everybody connect and write to its files. A user who connects to Ray can run code as its owner,
+    and so can a user who may write to its files.
     """
     return {
         "RAY_ADDRESS": "local",  # without one, Ray would join whatever cluster it finds here

@@ -1,4 +1,4 @@
-"""The settings that somebody gives become the configuration of a run in a folder, whoever starts the run."""
+"""The settings that somebody gives become the configuration of a run in a folder, for the command line and the API."""
 
 from __future__ import annotations
 

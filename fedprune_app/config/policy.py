@@ -117,7 +117,7 @@ class Policy:
         """Return the settings of a run as the policy leaves them.
 
         A node that asks for privacy tells no open accuracies. They would say something of examples that are only
-        tested on, and whoever starts runs deals anew which examples these are.
+        tested on, and each run may deal anew which examples these are.
         """
         if self.why_private and config.dp.accuracies == "open":
             return replace(config, dp=replace(config.dp, accuracies="none"))

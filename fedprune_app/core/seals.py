@@ -1,6 +1,6 @@
 """A seal is a digest inside a file: a reader sees whether the content is as it was written, and about which thing.
 
-SHA-256 finds damage, not malice: whoever may write a file may write its digest too.
+SHA-256 finds damage, not malice: those who may write a file may write its digest too.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class RayGrid(SimulatedGrid):
         self._forgotten: set[str] = set()  # messages at work whose replies nobody waits for
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Start whoever can be started, and return the replies that have come."""
+        """Start the clients that can be started, and return the replies that have come."""
         self._start()
         self._collect(seconds=0)
         return [self._replies.pop(message_id) for message_id in message_ids if message_id in self._replies]

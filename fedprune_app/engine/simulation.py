@@ -2,8 +2,8 @@
 
 ``python -m fedprune_app.engine.simulation FILE`` runs an app on Ray, as the JSON object in FILE says. The clients are
 on a Grid of our own, or on Flower's simulation: this is then what Flower's ``flwr-simulation`` does with a run that a
-SuperLink gives to it. A SuperLink's ports have no credential in simulation mode, so whoever reached one could start
-programs as its owner.
+SuperLink gives to it. A SuperLink's ports have no credential in simulation mode, so everybody who reached one could
+start programs as its owner.
 """
 
 from __future__ import annotations

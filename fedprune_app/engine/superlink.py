@@ -1,9 +1,9 @@
 """This is Flower's SuperLink, but its Control API takes orders only from users who have the deployment's secret.
 
 ``python -m fedprune_app.engine.superlink ...`` takes the arguments of ``flower-superlink``. Flower itself has accounts,
-but no open way to check them. Without a check whoever reaches the port may start runs, which is to run code on every
-node. The ``flwr`` command sends the secret as it sends an account's token, from the file that :func:`credentials`
-makes.
+but no open way to check them. Without a check everybody who reaches the port may start runs, which is to run code on
+every node. The ``flwr`` command sends the secret as it sends an account's token, from the file that
+:func:`credentials` makes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The randomness that protects is a stream cipher's, under a key from the operating system or from the run's seed.
 
-A seeded run simulates the mechanism: whoever knows the seed can subtract the noise. A key from the operating system is
+A seeded run simulates the mechanism: those who know the seed can subtract the noise. A key from the operating system is
 nobody else's, and results that it made are not reproducible. docs/privacy.md says who decides.
 
 Noise is added in float64 (:func:`noised`), because float32 sums tell what was added. The noise that float32 can hold is

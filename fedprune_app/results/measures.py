@@ -110,7 +110,7 @@ def noise_of_mean(deviations: Sequence[float]) -> float | None:
 
 
 def noise_remark(rows: Sequence[Row]) -> str:
-    """Epsilons are simulated where noise derives from the seed: whoever knows the seed can subtract it."""
+    """Epsilons are simulated where noise derives from the seed, as those who know the seed can subtract it."""
     said = {None: "noise unknown", 0: "", 1: "simulated"}
     return _of_each(said.get(row.get("epsilon_simulated"), "partly simulated") for row in rows)
 

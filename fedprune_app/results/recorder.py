@@ -200,16 +200,16 @@ class Recorder:
         self._write_info()
 
     def progress(self, done: int, total: int, text: str) -> None:
-        """Tell the progress of the current round to whoever watches; the progress is kept nowhere else."""
+        """Write the progress of the current round to progress.json; the progress is kept nowhere else."""
         self._tell({"done": done, "total": total, "text": text})
 
     def waiting(self, text: str) -> None:
-        """Tell whoever watches, with ``text``, what the run waits for before its first round."""
+        """Write to progress.json, with ``text``, what the run waits for before its first round."""
         self._waits = True
         self._tell({"text": text})
 
     def done_waiting(self) -> None:
-        """Tell whoever watches that the run waits no longer."""
+        """Remove progress.json, since the run waits no longer."""
         if self._waits or self._writes:
             (self.folder / "progress.json").unlink(missing_ok=True)
 
