@@ -19,6 +19,7 @@ from fedprune_app.engine.exchange import POLL_SECONDS, Answer, TooFewReplies, ex
 from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, Roster
 
 log = logging.getLogger("flwr.fedprune")
+_AGAIN_SECONDS = 10.0
 
 
 def register_clients(
@@ -35,27 +36,32 @@ def register_clients(
     """Ask every node who it is; return the clients by number, and why others are left out.
 
     The server waits for ``least`` nodes and tells ``say`` how many there are. If fewer of them can take part, it also
-    asks each node that comes until ``startup_seconds`` are over. A node with data of its own gets its number from the
-    order of the node ids. ``numbers`` (node id to number) gives the numbers of a run that is resumed; other nodes are
-    then not asked. ``ids`` are the clients of such a run, and any other client is left out. The run is about what most
-    clients say (:meth:`ClientInfo.common`); among equals the client of lowest number decides. A client is left out if
-    it fails, says something else, or claims another's number.
+    asks each node that comes until ``startup_seconds`` are over, and again those that it left out, which their
+    operators may have mended. A node with data of its own gets its number from the order of the node ids. ``numbers``
+    (node id to number) gives the numbers of a run that is resumed; other nodes are then not asked. ``ids`` are the
+    clients of such a run, and any other client is left out. The run is about what most clients say
+    (:meth:`ClientInfo.common`); among equals the client of lowest number decides. A client is left out if it fails,
+    says something else, or claims another's number.
 
     Raises :class:`TooFewReplies` with the first reason where fewer than ``least`` clients come or can take part. Where
     none of the first ``least`` can start, the run itself is most likely wrong, so that is raised at once. Raises
     ``ValueError`` where as many clients contradict the others as not (:meth:`ClientInfo.contradicts`).
     """
     asked: dict[int, int] = {}  # the number of each node that was asked
-    found: list[ClientInfo] = []
-    failures: list[str] = []
+    answers: dict[int, ClientInfo | str] = {}  # what each of them said of itself, or why that is not usable
+    left_out: set[int] = set()
     clients: Roster = {}
     errors: list[str] = []
-    for nodes in _arrivals(grid, startup_seconds, least, numbers, say):
-        asked |= numbers or {node: len(asked) + k for k, node in enumerate(nodes)}
-        introduced, failed = _introductions(grid, nodes, startup_seconds, run_key, kind, asked)
-        found += introduced
-        failures += failed
-        if not found:
+    told = ""
+    for nodes, connected in _arrivals(grid, startup_seconds, least, numbers, left_out, say):
+        for node in nodes:
+            asked.setdefault(node, numbers[node] if numbers else len(asked))
+        for node in left_out.difference(connected):  # its operator may have started it anew, with another id
+            answers.pop(node, None)
+        answers |= _introductions(grid, nodes, startup_seconds, run_key, kind, asked)
+        found = [answer for answer in answers.values() if not isinstance(answer, str)]
+        failures = [answer for answer in answers.values() if isinstance(answer, str)]
+        if failures and not found:
             raise TooFewReplies(f"no client could start: {failures[0]}")
         before = errors
         clients, misfits = _those_that_fit(found, ids)
@@ -63,7 +69,10 @@ def register_clients(
         log_left_out(reason for reason in errors if reason not in before)
         if len(clients) >= least:
             return clients, errors
-        _tell(f"waiting for clients: {len(clients)} of {least} can take part", say)
+        left_out.clear()
+        left_out.update(asked.keys() - {info.node_id for info in clients.values()})
+        if told != (told := f"waiting for clients: {len(clients)} of {least} can take part"):
+            _tell(told, say)
     reason = f"; first reason: {errors[0]}" if errors else ""
     raise TooFewReplies(f"{len(clients)} of the {least} clients that the run waits for can take part{reason}")
 
@@ -81,22 +90,21 @@ def _introductions(
     run_key: str,
     kind: type[ClientInfo],
     numbers: Mapping[int, int],
-) -> tuple[list[ClientInfo], list[str]]:
-    """Return what the nodes say of themselves, and the reasons of those that say nothing usable."""
+) -> dict[int, ClientInfo | str]:
+    """Return by node what it says of itself, or why it says nothing usable."""
 
     def messages() -> Iterator[tuple[int, Message]]:
         for node in node_ids:
             request = wire.pack(None, {"round": 0, "run-key": run_key, "partition": numbers[node]})
             yield node, message_to(node, request, MessageType.QUERY, 0, seconds)
 
-    found: list[ClientInfo] = []
-    errors: list[str] = []
+    answers: dict[int, ClientInfo | str] = {}
     for answer in exchange(grid, messages(), seconds):
         try:
-            found.append(_read_info(answer, kind, numbers))
+            answers[answer.client] = _read_info(answer, kind, numbers)
         except ValueError as error:
-            errors.append(wire.one_line(str(error)))
-    return found, errors
+            answers[answer.client] = wire.one_line(str(error))
+    return answers
 
 
 def _read_info(answer: Answer, kind: type[ClientInfo], numbers: Mapping[int, int]) -> ClientInfo:
@@ -146,29 +154,40 @@ def _those_alike(found: Sequence[ClientInfo]) -> tuple[list[ClientInfo], list[st
 
 
 def _arrivals(
-    grid: Grid, seconds: float, least: int, known: Mapping[int, int] | None, say: Callable[[str], None]
-) -> Iterator[list[int]]:
-    """Yield the ids of the connected nodes as soon as there are ``least``, and then of those that come later.
+    grid: Grid,
+    seconds: float,
+    least: int,
+    known: Mapping[int, int] | None,
+    left_out: Collection[int],
+    say: Callable[[str], None],
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yield the ids of the nodes to ask, and of all that are connected.
 
-    This ends when the time is over, or when all nodes that there can be were yielded: those ``known``, if given, or all
-    of a simulation.
+    The first are asked as soon as there are ``least``, and then those that come later. Those ``left_out`` are asked
+    again every :data:`_AGAIN_SECONDS`. If ``known`` is given, other nodes do not count. This ends when the time is
+    over; in a simulation, where nobody mends a node, it ends when all nodes were yielded.
     """
-    most = len(known) if known else getattr(grid, "num_nodes", math.inf)
+    most = getattr(grid, "num_nodes", math.inf)
     deadline = time.monotonic() + seconds
     before = -1
     yielded: set[int] = set()
-    while len(yielded) < most:
+    while len(yielded) < (len(known) if known and most < math.inf else most):
         node_ids = sorted(node for node in grid.get_node_ids() if known is None or node in known)
         new = [node for node in node_ids if node not in yielded]
         if new and (yielded or len(new) >= least):
             yielded.update(new)
-            yield new
+            yield new, node_ids
+            again = time.monotonic() + _AGAIN_SECONDS
             continue
         if not yielded and len(node_ids) != before:
             before = len(node_ids)
             _tell(f"waiting for clients: {before} of {least} connected", say)
         if time.monotonic() > deadline:
             break
+        if yielded and time.monotonic() > again:
+            if perhaps_mended := [node for node in node_ids if node in left_out]:
+                yield perhaps_mended, node_ids
+            again = time.monotonic() + _AGAIN_SECONDS
         time.sleep(POLL_SECONDS[1])
     if not yielded:
         connected = f"{before} of the {least} clients that the run waits for" if before else "no client"

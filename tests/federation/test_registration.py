@@ -14,6 +14,7 @@ from fedprune_app.config import DEFAULTS, ConfigError
 from fedprune_app.engine import inprocess
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.inprocess import InProcessGrid
+from fedprune_app.federation import registration
 from fedprune_app.federation.clients import TextClientInfo
 from fedprune_app.federation.registration import register_clients
 from tests.conftest import tampered_app
@@ -195,6 +196,53 @@ def test_a_run_that_no_node_can_start_waits_for_no_other():
     grid = with_a_bad_first(Arriving(client_app.app, 2, DEFAULTS))
     with pytest.raises(TooFewReplies, match=r"^no client could start: .*data-dir"):
         register_clients(grid, 600, KEY)
+
+
+class Mending(InProcessGrid):
+    """A deployment: nobody knows how many nodes will come. Its operator acts while the server asks which are there."""
+
+    def __init__(self, *arguments, mend):
+        super().__init__(*arguments)
+        del self.num_nodes
+        self.there, self.mend, self.asked = list(super().get_node_ids()), mend, 0
+
+    def get_node_ids(self):
+        self.asked += 1
+        if self.asked == 3:
+            self.mend(self)
+        return self.there
+
+
+def test_a_node_that_its_operator_mends_while_the_run_waits_takes_part(monkeypatch, caplog):
+    monkeypatch.setattr(registration, "_AGAIN_SECONDS", 0.01)
+
+    def mend(grid: InProcessGrid) -> None:
+        first, second, *_ = grid._contexts.values()
+        first.run_config = second.run_config
+
+    said = []
+    grid = with_a_bad_first(Mending(client_app.app, 3, DEFAULTS, mend=mend))
+    roster, left_out = register_clients(grid, 600, KEY, least=3, say=said.append)
+    assert list(roster) == [0, 1, 2]
+    assert left_out == []
+    assert said == ["waiting for clients: 2 of 3 can take part"]
+    assert len([record for record in caplog.records if "left out" in record.message]) == 1
+
+
+def test_a_node_that_is_started_anew_under_another_id_takes_the_place_of_the_old_one(monkeypatch):
+    monkeypatch.setattr(registration, "_AGAIN_SECONDS", 0.01)
+
+    def mend(grid: Mending) -> None:
+        grid.there = grid.there[1:]
+
+    grid = Mending(client_app.app, 4, DEFAULTS, mend=mend)
+    contexts = list(grid._contexts.values())
+    contexts[1].node_config["partition-id"] = 0
+    roster, left_out = register_clients(grid, 600, KEY, least=3)
+    assert {number: info.node_id for number, info in roster.items()} == {
+        number: contexts[place].node_id for number, place in ((0, 1), (2, 2), (3, 3))
+    }
+    assert left_out == []
 
 
 def test_two_nodes_of_one_partition_are_both_left_out_even_where_one_comes_later():
