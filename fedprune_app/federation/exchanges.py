@@ -118,6 +118,7 @@ class Exchanges:
             "evaluation_bytes_down": log.bytes_down,
             **budgets.columns(),
             "evaluated": len(rows),
+            "clients": len(strategy.context.clients),
             "evaluation_failures": len(log.failures),
             **strategy.evaluation_metrics(round, rows),
         }

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from fedprune_app.core import metrics
@@ -99,6 +99,11 @@ def running_mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
+def number(values: Sequence[float]) -> float | None:
+    """The number of values is None for no values."""
+    return len(values) or None
+
+
 def largest(values: Sequence[float]) -> float | None:
     """The largest value is None for no values."""
     return max(values, default=None)
@@ -125,6 +130,21 @@ def accuracy_remark(rows: Sequence[Row]) -> str:
 def noised_remark(rows: Sequence[Row]) -> str:
     """A number that the noise in clients' accuracies moves in one direction says so."""
     return _of_each("" if row.get("accuracy_noise") is None else "of noised accuracies" for row in rows)
+
+
+def fewer_remark(rows: Sequence[Row], counted: str = "evaluated") -> str:
+    """A mean over fewer clients than the run has says over how many; ``counted`` names the column of their number."""
+
+    def said(row: Row) -> str:
+        few, clients = row.get(counted), row.get("clients")
+        return "" if few is None or clients is None or few >= clients else f"{few:.0f} of {clients:.0f} clients"
+
+    return _of_each(map(said, rows))
+
+
+def _both(*remarks: Remark) -> Remark:
+    """Several remarks on one number stand behind each other."""
+    return lambda rows: ", ".join(filter(None, (remark(rows) for remark in remarks)))
 
 
 def _of_each(texts: Iterable[str]) -> str:
@@ -416,7 +436,7 @@ MEASURES = Measures(
                     table=InTable("personal_accuracy", "Personal (%)", 2, 100, place=27),
                     view=Title("Personal", 10),
                     line=InLine("personal accuracy", "personal", ".1f", 100, " %"),
-                    remark=accuracy_remark,
+                    remark=_both(accuracy_remark, fewer_remark),
                 ),
                 Column("accuracy_personal_std", spread, remark=noised_remark),
                 Column(
@@ -424,7 +444,7 @@ MEASURES = Measures(
                     lowest_tenth,
                     table=InTable("worst_decile", "Personal, worst decile (%)", 2, 100, place=30),
                     view=Title("Worst decile", 40),
-                    remark=noised_remark,
+                    remark=_both(noised_remark, fewer_remark),
                 ),
             ),
         ),
@@ -442,8 +462,10 @@ MEASURES = Measures(
                     mean,
                     table=InTable("received_accuracy", "Received (%)", 2, 100, place=28),
                     view=Title("Received", 30),
-                    remark=accuracy_remark,
+                    remark=_both(accuracy_remark, partial(fewer_remark, counted="accuracy_received_clients")),
                 ),
+                # where models go from peer to peer, clients receive one in the rounds alone in which they train
+                Column("accuracy_received_clients", number, recorded=_WHERE_MEASURED),
             ),
         ),
         Measure(
@@ -470,7 +492,7 @@ MEASURES = Measures(
                     table=InTable("global_accuracy", "Global model (%)", 2, 100, place=40),
                     view=Title("Global model", 20),
                     line=InLine("global accuracy", "global", ".1f", 100, " %"),
-                    remark=accuracy_remark,
+                    remark=_both(accuracy_remark, fewer_remark),
                 ),
             ),
         ),
@@ -627,6 +649,7 @@ MEASURES = Measures(
         # FedSpaLLM: what was measured of each decoder layer, by its number
         Column("layers", recorded=_WHERE_MEASURED, kind=Kind.TABLE),
         Column("evaluated", recorded=_WHERE_MEASURED),  # clients, see evaluate-clients
+        Column("clients", recorded=_WHERE_MEASURED),  # of the run
         Column("evaluation_failures", recorded=_WHERE_MEASURED, lost=Title("Evaluation failures", 30)),
         Column("perplexity_by_text", recorded=_WHERE_MEASURED, kind=Kind.TABLE),
         # zero-shot, by task: of the dense model and of the global one

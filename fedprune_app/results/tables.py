@@ -18,7 +18,7 @@ from fedprune_app.config import OPTIONS
 from fedprune_app.files import replace_file
 from fedprune_app.results import measures
 from fedprune_app.results.measures import MEGABYTE
-from fedprune_app.results.reader import Run
+from fedprune_app.results.reader import Row, Run
 from fedprune_app.results.texts import own_models, tested_on, windows_of_text
 
 NOT_MEASURED = "–"
@@ -152,15 +152,23 @@ def own_perplexity(run: Run, name: str) -> float | None:
 def best_on_validation(run: Run) -> float | None:
     """Return the headline (test) accuracy of the round that has the best validation accuracy.
 
-    The round is chosen without a look at test accuracy; of equal rounds it is the earliest. The result is None if
-    validation was not measured.
+    The round is chosen without a look at test accuracy; of equal rounds it is the earliest. Rounds in which only drawn
+    clients were evaluated are not among them, since the luckiest draw would win. The result is None if validation was
+    not measured.
     """
     both = [
         (row["accuracy_validation_mean"], -row["round"], row[run.headline])
         for row in run.rounds
-        if row.get("accuracy_validation_mean") is not None and row.get(run.headline) is not None
+        if row.get("accuracy_validation_mean") is not None
+        and row.get(run.headline) is not None
+        and not _is_of_a_draw(run, row)
     ]
     return max(both)[2] if both else None
+
+
+def _is_of_a_draw(run: Run, row: Row) -> bool:
+    drawn, clients = run.config.get("evaluate-clients") or 0, len(run.info.get("partition") or ())
+    return 0 < (row.get("evaluated") or 0) <= drawn < clients
 
 
 def paper_bytes(run: Run) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.results.measures import progress_line
 
 
 def test_between_the_first_and_the_last_evaluation_some_clients_are_drawn_anew_each_time(federate):
@@ -14,6 +15,9 @@ def test_between_the_first_and_the_last_evaluation_some_clients_are_drawn_anew_e
         for number in range(1, 5)
     ]
     assert [len(clients) for clients in asked] == [2, 2, 2, 6] == [row["evaluated"] for row in run.rounds]
+    assert [row["clients"] for row in run.rounds] == [6] * 4
+    assert progress_line(run.rounds[0]).count("(2 of 6 clients)") == 2  # of personal and of global accuracy
+    assert "clients)" not in progress_line(run.rounds[-1])
     assert len(set(map(frozenset, asked[:3]))) > 1
     everybody = federate("all", system="subfedavg", num_server_rounds=4, local_epochs=1)
     assert run.sha256 == everybody.sha256
@@ -27,3 +31,15 @@ def test_between_the_first_and_the_last_evaluation_some_clients_are_drawn_anew_e
 def test_an_evaluation_asks_as_many_as_it_needs():
     with pytest.raises(ConfigError, match="evaluate-clients is 2, allowed: 0 or at least min-replies, 3"):
         parse_config({"evaluate-clients": 2, "min-replies": 3})
+
+
+def test_a_mean_of_received_models_says_how_many_clients_received_one(federate):
+    run = federate(system="dispfl", fraction_train=0.5, num_server_rounds=2, local_epochs=1)
+    for row in run.rounds:
+        received = [
+            client
+            for client in run.clients
+            if client["round"] == row["round"] and client.get("accuracy_received") is not None
+        ]
+        assert row["accuracy_received_clients"] == len(received) == 3
+        assert row["evaluated"] == 6

@@ -128,6 +128,28 @@ def test_of_equally_good_rounds_the_earliest_is_taken():
     assert best_on_validation(rounds((0.8, 0.6), (0.8, 0.9))) == 0.6
 
 
+def test_a_round_that_evaluated_drawn_clients_alone_is_never_the_best():
+    info = {**run().info, "partition": [{}] * 10}
+    info["config"] = {**info["config"], "evaluate-clients": 2}
+    rows = tuple(
+        {"round": k, "accuracy_validation_mean": v, "accuracy_personal_mean": v, "evaluated": clients}
+        for k, (v, clients) in enumerate(((0.9, 2), (0.5, 9), (0.7, 10)), start=1)
+    )
+    assert best_on_validation(Run(Path("x"), info, rows, ())) == 0.7
+    assert best_on_validation(Run(Path("x"), info, rows[:1], ())) is None
+    assert best_on_validation(Run(Path("x"), {**info, "partition": [{}] * 2}, rows[:1], ())) == 0.9
+
+
+def test_a_mean_over_fewer_clients_than_there_are_says_so():
+    rows = ({"round": 1, "accuracy_personal_mean": 0.5, "evaluated": 2, "clients": 10},)
+    (few,) = table(Run(Path("x"), run().info, rows, ()))
+    assert few["Personal (%)"] == "50.00 (2 of 10 clients)"
+    everybody = ({**rows[0], "evaluated": 10, "accuracy_received_mean": 0.4, "accuracy_received_clients": 3},)
+    (found,) = table(Run(Path("x"), run().info, everybody, ()))
+    assert found["Personal (%)"] == "50.00"
+    assert found["Received (%)"] == "40.00 (3 of 10 clients)"
+
+
 def test_without_validation_there_is_no_best_round():
     assert best_on_validation(rounds((None, 0.9), (0.8, None))) is None
 

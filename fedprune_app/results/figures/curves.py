@@ -22,7 +22,7 @@ def accuracy(groups: Sequence[Group]) -> Figure:
     return Figure(
         "accuracy",
         "Accuracy by round",
-        "Mean over all clients, each on its own test split.",
+        "Mean over all clients, or over those drawn by evaluate-clients, each on its own test split.",
         _accuracy_variants(groups, by_round, "Round"),
     )
 
