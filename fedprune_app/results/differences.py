@@ -13,6 +13,7 @@ from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import Group
 
 DRAWS = 10_000
+FEWEST = 10  # pairs: with fewer of them the percentiles hold the truth far less often than they say
 _LARGEST = 1_000_000  # so many drawn pairs are in memory at once
 _SEED = 0  # of the bootstrap: the same runs give the same page
 Paired = dict[tuple[int, int], float]
@@ -23,9 +24,9 @@ Paired = dict[tuple[int, int], float]
 class Difference:
     """A difference is the mean of one group's personal accuracies less another's, over the clients of both.
 
-    ``low`` and ``high`` are a 95 % interval of the mean by the bootstrap: percentiles over resampled pairs. With
-    several seeds a client of each seed is a pair of its own. ``ahead`` is the share of the pairs in which the first
-    group's client is better.
+    ``low`` and ``high`` are a 95 % interval of the mean by the bootstrap, see :func:`difference`. With several seeds a
+    client of each seed is a pair of its own. ``ahead`` is the share of the pairs in which the first group's client is
+    better, and ``by_seed`` has the mean of each seed.
     """
 
     mean: float
@@ -33,24 +34,49 @@ class Difference:
     high: float
     ahead: float
     pairs: int
+    by_seed: tuple[float, ...] = ()
 
     @property
-    def is_clear(self) -> bool:
-        """The interval does not hold 0."""
-        return self.low > 0 or self.high < 0
+    def doubt(self) -> str:
+        """The doubt says why the difference may be chance, or is empty."""
+        if self.pairs < FEWEST:
+            return f"fewer than {FEWEST} clients"
+        if self.low <= 0 <= self.high:
+            return "the interval holds 0"
+        return "" if len({mean > 0 for mean in self.by_seed}) < 2 else "seeds disagree"
 
 
-def difference(first: Paired, second: Paired) -> Difference | None:
-    """Return how far the first is ahead of the second, over the pairs of both; None for fewer than two pairs."""
+def difference(first: Paired, second: Paired, *, of_other_seeds: bool = False) -> Difference | None:
+    """Return how far the first is ahead of the second, over the pairs of both; None for fewer than two pairs.
+
+    The interval has the percentiles of the mean over resampled pairs, and speaks of these seeds. With
+    ``of_other_seeds`` the seeds are resampled first, and then the pairs of each. The interval then tells what other
+    seeds would show, and is wider where seeds differ more than their clients do.
+    """
     keys = sorted(first.keys() & second.keys())
     if len(keys) < 2:
         return None
     apart: NDArray[np.float64] = np.array([first[key] - second[key] for key in keys])
-    rng, at_once = np.random.default_rng(_SEED), max(1, _LARGEST // len(apart))
-    sizes = [min(at_once, DRAWS - start) for start in range(0, DRAWS, at_once)]
-    means = [apart[rng.integers(len(apart), size=(size, len(apart)))].mean(axis=1) for size in sizes]
-    low, high = np.percentile(np.concatenate(means), [2.5, 97.5])
-    return Difference(float(apart.mean()), float(low), float(high), float((apart > 0).mean()), len(apart))
+    seeds = np.array([seed for seed, _ in keys])
+    of_each = [apart[seeds == seed] for seed in dict.fromkeys(seeds)]
+    rng = np.random.default_rng(_SEED)
+    if of_other_seeds and len(of_each) > 1:
+        count = len(of_each)
+        resampled = np.stack([_resampled_means(each, DRAWS * count, rng).reshape(DRAWS, count) for each in of_each])
+        drawn = rng.integers(count, size=(DRAWS, count))
+        means = np.take_along_axis(resampled, drawn[None], axis=0)[0].mean(axis=1)
+    else:
+        means = _resampled_means(apart, DRAWS, rng)
+    low, high = np.percentile(means, [2.5, 97.5])
+    by_seed = tuple(float(each.mean()) for each in of_each)
+    return Difference(float(apart.mean()), float(low), float(high), float((apart > 0).mean()), len(apart), by_seed)
+
+
+def _resampled_means(values: NDArray[np.float64], draws: int, rng: np.random.Generator) -> NDArray[np.float64]:
+    """Return the means of as many samples of the values, drawn with replacement."""
+    at_once = max(1, _LARGEST // len(values))
+    sizes = [min(at_once, draws - start) for start in range(0, draws, at_once)]
+    return np.concatenate([values[rng.integers(len(values), size=(size, len(values)))].mean(axis=1) for size in sizes])
 
 
 def personal_accuracies(group: Group) -> Paired:
@@ -67,23 +93,42 @@ def _of_run(run: Run) -> dict[int, float]:
 def from_best(groups: Sequence[Group]) -> tuple[str, list[tuple[Group, Difference]]]:
     """Return the label of the group with the best personal accuracy, and how far each other group is behind.
 
-    Groups whose clients have other data than those of the best are left out: nothing pairs them.
+    The groups have the same data. The best one is that over the clients which all of them evaluated.
     """
     found = {group.label: personal_accuracies(group) for group in groups}
     able = [group for group in groups if len(found[group.label]) > 1]
     if len(able) < 2:
         return "", []
-    best = max(able, key=lambda group: float(np.mean(list(found[group.label].values()))))
-    data = _data(best)
-    others = []
+    common = set.intersection(*(set(found[group.label]) for group in able))
+
+    def mean(group: Group) -> float:
+        own = found[group.label]
+        return float(np.mean([own[key] for key in common or own]))
+
+    best = max(able, key=mean)
+    data, others = _data(best), []
     for group in able:
         alike = {seed for seed, known in _data(group).items() if data.get(seed) == known}
         first, second = (
             {key: value for key, value in found[each.label].items() if key[0] in alike} for each in (best, group)
         )
-        if group is not best and (apart := difference(first, second)) is not None:
+        apart = difference(first, second, of_other_seeds=True)
+        if group is not best and apart is not None:
             others.append((group, apart))
     return best.label, others
+
+
+def _of_the_same_data(groups: Sequence[Group]) -> list[list[Group]]:
+    """Return the groups together that can be compared: in some seed their clients have the same data."""
+    together: list[list[Group]] = []
+    for group in groups:
+        data = _data(group).items()
+        alike = next((others for others in together if data & _data(others[0]).items()), None)
+        if alike is None:
+            together.append([group])
+        else:
+            alike.append(group)
+    return together
 
 
 def _data(group: Group) -> Mapping[int, str]:
@@ -94,13 +139,20 @@ def _data(group: Group) -> Mapping[int, str]:
     }
 
 
-def difference_rows(groups: Sequence[Group]) -> tuple[str, list[list[str]]]:
-    """Return the best group's label, and for each other group: label, distance, interval, pairs and a verdict."""
-    best, others = from_best(groups)
-    rows = []
-    for group, apart in others:
-        verdict = "yes" if apart.is_clear else "no: the interval holds 0"
-        interval = f"{-100 * apart.high:+.2f} to {-100 * apart.low:+.2f}"
-        ahead = f"{1 - apart.ahead:.0%} of {apart.pairs:,}"
-        rows.append([group.label, f"{-100 * apart.mean:+.2f}", interval, ahead, verdict])
-    return best, rows
+def difference_tables(groups: Sequence[Group]) -> list[tuple[str, list[list[str]]]]:
+    """Return for each data the best group's label, and for each other group a row.
+
+    A row has the group's label, distance, interval, pairs and a verdict.
+    """
+    tables = []
+    for alike in _of_the_same_data(groups):
+        best, others = from_best(alike)
+        rows = []
+        for group, apart in others:
+            interval = f"{-100 * apart.high:+.2f} to {-100 * apart.low:+.2f}"
+            ahead = f"{1 - apart.ahead:.0%} of {apart.pairs:,}"
+            verdict = f"no: {apart.doubt}" if apart.doubt else "yes"
+            rows.append([group.label, f"{-100 * apart.mean:+.2f}", interval, ahead, verdict])
+        if rows:
+            tables.append((best, rows))
+    return tables

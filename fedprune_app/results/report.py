@@ -16,7 +16,7 @@ from plotly.offline import get_plotlyjs
 
 from fedprune_app.files import replace_file
 from fedprune_app.results import measures
-from fedprune_app.results.differences import difference_rows
+from fedprune_app.results.differences import difference_tables
 from fedprune_app.results.figures import figures
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.ownership import check_report_file
@@ -122,7 +122,7 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
             "Perplexity": _perplexity_table(groups),
             "What it cost": _table(groups, cost()),
         },
-        differences=dict(zip(("best", "rows"), difference_rows(groups), strict=True)),
+        differences=difference_tables(groups),
         figures=drawn,
         formulas=_formulas(runs),
         lost_titles=[title for title, _ in _lost()],

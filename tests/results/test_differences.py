@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from fedprune_app.results.differences import difference, difference_rows, from_best, personal_accuracies
+from fedprune_app.results.differences import difference, difference_tables, from_best, personal_accuracies
 from fedprune_app.results.figures.tradeoff import _front
-from fedprune_app.results.reader import load_run
-from fedprune_app.results.tables import group_runs
+from fedprune_app.results.reader import Run, load_run
+from fedprune_app.results.tables import Group, group_runs
+
+
+def group_of(label, accuracies):
+    rows = tuple({"round": 1, "partition": k, "accuracy_personal": value} for k, value in accuracies.items())
+    info = {"system": label, "status": "completed", "seed": 0, "config": {}}
+    return Group(label, label, {}, "completed", (Run(Path(label), info, (), rows),))
 
 
 def paired(values):
@@ -19,7 +27,7 @@ def test_a_difference_is_paired_by_client():
     easy = np.linspace(0.2, 0.9, 40)  # clients differ by far more than the systems do
     found = difference(paired(easy + 0.01), paired(easy))
     assert found.mean == pytest.approx(0.01)
-    assert found.is_clear
+    assert not found.doubt
     assert found.ahead == 1.0
     assert found.pairs == 40
     back = difference(paired(easy), paired(easy + 0.01))
@@ -42,6 +50,34 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says():
     assert 0.88 <= held / 200 <= 0.99
 
 
+def of_seeds(means, rng, spread=0.05, clients=30):
+    return {
+        (seed, k): value for seed, mean in enumerate(means) for k, value in enumerate(rng.normal(mean, spread, clients))
+    }
+
+
+def test_an_interval_of_other_seeds_holds_the_truth_where_seeds_differ_more_than_clients():
+    rng, held = np.random.default_rng(0), {True: 0, False: 0}
+    for _ in range(100):
+        first = of_seeds(rng.normal(0.02, 0.05, 5), rng)
+        for wider in held:
+            found = difference(first, dict.fromkeys(first, 0.0), of_other_seeds=wider)
+            held[wider] += found.low <= 0.02 <= found.high
+    assert held[True] >= 80  # five seeds are few
+    assert held[False] <= 60
+
+
+def test_few_clients_and_seeds_that_disagree_leave_a_doubt():
+    three = {(0, 0): 0.1, (0, 1): 0.2, (0, 2): 0.3}
+    assert difference(three, dict.fromkeys(three, 0.0)).doubt == "fewer than 10 clients"
+    rng = np.random.default_rng(0)
+    apart = of_seeds([0.5, 0.4, -0.1], rng, spread=0.01)
+    assert difference(apart, dict.fromkeys(apart, 0.0)).doubt == "seeds disagree"
+    assert difference(apart, dict.fromkeys(apart, 0.0), of_other_seeds=True).doubt == "the interval holds 0"
+    noise = of_seeds([0.0, 0.0, 0.0], rng)
+    assert difference(noise, dict.fromkeys(noise, 0.0), of_other_seeds=True).doubt == "the interval holds 0"
+
+
 def test_many_pairs_take_little_memory_and_give_the_same_interval_each_time():
     values = np.random.default_rng(1).normal(0, 1, 20_000)
     first, again = (difference(paired(values), paired(np.zeros(20_000))) for _ in range(2))
@@ -58,13 +94,30 @@ def test_a_report_compares_each_system_with_the_best_on_the_same_data(make_run):
     ((group, apart),) = others
     assert apart.pairs == 24
     assert apart.mean == pytest.approx(means[best] - means[group.label])
-    label, rows = difference_rows(groups)
+    ((label, rows),) = difference_tables(groups)
     assert label == best
     assert float(rows[0][1]) == pytest.approx(-100 * apart.mean, abs=0.005)
 
 
 def test_a_single_system_is_compared_with_nothing(make_run):
-    assert difference_rows(group_runs([load_run(make_run("a", "fedavg", 0))])) == ("", [])
+    assert difference_tables(group_runs([load_run(make_run("a", "fedavg", 0))])) == []
+
+
+def test_systems_on_other_data_are_compared_among_themselves(make_run):
+    folders = [
+        make_run(f"{place}-{system}-", system, 0, clients=12, config={"dataset": place})
+        for place in ("digits", "mnist")
+        for system in ("fedavg", "dispfl")
+    ]
+    tables = difference_tables(group_runs([load_run(folder) for folder in folders]))
+    assert [len(rows) for _, rows in tables] == [1, 1]
+
+
+def test_the_best_system_is_that_of_the_clients_which_all_have():
+    """A system that lost its hardest client is not better for that."""
+    whole = {client: 0.5 + client / 100 for client in range(20)}
+    groups = [group_of("whole", whole), group_of("lost", {k: v - 0.01 for k, v in whole.items() if k > 5})]
+    assert from_best(groups)[0] == "whole"
 
 
 def test_the_front_is_what_nothing_beats():
