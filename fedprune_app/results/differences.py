@@ -118,7 +118,7 @@ def from_best(groups: Sequence[Group]) -> tuple[str, list[tuple[Group, Differenc
     return best.label, others
 
 
-def _of_the_same_data(groups: Sequence[Group]) -> list[list[Group]]:
+def of_the_same_data(groups: Sequence[Group]) -> list[list[Group]]:
     """Return the groups together that can be compared: in some seed their clients have the same data."""
     together: list[list[Group]] = []
     for group in groups:
@@ -145,7 +145,7 @@ def difference_tables(groups: Sequence[Group]) -> list[tuple[str, list[list[str]
     A row has the group's label, distance, interval, pairs and a verdict.
     """
     tables = []
-    for alike in _of_the_same_data(groups):
+    for alike in of_the_same_data(groups):
         best, others = from_best(alike)
         rows = []
         for group, apart in others:

@@ -41,6 +41,8 @@ _INFO_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "seconds": ((int, float), "a number"),
     "rounds_completed": ((int,), "an integer"),
     "num_partitions": ((int, type(None)), "an integer or null"),
+    "losses": ((list, type(None)), "a list or null"),
+    "clients_left_out": ((list, type(None)), "a list or null"),
     "status": ((str,), "text"),
     "headline": ((str, type(None)), "text or null"),
     "error": ((str, type(None)), "text or null"),
@@ -126,6 +128,13 @@ class Run:
     def status(self) -> str:
         """The status is one of :data:`STATUSES`."""
         return str(self.info["status"])
+
+    @property
+    def flaw(self) -> str:
+        """The flaw says why the run is not a whole one: its status, or that states were lost; else it is empty."""
+        if self.status != "completed":
+            return self.status
+        return "states lost" if self.info.get("losses") else ""
 
     @property
     def seed(self) -> int:

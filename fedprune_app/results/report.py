@@ -114,7 +114,7 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
         facts=_facts(runs),
         series=series,
         cards=[_card(group) for group in groups] if len(groups) <= _CARDS_UP_TO else [],
-        problems=[run for run in runs if run.status != "completed"],
+        problems=[run for run in runs if run.flaw or run.info.get("clients_left_out")],
         left_out=left_out,
         runs_asked=len(runs) + len(left_out),
         tables={

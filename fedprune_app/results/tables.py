@@ -22,6 +22,7 @@ from fedprune_app.results.reader import Row, Run
 from fedprune_app.results.texts import own_models, tested_on, windows_of_text
 
 NOT_MEASURED = "–"
+_BEST = "Accuracy, best on validation (%)"
 _DATA = ("dataset", "partition", "clients", "model")
 
 # Where a run lives and how it was executed; none of it changes what was computed.
@@ -75,14 +76,15 @@ class Column:
     decimals: int = 1
     place: int = 0
     remark: Callable[[Sequence[Run]], str] = lambda runs: ""
+    of_headline: bool = False  # it shows what each system is judged by, which is not the same for all
 
 
 def outcome() -> tuple[Column, ...]:
     """Return the columns of the table of final numbers: those that are declared, and those made of several numbers."""
     standalone, own = own_models(1), own_models(2)
     made = (
-        Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10, _headline_remark),
-        Column("best_accuracy", "Accuracy, best on validation (%)", best_on_validation, 100, 2, 20, _headline_remark),
+        Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10, _headline_remark, of_headline=True),
+        Column("best_accuracy", _BEST, best_on_validation, 100, 2, 20, _headline_remark, of_headline=True),
         Column("standalone_perplexity", standalone, lambda run: own_perplexity(run, standalone), 1, 2, 60),
         Column("own_perplexity", own, lambda run: own_perplexity(run, own), 1, 2, 70),
         Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0, measures.LAST),
@@ -194,15 +196,15 @@ def flops_per_client(run: Run) -> float | None:
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Group runs that differ in the seed only, in the order of their first run.
 
-    A run that did not complete is never averaged with others, nor are two runs of the same seed: each stands alone.
-    Labels are unique. A label has the system and the settings in which groups of that system differ (``target-rate
-    0.3``). It also has the status if that is not completed and, where nothing else tells two groups apart, the seed or
-    the folder.
+    A run that did not complete, or that went on without lost states, is never averaged with others, nor are two runs of
+    the same seed: each stands alone. Labels are unique. A label has the system and the settings in which groups of that
+    system differ (``target-rate 0.3``). It also has the run's flaw, if there is one, and, where nothing else tells two
+    groups apart, the seed or the folder.
     """
     seeds = Counter((_identity(run), run.seed) for run in runs)
     members: dict[object, list[Run]] = defaultdict(list)
     for run in runs:
-        alone = run.status != "completed" or seeds[_identity(run), run.seed] > 1
+        alone = run.flaw or seeds[_identity(run), run.seed] > 1
         members[(_identity(run), str(run.folder) if alone else None)].append(run)
     groups = [tuple(alike) for alike in members.values()]
     settings = [_settings(group[0], [other[0] for other in groups]) for group in groups]
@@ -240,15 +242,27 @@ def final_rows(groups: Sequence[Group], shown: Sequence[Column] = ()) -> tuple[l
     numbers = [statistics_of(group) for group in groups]
     measured = [column for column in shown or columns() if any(row[column.key] for row in numbers)]
     header = ["System", "Dataset", "Partition", "Seeds", *(column.title for column in measured)]
+    judged_by = {group.label: headline_words(group) for group in groups}
+    several = len(set(judged_by.values()) - {""}) > 1
+
+    def cell(group: Group, statistic: Statistic | None, column: Column) -> str:
+        if statistic is None:
+            return NOT_MEASURED
+        words = f" ({judged_by[group.label]})" if several and column.of_headline else ""
+        return formatted(statistic, column) + words + column.remark(group.runs)
+
     rows = [
-        [group.label, *_data(group), str(len(group.runs)), *(_cell(group, row[c.key], c) for c in measured)]
+        [group.label, *_data(group), str(len(group.runs)), *(cell(group, row[c.key], c) for c in measured)]
         for group, row in zip(groups, numbers, strict=True)
     ]
     return header, rows
 
 
-def _cell(group: Group, statistic: Statistic | None, column: Column) -> str:
-    return formatted(statistic, column) + (column.remark(group.runs) if statistic else "")
+def headline_words(group: Group) -> str:
+    """Return whose accuracy a group is judged by, in words; empty where it is judged by something else."""
+    column = measures.MEASURES.columns.get(group.runs[0].headline)
+    is_accuracy = column is not None and column.name.startswith("accuracy")
+    return column.view.text.lower() if is_accuracy and column and column.view else ""
 
 
 MODELS = ("dense", "personal_mean", "global")
@@ -416,7 +430,7 @@ def _settings(run: Run, others: Sequence[Run]) -> dict[str, Any]:
 
 def _label(run: Run, settings: Mapping[str, Any]) -> str:
     parts = [f"{key.rpartition('.')[2]} {_value(value)}" for key, value in settings.items()]
-    state = "" if run.status == "completed" else f" ({run.status})"
+    state = f" ({run.flaw})" if run.flaw else ""
     return " · ".join([run.system, *parts]) + state
 
 

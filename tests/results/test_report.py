@@ -75,6 +75,7 @@ def test_a_page_is_small(six, tmp_path):
 def test_nothing_a_run_says_can_become_html_or_script(make_run, tmp_path):
     config = {"dataset": HOSTILE, "partition": HOSTILE, HOSTILE: HOSTILE}
     extra = {"paper_bytes_formula": HOSTILE, "model": {"name": HOSTILE}}
+    extra |= {"losses": [HOSTILE], "clients_left_out": [HOSTILE]}
     twins = [
         make_run(f"run{i}", HOSTILE, i, config={**config, f"x.{HOSTILE}": HOSTILE + str(i)}, extra=extra)
         for i in (0, 1)
@@ -111,6 +112,17 @@ def test_a_failed_run_is_shown_as_failed_with_its_error(six, tmp_path):
     text = Elements(page_of(six, tmp_path / "report.html")).text
     assert "fedltp, seed 0: failed" in text
     assert "client 3 sent NaN" in text
+
+
+def test_a_run_that_lost_states_or_left_out_clients_is_shown_with_what_it_lost(make_run, tmp_path):
+    lost = make_run("lost", extra={"losses": ["client 3 lost its state of round 4"]})
+    fewer = make_run("fewer", seed=1, extra={"clients_left_out": ["client 5: data-dir is empty"]})
+    text = Elements(page_of([lost, fewer, make_run("whole", seed=2)], tmp_path / "report.html")).text
+    assert "subfedavg, seed 0: states lost" in text
+    assert "client 3 lost its state of round 4" in text
+    assert "subfedavg, seed 1: clients left out" in text
+    assert "client 5: data-dir is empty" in text
+    assert "seed 2: " not in text
 
 
 def test_the_same_runs_give_the_same_page(six, tmp_path):
@@ -222,6 +234,18 @@ def test_a_sweep_is_a_point_per_setting_against_epsilon_and_against_traffic_join
     spent = (runs[3].total("bytes_up") + runs[3].total("bytes_down")) / 1e6
     assert [trace["series"] for trace in points] == [0, 1, 2]
     assert points[2]["x"] == [pytest.approx(spent)]
+
+
+def test_settings_on_other_data_or_judged_by_another_model_have_a_front_of_their_own(make_run):
+    folders = [
+        make_run("good", "subfedavg", plateau=0.9),
+        make_run("poor", "subfedavg", plateau=0.5, config={"subfedavg.target-rate": 20.0}),
+        make_run("elsewhere", "fedprox", plateau=0.4, config={"dataset": "mnist"}),
+        make_run("global", "fedavg", plateau=0.4, headline="accuracy_global"),
+    ]
+    (view,) = (view for view in drawn(folders)["tradeoff"].variants if view.name == "Traffic")
+    points = {trace["series"]: trace for trace in view.traces if trace["mode"] == "markers"}
+    assert [bool(points[number].get("dominated")) for number in range(4)] == [False, True, False, False]
 
 
 def _beats(one, other):

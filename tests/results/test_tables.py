@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,26 @@ def test_seeds_of_one_setting_are_one_row_with_mean_and_sample_deviation():
     (row,) = table(run(seed=0, accuracy=0.70), run(seed=1, accuracy=0.74), run(seed=2, accuracy=0.78))
     assert row["Seeds"] == "3"
     assert row["Accuracy, last round (%)"] == "74.00 ± 4.00"  # sqrt((4² + 0 + 4²) / 2); the population's is 3.27
+
+
+def test_a_run_that_lost_states_stands_alone_and_says_so():
+    lost = run(seed=1)
+    lost = replace(lost, info={**lost.info, "losses": ["client 3 lost its state of round 4"]})
+    assert labels(run(seed=0), lost, run(seed=2)) == ["a", "a (states lost)"]
+
+
+def test_accuracies_of_different_models_in_one_column_say_which():
+    judged = run("b", accuracy=0.2)
+    judged = replace(
+        judged,
+        info={**judged.info, "headline": "accuracy_global"},
+        rounds=({"round": 1, "accuracy_global": 0.2, "accuracy_personal_mean": 0.4},),
+    )
+    one, other = table(run(accuracy=0.3), judged)
+    assert one["Accuracy, last round (%)"] == "30.00 (personal)"
+    assert other["Accuracy, last round (%)"] == "20.00 (global model)"
+    assert (one["Personal (%)"], other["Personal (%)"]) == ("30.00", "40.00")
+    assert table(judged)[0]["Accuracy, last round (%)"] == "20.00"
 
 
 def test_one_seed_has_no_deviation_rather_than_zero():

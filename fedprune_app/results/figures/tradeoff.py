@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
+from fedprune_app.results.differences import of_the_same_data
 from fedprune_app.results.figures.common import Figure, Trace, Variant, text_of
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run
-from fedprune_app.results.tables import Group, Statistic, accuracy, epsilon_remark
+from fedprune_app.results.tables import Group, Statistic, accuracy, epsilon_remark, headline_words
 
 
 def tradeoff(groups: Sequence[Group]) -> Figure:
@@ -17,7 +19,8 @@ def tradeoff(groups: Sequence[Group]) -> Figure:
         "What accuracy costs",
         "One point per setting at the end of the run: the main number against what was spent for it. A line joins "
         "the settings of a system; bars are standard deviations over seeds. The dotted line is the front: a pale point "
-        "is behind, since another setting is at least as accurate for no more.",
+        "is behind, since another setting is at least as accurate for no more. Settings with other data, or judged by "
+        "another model, have a front of their own.",
         _tradeoff_variants(groups),
     )
 
@@ -28,10 +31,11 @@ def _tradeoff_variants(groups: Sequence[Group]) -> list[Variant]:
         "Privacy": (f"Largest ε of any client{epsilon_remark(groups)}", lambda run: run.last("epsilon_max")),
         "Traffic": ("Measured traffic (MB)", _total_megabytes),
     }
+    data = {group.label: number for number, each in enumerate(of_the_same_data(groups)) for group in each}
     variants = []
     for title, (axis, cost) in costs.items():
         points: dict[str, list[tuple[float, float, int]]] = {}
-        traces: list[Trace] = []
+        alike: dict[object, list[Trace]] = {}  # by the model and the data that accuracy is of
         for index, group in enumerate(groups):
             spent = Statistic.of(cost(run) for run in group.runs)
             reached = Statistic.of(accuracy(run) for run in group.runs)
@@ -50,23 +54,24 @@ def _tradeoff_variants(groups: Sequence[Group]) -> list[Variant]:
             }
             if reached.std:
                 point["error_y"] = {"type": "data", "array": [reached.std], "thickness": 1.25, "width": 4}
-            traces.append(point)
+            alike.setdefault((headline_words(group), data[group.label]), []).append(point)
+        traces = list(itertools.chain.from_iterable(alike.values()))
         if len(traces) < 2:
             continue
-        every = [point for of_system in points.values() for point in of_system]
-        front = _front([(spent, reached) for spent, reached, _ in every])
-        for trace in traces:
-            if trace["mode"] == "markers" and (trace["x"][0], trace["y"][0]) not in front:
-                trace["dominated"] = True
         for of_system in points.values():
             x, y, indices = zip(*sorted(of_system), strict=True)
             if len(x) > 1:
                 line = {"type": "scatter", "series": indices[0], "x": x, "y": y, "mode": "lines", "thin": True}
                 traces.insert(0, line | {"hoverinfo": "skip"})
-        if len(front) > 1:
-            x, y = zip(*front, strict=True)
-            line = {"type": "scatter", "x": x, "y": y, "mode": "lines", "front": True, "hoverinfo": "skip"}
-            traces.insert(0, line)
+        for markers in alike.values():
+            front = _front([(marker["x"][0], marker["y"][0]) for marker in markers])
+            for marker in markers:
+                if (marker["x"][0], marker["y"][0]) not in front:
+                    marker["dominated"] = True
+            if len(front) > 1:
+                x, y = zip(*front, strict=True)
+                line = {"type": "scatter", "x": x, "y": y, "mode": "lines", "front": True, "hoverinfo": "skip"}
+                traces.insert(0, line)
         layout = {"xaxis": {"title": {"text": axis}, "rangemode": "tozero"}, "yaxis": {"tickformat": ".0%"}}
         variants.append(Variant(title, traces, layout | {"hovermode": "closest"}))
     return variants
