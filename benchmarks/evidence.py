@@ -57,10 +57,12 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def row_of(run: Run) -> Row:
-    """One finished run as a row; ``ValueError`` for one that did not complete."""
-    if run.info["status"] != "completed":
-        raise ValueError(f"{run.folder} is {run.info['status']}, allowed: a run that has completed")
-    rows = run.rounds
+    """One finished run as a row; ``ValueError`` for one that is not whole, or not of all clients in the end."""
+    if run.flaw:
+        raise ValueError(f"{run.folder} is {run.flaw}, allowed: a run that has completed and lost nothing")
+    rows, clients = run.rounds, len(run.info["partition"])
+    if (evaluated := run.last("evaluated")) is not None and evaluated < clients:
+        raise ValueError(f"{run.folder}: the last evaluation has {evaluated:.0f} clients, allowed: all {clients}")
 
     def total(key: str, scale: float = MEGABYTE) -> float:
         return sum(row.get(key) or 0 for row in rows) / scale
@@ -70,7 +72,7 @@ def row_of(run: Run) -> Row:
         "system": run.info["system"],
         "settings": json.dumps(settings, sort_keys=True),
         "seed": run.seed,
-        "clients": len(run.info["partition"]),
+        "clients": clients,
         "rounds": run.info["rounds_completed"],
         "personal": _percent(run.last("accuracy_personal_mean")),
         "worst_decile": _percent(run.last("accuracy_personal_worst_decile")),
@@ -110,15 +112,18 @@ def _texts_of(run: Run) -> list[Row]:
 
 
 def add(name: str, folders: Iterable[Path]) -> int:
-    """Add the runs that are not yet rows, and return how many there were."""
-    known = {row["final_sha256"] + row["settings"] for row in read(name)}
+    """Add the runs that are not yet rows, and return how many there were.
+
+    A seed has one row of the same settings: its repetition is left out. Raises ``ValueError`` as :func:`row_of`.
+    """
+    known = {(row["settings"], row["seed"]) for row in read(name)}
     added = 0
     for folder in folders:
         run = load_run(folder)
         row = row_of(run)
-        if row["final_sha256"] + row["settings"] in known:
+        if (row["settings"], row["seed"]) in known:
             continue
-        known.add(row["final_sha256"] + row["settings"])
+        known.add((row["settings"], row["seed"]))
         key = {"system": row["system"], "settings": row["settings"], "seed": row["seed"]}
         last = max((each["round"] for each in run.clients if each.get("accuracy_personal") is not None), default=0)
         clients = [

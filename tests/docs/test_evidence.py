@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,16 @@ def test_a_run_becomes_a_row_once(tmp_path, monkeypatch):
     (row,) = evidence.read("some")
     assert row["final_sha256"] == run.info["final_sha256"]
     assert len(evidence.read("some.clients")) == 3
+    repeated = replace(run, info={**run.info, "final_sha256": "0" * 64})  # another machine may round otherwise
+    monkeypatch.setattr(evidence, "load_run", lambda folder: repeated)
+    assert evidence.add("some", [run.folder]) == 0
+    for partly in (
+        {"info": {**run.info, "losses": ["a state"]}},
+        {"info": {**run.info, "status": "interrupted"}},
+        {"rounds": ({**run.rounds[-1], "evaluated": 2},)},
+    ):
+        with pytest.raises(ValueError, match=r"is states lost|is interrupted|has 2 clients, allowed: all 3"):
+            evidence.row_of(replace(run, **partly))
 
 
 def test_what_is_left_of_a_matrix_are_the_systems_without_a_row(tmp_path, monkeypatch):
