@@ -46,6 +46,7 @@ from fedprune_app.launch import Link
 from fedprune_app.results.ownership import mark
 
 _VALID_DAYS = 365
+_HOST = re.compile(r"(?:\*\.)?[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?")
 _MINUTE = "%Y-%m-%d %H:%M UTC"
 _KNOWN_KEY = "[code: 23]"  # of `flwr supernode register`
 _NODE_SECONDS = 180.0
@@ -83,6 +84,9 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int = _VALID_DAY
     files = certificates_in(folder)
     if not hosts or not all(hosts):
         raise ConfigError("--host is empty, allowed: a name or address by which the SuperLink is reached")
+    for host in hosts:
+        if not _HOST.fullmatch(host) and not isinstance(_alternative_name(host), x509.IPAddress):
+            raise ConfigError(f"--host is {host!r}, allowed: a name as link.example.org, or an address")
     if files.ca.exists():
         raise ConfigError(f"{str(files.ca)!r} exists, allowed: a folder without certificates")
     authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())

@@ -48,7 +48,8 @@ def main(grid: Grid, context: Context) -> None:
     except ConfigError as error:
         if folder is not None:
             tell_launcher(folder, str(error))
-        log.error("this setting is refused: %s", error)  # `flwr run` shows Flower's traceback after this line
+        # `flwr run` shows Flower's traceback after this line; our own commands show the error alone, and no warnings
+        log.warning("this setting is refused: %s", error)
         raise refusal(error) from error
 
 

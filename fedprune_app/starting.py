@@ -101,6 +101,8 @@ def placed(
         if option.kind is Kind.RUN_FOLDER and values.get(key):
             raise ConfigError(f"{key} is {values[key]!r}, allowed here: --out DIR and --resume say it")
     if before is None:
+        if is_here and folder.exists() and not folder.is_dir():
+            raise ConfigError(f"--out {str(out)!r} is a file, allowed: a new folder")
         if is_here and is_held(folder):
             raise ConfigError(f"--out {str(out)!r} is in use by another process, allowed: a new folder")
         if is_here and not force:

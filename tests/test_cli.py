@@ -100,6 +100,11 @@ def test_a_ledger_folder_is_relative_to_where_the_command_was_typed(fedprune, tm
         (["audit", "system=fedavg"], "dp.enabled is false, allowed with audit: true"),
         (["audit", "a.toml", "b.toml"], "config file 'a.toml' does not exist"),
         (["report", "."], "is no run folder, nor does it hold any"),
+        (["report", "", "-o", "r.html"], "argument 2 is empty, allowed: a text, or no such argument"),
+        (["run", "--out", "/etc/passwd"], "--out '/etc/passwd' is a file, allowed: a new folder"),
+        (["predict", ".", "image.png"], "cannot be read: it is a folder, allowed: a file"),
+        (["deploy", "certificates", "--host", "bad host!"], "--host is 'bad host!', allowed: a name as"),
+        (["deploy", "certificates", "--host", "-x"], "--host is '-x', allowed: a name as"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_nothing_is_written(arguments, says, fedprune, tmp_path):
@@ -108,6 +113,19 @@ def test_a_users_mistake_is_one_line_and_nothing_is_written(arguments, says, fed
     assert says in told
     assert told.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_server_refuses_is_one_line_too(fedprune):
+    assert fedprune("run", *SMALL, *HERE, "--out", "a")[0] == 0
+    code, told = fedprune("run", "--resume", "num-server-rounds=1", *HERE, "--out", "a")
+    assert code == 2
+    assert told == "error: num-server-rounds is 1, allowed when resuming: at least 2\n"
+
+
+def test_a_database_is_made_and_said(fedprune, tmp_path):
+    code, told = fedprune("deploy", "database", "superlink.db")
+    assert (code, told) == (0, "made: superlink.db\n")
+    assert (tmp_path / "superlink.db").is_file()
 
 
 def test_a_run_that_fails_exits_1_with_its_reason(fedprune):

@@ -60,6 +60,11 @@ def test_a_certificate_is_for_its_hosts_and_signed_by_the_authority(tmp_path):
     )  # they belong together
 
 
+@pytest.mark.parametrize("host", ["localhost", "10.0.0.5", "::1", "*.example.org", "superlink", "a_b.c-d"])
+def test_names_and_addresses_are_hosts(tmp_path, host):
+    assert make_certificates(tmp_path, [host]).certificate.exists()
+
+
 def test_openssl_itself_accepts_the_chain(tmp_path):
     made = make_certificates(tmp_path, ["localhost"])
     command = ["openssl", "verify", "-x509_strict", "-purpose", "sslserver", "-CAfile", made.ca, made.certificate]

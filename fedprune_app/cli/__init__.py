@@ -13,7 +13,7 @@ import typer
 from fedprune_app import __version__
 from fedprune_app.cli import deploying, first_look, looking, running, trials
 from fedprune_app.cli.terminal import say
-from fedprune_app.config import OPTIONS
+from fedprune_app.config import OPTIONS, ConfigError
 from fedprune_app.errors import LaunchError, LeftGoing
 
 app = typer.Typer(
@@ -51,6 +51,8 @@ def main() -> None:
     """
     logging.getLogger("flwr").setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))  # the progress bar shows what matters
     try:
+        if "" in sys.argv[1:]:  # a variable of the shell was empty; as a path it would be the current folder
+            raise ConfigError(f"argument {sys.argv.index('', 1)} is empty, allowed: a text, or no such argument")
         code = app(standalone_mode=False)  # Typer turns Ctrl-C into 130
     except click.NoSuchOption as error:
         key = error.option_name.lstrip("-")
@@ -70,7 +72,7 @@ def main() -> None:
         say(f" {_one_line(error)}", "error:", "red")
         sys.exit(2)
     if code == _INTERRUPTED:
-        say("; what is finished is on disk, `--resume` goes on from there", "interrupted", "yellow")
+        say("; if the run had begun, `--resume` goes on from what is on disk", "interrupted", "yellow")
     sys.exit(code)
 
 

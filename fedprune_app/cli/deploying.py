@@ -151,7 +151,7 @@ def database(
     """
     from fedprune_app.deploy import make_database
 
-    console.print(f"[green]made[/]: {make_database(path.expanduser())}", highlight=False, soft_wrap=True)
+    say(f": {make_database(path.expanduser())}", "made", "green")
 
 
 @app.command(name="control-secret")

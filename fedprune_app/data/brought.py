@@ -70,7 +70,7 @@ def on_disk(folder: Path, *, needs_test: bool, public_scale: bool) -> Dataset:
         raise ValueError("dataset 'huggingface' needs Hugging Face's datasets: install fedprune[data]") from None
     markers = ("dataset_dict.json", "state.json")
     if not any((folder / marker).is_file() for marker in markers):
-        raise ValueError(missing("huggingface", folder, "what save_to_disk wrote", Path(markers[0])))
+        raise ValueError(missing("huggingface", folder, "dataset that save_to_disk wrote", Path(markers[0])))
     datasets.disable_progress_bars()
 
     def load(data_dir: str) -> Any:

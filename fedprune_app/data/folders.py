@@ -138,12 +138,14 @@ def _listed_owners(folder: Path, items: list[os.DirEntry[str]]) -> list[str]:
     allowed = f"a table with the columns file and client, as train/{items[0].name},me"
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-            whose = {os.path.normpath(row["file"]): (row["client"] or "").strip() for row in rows}
+            rows = [(os.path.normpath(row["file"]), (row["client"] or "").strip()) for row in csv.DictReader(file)]
     except FileNotFoundError:
         raise ValueError(f"'{path}' is missing, allowed with partition 'owners': {allowed}") from None
     except (OSError, UnicodeDecodeError, csv.Error, KeyError, TypeError) as error:
         raise ValueError(f"'{path}' cannot be read ({type(error).__name__}), allowed: {allowed}") from None
+    whose = dict(rows)
+    if twice := len(set(rows)) - len(whose):
+        raise ValueError(f"'{path}' names {twice} files for several clients, allowed: one client for each file")
     owners = [whose.pop(os.path.relpath(item.path, folder), "") for item in items]
     if whose:
         raise ValueError(f"'{path}' names {len(whose)} files that are no training images of data-dir '{folder}'")

@@ -264,7 +264,8 @@ def _read(path: Path, with_tensors: bool, build: Build | None = None) -> _Found:
         payload = codec.decode({codec.KEY: body.numpy()}, max_bytes=min(needed, MAX_FILE_BYTES))
         return _Found(info, text, body, payload)
     except OSError as error:
-        raise ValueError(f"exported model {str(path)!r} cannot be read: {error.strerror or error}") from None
+        reason = "it is a folder, allowed: a file" if Path(path).is_dir() else error.strerror or error
+        raise ValueError(f"exported model {str(path)!r} cannot be read: {reason}") from None
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"exported model {str(path)!r}: {str(error).splitlines()[0]}") from None
 

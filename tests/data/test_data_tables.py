@@ -243,7 +243,9 @@ def test_what_save_to_disk_wrote_is_read(saved):
     with pytest.raises(ValueError, match="has no test part, allowed: one with a test part, or test-split 'holdout'"):
         load_dataset("huggingface", folder / "train-only")
     assert len(load_dataset("huggingface", folder / "train-only", needs_test=False).train_labels) == 30
-    with pytest.raises(ValueError, match=r"has no what save_to_disk wrote, which dataset 'huggingface' is read from"):
+    with pytest.raises(
+        ValueError, match=r"has no dataset that save_to_disk wrote, which dataset 'huggingface' is read from"
+    ):
         load_dataset("huggingface", folder)
 
 

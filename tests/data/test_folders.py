@@ -129,6 +129,7 @@ def test_the_numbers_of_clients_and_of_owners_are_the_same(people):
         (None, "is missing, allowed with partition 'owners': a table with the columns file and client"),
         ("name,who\nx,y\n", r"cannot be read \(KeyError\), allowed: a table with the columns file and client"),
         ("file,client\ntrain/cat/9.png,a\n", "names 1 files that are no training images"),
+        ("file,client\ntrain/cat/0.png,a\n./train/cat/0.png,b\n", "names 1 files for several clients"),
     ],
 )
 def test_a_table_that_cannot_be_is_refused(mixed, text, said):
