@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,15 +34,16 @@ def table(
 
     Each row is an example. All columns but the label's and the owner's are features, in the order of the training
     file. They are numbers, which are normalised by the mean and the standard deviation of the training rows. With
-    ``public_scale`` they stay as they are. The classes are the different labels in order, or ``fixed``. Raises a
-    one-line ``ValueError`` naming the file and the column.
+    ``public_scale`` they stay as they are. Labels and owners are texts: 01 is not 1, and NA is a name like any other.
+    Only an empty cell is a missing one. The classes are the different labels in order, or ``fixed``. Raises a one-line
+    ``ValueError`` naming the file and the column.
     """
     files = {part: _file(folder, part) for part in ("train", "test")}
     if files["train"] is None or (needs_test and files["test"] is None):
         part = "train" if files["train"] is None else "test"
         advice = "; test-split=holdout holds out a share of each client's rows" if part == "test" else ""
         raise ValueError(missing("table", folder, f"{part}.csv or {part}.parquet", Path(f"{part}.csv"), advice))
-    frames = {part: _read(path) for part, path in files.items() if path is not None}
+    frames = {part: _read(path, columns) for part, path in files.items() if path is not None}
     train = frames["train"]
     features = [name for name in train.columns if name not in (columns.label, columns.owner)]
     if not features:
@@ -70,17 +72,33 @@ def _file(folder: Path, part: str) -> Path | None:
     return next((folder / f"{part}{suffix}" for suffix in _SUFFIXES if (folder / f"{part}{suffix}").is_file()), None)
 
 
-def _read(path: Path) -> pandas.DataFrame:
+def _read(path: Path, columns: Columns) -> pandas.DataFrame:
+    """Return a table whose labels and owners are texts, and missing where a cell is empty."""
     try:
         import pandas
     except ImportError:
         raise ValueError("dataset 'table' needs pandas: install fedprune[data]") from None
+    names = [name for name in (columns.label, columns.owner) if name]
     try:
-        # a label or an owner may look like a number, and stays the text that it is
-        return pandas.read_csv(path) if path.suffix == ".csv" else pandas.read_parquet(path)
+        if path.suffix == ".csv":
+            # pandas takes NA and None for missing ones, whatever a converter returns; nothing that begins with = is one
+            frame = pandas.read_csv(path, converters=dict.fromkeys(names, "={}".format))
+            texts = {name: [text[1:] for text in frame[name]] for name in names if name in frame.columns}
+        else:
+            frame = pandas.read_parquet(path)
+            there = [name for name in names if name in frame.columns]
+            # whole numbers beside a missing one stay exact
+            whole = pandas.read_parquet(path, columns=there, dtype_backend="numpy_nullable")
+            texts = {name: ["" if pandas.isna(value) else _text(value) for value in whole[name]] for name in there}
     except Exception as error:  # pandas' readers raise what they like
         why = f"cannot be read: {' '.join(str(error).split())}"
         raise _error(path, why, f"cannot be read ({type(error).__name__})") from None
+    return frame.assign(**{name: [text or None for text in found] for name, found in texts.items()})
+
+
+def _text(value: object) -> str:
+    """Return the text of a cell of Parquet: a missing cell elsewhere makes 1.0 of a column's 1."""
+    return str(int(value)) if isinstance(value, float | np.floating) and value.is_integer() else str(value)
 
 
 def _error(path: Path | None, why: str, told: str = "") -> FileError:
@@ -116,10 +134,12 @@ def _features(path: Path | None, frame: pandas.DataFrame, features: list[str], c
 
 def _ordered(labels: set[str]) -> tuple[str, ...]:
     """Return labels in order: numbers by their value, texts by their letters."""
+    by_letters = sorted(labels)  # which also orders 01 and 1
     try:
-        return tuple(sorted(labels, key=float))
+        values = {label: float(label) for label in by_letters}
     except ValueError:
-        return tuple(sorted(labels))
+        return tuple(by_letters)
+    return tuple(by_letters if any(map(math.isnan, values.values())) else sorted(by_letters, key=values.__getitem__))
 
 
 def _owners(frames: dict[str, pandas.DataFrame], column: str) -> tuple[Any, Any]:

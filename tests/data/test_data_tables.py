@@ -74,6 +74,66 @@ def test_numbers_as_labels_are_in_the_order_of_their_values(tmp_path):
     assert load_dataset("table", tmp_path, needs_test=False).classes == ("2", "9", "10")
 
 
+def write(rows, path):
+    if path.suffix == ".csv":
+        rows.to_csv(path, index=False)
+    else:
+        rows.to_parquet(path)
+
+
+def named(names):
+    return pd.DataFrame({"x": np.arange(len(names)), "label": names})
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        (["1", "01"], ("01", "1")),
+        (["007", "008"], ("007", "008")),
+        (["NA", "None", "null"], ("NA", "None", "null")),
+        (["nan", "2", "10"], ("10", "2", "nan")),
+        (["10", "9", "1.0"], ("1.0", "9", "10")),
+    ],
+)
+def test_labels_stay_the_texts_that_they_are(tmp_path, form, labels, classes):
+    write(named(labels * 4), tmp_path / f"train.{form}")
+    for given in ((), classes):
+        data = load_dataset("table", tmp_path, needs_test=False, classes=given)
+        assert data.classes == classes
+        assert [data.classes[label] for label in data.train_labels] == labels * 4
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_an_empty_label_is_a_missing_one(tmp_path, form):
+    write(named(["1", "", "2", None]), tmp_path / f"train.{form}")
+    with pytest.raises(ValueError, match="has 2 missing values in column 'label', allowed: none"):
+        load_dataset("table", tmp_path, needs_test=False)
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_an_owner_has_one_name_in_both_files_whatever_else_is_in_the_column(tmp_path, form):
+    write(named(["a", "b"] * 2).assign(who=[1, 2, None, 1]), tmp_path / f"train.{form}")  # pandas writes 1.0
+    if form == "csv":
+        (tmp_path / "train.csv").write_text("x,label,who\n0,a,1\n1,b,2\n2,a,\n3,b,1\n")
+    write(named(["a", "b"]).assign(who=[1, 2]), tmp_path / f"test.{form}")
+    data = load_dataset("table", tmp_path, owner_column="who")
+    assert data.owners.tolist() == [0, 1, -1, 0]
+    assert data.test_owners.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("owners", "numbers"), [(["01", "1", "NA"], [0, 1, 2]), ([2**60 + 1, None, 2**60], [1, -1, 0])]
+)
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_owners_whose_names_are_alike_are_two(tmp_path, form, owners, numbers):
+    write = {"csv": lambda t, path: t.to_csv(path, index=False), "parquet": pd.DataFrame.to_parquet}[form]
+    whose = pd.array(owners, dtype="Int64" if None in owners else "object")
+    write(named(["a", "b", "a"]).assign(who=whose), tmp_path / f"train.{form}")
+    data = load_dataset("table", tmp_path, needs_test=False, owner_column="who")
+    assert data.owners.tolist() == numbers
+
+
 def test_clinics_are_clients(clinics):
     config = DataConfig("table", str(clinics), partition="owners", test_split="labels", owner_column="clinic")
     assert [sum(label_counts(config, client, 3)["train"]) for client in range(3)] == [90, 90, 90]
