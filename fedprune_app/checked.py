@@ -59,7 +59,8 @@ def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
         doubts.append("all training examples are the same")
     if dataset.owners is not None:
         owners = np.bincount(dataset.owners[dataset.owners >= 0])
-        rows.append(("owners", f"{len(owners):,}, with {_spread(owners.tolist())} training examples each"))
+        each = f", with {_spread(owners.tolist())} training examples each" if len(owners) else ""
+        rows.append(("owners", f"{len(owners):,}{each}"))
         if nobody := int((dataset.owners < 0).sum()):
             doubts.append(f"{nobody:,} training examples are nobody's; partition 'owners' leaves them out")
     train, test = digests(given)

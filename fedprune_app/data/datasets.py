@@ -39,7 +39,8 @@ class Dataset:
     Images are uint8 of shape (N, C, H, W), C = 1 for grey; labels int64 of shape (N,) in [0, num_classes). A dataset of
     a plug-in may hold float32 numbers instead. ``mean`` and ``std`` per channel are for images scaled to [0, 1], and
     for numbers as they are. ``owners`` (N,) says whose each training example is, as a number from 0 on, and -1 where it
-    is nobody's; None where a dataset does not say that. ``test_owners`` says that of the test examples.
+    is nobody's; None where a dataset does not say that. Each number up to the highest one has an example.
+    ``test_owners`` says that of the test examples, and is -1 for who has no training example.
     """
 
     name: str
@@ -281,10 +282,15 @@ def _cifar_binary(name: str, folder: Path, download: bool) -> Dataset:
 # --- common ---------------------------------------------------------------------------------------------------
 
 
-def owned_by(owners: Sequence[str]) -> NDArray[np.int64]:
-    """Return whose each example is as a number: that of the name among all names in order; -1 for an empty name."""
+def owned_by(owners: Sequence[str], test_owners: Sequence[str] = ()) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return whose each training example and each test example is as a number.
+
+    It is that of the name among all names of training examples in order. It is -1 for an empty name, and for somebody
+    who has test examples alone.
+    """
     numbers = {name: number for number, name in enumerate(sorted({*owners} - {""}))}
-    return np.array([numbers.get(name, -1) for name in owners], dtype=np.int64)
+    train, test = (np.array([numbers.get(name, -1) for name in part], np.int64) for part in (owners, test_owners))
+    return train, test
 
 
 def visible(folder: Path) -> list[os.DirEntry[str]]:

@@ -193,7 +193,7 @@ def _from_folder(
         mean, std = channel_stats(train[0])
     elif len(mean) == 1:
         mean, std = mean * train[0].shape[1], std * train[0].shape[1]
-    return Dataset(name, *train, *test, classes, mean, std, owned_by(owners) if owners is not None else None)
+    return Dataset(name, *train, *test, classes, mean, std, owned_by(owners)[0] if owners is not None else None)
 
 
 def _decoded(folder: Path, part: str, members: list[Member], form: Form) -> Split:

@@ -29,12 +29,12 @@ def femnist(folder: Path, *, public_scale: bool) -> Dataset:
     """
     parts = {part: _read(folder, part) for part in ("train", "test")}
     (images, labels, writers), (test_images, test_labels, test_writers) = parts["train"], parts["test"]
-    owners = owned_by([*writers, *test_writers])
+    owners, test_owners = owned_by(writers, test_writers)
     return Dataset(
         "femnist",
         *(images, labels, test_images, test_labels, CLASSES, *scale(images, public_scale)),
-        owners=owners[: len(writers)],
-        test_owners=owners[len(writers) :],
+        owners=owners,
+        test_owners=test_owners,
     )
 
 

@@ -371,7 +371,7 @@ def _owned(config: DataConfig, dataset: Dataset, dealt: Indices, num_clients: in
             f"partition is '{OWNERS}', allowed with dataset '{config.dataset}': another rule; it does not say whose "
             "each example is"
         )
-    count = int(owners.max(initial=-1)) + 1  # somebody who has no training example is no client
+    count = int(owners.max(initial=-1)) + 1
     if count != num_clients:
         raise ValueError(f"--clients is {num_clients}, allowed with partition '{OWNERS}' and these data: {count}")
     whose = np.full(len(dataset.train_labels) + len(dataset.test_labels), -1)

@@ -146,5 +146,5 @@ def _owners(frames: dict[str, pandas.DataFrame], column: str) -> tuple[Any, Any]
     if not column:
         return None, None
     names = {part: frame[column].fillna("").astype(str).tolist() for part, frame in frames.items() if column in frame}
-    numbers = owned_by([*names["train"], *names.get("test", [])])
-    return numbers[: len(names["train"])], numbers[len(names["train"]) :] if "test" in names else None
+    owners, test_owners = owned_by(names["train"], names.get("test", []))
+    return owners, test_owners if "test" in names else None

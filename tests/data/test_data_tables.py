@@ -142,6 +142,21 @@ def test_clinics_are_clients(clinics):
     assert sizes == [130, 130, 130]  # those of the test file too: the table says whose they are
 
 
+def test_somebody_who_has_test_rows_alone_is_no_client(clinics):
+    for part, count, seed, names in (("train", 300, 0, "ac"), ("test", 90, 1, "abc")):
+        rows = patients(count, seed)
+        rows.assign(clinic=[names[k % len(names)] for k in range(count)]).to_csv(clinics / f"{part}.csv", index=False)
+    sizes = []
+    for test_split in ("labels", "holdout"):
+        config = DataConfig("table", str(clinics), partition="owners", test_split=test_split, owner_column="clinic")
+        counts = [label_counts(config, client, 2) for client in range(2)]
+        assert all(sum(each["train"]) and sum(each["test"]) for each in counts)
+        sizes.append([sum(sum(part) for part in each.values()) for each in counts])
+        with pytest.raises(ValueError, match="--clients is 3, allowed with partition 'owners' and these data: 2"):
+            label_counts(config, 0, 3)
+    assert sizes[1] == [150 + 30, 150 + 30]  # the 30 rows of b are nobody's
+
+
 @pytest.mark.parametrize(
     ("change", "settings", "said"),
     [
@@ -238,6 +253,11 @@ def test_femnist_is_read_by_writer(tmp_path):
     assert found.image_shape == (1, 28, 28)
     assert found.owners.tolist() == [1] * 6 + [0] * 4 + [2] * 5
     assert found.test_owners.tolist() == [0, 0, 1, 1, 1, 2]
+    write_leaf(tmp_path, "test", {"f0000_99": 2}, seed=3)  # this writer has no training image
+    splits.forget()
+    found = load_dataset("femnist", tmp_path)
+    assert found.owners.tolist() == [1] * 6 + [0] * 4 + [2] * 5
+    assert found.test_owners.tolist() == [0, 0, 1, 1, 1, 2, -1, -1]
     first = np.rint(np.array(data["f0001_41"]["x"][0]) * 255)
     np.testing.assert_array_equal(found.train_images[0, 0].ravel(), first)
     config = DataConfig("femnist", str(tmp_path), partition="owners", test_split="holdout", validation_fraction=0)
@@ -318,6 +338,13 @@ def test_check_data_tells_what_it_found(fedprune, clinics, capsys, monkeypatch):
     code, said = fedprune("check-data", "dataset=table", f"data-dir={clinics}", "owner-column=clinic")
     assert code == 0
     assert "2 test examples are training examples too" in " ".join(said.split())
+    rows.assign(clinic="").to_csv(clinics / "train.csv", index=False)
+    splits.forget()
+    code, said = fedprune("check-data", "dataset=table", f"data-dir={clinics}", "owner-column=clinic")
+    assert code == 0, said
+    assert "300 training examples are nobody's" in " ".join(said.split())
+    rows.to_csv(clinics / "train.csv", index=False)
+    splits.forget()
     code, said = fedprune("check-data", "dataset=table", f"data-dir={clinics}")
     assert code == 2
     assert "has column 'clinic' without numbers" in said
