@@ -114,24 +114,25 @@ def sweep(
     ``matrix`` is a YAML file, or a mapping with the same entries: ``{"systems": ["fedavg", "dispfl"], "seeds": [0, 1],
     "common": {"num-server-rounds": 5}}``. With an entry ``search`` settings are drawn, see
     :mod:`fedprune_app.searching`. ``settings`` are those of all runs, as for :func:`run`. With ``resume`` runs
-    that have finished before are kept.
+    that have finished before are kept. By default there are as many ``clients`` as a resumed sweep has, as the matrix
+    says, or 20.
 
     Raises :class:`ConfigError` for a wrong setting, before anything is written, and :class:`LaunchError` at the end if
     a run failed.
     """
     from fedprune_app.experiment import Placement
     from fedprune_app.matrices import Matrix, matrix_of, read_matrix
-    from fedprune_app.sweeping import run_matrix, run_search
+    from fedprune_app.sweeping import num_clients_of, run_matrix, run_search
 
     read = matrix_of(matrix, "in memory") if isinstance(matrix, Mapping) else read_matrix(Path(matrix).expanduser())
     console = Console(stderr=True, quiet=not progress)
-    place = (
-        Path(out).expanduser().resolve(),
-        with_plugins([], _flat(settings)).on_command_line,
-        Placement(engine, clients or read.num_clients or 20, workers, ray_address=ray_address),
-        console,
-        lambda label, text: console.print(f"{label}{text}", soft_wrap=True, markup=False, highlight=False),
-    )
+
+    def tell(label: str, text: str) -> None:
+        console.print(f"{label}{text}", soft_wrap=True, markup=False, highlight=False)
+
+    folder, given = Path(out).expanduser().resolve(), with_plugins([], _flat(settings)).on_command_line
+    count = num_clients_of(read, folder, clients, tell, resume=resume)
+    place = folder, given, Placement(engine, count, workers, ray_address=ray_address), console, tell
     if isinstance(read, Matrix):
         swept = run_matrix(read, *place, resume=resume, force=force)
     else:

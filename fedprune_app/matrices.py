@@ -28,6 +28,7 @@ from fedprune_app.registry import check_names, check_system
 from fedprune_app.results.reader import read_info
 from fedprune_app.results.recorder import holds_run
 from fedprune_app.searching import Search, search_of
+from fedprune_app.starting import check_clients
 
 _SECTIONS = ("clients", "common", "systems", "datasets", "seeds", "search")
 
@@ -50,6 +51,10 @@ class Matrix:
     settings: tuple[tuple[str, Mapping[str, Scalar]], ...]
     num_clients: int | None
     common: frozenset[str] = frozenset()  # keys that are the same in all cells
+
+    def folders(self, out: Path) -> list[Path]:
+        """Return the folders of the runs below ``out``, of which any may not be there."""
+        return [out / name for name, _ in self.settings]
 
     def cells(self, out: Path, overrides: Mapping[str, Scalar], resume: bool) -> list[Cell]:
         """Return the runs of the matrix, with folders below ``out``.
@@ -186,13 +191,15 @@ def _name(variant: Mapping[str, Any], key: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts))
 
 
-def is_complete(folder: Path, config: Config) -> bool:
+def is_complete(folder: Path, config: Config, num_clients: int) -> bool:
     """Return whether a run in ``folder`` ended well after all the rounds of ``config``.
 
-    Raises :class:`ConfigError` when the run there was another one: the matrix has changed since.
+    Raises :class:`ConfigError` when the run there was another one: the matrix, or the number of clients, has changed
+    since.
     """
     if not holds_run(folder):
         return False
     info = read_info(folder)
     check_resumable(info["config"], config)
+    check_clients(folder, num_clients)
     return bool(info["status"] == "completed" and info["rounds_completed"] >= config.num_server_rounds)

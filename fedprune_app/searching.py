@@ -84,6 +84,10 @@ class Search:
                 config = self.config({**first, key: value}, self.seeds[0])
         check_effects(self.space, config)
 
+    def folders(self, out: Path) -> list[Path]:
+        """Return the folders of the trials' runs that are below ``out``."""
+        return sorted(out.glob("trial*-seed*"))
+
     @property
     def asked(self) -> str:
         """What was asked, as text: a search that goes on asks the same."""
@@ -166,7 +170,14 @@ def search(
     before = study.user_attrs.get("asked")
     if before not in (None, asked.asked):
         raise ConfigError(f"--out {str(out)!r} has a search with other settings, allowed: the same, or a new folder")
+    began_with = study.user_attrs.get("clients")  # a study of an earlier version does not say that, but its runs do
+    if began_with not in (None, asked.num_clients):
+        raise ConfigError(
+            f"--clients is {asked.num_clients}, allowed when resuming the search in {str(out)!r}: {began_with}, as it "
+            "began; or a new folder"
+        )
     study.set_user_attr("asked", asked.asked)
+    study.set_user_attr("clients", asked.num_clients)
     distributions = {key: _distribution(optuna, each) for key, each in asked.space.items()}
     while open_trial := _next_trial(optuna, study, asked, distributions):
         number, drawn = open_trial

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,3 +146,23 @@ def recorded(out: Path, superlink: str = "") -> dict[str, Any]:
 def clients_of(before: Mapping[str, Any] | None) -> int:
     """Return how many clients a recorded run began with, those that were left out included; 0 if that is unknown."""
     return (before or {}).get("num_partitions") or len((before or {}).get("partition") or [])
+
+
+def recorded_clients(folders: Iterable[Path]) -> int:
+    """Return how many clients the first run in these folders began with; 0 if no run says that."""
+    return next(filter(None, map(_clients_in, folders)), 0)
+
+
+def check_clients(folder: Path, num_clients: int) -> None:
+    """Raise :class:`ConfigError` where ``folder`` has a run that began with another number of clients."""
+    known = _clients_in(folder)
+    if known not in (0, num_clients):
+        where = f"when resuming {folder.name!r}: {known}, as this run began"
+        raise ConfigError(f"--clients is {num_clients}, allowed {where}; or a new folder")
+
+
+def _clients_in(folder: Path) -> int:
+    from fedprune_app.results.reader import read_info
+    from fedprune_app.results.recorder import holds_run
+
+    return clients_of(read_info(folder)) if holds_run(folder) else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from fedprune_app.results.ownership import check_free, check_marked, clear_the_w
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import TABLES, write_tables
 from fedprune_app.searching import STUDY, TABLE, Search, with_overrides
+from fedprune_app.starting import check_clients, recorded_clients
 
 Say = Callable[[str, str], object]
 """This is told what happens: a label, which may be empty, and a text."""
@@ -36,6 +37,22 @@ class Swept:
         if self.failed:
             count = len(self.runs) + len(self.failed)
             raise LaunchError(f"{len(self.failed)} of {count} runs failed: {', '.join(self.failed)}")
+
+
+def num_clients_of(read: Matrix | Search, out: Path, asked: int | None, say: Say, *, resume: bool) -> int:
+    """Return how many clients the runs of a sweep have.
+
+    It is the number ``asked``; else, with ``resume``, the number that the runs in ``out`` began with; else that of the
+    file, or 20. Raises :class:`ConfigError` for a number that cannot be.
+    """
+    if asked is not None:
+        if asked < 1:
+            raise ConfigError(f"--clients is {asked}, allowed: at least 1")
+        return asked
+    known = recorded_clients(read.folders(out)) if resume else 0
+    if known and read.num_clients not in (None, known):
+        say("", f"{known} clients, as the runs in {str(out)!r} began; clients is {read.num_clients} in the matrix")
+    return known or read.num_clients or 20
 
 
 def _check_new(out: Path, resume: bool) -> None:
@@ -59,8 +76,10 @@ def run_search(
     The arguments and errors are those of :func:`run_matrix`. With ``resume`` trials that were made before count.
     """
     _check_new(out, resume)
-    asked = with_overrides(asked, overrides)
+    asked = replace(with_overrides(asked, overrides), num_clients=placement.num_clients)
     asked.check()
+    for folder in asked.folders(out):
+        check_clients(folder, placement.num_clients)
     if not force:
         check_marked(out, "sweep", (*TABLES, TABLE, STUDY))
     first = asked.config({key: _first(each) for key, each in asked.space.items()}, asked.seeds[0])
@@ -92,7 +111,8 @@ def run_matrix(
 ) -> Swept:
     """Make all runs of a matrix in folders below ``out``, and write tables of them; a run that fails stops no other.
 
-    With ``resume`` runs that have finished are kept. Raises :class:`ConfigError` before anything is written.
+    With ``resume`` runs that have finished are kept. Raises :class:`ConfigError` before anything is written, also where
+    a run began with another number of clients.
     """
     _check_new(out, resume)
     cells = matrix.cells(out, overrides, resume)
@@ -101,7 +121,8 @@ def run_matrix(
         for cell in cells:
             if not cell.config.resume_from:
                 check_free(out / cell.name)
-    left = [cell.config for cell in cells if not is_complete(out / cell.name, cell.config)]
+    count = placement.num_clients
+    left = [cell.config for cell in cells if not is_complete(out / cell.name, cell.config, count)]
     demo.prepare_models(left, console)
     failed = []
     with Session(placement, console) as session:
@@ -110,7 +131,7 @@ def run_matrix(
         mark(out, "sweep")
         for number, cell in enumerate(cells, start=1):
             folder = out / cell.name
-            if is_complete(folder, cell.config):
+            if is_complete(folder, cell.config, count):
                 say("", f"({number}/{len(cells)}) {cell.name}: finished before")
                 continue
             say("", f"({number}/{len(cells)}) {cell.name}")
@@ -121,6 +142,6 @@ def run_matrix(
             except (LaunchError, ConfigError) as error:
                 failed.append(cell.name)
                 say("failed", f" {cell.name}: {' '.join(str(error).split())}")
-    done = [load_run(out / cell.name) for cell in cells if is_complete(out / cell.name, cell.config)]
+    done = [load_run(out / cell.name) for cell in cells if is_complete(out / cell.name, cell.config, count)]
     tables = write_tables(done, out) if done else []
     return Swept(tuple(done), tuple(tables), tuple(failed))

@@ -155,6 +155,27 @@ def test_a_sweep_returns_its_runs_and_goes_on(tmp_path):
         fedprune_app.sweep({"system": "fedavg"}, out=tmp_path / "t", **quick)
 
 
+def test_a_matrix_goes_on_with_the_number_of_clients_that_it_began_with(tmp_path, capsys):
+    quick = {"out": tmp_path / "s", "engine": "inprocess", "num_server_rounds": 1}
+
+    def sweep(seeds, **more):
+        common = {"local-epochs": 1}
+        return fedprune_app.sweep(
+            {"systems": ["fedavg"], "seeds": seeds, "common": common, "clients": 4}, **quick, **more
+        )
+
+    sweep([0], clients=2)
+    with pytest.raises(
+        fedprune_app.ConfigError, match="--clients is 4, allowed when resuming 'fedavg-digits-seed0': 2"
+    ):
+        sweep([0, 1], clients=4, resume=True)
+    assert not (tmp_path / "s" / "fedavg-digits-seed1").exists()
+    capsys.readouterr()
+    runs = sweep([0, 1], resume=True)
+    assert [len(run.info["partition"]) for run in runs] == [2, 2]
+    assert "2 clients, as the runs in" in capsys.readouterr().err
+
+
 def test_a_process_that_ran_a_federation_keeps_nothing_of_it(tmp_path):
     kept = []
     for number in range(2):

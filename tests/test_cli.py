@@ -148,6 +148,14 @@ seeds: [0, 1]
 """
 
 
+def test_a_sweep_of_no_clients_is_refused(fedprune, tmp_path):
+    (tmp_path / "m.yaml").write_text(MATRIX)
+    code, told = fedprune("sweep", "m.yaml", "--clients", "0", "--engine", "inprocess", "--out", "s")
+    assert (code, told.count("\n")) == (2, 1)
+    assert "--clients is 0, allowed: at least 1" in told
+    assert not (tmp_path / "s").exists()
+
+
 def test_a_sweep_runs_every_cell_once_and_tables_them(fedprune, tmp_path):
     (tmp_path / "m.yaml").write_text(MATRIX)
     code, told = fedprune("sweep", "m.yaml", "--out", "s", "--engine", "inprocess")

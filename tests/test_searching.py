@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
+import sqlite3
 
 import pytest
 import yaml
@@ -93,6 +95,32 @@ def test_a_search_does_not_go_on_with_other_settings(tmp_path):
         fedprune_app.sweep(DOCUMENT, out=tmp_path / "s", resume=True, momentum=0.9, **QUICK)
     with pytest.raises(ConfigError, match="learning-rate is given on the command line"):
         fedprune_app.sweep(DOCUMENT, out=tmp_path / "t", learning_rate=0.1, **QUICK)
+
+
+@pytest.mark.parametrize("is_of_an_earlier_version", [False, True])
+def test_a_search_goes_on_with_the_number_of_clients_that_it_began_with(tmp_path, is_of_an_earlier_version):
+    def search(trials, **more):
+        document = {**DOCUMENT, "clients": 4, "search": {**DOCUMENT["search"], "trials": trials}}
+        return fedprune_app.sweep(document, out=tmp_path / "s", **QUICK, **more)
+
+    search(1, clients=2)
+    if is_of_an_earlier_version:  # whose study does not say the number
+        with sqlite3.connect(tmp_path / "s" / "optuna.db") as database:
+            assert database.execute("delete from study_user_attributes where key = 'clients'").rowcount == 1
+    before = {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match="--clients is 3, allowed when resuming 'trial001-seed0': 2, as this run"):
+        search(2, clients=3, resume=True)
+    assert {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()} == before
+    runs = search(2, resume=True)
+    assert [len(run.info["partition"]) for run in runs] == [2, 2]
+
+
+def test_a_search_whose_runs_are_gone_still_knows_its_number_of_clients(tmp_path):
+    fedprune_app.sweep(DOCUMENT, out=tmp_path / "s", **QUICK)
+    for folder in (tmp_path / "s").glob("trial*"):
+        shutil.rmtree(folder)
+    with pytest.raises(ConfigError, match=r"--clients is 2, allowed when resuming the search in .*: 3, as it began"):
+        fedprune_app.sweep(DOCUMENT, out=tmp_path / "s", clients=2, resume=True, **QUICK)
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,10 @@ def sweep(
     out: Out = Path("runs/sweep"),
     clients: Annotated[
         int | None,
-        typer.Option("--clients", help="How many clients to simulate: else as FILE.yaml says, or 20."),
+        typer.Option(
+            "--clients",
+            help="How many clients to simulate: else as many as a resumed sweep has, as FILE.yaml says, or 20.",
+        ),
     ] = None,
     workers: Workers = None,
     engine: Engine = "ray",
@@ -173,10 +176,15 @@ def sweep(
             raise unknown_key(key, OPTIONS)
     from fedprune_app.experiment import Placement
     from fedprune_app.matrices import Matrix
-    from fedprune_app.sweeping import run_matrix, run_search
+    from fedprune_app.sweeping import num_clients_of, run_matrix, run_search
 
-    placement = Placement(engine, clients or read.num_clients or 20, workers, ray_address=ray_address)
-    place = out.expanduser().resolve(), settings, placement, console, lambda label, text: say(text, label, "red")
+    def tell(label: str, text: str) -> None:
+        say(text, label, "red")
+
+    folder = out.expanduser().resolve()
+    count = num_clients_of(read, folder, clients, tell, resume=resume)
+    placement = Placement(engine, count, workers, ray_address=ray_address)
+    place = folder, settings, placement, console, tell
     if isinstance(read, Matrix):
         swept = run_matrix(read, *place, resume=resume, force=force)
     else:
