@@ -24,6 +24,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -43,7 +44,7 @@ from fedprune_app.config import (
 from fedprune_app.config.meant import unknown_key
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
-from fedprune_app.registry import check_names, check_system
+from fedprune_app.registry import SYSTEMS, check_names, check_system
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.recorder import holds_run
 
@@ -77,12 +78,59 @@ class Search:
         )
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` for settings that cannot be, at either end of each range and for each choice."""
+        """Raise :class:`ConfigError` for settings that cannot be, in each range and for each choice.
+
+        So are settings with which the objective is not measured, and what Optuna cannot draw from.
+        """
+        self.distributions(_optuna())
         first = {key: _values(each)[0] for key, each in self.space.items()}
         for key, each in self.space.items():
             for value in _values(each):
                 config = self.config({**first, key: value}, self.seeds[0])
+                self._check_measured(config)
         check_effects(self.space, config)
+
+    def _check_measured(self, config: Config) -> None:
+        """Raise :class:`ConfigError` where no run with ``config`` measures the objective."""
+        of_text = SYSTEMS[config.system].data == "text"
+        if self.objective == "loss_mean":
+            unmeasured = {
+                ("dp.enabled", "false"): config.dp.enabled,
+                ("fedspallm.merge", "mean, least-squares"): of_text and config.fedspallm.merge == "hessians",
+            }
+        else:
+            unmeasured = {
+                ("system", "one that learns from images"): of_text,
+                ("validation-fraction", "above 0"): not config.validation_fraction,
+                ("dp.accuracies", "noised, open"): config.dp.enabled and config.dp.accuracies == "none",
+            }
+        for (key, allowed), is_so in unmeasured.items():
+            if is_so:
+                value = config.to_dict()[key]
+                raise ConfigError(f"{key} is {value!r}, allowed with objective {self.objective!r}: {allowed}")
+
+    def check_data(self, config: Config) -> None:
+        """Raise :class:`ConfigError` where the search goes by validation data, and no client has any."""
+        from fedprune_app.data.splits import data_config, label_counts
+
+        assert self.num_clients is not None
+        if self.objective == "loss_mean":
+            return
+        counts = (label_counts(data_config(config), k, self.num_clients) for k in range(self.num_clients))
+        if not any(sum(each["validation"]) for each in counts):
+            value, why = config.validation_fraction, f"allowed with objective {self.objective!r} and these data"
+            raise ConfigError(f"validation-fraction is {value!r}, {why}: enough for a validation image of some client")
+
+    def distributions(self, optuna: Any) -> dict[str, Any]:
+        """Return what Optuna draws each key from. Raises :class:`ConfigError` for a range that it does not take."""
+        found = {}
+        for key, each in self.space.items():
+            try:
+                found[key] = _distribution(optuna, each)
+            except (ArithmeticError, TypeError, ValueError) as error:
+                why = " ".join(str(error).split())
+                raise ConfigError(f"{key} in space is {each!r}, allowed: what Optuna draws from ({why})") from None
+        return found
 
     def folders(self, out: Path) -> list[Path]:
         """Return the folders of the trials' runs that are below ``out``."""
@@ -128,15 +176,37 @@ def _check_range(where: str, key: str, each: Any) -> None:
         raise unknown_key(key, OPTIONS)
     if isinstance(each, list) and each and all(isinstance(value, bool | int | float | str) for value in each):
         return
-    low, high = (each.get("low"), each.get("high")) if isinstance(each, dict) else (None, None)
-    is_range = isinstance(low, int | float) and isinstance(high, int | float) and low < high
+    ends: list[Any] = [each.get("low"), each.get("high")] if isinstance(each, dict) else [None, None]
+    low, high = ends
+    is_range = all(map(_is_number, ends)) and low < high
     if not is_range or set(each) - {"low", "high", "log", "step"}:
         allowed = "a list of choices, or {low: ..., high: ...} with log: true or step: ..."
-        raise ConfigError(f"{where}: {key} in space is {each!r}, allowed: {allowed}")
+    elif type(each.get("log", False)) is not bool:
+        allowed = "log: true or false"
+    elif each.get("log") and low <= 0:
+        allowed = "with log a low above 0"
+    elif each.get("log") and "step" in each:
+        allowed = "log or step, not both"
+    elif "step" in each and not (_is_number(each["step"]) and 0 < each["step"] <= high - low):
+        allowed = "a step above 0 that is not larger than the range"
+    else:
+        return
+    raise ConfigError(f"{where}: {key} in space is {each!r}, allowed: {allowed}")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
 
 
 def _values(each: Mapping[str, Any] | list[Scalar]) -> list[Scalar]:
-    return each if isinstance(each, list) else [each["low"], each["high"]]
+    """Return all choices, or the ends of a range and the value that is a step from the low one."""
+    if isinstance(each, list):
+        return each
+    return [each["low"], each["high"], *([each["low"] + each["step"]] if "step" in each else [])]
+
+
+def _is_whole(each: Mapping[str, Any]) -> bool:
+    return all(type(each[end]) is int for end in ("low", "high", "step") if end in each)
 
 
 @dataclass(frozen=True)
@@ -168,17 +238,17 @@ def search(
         load_if_exists=True,
     )
     before = study.user_attrs.get("asked")
-    if before not in (None, asked.asked):
+    if study.trials and before not in (None, asked.asked):
         raise ConfigError(f"--out {str(out)!r} has a search with other settings, allowed: the same, or a new folder")
     began_with = study.user_attrs.get("clients")  # a study of an earlier version does not say that, but its runs do
-    if began_with not in (None, asked.num_clients):
+    if study.trials and began_with not in (None, asked.num_clients):
         raise ConfigError(
             f"--clients is {asked.num_clients}, allowed when resuming the search in {str(out)!r}: {began_with}, as it "
             "began; or a new folder"
         )
     study.set_user_attr("asked", asked.asked)
     study.set_user_attr("clients", asked.num_clients)
-    distributions = {key: _distribution(optuna, each) for key, each in asked.space.items()}
+    distributions = asked.distributions(optuna)
     while open_trial := _next_trial(optuna, study, asked, distributions):
         number, drawn = open_trial
         words = ", ".join(f"{key}={value}" for key, value in drawn.items())
@@ -241,8 +311,7 @@ def _name(number: int, seed: int) -> str:
 def _distribution(optuna: Any, each: Mapping[str, Any] | list[Scalar]) -> Any:
     if isinstance(each, list):
         return optuna.distributions.CategoricalDistribution(each)
-    is_whole = all(type(each[end]) is int for end in ("low", "high"))
-    kind = optuna.distributions.IntDistribution if is_whole else optuna.distributions.FloatDistribution
+    kind = optuna.distributions.IntDistribution if _is_whole(each) else optuna.distributions.FloatDistribution
     return partial(kind, low=each["low"], high=each["high"], log=bool(each.get("log")))(
         **({"step": each["step"]} if "step" in each else {})
     )

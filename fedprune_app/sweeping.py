@@ -86,6 +86,8 @@ def run_search(
     demo.prepare_models([first], console)
     with Session(placement, console) as session:
         session.check(first)
+        if placement.shares_data:
+            asked.check_data(first)
         mark(out, "sweep")
         found = searching.search(asked, out, lambda config, folder: session.run(config, folder), say)
     words = ", ".join(f"{key}={value}" for key, value in found.best.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import shutil
 import sqlite3
 
@@ -135,6 +136,26 @@ def test_a_search_whose_runs_are_gone_still_knows_its_number_of_clients(tmp_path
         ({"space": {"density": 0.5}}, "density in space is 0.5, allowed: a list of choices, or"),
         ({"space": {"learning-rate": {"low": -1.0, "high": 1.0}}}, "learning-rate is -1.0, allowed: above 0"),
         ({"space": {"density": [0.1, 0.2]}}, "density .* has no effect with system 'fedprox'"),
+        ({"space": {"density": {"low": 0, "high": 0.9, "log": True}}}, "allowed: with log a low above 0"),
+        ({"space": {"local-epochs": {"low": 0, "high": 9, "log": True}}}, "allowed: with log a low above 0"),
+        (
+            {"space": {"momentum": {"low": 0.1, "high": 0.9, "log": True, "step": 0.1}}},
+            "allowed: log or step, not both",
+        ),
+        ({"space": {"momentum": {"low": 0.1, "high": 0.9, "log": "no"}}}, "allowed: log: true or false"),
+        ({"space": {"momentum": {"low": 0.1, "high": 0.9, "step": 0}}}, "allowed: a step above 0 that is not larger"),
+        ({"space": {"momentum": {"low": 0.1, "high": 0.9, "step": "x"}}}, "allowed: a step above 0 that is not larger"),
+        ({"space": {"momentum": {"low": 0.1, "high": 0.9, "step": 1}}}, "allowed: a step above 0 that is not larger"),
+        ({"space": {"momentum": {"low": False, "high": 0.9}}}, "momentum in space is .*, allowed: a list of choices"),
+        ({"space": {"learning-rate": {"low": 0.1, "high": math.inf}}}, "learning-rate in space is .*, allowed: a list"),
+        (
+            {"space": {"local-epochs": {"low": 1, "high": 3, "step": 0.5}}},
+            "local-epochs is 1.5, allowed: a whole number",
+        ),
+        (
+            {"space": {"validation-fraction": [0.1, 0.0]}},
+            "validation-fraction is 0.0, allowed with objective .*: above 0",
+        ),
         ({"speed": 3}, "search is .*, allowed: trials, sampler, objective, space"),
     ],
 )
@@ -143,6 +164,62 @@ def test_a_search_that_cannot_be_is_refused_before_anything_is_written(tmp_path,
     with pytest.raises(ConfigError, match=said):
         fedprune_app.sweep(document, out=tmp_path / "s", **QUICK)
     assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("objective", "common", "said"),
+    [
+        (
+            "accuracy_validation_mean",
+            {"validation-fraction": 0},
+            "validation-fraction is 0.0, allowed with .*: above 0",
+        ),
+        (
+            "accuracy_validation_mean",
+            {"samples-per-client": 1, "partition": "iid"},
+            "validation-fraction is 0.1, .* and these data",
+        ),
+        ("accuracy_validation_mean", {"system": "fedspallm"}, "system is 'fedspallm', allowed .* learns from images"),
+        (
+            "accuracy_validation_mean",
+            {"dp.enabled": True, "dp.noise-multiplier": 1, "dp.accuracies": "none"},
+            "dp.accuracies is 'none', allowed with objective .*: noised, open",
+        ),
+        ("loss_mean", {"dp.enabled": True, "dp.noise-multiplier": 1}, "dp.enabled is True, allowed with .*: false"),
+        (
+            "loss_mean",
+            {"system": "fedspallm", "fedspallm.merge": "hessians"},
+            "fedspallm.merge is 'hessians', allowed with objective 'loss_mean': mean, least-squares",
+        ),
+    ],
+)
+def test_a_search_by_what_no_run_measures_is_refused_before_anything_is_written(tmp_path, objective, common, said):
+    is_of_text = common.get("system") == "fedspallm"
+    space = {"density": [0.4, 0.5]} if is_of_text else {"learning-rate": [0.1, 0.2]}
+    shared = {"system": "fedavg", "num-server-rounds": 1, **({"dataset": "stdlib"} if is_of_text else {})}
+    document = {**DOCUMENT, "common": {**shared, **common}, "search": {"objective": objective, "space": space}}
+    with pytest.raises(ConfigError, match=said):
+        fedprune_app.sweep(document, out=tmp_path / "s", **QUICK)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_search_by_the_loss_needs_no_validation_data(tmp_path):
+    search = {"trials": 1, "objective": "loss_mean", "space": {"momentum": {"low": 0, "high": 0.9, "step": 0.45}}}
+    common = {**DOCUMENT["common"], "validation-fraction": 0}
+    runs = fedprune_app.sweep({**DOCUMENT, "common": common, "search": search}, out=tmp_path / "s", **QUICK)
+    assert runs[0].config["momentum"] in (0, 0.45, 0.9)
+
+
+def test_a_folder_of_a_search_without_a_trial_takes_other_settings(tmp_path, monkeypatch):
+    def stopped(*given):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(searching, "_next_trial", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            fedprune_app.sweep(DOCUMENT, out=tmp_path / "s", **QUICK)
+    search = {**DOCUMENT["search"], "trials": 1, "sampler": "random"}
+    assert len(fedprune_app.sweep({**DOCUMENT, "search": search}, out=tmp_path / "s", resume=True, **QUICK)) == 1
 
 
 def test_a_search_is_of_one_system(tmp_path):
