@@ -29,7 +29,7 @@ from fedprune_app.results.load import load_model
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.report import write_report
 from fedprune_app.shipped import config_file
-from fedprune_app.starting import Given, clients_of, placed, recorded, with_plugins
+from fedprune_app.starting import Given, check_clients, clients_of, placed, recorded, with_plugins
 
 __all__ = [
     "ConfigError",
@@ -85,7 +85,9 @@ def run(
     folder = Path(out).expanduser().resolve()
     before = recorded(folder) if resume else None
     configuration = placed(_given(config, settings), folder, before, force=force)
-    count = clients or clients_of(before) or 20
+    count = clients_of(before) or 20 if clients is None else clients
+    if resume:
+        check_clients(folder, count)
     placement = Placement(engine, count, workers, ray_address=ray_address)
     console = Console(stderr=True, quiet=not progress)
     prepare_models([configuration], console)
@@ -188,9 +190,13 @@ def _exportable(run: Run | AnyPath, client: int | None, plugins: str | Sequence[
     from fedprune_app.exporting import find_model
 
     folder = run.folder if isinstance(run, Run) else Path(run).expanduser()
+    return find_model(folder, client, trusted=_trusted(plugins))
+
+
+def _trusted(plugins: str | Sequence[str]) -> list[str]:
+    """Load the plug-ins of these names, and return them with absolute paths."""
     names = [plugins] if isinstance(plugins, str) else list(plugins)
-    given = with_plugins([], {}, names).values if names else {}
-    return find_model(folder, client, trusted=names_in(given))
+    return names_in(with_plugins([], {}, names).values) if names else []
 
 
 def export(
@@ -200,15 +206,30 @@ def export(
     client: int | None = None,
     format: str = "",
     force: bool = False,
+    state_dir: AnyPath = "",
+    data_dir: AnyPath = "",
+    plugins: str | Sequence[str] = (),
 ) -> Path:
     """Write the smallest model of a ``client``, or the global one (None), of a completed run; return the file's path.
 
     The ``format`` is safetensors, sparse, onnx or torch-export; by default the suffix of ``output`` says it. A file of
-    safetensors is read by :func:`load_model`. Raises ``ValueError`` for what cannot be exported.
+    safetensors is read by :func:`load_model`. For a language model, or a checkpoint of transformers in place of a run,
+    the format is sparse, and ``output`` a folder that :func:`load_packed` reads. ``state_dir`` and ``data_dir`` say
+    where the run's folders of these names are now, if they have moved. ``plugins`` is as for :func:`model`. Raises
+    ``ValueError`` for what cannot be exported.
     """
     from fedprune_app.exporting import export_model, format_of
+    from fedprune_app.packing import is_language_model, pack_model
 
     path = Path(output).expanduser()
     folder = run.folder if isinstance(run, Run) else Path(run).expanduser()
-    export_model(folder, client, format_of(path, format), path, force=force)
+    if is_language_model(folder):
+        if client is not None or format not in ("", "sparse"):
+            wrong = f"--client is {client}" if client is not None else f"--format is {format!r}"
+            raise ConfigError(f"{wrong}, allowed with a language model: --global --format sparse")
+        pack_model(folder, path, force=force)
+        return path
+    state, data = (str(Path(each).expanduser()) if each else "" for each in (state_dir, data_dir))
+    form, trusted = format_of(path, format), _trusted(plugins)
+    export_model(folder, client, form, path, force=force, state_dir=state, data_dir=data, trusted=trusted)
     return path

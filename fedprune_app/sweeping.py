@@ -43,11 +43,9 @@ def num_clients_of(read: Matrix | Search, out: Path, asked: int | None, say: Say
     """Return how many clients the runs of a sweep have.
 
     It is the number ``asked``; else, with ``resume``, the number that the runs in ``out`` began with; else that of the
-    file, or 20. Raises :class:`ConfigError` for a number that cannot be.
+    file, or 20.
     """
     if asked is not None:
-        if asked < 1:
-            raise ConfigError(f"--clients is {asked}, allowed: at least 1")
         return asked
     known = recorded_clients(read.folders(out)) if resume else 0
     if known and read.num_clients not in (None, known):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import subprocess
 import sys
 
@@ -12,6 +13,8 @@ from flwr.supercore.exit import exit_handler
 
 import fedprune_app
 from fedprune_app import server_app
+from fedprune_app.data import splits
+from tests.models.tiny_llm import tiny_checkpoint
 
 QUICK = {"clients": 3, "engine": "inprocess", "progress": False}
 
@@ -60,6 +63,19 @@ def test_a_run_is_resumed(tmp_path):
     longer = fedprune_app.run(out=tmp_path / "a", resume=True, num_server_rounds=2, engine="inprocess", progress=False)
     assert (len(first.rounds), len(longer.rounds)) == (1, 2)
     assert len(longer.info["partition"]) == 3
+    with pytest.raises(
+        fedprune_app.ConfigError, match="--clients is 2, allowed when resuming 'a': 3, as this run began"
+    ):
+        fedprune_app.run(out=tmp_path / "a", resume=True, **{**QUICK, "clients": 2})
+
+
+def test_a_run_or_a_sweep_of_no_clients_is_refused(tmp_path):
+    none = {**QUICK, "clients": 0, "out": tmp_path / "a"}
+    with pytest.raises(fedprune_app.ConfigError, match=r"^--clients is 0, allowed: at least 1$"):
+        fedprune_app.run(system="fedavg", **none)
+    with pytest.raises(fedprune_app.ConfigError, match=r"^--clients is 0, allowed: at least 1$"):
+        fedprune_app.sweep({"systems": ["fedavg"], "clients": 3}, **none)
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_report_and_a_model_are_written(finished, tmp_path):
@@ -69,6 +85,41 @@ def test_a_report_and_a_model_are_written(finished, tmp_path):
     path = fedprune_app.export(finished, tmp_path / "client.safetensors", client=1)
     network = fedprune_app.load_model(path)
     assert network(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
+def test_a_model_is_exported_where_its_folders_have_moved(finished, tmp_path):
+    usual = fedprune_app.export(finished, tmp_path / "usual.safetensors", client=1)
+    folder = tmp_path / "copy"
+    shutil.copytree(finished.folder, folder)
+    shutil.move(folder / "clients", tmp_path / "states" / finished.info["run_key"])
+    with pytest.raises(ValueError, match="has no state of client 1: give the run's state-dir"):
+        fedprune_app.export(folder, tmp_path / "a.safetensors", client=1)
+    path = fedprune_app.export(folder, tmp_path / "a.safetensors", client=1, state_dir=tmp_path / "states")
+    assert path.read_bytes() == usual.read_bytes()
+
+
+def test_a_model_is_exported_where_its_data_have_moved(tmp_path):
+    rows = "".join(f"{k},{k % 2}\n" for k in range(40))
+    (tmp_path / "here").mkdir()
+    for part in ("train", "test"):
+        (tmp_path / "here" / f"{part}.csv").write_text(f"x,label\n{rows}")
+    settings = {"dataset": "table", "data_dir": str(tmp_path / "here"), "partition": "iid", "num_server_rounds": 1}
+    run = fedprune_app.run(system="fedavg", **settings, out=tmp_path / "r", **QUICK)
+    there = (tmp_path / "here").rename(tmp_path / "there")
+    splits.forget()
+    with pytest.raises(ValueError, match="does not exist; dataset 'table' is read from"):
+        fedprune_app.export(run, tmp_path / "a.safetensors")
+    path = fedprune_app.export(run, tmp_path / "a.safetensors", data_dir=there)
+    assert fedprune_app.load_model(path)(torch.zeros(3, 1, 1, 1)).shape == (3, 2)
+
+
+def test_a_language_model_is_exported_as_a_folder(tmp_path):
+    folder = tiny_checkpoint(tmp_path / "checkpoint", "llama")
+    path = fedprune_app.export(folder, tmp_path / "packed")
+    assert fedprune_app.load_packed(path, sparse=True).config.num_hidden_layers == 3
+    for given, said in (({"client": 1}, "--client is 1"), ({"format": "onnx"}, "--format is 'onnx'")):
+        with pytest.raises(fedprune_app.ConfigError, match=f"{said}, allowed with a language model: --global --format"):
+            fedprune_app.export(folder, tmp_path / "x", **given)
 
 
 @pytest.mark.parametrize(
