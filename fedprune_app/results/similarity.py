@@ -105,7 +105,10 @@ def correlation(x: Array, y: Array) -> float | None:
 
 
 def ranks(values: Array) -> Array:
-    """Return ranks that count from 1; equal values share the mean of theirs, as Spearman's coefficient wants."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    """Return ranks that count from 1; equal values share the mean of theirs, as Spearman's coefficient wants.
+
+    Values are equal where they are the same after rounding to 1e-9: equal cosines may differ in their last bits.
+    """
+    _, inverse, counts = np.unique(np.round(values, 9), return_inverse=True, return_counts=True)
     shared: Array = np.cumsum(counts) - (counts - 1) / 2
     return shared[inverse]

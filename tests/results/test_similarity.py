@@ -41,6 +41,12 @@ def test_ranks_of_equal_values_are_their_mean():
     assert ranks(np.array([0.3, 0.1, 0.3, 0.9])).tolist() == [2.5, 1, 2.5, 4]
 
 
+def test_values_that_differ_by_rounding_alone_share_their_rank():
+    cosines = label_cosine([[7, 5, 4], [3, 3, 1], [6, 6, 2], [9, 9, 3], [21, 21, 7]])[0, 1:]  # equal, on paper
+    assert ranks(cosines).tolist() == [2.5] * 4
+    assert ranks(np.array([np.nextafter(0.3, 1), 0.3, 0.3 + 1e-6])).tolist() == [1.5, 1.5, 3]
+
+
 def test_correlation_sees_a_line_and_ranks_see_any_order():
     x = np.array([1.0, 2.0, 3.0, 4.0])
     assert correlation(x, 5 - 2 * x) == pytest.approx(-1)
