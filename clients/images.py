@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from fedprune_app.models import vision
 from fedprune_app.models.initial import initial_model, layer_flops, shared_names
 
 _LABELS = frozenset({"labels-train", "labels-validation", "labels-test"})
+_NORMALISATION = frozenset({"normalisation-mean", "normalisation-std"})
 
 
 class ImageNode(BudgetedNode[AnUpdate]):
@@ -35,8 +37,9 @@ class ImageNode(BudgetedNode[AnUpdate]):
     """
 
     declares: ClassVar = ReplyFields(
-        introduction=_LABELS | {"image-shape", "num-classes", "classes", "data-dir"},
-        withheld_when_private=_LABELS,  # how many of which class is nobody's business then
+        introduction=_LABELS | _NORMALISATION | {"image-shape", "num-classes", "classes", "data-dir"},
+        # how many of which class is nobody's business then, and constants may follow from the images
+        withheld_when_private=_LABELS | _NORMALISATION,
     )
 
     state_waits_for_checkpoint = True
@@ -69,7 +72,11 @@ class ImageNode(BudgetedNode[AnUpdate]):
         return len(self.data.train_labels)
 
     def introduction(self) -> dict[str, Any]:
-        """This tells the shape of the client's images and its label counts, and the classes if they have names."""
+        """This tells the shape of the client's images and its label counts, and the classes if they have names.
+
+        How images are normalised is told of dealt data, of which all clients have the same. For a client's own images
+        this stays with the client.
+        """
         counts = {} if self.config.dp.enabled else label_counts(self.data_config, *self.place.share)
         names = list(self.dataset.classes)
         told = self.place.has_own_data or names != [str(number) for number in range(len(names))]
@@ -80,7 +87,22 @@ class ImageNode(BudgetedNode[AnUpdate]):
             **({"classes": names} if told else {}),
             **({"data-dir": self.config.data_dir} if self.place.has_own_data else {}),
             **{f"labels-{part}": [int(n) for n in values] for part, values in counts.items()},
+            **({} if self.config.dp.enabled or self.place.has_own_data else self._told_normalisation()),
         }
+
+    def _normalisation(self) -> dict[str, list[float]]:
+        """This is the mean and the standard deviation by channel that the client's images are normalised with."""
+        depth, dataset = self.dataset.image_shape[0], self.dataset
+        both = {"mean": dataset.mean, "std": dataset.std}
+        return {name: np.broadcast_to(np.asarray(values, float), depth).tolist() for name, values in both.items()}
+
+    def _told_normalisation(self) -> dict[str, list[float]]:
+        return {f"normalisation-{name}": values for name, values in self._normalisation().items()}
+
+    def kept_state(self, update: AnUpdate) -> State:
+        """The state remembers how images were normalised, because the data may change before its model is exported."""
+        state = super().kept_state(update)
+        return State(state.tensors, {**state.meta, "normalisation": self._normalisation()})
 
     def augmentation(self, images: Tensor) -> CropFlip | None:
         """This returns what the key ``augmentation`` asks for, of these training images."""

@@ -171,9 +171,9 @@ def report(runs: Run | AnyPath | Sequence[Run | AnyPath], output: AnyPath, *, fo
 def model(run: Run | AnyPath, client: int | None = None, *, plugins: str | Sequence[str] = ()) -> nn.Module:
     """Return the final model of a ``client``, or the global one (None), of a completed run: on the CPU, to evaluate.
 
-    Pruned weights are zeros, and removed channels are not there. The run's data are read for the shape of an image.
-    ``plugins`` names the code that the run had as plug-ins, which is imported. Raises ``ValueError`` where there is no
-    such model.
+    Pruned weights are zeros, and removed channels are not there. The run's data are read where it did not record how
+    images become inputs. ``plugins`` names the code that the run had as plug-ins, which is imported. Raises
+    ``ValueError`` where there is no such model.
     """
     return _exportable(run, client, plugins).network
 

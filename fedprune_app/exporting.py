@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,15 @@ from torch import Tensor, nn
 from clients.base import ImageClient
 from clients.finetune import FineTuned
 from fedprune_app import plugins
-from fedprune_app.config import Config, class_names
+from fedprune_app.config import Config
 from fedprune_app.core.flops import forward_flops, sparse_flops
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.core.structured import gather
-from fedprune_app.data.datasets import Dataset, load_dataset
-from fedprune_app.data.names import OWNERS
+from fedprune_app.data.datasets import Dataset
+from fedprune_app.data.splits import data_config, dataset_of, label_counts
 from fedprune_app.engine.store import State, checkpoint_store, client_store, owner, read_tensors, state_folder
+from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.files import replace_file
 from fedprune_app.models.initial import channels_of, initial_model
 from fedprune_app.models.names import BUILDERS, chosen_name
@@ -148,7 +149,8 @@ def find_model(
 ) -> Exportable:
     """Return the personal model that ``client`` answered for at the end of a run, or the run's global model (None).
 
-    The dataset is read for its image shape and its normalisation. Raises a one-line ``ValueError``.
+    How images become inputs, and what the classes are called, is what the run recorded. The data are read only where
+    the run did not, and must then be those of the run as far as can be told. Raises a one-line ``ValueError``.
     """
     info = read_info(run)
     if info["status"] != "completed":
@@ -163,21 +165,74 @@ def find_model(
         state, round = _global_state(run, info, config), int(info["rounds_completed"])
     else:
         round, state = _client_state(run, info, config, client, state_dir)
-    # with "nodes" each client has its own data
-    folder, needs_test = data_dir or config.data_dir, "nodes" not in info and config.test_split != "holdout"
-    dataset = load_dataset(
-        config.dataset,
-        folder,
-        classes=class_names(config.classes),
-        needs_test=needs_test,
-        public_scale=config.dp.enabled,
-        image_size=config.image_size,
-        image_fit=config.image_fit,
-        by_owner=config.partition == OWNERS and "nodes" not in info,
-        label_column=config.label_column,
-        owner_column=config.owner_column,
-    )
-    return _exportable(run, config, dataset, client, round, state)
+    return _exportable(run, config, _inputs(run, info, config, client, state, data_dir), client, round, state)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """The inputs are images of this shape, normalised by ``mean`` and ``std``; classes have names or are numbers."""
+
+    image_shape: tuple[int, int, int]
+    num_classes: int
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def _inputs(
+    run: Path, info: Mapping[str, Any], config: Config, client: int | None, state: State, data_dir: str
+) -> _Inputs:
+    """Return what the run's models take, from the client's state and run.json, or else from the data as they are now.
+
+    A client's state knows how that client's images were normalised. For dealt data run.json knows it too.
+    """
+    model = info.get("model") or {}
+    told = state.meta.get("normalisation") or model.get("normalisation")
+    if not isinstance(told, dict) or "image_shape" not in model:
+        dataset = _same_data(run, info, config, client, data_dir)
+        told = {"mean": [*map(float, dataset.mean)], "std": [*map(float, dataset.std)]}
+        model = {**model, "image_shape": list(dataset.image_shape)}
+    fields = {
+        "image-shape": model["image_shape"],
+        "num-classes": model.get("classes"),
+        "classes": model.get("class_names", []),
+        **{f"normalisation-{name}": values for name, values in told.items()},
+    }
+    try:
+        found = ImageClientInfo.facts(fields)
+    except ValueError as error:
+        raise ValueError(f"run {str(run)!r} says of its images what cannot be: {error}") from None
+    return _Inputs(*(found[name] for name in ("image_shape", "num_classes", "classes", "mean", "std")))
+
+
+def _same_data(run: Path, info: Mapping[str, Any], config: Config, client: int | None, data_dir: str) -> Dataset:
+    """Return the data as they are now, which must be those of the run as far as run.json tells.
+
+    A private run has recorded no counts, and its normalisation does not follow from the images. Raises ``ValueError``
+    in one line that says what differs.
+    """
+    is_own = "nodes" in info  # each client has its own data
+    data = replace(data_config(config, is_own), download=False, data_dir=data_dir or config.data_dir)
+    dataset, model = dataset_of(data), info.get("model") or {}
+    where = f"data-dir {data.data_dir!r}" if data.data_dir else f"dataset {data.dataset!r}"
+    had = f"run {str(run)!r} had"
+    shape = model.get("image_shape", list(dataset.image_shape))
+    if shape != list(dataset.image_shape):
+        raise ValueError(f"{where} has images of shape {list(dataset.image_shape)}, allowed: {shape}, as {had}")
+    if model.get("classes") != dataset.num_classes:
+        raise ValueError(f"{where} has {dataset.num_classes} classes, allowed: {model.get('classes')}, as {had}")
+    for name, before in zip(dataset.classes, model.get("class_names", []), strict=False):
+        if name != before:
+            raise ValueError(f"{where} has the class {name!r}, allowed in its place: {before!r}, as {had}")
+    rows = {row["partition"]: row for row in info.get("partition") or []}
+    num_clients = info.get("num_partitions") or max(rows, default=0) + 1
+    for number, before in rows.items():
+        if not before.get("train") or (is_own and number != client):
+            continue
+        now = label_counts(data, *((0, 1) if is_own else (number, num_clients)))
+        if any(before.get(part) != counts for part, counts in now.items()):
+            raise ValueError(f"{where} has other numbers of examples by class for client {number}, allowed: as {had}")
+    return dataset
 
 
 def _global_state(run: Path, info: Mapping[str, Any], config: Config) -> State:
@@ -251,10 +306,8 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, [*numbers[:10], *["..."] * (len(numbers) > 10)])) or "none"
 
 
-def _exportable(
-    run: Path, config: Config, dataset: Dataset, client: int | None, round: int, state: State
-) -> Exportable:
-    shape, classes = dataset.image_shape, dataset.num_classes
+def _exportable(run: Path, config: Config, inputs: _Inputs, client: int | None, round: int, state: State) -> Exportable:
+    shape, classes = inputs.image_shape, inputs.num_classes
     full = initial_model(config.model, config.dataset, shape, classes, init=config.init, seed=config.seed)
     weights = state.group("weights")
     if client is not None:
@@ -281,11 +334,11 @@ def _exportable(
         model=os.path.basename(name),  # of 'folder/file.py:function'
         image_shape=shape,
         classes=classes,
-        mean=dataset.mean,
-        std=dataset.std,
+        mean=inputs.mean,
+        std=inputs.std,
         density=full_density(full, payload),
         channels={name: tuple(mask.nonzero().squeeze(1).tolist()) for name, mask in kept.items()},
-        class_names=dataset.classes if dataset.classes != tuple(map(str, range(classes))) else (),
+        class_names=inputs.classes if inputs.classes != tuple(map(str, range(classes))) else (),
         image_fit=config.image_fit,
     )
     return Exportable(info, payload, network_of(info, payload, BUILDERS.get(name)), full)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 from clients.fedspallm import language_model, perplexities, segment_noise
+from fedprune_app.config import ConfigError
 from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, TextClientInfo
 from fedprune_app.federation.round import RunContext
 from fedprune_app.learning.device import device_of
@@ -32,6 +36,7 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
     model = initial_model(
         config.model, config.dataset, first.image_shape, first.num_classes, init=config.init, seed=config.seed
     )
+    normalisation = _normalisation(context)
     tensors = state_tensors(model, include_buffers=True)
     shared = {name: tensors[name] for name in shared_names(model, config.batch_norm)}
     context.recorder.annotate(
@@ -39,11 +44,35 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
             "name": chosen_name(config.model, config.dataset),
             "parameters": sum(p.numel() for p in model.parameters()),
             "classes": first.num_classes,
+            "image_shape": list(first.image_shape),
             **({"class_names": list(first.classes)} if first.classes else {}),
+            **({"normalisation": normalisation} if normalisation else {}),
         }
     )
     prunable = frozenset(prunable_names(model))
     return SYSTEMS[config.system].strategy(context, shared, prunable)
+
+
+def _normalisation(context: RunContext) -> dict[str, list[float]]:
+    """Return the mean and the standard deviation by channel with which the clients normalise their images.
+
+    The result is empty where clients do not tell them. All clients of dealt data have the same ones. The median over
+    clients is taken, so that a client that says something else changes nothing. Raises :class:`ConfigError` where a
+    run is resumed with other ones: its models would then have seen the images in two ways.
+    """
+    told = [info for info in context.clients.values() if isinstance(info, ImageClientInfo) and info.mean]
+    if not told:
+        return {}
+    means, stds = zip(*(info.mean for info in told), strict=True), zip(*(info.std for info in told), strict=True)
+    found = {name: [median_low(each) for each in values] for name, values in (("mean", means), ("std", stds))}
+    before = (context.recorder.info.get("model") or {}).get("normalisation") or found
+    pairs = [pair for name in found for pair in zip_longest(before[name], found[name], fillvalue=math.inf)]
+    if not all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-9) for pair in pairs):
+        raise ConfigError(
+            "the clients' images are not what they were when the run began (their mean and deviation differ), "
+            "allowed when resuming: the same clients and data"
+        )
+    return found
 
 
 def text_strategy(context: RunContext) -> FederatedStrategy:

@@ -31,6 +31,7 @@ JSON = st.recursive(
 )
 HONEST = {"partition": 1, "num-examples": 9, "image-shape": [1, 8, 8], "num-classes": 2, "layer-digests": ["0"]}
 SAID = (*HONEST, "capacity", "own-data", "labels-train", "labels-test", "classes", "data-dir", "documents")
+SAID += ("normalisation-mean", "normalisation-std")
 
 
 def refusal(read: Callable[[], object]) -> str:

@@ -17,9 +17,10 @@ from clients.finetune import FineTuned
 from clients.node import Place
 from clients.task import Task
 from fedprune_app import cli, client_app, exporting, server_app
-from fedprune_app.config import parse_config
+from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import numpy_generator
+from fedprune_app.data import splits
 from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.engine.store import VersionedStore, read_tensors, write_tensors
 from fedprune_app.models.saving import load_packed
@@ -27,7 +28,7 @@ from fedprune_app.models.vision import build_model, load_state_tensors
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.load import load_model, read_export_info
 from fedprune_app.results.recorder import write_info
-from tests.conftest import Finished
+from tests.conftest import Finished, tampered_app
 from tests.models.tiny_llm import tiny_checkpoint
 
 CLIENTS = 4
@@ -418,15 +419,153 @@ def test_a_global_model_without_its_norms_is_no_model(finished, tmp_path, pictur
     assert exported(run, 0, tmp_path)
 
 
-def test_the_folder_of_the_pictures_may_be_elsewhere(finished, tmp_path, pictures):
-    run = finished("subfedavg-hy")
-    folder = tmp_path / "copy"
-    shutil.copytree(run.folder, folder)
+# --- data that change after the run -------------------------------------------------------------------------------
+
+
+def shades(folder):
+    """An image folder of two classes: dark grey cats and lighter dogs."""
+    rng = numpy_generator(0, "shades")
+    for part, count in (("train", 24), ("test", 8)):
+        for name, level in (("cat", 20), ("dog", 120)):
+            (folder / part / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = (level + rng.integers(0, 60, (8, 8))).astype(np.uint8)
+                Image.fromarray(pixels).save(folder / part / name / f"{i}.png")
+    return folder
+
+
+def add_bright(folder):
+    for i in range(300):
+        Image.fromarray(np.full((8, 8), 255, np.uint8)).save(folder / "train" / "dog" / f"bright{i}.png")
+
+
+def rename(folder):
+    for part in ("train", "test"):
+        (folder / part / "cat").rename(folder / part / "zebra")
+
+
+def add_class(folder):
+    for part in ("train", "test"):
+        shutil.copytree(folder / part / "cat", folder / part / "eel")
+
+
+def of_an_earlier_version(folder, keeps=()):
+    """Take from a run what earlier versions did not record."""
     info = json.loads((folder / "run.json").read_text())
-    info["config"]["data-dir"] = str(tmp_path / "none")
+    info["model"] = {name: value for name, value in info["model"].items() if name in ("name", "classes", *keeps)}
     write_info(folder, info)
-    refused(folder, 0, tmp_path, "none")
-    assert exported(Finished(folder), 0, tmp_path, data_dir=pictures)
+    for path in folder.glob("clients/*/round-*.safetensors"):
+        state = read_tensors(path)
+        whose = f"state of client {int(path.parent.name)} of run {info['run_key']}"
+        meta = {name: value for name, value in state.meta.items() if name != "normalisation"}
+        write_tensors(path, state.tensors, meta, round=int(path.stem[-5:]), owner=whose)
+
+
+@pytest.fixture
+def of_shades(tmp_path):
+    """``of_shades(**settings)``: a run on a folder of its own, and that folder."""
+    folder = shades(tmp_path / "shades")
+    own = {"dataset": "image-folder", "data-dir": str(folder), "partition": "iid", "fraction-train": 1.0}
+    own |= {"model": "cnn-small", "shard-size": 0, "learning-rate": 0.1}
+
+    def run(app=client_app.app, **settings):
+        settings = {name.replace("_", "-"): value for name, value in settings.items()}
+        config = parse_config({**TINY, "system": "fedavg", **own, "out-dir": str(tmp_path / "run"), **settings})
+        run_in_process(server_app.app, app, CLIENTS, config.to_dict())
+        splits.forget()  # another process exports
+        return Finished(tmp_path / "run"), folder
+
+    return run
+
+
+@pytest.mark.parametrize("change", [add_bright, rename, add_class, shutil.rmtree])
+def test_data_that_change_after_a_run_change_no_export(of_shades, tmp_path, change):
+    run, folder = of_shades()
+    before = {client: exported(run, client, tmp_path)[0].read_bytes() for client in (None, 0)}
+    change(folder)
+    splits.forget()
+    for client, content in before.items():
+        path, (info, *_) = exported(run, client, tmp_path, force=True)
+        assert path.read_bytes() == content
+        assert info.class_names == ("cat", "dog")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (add_bright, "has other numbers of examples by class for client 0, allowed: as run '.*' had$"),
+        (rename, "has the class 'dog', allowed in its place: 'cat', as run '.*' had$"),
+        (add_class, "has 3 classes, allowed: 2, as run '.*' had$"),
+    ],
+)
+def test_a_run_of_an_earlier_version_is_exported_with_its_own_data_alone(of_shades, tmp_path, change, says):
+    run, folder = of_shades()
+    before = {client: exported(run, client, tmp_path)[0].read_bytes() for client in (None, 0)}
+    of_an_earlier_version(run.folder, keeps=["class_names"])
+    for client, content in before.items():
+        assert exported(run, client, tmp_path, force=True)[0].read_bytes() == content
+    change(folder)
+    splits.forget()
+    for client in before:
+        refused(run.folder, client, tmp_path, f"^data-dir '{folder}' {says}")
+
+
+def test_the_folder_of_an_earlier_versions_pictures_may_be_elsewhere(of_shades, tmp_path):
+    run, folder = of_shades()
+    of_an_earlier_version(run.folder)
+    moved = folder.rename(tmp_path / "moved")
+    splits.forget()
+    refused(run.folder, 0, tmp_path, "shades' does not exist")
+    assert exported(run, 0, tmp_path, data_dir=str(moved))[1][0].class_names == ()  # it did not record them
+
+
+def test_a_private_run_tells_no_normalisation_since_its_own_does_not_follow_from_the_images(of_shades, tmp_path):
+    run, folder = of_shades(**{"dp.enabled": True, "dp.noise-multiplier": 1.0, "system": "dpfed"})
+    assert "normalisation" not in run.info["model"]
+    assert not any(row["train"] for row in run.info["partition"])
+    add_bright(folder)
+    for client in (None, 0):
+        assert exported(run, client, tmp_path)[1][0].mean == (0.5,)
+    rename(folder)
+    splits.forget()
+    refused(run.folder, None, tmp_path, "has the class 'dog', allowed in its place: 'cat'")
+
+
+def test_a_client_that_lies_about_normalisation_does_not_change_what_the_run_records(of_shades):
+    def lie(request, reply, partition):
+        if partition == 0:
+            reply.content["fields"].update({"normalisation-mean": [0.0], "normalisation-std": [9.0]})
+        return reply
+
+    run, folder = of_shades(tampered_app(query=lie))
+    pixels = np.stack([np.asarray(Image.open(path)) for path in folder.glob("train/*/*.png")]) / 255
+    assert run.info["model"]["normalisation"] == {
+        "mean": pytest.approx([pixels.mean()]),
+        "std": pytest.approx([pixels.std()]),
+    }
+
+
+def test_a_run_does_not_go_on_with_images_that_are_normalised_otherwise(of_shades):
+    run, folder = of_shades(num_server_rounds=1)
+    for path in folder.glob("train/*/*.png"):
+        Image.fromarray(255 - np.asarray(Image.open(path))).save(path)  # as many of each class
+    with pytest.raises(
+        ConfigError, match=r"their mean and deviation differ\), allowed when resuming: the same clients"
+    ):
+        of_shades(num_server_rounds=2, resume_from=str(run.folder))
+
+
+def test_what_cannot_be_in_a_run_json_is_one_line(of_shades, tmp_path):
+    run, _ = of_shades()
+    info = json.loads((run.folder / "run.json").read_text())
+    for key, wrong, says in (
+        ("image_shape", [1, 8], "field 'image-shape' is"),
+        ("classes", "two", "field 'num-classes' is"),
+        ("class_names", ["cat"], "field 'classes' is"),
+        ("normalisation", {"mean": [0.1], "std": [-1.0]}, "field 'normalisation-std' is"),
+    ):
+        write_info(run.folder, {**info, "model": {**info["model"], key: wrong}})
+        refused(run.folder, None, tmp_path, f"^run '.*' says of its images what cannot be: {says}")
 
 
 def test_onnx_needs_its_extra(finished, tmp_path, monkeypatch):

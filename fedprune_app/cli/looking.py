@@ -86,7 +86,10 @@ def export(
     state_dir: Annotated[
         str, typer.Option("--state-dir", help="Where the run's state-dir is now, if it has moved.")
     ] = "",
-    data_dir: Annotated[str, typer.Option("--data-dir", help="Where the run's data-dir is now, if it has moved.")] = "",
+    data_dir: Annotated[
+        str,
+        typer.Option("--data-dir", help="Where the run's data-dir is now, if it has moved and data are read."),
+    ] = "",
     plugin: Plugins = None,
 ) -> None:
     """Write the smallest model of a client, or the global model.

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from fedprune_app.core.bounds import LARGEST_SAID
 from fedprune_app.engine import wire
 
 _NAMES_SHOWN = 12
@@ -85,6 +86,8 @@ class ImageClientInfo(ClientInfo):
     label_counts: Mapping[str, list[int]] = field(default_factory=dict)
     classes: tuple[str, ...] = ()  # their names, empty where these are numbers
     data_dir: str = ""
+    mean: tuple[float, ...] = ()  # by channel, with which images are normalised; empty where this is not told
+    std: tuple[float, ...] = ()
 
     @classmethod
     def facts(cls, fields: wire.Fields) -> dict[str, Any]:
@@ -107,12 +110,19 @@ class ImageClientInfo(ClientInfo):
         is_list = isinstance(classes, list) and len(classes) in (0, num_classes)
         if not (is_list and all(isinstance(name, str) and len(name) <= 256 for name in classes)):
             raise ValueError(f"field 'classes' is {reprlib.repr(classes)}, allowed: a name per class")
+        mean, std = (_by_channel(fields, name, sizes[0]) for name in ("normalisation-mean", "normalisation-std"))
+        if len(mean) != len(std) or (std and min(std) <= 0):
+            raise ValueError(
+                f"field 'normalisation-std' is {reprlib.repr(list(std))}, allowed: a number above 0 for each mean"
+            )
         return {
             "image_shape": (sizes[0], sizes[1], sizes[2]),
             "num_classes": num_classes,
             "label_counts": counts,
             "classes": tuple(classes),
             "data_dir": str(fields.get("data-dir", ""))[:1024],
+            "mean": mean,
+            "std": std,
         }
 
     def common(self) -> tuple[Any, ...]:
@@ -176,6 +186,14 @@ class TextClientInfo(ClientInfo):
 
 Roster = dict[int, ClientInfo]
 """The clients of a run by their numbers, ascending: Flower's node ids are random and unordered."""
+
+
+def _by_channel(fields: wire.Fields, name: str, channels: int) -> tuple[float, ...]:
+    values = fields.get(name, [])
+    is_list = isinstance(values, list) and len(values) in (0, channels)
+    if not (is_list and all(type(v) in (int, float) and abs(v) <= LARGEST_SAID for v in values)):  # NaN is not
+        raise ValueError(f"field '{name}' is {reprlib.repr(values)}, allowed: {channels} numbers, one per channel")
+    return tuple(map(float, values))
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -20,6 +20,7 @@ from fedprune_app.federation.registration import register_clients
 from tests.conftest import tampered_app
 
 KEY = "0123456789abcdef"
+NO_SCALE = {"normalisation-mean": [], "normalisation-std": []}
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +70,10 @@ def test_two_nodes_of_one_partition_are_both_left_out_and_the_others_go_on():
 @pytest.mark.parametrize(
     ("lie", "says"),
     [
-        ({"image-shape": [3, 32, 32]}, "has images (3, 32, 32) of 10 classes, allowed: as most have, (1, 8, 8) of 10"),
+        (
+            {"image-shape": [3, 32, 32], **NO_SCALE},
+            "has images (3, 32, 32) of 10 classes, allowed: as most have, (1, 8, 8) of 10",
+        ),
         ({"image-shape": [4096, 4096, 4096]}, "field 'image-shape' is"),
         ({"image-shape": [1, 4096, 4096], "num-classes": 10**6, "labels-train": []}, "field 'image-shape' is"),
         ({"num-classes": 10**5}, "field 'labels-train' is"),
@@ -77,6 +81,12 @@ def test_two_nodes_of_one_partition_are_both_left_out_and_the_others_go_on():
         ({"labels-test": ["\x1b[2J" * 10**5] * 10}, "field 'labels-test' is"),
         ({"labels-test": ["\x1b[2J" * 10**6] * 10}, "its reply is refused: it has 1 records and 40000"),
         ({"classes": ["x"] * 10**6}, "field 'classes' is"),
+        ({"normalisation-mean": [0.1, 0.2]}, "is [0.1, 0.2], allowed: 1 numbers, one per channel"),
+        ({"normalisation-mean": [math.nan]}, "field 'normalisation-mean' is [nan], allowed: 1 numbers"),
+        ({"normalisation-mean": [1e101]}, "field 'normalisation-mean' is"),
+        ({"normalisation-mean": ["\x1b[2J" * 10**5]}, "field 'normalisation-mean' is"),
+        ({"normalisation-std": [0.0]}, "field 'normalisation-std' is [0.0], allowed: a number above 0 for each mean"),
+        ({"normalisation-std": []}, "field 'normalisation-std' is [], allowed: a number above 0 for each mean"),
         ({"num-examples": 0}, "field 'num-examples' is 0"),
         ({"num-examples": "9" * 10**6}, "field 'num-examples' is '999"),
         ({"partition": 2**40}, "field 'partition' is"),
