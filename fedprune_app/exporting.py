@@ -273,12 +273,16 @@ def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: in
 
 def _from_server(run: Path, config: Config, full: nn.Module, round: int) -> dict[str, Tensor]:
     """Return the tensors of a client's personal model that are the server's final ones (LG-FedAvg's upper layers)."""
-    kind = SYSTEMS[config.system].client
-    if not issubclass(kind, ImageClient):
-        return {}
-    names = kind.names_from_server(config, list(state_tensors(full, include_buffers=True)), prunable_names(full), round)
+    names = _names_from_server(config, full, round)
     found = _read(run / "models" / "global.safetensors").tensors if names else {}
     return {name: found[name] for name in names if name in found}
+
+
+def _names_from_server(config: Config, full: nn.Module, round: int) -> list[str]:
+    kind, names = SYSTEMS[config.system].client, list(state_tensors(full, include_buffers=True))
+    if not issubclass(kind, ImageClient):
+        return []
+    return kind.names_from_server(config, names, prunable_names(full), round)
 
 
 def _read(path: Path) -> State:
@@ -313,6 +317,9 @@ def _exportable(run: Path, config: Config, inputs: _Inputs, client: int | None, 
     if client is not None:
         weights |= _from_server(run, config, full, round)
     names = list(state_tensors(full, include_buffers=True))
+    # where clients take some layers of the server alone, what else it has is from before (LG-FedAvg's pre-training)
+    if client is None and 0 < len(_names_from_server(config, full, round)) < len(names):
+        raise ValueError(f"no model of system '{config.system}' is global as a whole, allowed: --client K")
     if missing := [name for name in names if name not in weights]:
         reason = "is of another model" if client is not None else "is not complete, allowed: --client K"
         raise ValueError(f"the state {reason}: it has no tensor '{missing[0]}'")

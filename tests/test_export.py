@@ -419,6 +419,23 @@ def test_a_global_model_without_its_norms_is_no_model(finished, tmp_path, pictur
     assert exported(run, 0, tmp_path)
 
 
+@pytest.mark.parametrize("pretrain_rounds", [0, 1])
+def test_lg_fedavg_has_no_global_model_once_clients_keep_their_lower_layers(finished, tmp_path, pretrain_rounds):
+    run = finished("lg-fedavg", **{"lgfedavg.pretrain-rounds": pretrain_rounds})
+    says = "^no model of system 'lg-fedavg' is global as a whole, allowed: --client K$"
+    refused(run.folder, None, tmp_path, says)
+    assert exported(run, trained(run)[0], tmp_path)
+
+
+def test_lg_fedavgs_global_model_is_fedavgs_until_pre_training_ends(finished, tmp_path):
+    run = finished("lg-fedavg", **{"lgfedavg.pretrain-rounds": 2})
+    path, _ = exported(run, None, tmp_path)
+    fedavgs, _ = exported(finished("fedavg"), None, tmp_path)
+    weights, same = load_model(path).state_dict(), load_model(fedavgs).state_dict()
+    assert weights.keys() == same.keys()
+    assert all(torch.equal(weights[name], same[name]) for name in weights)
+
+
 # --- data that change after the run -------------------------------------------------------------------------------
 
 
