@@ -14,6 +14,7 @@ import pytest
 from plotly.offline import get_plotlyjs
 
 from fedprune_app.results.figures import figures, losses
+from fedprune_app.results.figures.clients import by_class
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.report import _packed_plotly, appearance, write_report
 from fedprune_app.results.tables import columns, comma_separated, epsilon_remark, final_rows, group_runs
@@ -468,6 +469,14 @@ def test_accuracies_by_class_are_a_matrix_with_gaps_where_a_client_has_no_such_c
     run = load_run(peers[0])
     last = [row for row in run.clients if row["partition"] == 7 and row.get("accuracy_by_class")][-1]
     assert trace["z"][2][7] == round(last["accuracy_by_class"]["2"], 3)
+
+
+def test_a_client_that_the_last_evaluation_lacks_is_not_among_the_accuracies_by_class(peers):
+    run = load_run(peers[0])
+    last = max(row["round"] for row in run.clients if row.get("accuracy_by_class"))
+    absent = [row for row in run.clients if (row["round"], row["partition"]) != (last, 7)]
+    view = by_class(group_runs([replace(run, clients=tuple(absent))])).variants[0]
+    assert view.traces[0]["x"] == [str(client) for client in range(20) if client != 7]
 
 
 def test_masks_by_layer_and_round_are_a_small_plot_for_each_of_twelve_clients_at_most(peers):

@@ -59,11 +59,12 @@ def density_groups(groups: Sequence[Group]) -> Figure:
 
 
 def _by_class(group: Group, run: Run) -> Variant | None:
-    """Return a view of a run: classes by clients."""
+    """Return a view of a run: classes by the clients that were tested in the last evaluation."""
     rows = [row for row in run.clients if row.get("accuracy_by_class")]
-    last = {int(row["partition"]): row["accuracy_by_class"] for row in rows}  # later rows take the place of earlier
-    if not last:
+    if not rows:
         return None
+    newest = max(row["round"] for row in rows)
+    last = {int(row["partition"]): row["accuracy_by_class"] for row in rows if row["round"] == newest}
     step = -(-len(last) // HEATMAP_UP_TO)
     clients = sorted(last)[::step]
     classes = sorted({int(label) for found in last.values() for label in found})
