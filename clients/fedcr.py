@@ -4,6 +4,10 @@ Zhang, Li, Zhuo, Lin, ICML 2023, as the released code has it: the loss of a batc
 draws of the codes, plus β times the mean divergence between the label's prior and the encoder, KL(prior ‖ encoder) as
 coded (``fedcr.divergence = "encoder-to-prior"`` for the usual direction). In the last epoch the encoders of each
 class's images are multiplied; the products are sent.
+
+The divergence begins in the millions, since an untrained encoder has a σ of 0.007 where the prior has 1. The released
+code clips each step's gradient to a norm of 10. Without a limit a few steps throw σ so far that training diverges, so a
+run without ``max-grad-norm`` is refused.
 """
 
 from __future__ import annotations
@@ -42,6 +46,11 @@ class FedCRClient(FedP3Client):
         super().__init__(config, place)
         if not isinstance(self.model, Variational):
             raise ValueError("the model has no Gaussian code, allowed with system 'fedcr': one whose name ends in -cr")
+        if config.fedcr.beta and not config.max_grad_norm:
+            raise ValueError(
+                f"max-grad-norm is {config.max_grad_norm}, allowed with system 'fedcr' and fedcr.beta "
+                f"{config.fedcr.beta}: above 0, such as the released code's 10; without a limit training diverges"
+            )
         self.network: Variational = self.model
 
     @property

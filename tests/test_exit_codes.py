@@ -29,6 +29,10 @@ HERE = ["--engine", "inprocess", "--clients", "4"]
         (["model=vgg11-gn"], "too small for this model"),
         (["system=fjord", "model=resnet18-gn"], "allowed with system 'fjord'"),
         (["system=fedcr", "model=cnn-small"], "one whose name ends in -cr"),
+        (
+            ["system=fedcr", "model=cnn-small-cr"],
+            "max-grad-norm is 0.0, allowed with system 'fedcr' and fedcr.beta 0.001",
+        ),
         (["system=fedavg", "robust=trimmed-mean", "robust-trim=0.01"], "robust-trim is 0.01, allowed with 2 clients"),
         (["system=fedp3", "fedp3.layer-set=none"], "fedp3.layer-set is 'none'"),
         (["system=dispfl", "dispfl.topology=file", "dispfl.adjacency-file=none"], "none': [Errno 2]"),

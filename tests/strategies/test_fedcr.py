@@ -171,6 +171,15 @@ def test_without_divergence_and_prior_weight_the_prior_stays_standard_normal(fed
     assert run.server["prior.std"].eq(1).all()
 
 
+def test_a_run_whose_gradient_has_no_limit_is_refused_unless_there_is_no_divergence(federation):
+    with pytest.raises(
+        TooFewReplies, match=r"max-grad-norm is 0\.0, allowed .* above 0, such as the released code's 10"
+    ):
+        federation(**SETTINGS | {"max_grad_norm": 0.0}, fresh=True)
+    run = federation(**SETTINGS | {"max_grad_norm": 0.0, "fedcr_beta": 0.0, "num_server_rounds": 1})
+    assert run.info["status"] == "completed"
+
+
 def test_a_network_without_a_code_is_refused_and_so_is_local_pruning(federation):
     with pytest.raises(TooFewReplies, match="allowed with system 'fedcr': one whose name ends in -cr"):
         federation(**SETTINGS | {"model": "cnn-small"}, fresh=True)
