@@ -14,6 +14,7 @@ from flwr.supercore.exit import exit_handler
 import fedprune_app
 from fedprune_app import server_app
 from fedprune_app.data import splits
+from fedprune_app.results.recorder import write_info
 from tests.models.tiny_llm import tiny_checkpoint
 
 QUICK = {"clients": 3, "engine": "inprocess", "progress": False}
@@ -107,9 +108,14 @@ def test_a_model_is_exported_where_its_data_have_moved(tmp_path):
     run = fedprune_app.run(system="fedavg", **settings, out=tmp_path / "r", **QUICK)
     there = (tmp_path / "here").rename(tmp_path / "there")
     splits.forget()
+    whole = fedprune_app.export(run, tmp_path / "whole.safetensors").read_bytes()  # the run knows its normalisation
+    model = {key: value for key, value in run.info["model"].items() if key not in ("normalisation", "image_shape")}
+    write_info(run.folder, {**run.info, "model": model})  # as an earlier version wrote it
+    run = fedprune_app.load_run(run.folder)
     with pytest.raises(ValueError, match="does not exist; dataset 'table' is read from"):
         fedprune_app.export(run, tmp_path / "a.safetensors")
     path = fedprune_app.export(run, tmp_path / "a.safetensors", data_dir=there)
+    assert path.read_bytes() == whole
     assert fedprune_app.load_model(path)(torch.zeros(3, 1, 1, 1)).shape == (3, 2)
 
 
