@@ -61,21 +61,26 @@ def language_model(config: Config, device: torch.device | str = "cpu") -> Langua
     return open_model(folder, config.fedspallm.dtype, str(device))
 
 
-def perplexities(
-    config: Config, model: LanguageModel, own: LayerTensors | None, text: str | None = None
-) -> dict[str, Perplexity]:
-    """This returns the perplexities of ``model``, by test text, with the matrices of ``own`` in place of its own.
+def evaluation_texts(config: Config) -> dict[str, tuple[str, int]]:
+    """This returns the run's test texts by name, each with the largest number of windows (0: all).
 
-    Without ``own`` they are those of the dense model. A ``text`` that is given is the only one, and has a name that no
-    other may have: what is measured on it is compared with nothing else.
+    ``ValueError`` for one that cannot be read, or that has the name of clients' own.
+    """
+    texts = perplexity_texts(config.dataset, config.data_dir, config.fedspallm.more_texts())
+    if OWN_TEXT in texts:
+        raise ValueError(f"a test text is called {OWN_TEXT!r}, allowed: any other name; clients' own are called so")
+    return texts
+
+
+def evaluation_windows(
+    config: Config, model: LanguageModel, text: str | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """This returns by test text all of its windows, and those on which perplexity is measured.
+
+    A ``text`` that is given is the only one. ``ValueError`` for a text that is shorter than a window.
     """
     options = config.fedspallm
-    if text is None:
-        texts = perplexity_texts(config.dataset, config.data_dir, options.more_texts())
-        if OWN_TEXT in texts:
-            raise ValueError(f"a test text is called {OWN_TEXT!r}, allowed: any other name; clients' own are called so")
-    else:
-        texts = {OWN_TEXT: (text, 0)}
+    texts = evaluation_texts(config) if text is None else {OWN_TEXT: (text, 0)}
     whole, chosen = {}, {}
     for name, (content, most) in texts.items():
         most = min(most or options.test_windows, options.test_windows or most)
@@ -84,6 +89,18 @@ def perplexities(
         except ValueError as error:
             raise ValueError(f"test text '{name}': {error}") from None
         whole[name], chosen[name] = windows, windows[:most] if most else windows
+    return whole, chosen
+
+
+def perplexities(
+    config: Config, model: LanguageModel, own: LayerTensors | None, text: str | None = None
+) -> dict[str, Perplexity]:
+    """This returns the perplexities of ``model``, by test text, with the matrices of ``own`` in place of its own.
+
+    Without ``own`` they are those of the dense model. A ``text`` that is given is the only one, and has a name that no
+    other may have: what is measured on it is compared with nothing else.
+    """
+    whole, chosen = evaluation_windows(config, model, text)
     if own is None:
         measured = dense_perplexities(model, chosen, config.batch_size)
     else:
@@ -243,6 +260,16 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
                 seed=self.config.seed,
             ),
         )
+
+    def read_text(self) -> list[str]:
+        """This reads all text that the client learns from and tests on, and returns the names of its documents.
+
+        ``ValueError`` where there is too little.
+        """
+        _, documents = self.segments()
+        if self.own_text:
+            windows_of(self.model.encode(self.own_text[1]), self.model.sequence_length(self.options.window))
+        return documents
 
     # --- pruning ------------------------------------------------------------------------------------------------
 
@@ -489,10 +516,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
 
     def introduction(self) -> dict[str, Any]:
         """This tells also which documents the client's text is from, and which dense model the client has."""
-        _, documents = self.segments()
-        if self.own_text:
-            length = self.model.sequence_length(self.options.window)
-            windows_of(self.model.encode(self.own_text[1]), length)  # better now than after all pruning
+        documents = self.read_text()  # better now than after all pruning
         return {
             **super().introduction(),
             **({} if self.config.dp.enabled else {"documents": [] if self.own_text else documents[:32]}),

@@ -78,7 +78,6 @@ def run(
     Raises :class:`ConfigError` for a wrong setting, before anything is written, and :class:`LaunchError` for a run that
     fails.
     """
-    from fedprune_app.demo import prepare_models
     from fedprune_app.experiment import Placement, Session
     from fedprune_app.results.ownership import clear_the_way
 
@@ -90,7 +89,6 @@ def run(
         check_clients(folder, count)
     placement = Placement(engine, count, workers, ray_address=ray_address)
     console = Console(stderr=True, quiet=not progress)
-    prepare_models([configuration], console)
     make_way = partial(clear_the_way, folder) if force and not resume else None
     with Session(placement, console) as session:
         session.run(configuration, folder, once_checked=make_way)

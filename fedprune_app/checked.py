@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
+from clients.fedspallm import evaluation_texts, evaluation_windows, language_model
 from fedprune_app.config import Config
 from fedprune_app.data.datasets import Dataset
 from fedprune_app.data.splits import data_config, dataset_of, digests, label_counts
+from fedprune_app.data.text import calibration_documents, own_documents
 from fedprune_app.learning.device import device_of
 from fedprune_app.models.initial import initial_model, layer_flops
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import prunable_names
 from fedprune_app.registry import SYSTEMS
+from fedprune_app.texts import with_a_model
 
 
 def described(config: Config, num_clients: int) -> Iterator[tuple[str, str]]:
@@ -44,6 +48,8 @@ def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
 
     Raises ``ValueError`` where the data cannot be read.
     """
+    if SYSTEMS[config.system].data == "text":
+        return _texts_found(config)
     given = data_config(config)
     dataset = dataset_of(given)
     rows = [_about(config, dataset), ("classes", _shortened(dataset.classes))]
@@ -68,6 +74,41 @@ def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
         doubts.append(f"{again:,} test examples are training examples too")
     if twice := len(train) - len(set(train)):
         doubts.append(f"{twice:,} training examples are there more than once")
+    return rows, doubts
+
+
+def _texts_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return subject and words on a run's text, and what may be wrong with it. Nothing is dealt to clients.
+
+    The text is cut by the run's model. Raises ``ValueError`` where the text or the model cannot be read.
+    """
+    options = config.fedspallm
+    if options.deal == "own" and config.dataset == "text":
+        documents = own_documents(config.data_dir, config.test_fraction, config.seed)[0]
+    else:
+        documents = list(calibration_documents(config.dataset, config.data_dir))
+    with with_a_model(config) as here:
+        model = language_model(here)
+        length = model.sequence_length(options.segment_length)
+        sizes = [len(model.encode(each.text)) for each in documents]
+        whole, _ = evaluation_windows(here, model)
+    rows = [
+        ("documents", f"{config.dataset}: {len(documents):,}, of {_spread(sizes)} tokens"),
+        ("segments", f"{sum(size // length for size in sizes):,} of {length:,} tokens"),
+    ]
+    rows += [
+        (f"test text '{name}'", f"{len(each):,} windows of {each.shape[1]:,} tokens") for name, each in whole.items()
+    ]
+    doubts = []
+    if short := [each.name for each, size in zip(documents, sizes, strict=True) if size < length]:
+        more = f", ... ({len(short) - 3} more)" if len(short) > 3 else ""
+        named = ", ".join(repr(name) for name in short[:3]) + more
+        doubts.append(f"{len(short):,} documents are shorter than a segment and give none: {named}")
+    times = Counter(each.text for each in documents)
+    if twice := len(documents) - len(times):
+        doubts.append(f"{twice:,} documents are there more than once")
+    known = [name for name, (text, _) in evaluation_texts(config).items() if text in times]
+    doubts += [f"test text '{name}' is a document of the clients too" for name in known]
     return rows, doubts
 
 

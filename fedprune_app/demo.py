@@ -88,6 +88,8 @@ def embedded_model(console: Console) -> Path:
     import torch
 
     torch.set_num_threads(os.cpu_count() or 1)
+    if not console.is_terminal:  # a bar is shown there alone
+        console.print("training the embedded language model, once; this takes minutes")
     columns = (TextColumn("{task.description}", style="bold"), BarColumn(bar_width=24), MofNCompleteColumn())
     said = TextColumn("{task.fields[said]}")
     with Progress(*columns, said, TimeRemainingColumn(), console=console) as bar:

@@ -23,7 +23,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fedprune_app import launch
+from fedprune_app import demo, launch
 from fedprune_app.config import Config, ConfigError, Scalar, refused, with_carrier
 from fedprune_app.deploy import local_deployment
 from fedprune_app.engine.store import exclusive
@@ -124,17 +124,22 @@ class Session:
                 f"min-clients is {config.min_clients}, allowed with {self.placement.num_clients} clients: at most that"
             )
         if self.placement.shares_data:
-            from fedprune_app.startable import check_startable
+            from fedprune_app.startable import check_startable, forget_text
 
             check_startable(config, self.placement.num_clients)
+            if self.placement.engine != "inprocess":
+                forget_text()
 
     def run(self, config: Config, folder: Path, *, once_checked: Callable[[], object] | None = None) -> dict[str, Any]:
         """Run a federation to its end in ``folder`` and return its run.json.
 
-        ``once_checked`` is called when the run is found to be able to start, before anything is written.
+        The language model that the run needs is trained or fetched when all else is checked. ``once_checked`` is called
+        when the run is found to be able to start, before anything is written.
         Raises :class:`LaunchError` with the run's own error if the run does not complete.
         """
         self.check(config)
+        if not self.placement.superlink:  # real nodes have models of their own
+            demo.prepare_models([config], self.console)
         if once_checked is not None:
             once_checked()
         before = _content(folder / "run.json")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from clients import private_text
 from clients.base import ImageClient
 from clients.node import Place
 from fedprune_app.config import Config, ConfigError, written_below
@@ -17,31 +18,38 @@ from fedprune_app.engine.store import VersionedStore
 from fedprune_app.federation.clients import ImageClientInfo, Roster
 from fedprune_app.federation.round import RunContext
 from fedprune_app.files import scratch_folder
+from fedprune_app.models.llm import open_model
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.results.tracking import check_tracker
 from fedprune_app.run_folder import new_run_key
 from fedprune_app.tasks import BUILDS
+from fedprune_app.texts import check_texts
 
 
 def check_startable(config: Config, num_clients: int) -> None:
     """Raise :class:`ConfigError` with the reason if a run of ``num_clients`` on this machine could not start.
 
-    A language model may be large, so only the folder of its texts is looked at.
+    A language model may be large, so its server is not made: its text is read, and its folder is opened.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', allowed on this machine, which has none: auto, cpu")
-    if SYSTEMS[config.system].data == "text":
-        if config.dataset == "text" and not Path(config.data_dir).is_dir():
-            raise ConfigError(f"data-dir is {config.data_dir!r}, allowed with dataset 'text': a folder of texts")
-        return
-    with scratch_folder() as folder:
-        try:
+    try:
+        if SYSTEMS[config.system].data == "text":
+            check_texts(config, num_clients)
+            return
+        with scratch_folder() as folder:
             _make_both(written_below(folder, config), num_clients, folder)  # no client's ledger is touched
-        except ConfigError:
-            raise
-        except (ValueError, ImportError) as error:
-            raise ConfigError(" ".join(str(error).split())) from None
+    except ConfigError:
+        raise
+    except (ValueError, ImportError) as error:
+        raise ConfigError(" ".join(str(error).split())) from None
+
+
+def forget_text() -> None:
+    """Free the memory that the check of a language model has taken, where other processes do the work."""
+    private_text.forget_documents()
+    open_model.cache_clear()
 
 
 def _make_both(config: Config, num_clients: int, folder: Path) -> None:

@@ -79,6 +79,20 @@ Write = Callable[[Path, Layers], Mapping[str, Any]]
 """Writes the model with these pruned layers into a folder; what to record of it."""
 
 
+def check_pattern(config: Config, dense: DenseModel) -> None:
+    """Refuse a pattern that does not go into every row. Raises :class:`ConfigError`."""
+    if not (pattern := config.fedspallm.n_of_m()):
+        return
+    for layer in range(dense.num_layers):
+        like = dense.layer_like(layer)
+        for name in dense.prunable(layer):
+            if like[name].shape[1] % pattern[1]:
+                raise ConfigError(
+                    f"fedspallm.pattern is {config.fedspallm.pattern!r}, allowed: one whose length divides the "
+                    f"{like[name].shape[1]} inputs of '{name}' in decoder layer {layer}"
+                )
+
+
 class FedSpaLLM(FederatedStrategy):
     """FedSpaLLM keeps its state between layers on disk: packed layers in ``layers/``, and ``progress/``."""
 
@@ -99,7 +113,7 @@ class FedSpaLLM(FederatedStrategy):
         super().__init__(replace(context, clients=clients_with_the_model(context, dense)))
         self.options = self.config.fedspallm
         self.dense, self.measure, self.answer_tasks, self.write = dense, measure, answer_tasks, write
-        self._check_pattern()
+        check_pattern(self.config, dense)
         self.texts = texts  # by name; the first is what the run is judged by
         self.global_model = PrunedModel(dense, self.recorder.folder, context.run_key)
         self.progress = _progress_in(self.recorder.folder, context.run_key)
@@ -113,19 +127,6 @@ class FedSpaLLM(FederatedStrategy):
         self._known: dict[int, int] = {}  # by client, the pruned layers of this round that it has been sent
         self._distances = MaskDistances()
         self._by_layer: dict[str, dict[str, Any]] = {}  # what the round's record says of each layer
-
-    def _check_pattern(self) -> None:
-        """Refuse a pattern that does not go into every row. Raises :class:`ConfigError`."""
-        if not (pattern := self.options.n_of_m()):
-            return
-        for layer in range(self.dense.num_layers):
-            like = self.dense.layer_like(layer)
-            for name in self.dense.prunable(layer):
-                if like[name].shape[1] % pattern[1]:
-                    raise ConfigError(
-                        f"fedspallm.pattern is {self.options.pattern!r}, allowed: one whose length divides the "
-                        f"{like[name].shape[1]} inputs of '{name}' in decoder layer {layer}"
-                    )
 
     def _hessian_merge(self, groups: Sequence[Sequence[str]], noise_multiplier: Callable[[int], float]) -> HessianMerge:
         """Return what makes layers of Hessians; ``noise_multiplier`` is of clients that release so many in a round."""

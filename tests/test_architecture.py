@@ -30,6 +30,7 @@ ROOF += [
     "starting",
     "api",
     "startable",
+    "texts",
     "tasks",
     "audit",
     "resuming",

@@ -122,16 +122,15 @@ def check_data(overrides: Overrides = None, config: Configs = None, plugin: Plug
     """Read the data of a run, and say what is in them.
 
     Each KEY=VALUE is a setting, such as dataset=image-folder data-dir=DIR.
+    With system=fedspallm they are texts, which the run's model cuts into tokens.
     `fedprune list` says what data-dir holds for each dataset.
     """
     given = given_in(config, overrides, plugin)
     settings = parse_config(given.values)
-    from fedprune_app.registry import SYSTEMS, check_names
+    from fedprune_app.registry import check_names
 
     check_names(settings)
     given.check_effects(settings)
-    if SYSTEMS[settings.system].data == "text":
-        raise ConfigError(f"system is {settings.system!r}, allowed with check-data: one that learns from examples")
     from fedprune_app.checked import data_found
 
     with console.status(Text(f"reading {settings.dataset}")):
@@ -199,12 +198,9 @@ def run_once(placement: Placement, settings: Config, out: Path, force: bool, lin
 
     The ``link`` will lead to the run's folder, from before the run begins.
     """
-    from fedprune_app.demo import prepare_models
     from fedprune_app.experiment import Session
     from fedprune_app.results.ownership import clear_the_way
 
-    if not placement.superlink:  # real nodes have models of their own
-        prepare_models([settings], console)
     folder = Path(settings.out_dir)
 
     def make_way() -> None:

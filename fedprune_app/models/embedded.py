@@ -80,12 +80,21 @@ def train_embedded(texts: Sequence[str], recipe: Recipe = DEFAULT, on_step: OnSt
                 log.warning("the cached model '%s' is damaged, or older than its digests: it is trained anew", folder)
             model = _trained(texts, recipe, on_step)
             with replacing_folder(folder) as new:
-                model.save_pretrained(new)
-                byte_tokenizer().save_pretrained(new)
+                _save(model, new)
                 (new / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1))
                 digests = {path.name: _sha256(path) for path in sorted(new.iterdir())}
                 (new / _DIGESTS).write_text(json.dumps(digests, indent=1))
     return folder
+
+
+def write_untrained(folder: Path, recipe: Recipe = DEFAULT) -> None:
+    """Write a model with the shapes and the tokenizer of the embedded one, and with random weights."""
+    _save(_untrained(recipe, torch.Generator().manual_seed(recipe.seed)), folder)
+
+
+def _save(model: Any, folder: Path) -> None:
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
 
 
 def _is_whole(folder: Path) -> bool:
@@ -123,7 +132,7 @@ def _byte_characters() -> dict[str, int]:
     return {characters[byte]: byte for byte in range(256)}
 
 
-def _trained(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None) -> Any:
+def _untrained(recipe: Recipe, draw: torch.Generator) -> Any:
     transformers = import_transformers()
     config = transformers.LlamaConfig(
         vocab_size=256,
@@ -138,8 +147,13 @@ def _trained(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None) -> An
         eos_token_id=None,
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
-    draw = torch.Generator().manual_seed(recipe.seed)
     _initialise(model, recipe, draw)
+    return model
+
+
+def _trained(texts: Sequence[str], recipe: Recipe, on_step: OnStep | None) -> Any:
+    draw = torch.Generator().manual_seed(recipe.seed)
+    model = _untrained(recipe, draw)
     data = torch.frombuffer(bytearray("\n".join(texts).encode("utf-8", errors="replace")), dtype=torch.uint8)
     if len(data) <= recipe.length:
         raise ValueError(f"{len(data)} bytes of text to train on, allowed: more than {recipe.length}")

@@ -111,8 +111,19 @@ class LanguageModel:
         return getattr(self.config, "max_position_embeddings", None)
 
     def sequence_length(self, asked: int) -> int:
-        """Return the tokens of a sequence: ``asked``, or for 0 the papers' length, but no more than the model takes."""
+        """Return the tokens of a sequence: ``asked``, or for 0 the papers' length, but no more than the model takes.
+
+        ``ValueError`` where more are asked for than that for which the model was made.
+        """
+        self._check_length(asked)
         return asked or min(_LENGTH, self.max_length or _LENGTH)
+
+    def _check_length(self, length: int) -> None:
+        if self.max_length and length > self.max_length:
+            raise ValueError(
+                f"sequences have {length} tokens, allowed with this model: {self.max_length} "
+                "(fedspallm.segment-length, fedspallm.window)"
+            )
 
     def tokenizer(self) -> Any:
         """Return the checkpoint's own tokenizer."""
@@ -227,11 +238,7 @@ class LanguageModel:
         They lie on ``device``, or where :meth:`home` says. ``ValueError`` for sequences longer than those for which the
         model was made.
         """
-        if self.max_length and tokens.shape[1] > self.max_length:
-            raise ValueError(
-                f"sequences have {tokens.shape[1]} tokens, allowed with this model: {self.max_length} "
-                "(fedspallm.segment-length, fedspallm.window)"
-            )
+        self._check_length(tokens.shape[1])
         hidden = torch.empty(0)
         for start in range(0, len(tokens), batch_size):
             entered = self._enter(tokens[start : start + batch_size])[0]

@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,19 @@ def read_task(name: str, path: Path) -> dict[str, Any]:
     return {**found, "task": name}
 
 
+def check_tasks(tasks: Mapping[str, Path | None]) -> None:
+    """Raise ``ValueError`` for a task's file that cannot be read, or where the package for tasks is missing."""
+    for name, path in tasks.items():
+        if path is not None:
+            read_task(name, path)
+    if tasks and find_spec("lm_eval") is None:
+        raise _missing("lm_eval")
+
+
+def _missing(package: str | None) -> ValueError:
+    return ValueError(f"zero-shot tasks need the package {package}: install the extra fedprune[tasks]")
+
+
 def _below(folder: Path, files: Any) -> Any:
     if isinstance(files, dict):
         return {key: _below(folder, each) for key, each in files.items()}
@@ -77,9 +91,7 @@ def accuracies(
             from lm_eval.models.huggingface import HFLM
             from lm_eval.tasks import TaskManager
         except ImportError as error:
-            raise ValueError(
-                f"zero-shot tasks need the package {error.name}: install the extra fedprune[tasks]"
-            ) from None
+            raise _missing(error.name) from None
         whole = model.whole(layers).eval()
         tokenizer = model.tokenizer()
         first = next((each for each in (tokenizer.bos_token_id, tokenizer.eos_token_id) if each is not None), None)

@@ -1,0 +1,51 @@
+"""The text and the language model of a run are looked at before the run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from clients.fedspallm import FedSpaLLMClient, evaluation_texts, evaluation_windows
+from clients.node import Place
+from fedprune_app.config import Config, ConfigError, written_below
+from fedprune_app.data.text import stdlib_training_text
+from fedprune_app.files import scratch_folder
+from fedprune_app.models.embedded import embedded_folder, write_untrained
+from fedprune_app.models.zero_shot import check_tasks
+from strategies.fedspallm import check_pattern
+
+
+def check_texts(config: Config, num_clients: int) -> None:
+    """Raise ``ValueError`` if a run of ``num_clients`` would refuse its text or its language model.
+
+    Every client is made, and reads and cuts its text as in the run. Of the model the parts that are in no decoder layer
+    are read.
+    """
+    if config.dataset == "text" and not Path(config.data_dir).is_dir():
+        raise ConfigError(f"data-dir is {config.data_dir!r}, allowed with dataset 'text': a folder of texts")
+    evaluation_texts(config)
+    check_tasks(config.fedspallm.tasks())
+    with scratch_folder() as folder, with_a_model(config) as here:
+        private = written_below(folder, here)  # no client's ledger is touched
+        for number in range(num_clients):
+            client = FedSpaLLMClient(private, Place(number, num_clients, folder / "clients"))
+            client.read_text()
+        evaluation_windows(here, client.model)
+        check_pattern(here, client.model)
+
+
+@contextmanager
+def with_a_model(config: Config) -> Iterator[Config]:
+    """Yield the settings with a model that is on this machine, on the CPU.
+
+    A random one stands for the embedded model where that is not trained yet. It has the same shapes and tokenizer.
+    """
+    here = replace(config, device="cpu")
+    if config.model != "auto" or embedded_folder([each.text for each in stdlib_training_text()]).is_dir():
+        yield here
+        return
+    with scratch_folder() as folder:
+        write_untrained(folder / "model")
+        yield replace(here, model=str(folder / "model"))

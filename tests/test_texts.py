@@ -1,0 +1,98 @@
+"""Text and language model of a run are checked before it starts, and described."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.models.tiny_llm import text_folder, tiny_byte_model
+
+CHECK = ("check", "system=fedspallm", "dataset=text", "--clients", "2")
+
+
+@pytest.fixture(autouse=True)
+def texts(tmp_path, monkeypatch):
+    """No model is trained here; ``data`` has good texts, and the cache of trained models is empty."""
+
+    def trains(console):
+        raise AssertionError("the model is trained though the texts are bad")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("fedprune_app.demo.embedded_model", trains)
+    return text_folder(tmp_path / "data", size=3000)
+
+
+def spoil(texts, **content):
+    for path in (texts / "calibration").iterdir():
+        path.write_bytes(content["calibration"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["model=nosuch"], "model is 'nosuch': no such folder, and not in the hub cache; download=true fetches it"),
+        (["model=empty"], "empty' cannot be read: "),
+        (["fedspallm.evaluation-texts=a=nosuch.txt"], "nosuch.txt', allowed: a file"),
+        (["fedspallm.evaluation-tasks=a=nosuch.yaml"], "nosuch.yaml' cannot be read: No such file"),
+        (["fedspallm.segments=10000"], "client 0 of 2 finds "),
+        (["fedspallm.segment-counts=8 10000"], "client 1 of 2 finds "),
+        (["fedspallm.segment-length=129"], "sequences have 129 tokens, allowed with this model: 128"),
+        (["fedspallm.pattern=3:5", "fedspallm.block-size=125"], "allowed: one whose length divides the 128 inputs"),
+        (["data-dir=data/test"], "test', allowed with dataset 'text': a folder with test/*.txt or *.jsonl"),
+    ],
+)
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_a_check_and_a_run_refuse_bad_texts_and_models_before_a_model_is_trained(
+    fedprune, tmp_path, command, settings, says
+):
+    (tmp_path / "empty").mkdir()
+    place = [] if command == "check" else ["--engine", "inprocess", "--out", "a"]
+    code, said = fedprune(command, *CHECK[1:], *place, "data-dir=data", *settings)
+    assert code == 2, said
+    assert says in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_text_file_that_cannot_be_decoded_is_named_by_a_check(fedprune, texts):
+    spoil(texts, calibration=b"\xff\xfe")
+    code, said = fedprune(*CHECK, "data-dir=data")
+    assert code == 2
+    assert "client0.txt' is no text in UTF-8" in said
+
+
+def test_good_texts_pass_a_check_with_a_model_that_is_there_and_with_one_not_trained_yet(fedprune, tmp_path):
+    tiny_byte_model(tmp_path / "tiny", "llama")
+    for model in ("tiny", "auto"):
+        code, said = fedprune(*CHECK, "data-dir=data", f"model={model}", "fedspallm.window=32")
+        assert code == 0, said
+    assert not (tmp_path / "cache").exists()
+
+
+def test_data_of_a_language_model_are_described(fedprune, texts, capsys):
+    (texts / "calibration" / "short.txt").write_text("ab")
+    (texts / "calibration" / "again.txt").write_text((texts / "test" / "first.txt").read_text())
+    (texts / "calibration" / "once-more.txt").write_text((texts / "test" / "first.txt").read_text())
+    code, said = fedprune("check-data", "system=fedspallm", "dataset=text", "data-dir=data")
+    assert code == 0, said
+    assert "note: 1 documents are shorter than a segment and give none: 'short'" in said
+    assert "note: 1 documents are there more than once" in said
+    assert "note: test text 'first' is a document of the clients too" in said
+
+
+def test_what_is_in_a_folder_of_texts_is_counted_in_tokens_of_the_model(texts, tmp_path):
+    from fedprune_app.checked import data_found
+    from fedprune_app.config import parse_config
+
+    model = tiny_byte_model(tmp_path / "tiny", "llama")
+    settings = {"system": "fedspallm", "dataset": "text", "data-dir": str(texts), "model": str(model)}
+    rows, doubts = data_found(parse_config(settings))
+    sizes = sorted(len(path.read_text()) for path in (texts / "calibration").iterdir())
+    median = (sizes[1] + sizes[2]) / 2
+    test = len((texts / "test" / "second.txt").read_text())
+    assert dict(rows) == {
+        "documents": f"text: 4, of {sizes[0]:,} to {sizes[-1]:,}, median {median:,.10g} tokens",
+        "segments": f"{sum(size // 64 for size in sizes)} of 64 tokens",
+        "test text 'first'": f"{len((texts / 'test' / 'first.txt').read_text()) // 64} windows of 64 tokens",
+        "test text 'second'": f"{test // 64} windows of 64 tokens",
+    }
+    assert doubts == []
