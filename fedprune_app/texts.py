@@ -11,6 +11,7 @@ from clients.fedspallm import FedSpaLLMClient, evaluation_texts, evaluation_wind
 from clients.node import Place
 from fedprune_app.config import Config, ConfigError, written_below
 from fedprune_app.data.text import stdlib_training_text
+from fedprune_app.federation.participation import check_min_replies
 from fedprune_app.files import scratch_folder
 from fedprune_app.models.embedded import embedded_folder, write_untrained
 from fedprune_app.models.zero_shot import check_tasks
@@ -25,6 +26,7 @@ def check_texts(config: Config, num_clients: int) -> None:
     """
     if config.dataset == "text" and not Path(config.data_dir).is_dir():
         raise ConfigError(f"data-dir is {config.data_dir!r}, allowed with dataset 'text': a folder of texts")
+    check_min_replies(config, num_clients, num_clients)
     evaluation_texts(config)
     check_tasks(config.fedspallm.tasks())
     with scratch_folder() as folder, with_a_model(config) as here:

@@ -27,7 +27,7 @@ from fedprune_app.federation.budgets import Budgets
 from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.exchanges import Exchanges, Rows
 from fedprune_app.federation.flower import StreamedStrategy
-from fedprune_app.federation.participation import Participation
+from fedprune_app.federation.participation import Participation, check_min_replies
 from fedprune_app.federation.round import Outgoing, Round, RunContext
 from fedprune_app.results import measures
 from fedprune_app.results.measures import Reply
@@ -59,8 +59,13 @@ class FederatedStrategy(StreamedStrategy):
         self.prunable = prunable
         self.budgets = Budgets(self.config.dp.enabled)
         self.participation = Participation(self.config, self.clients, self.budgets)
+        check_min_replies(self.config, self.most_asked(), len(self.clients))
         self.state_rounds: dict[int, int] = {}  # by client, the round of the last update taken in from it
         self.digests: dict[int, str] = {}  # by client, of its model in the latest evaluation
+
+    def most_asked(self) -> int:
+        """Return the largest number of clients of which ``min-replies`` must reply."""
+        return self.participation.sample_size(len(self.clients))
 
     # --- what a system does in a round ------------------------------------------------------------------------------
 

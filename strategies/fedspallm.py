@@ -135,6 +135,9 @@ class FedSpaLLM(FederatedStrategy):
         noise = noise_multiplier(self.dense.num_layers * len(groups))
         return HessianMerge(self.config, groups, sizes, noise, self.dense.device)
 
+    def most_asked(self) -> int:
+        return len(self.clients)  # a layer, which fewer may prune, needs a reply of each of these at most
+
     # --- the global model ---------------------------------------------------------------------------------------
 
     def answer(self, layer: int) -> wire.Schema:

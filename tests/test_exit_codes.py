@@ -39,6 +39,13 @@ HERE = ["--engine", "inprocess", "--clients", "4"]
         (["system=fedltp", "validation-fraction=0", "fedltp.public-samples=1"], ""),
         (["system=fedspallm", "dataset=text", "data-dir=nowhere"], "allowed with dataset 'text': a folder of texts"),
         (["min-clients=5"], "min-clients is 5, allowed with 4 clients: at most that"),
+        (["min-replies=5"], "min-replies is 5, allowed with 4 clients and fraction-train 0.5: at most 2"),
+        (["min-replies=3"], "min-replies is 3, allowed with 4 clients and fraction-train 0.5: at most 2"),
+        (
+            ["system=fedspallm", "dataset=stdlib", "min-replies=5"],
+            "min-replies is 5, allowed with 4 clients: at most 4",
+        ),
+        (["num-threads=100000"], "num-threads is 100000, allowed: at least 1 and at most 1024"),
         (["device=cuda"], "device is 'cuda', allowed on this machine"),
     ],
 )

@@ -353,7 +353,7 @@ class CommonOptions:
         resumable=True,
     )
     num_threads: int = option(
-        1, "The number of torch threads of a client. Another number changes floating-point sums.", least=1
+        1, "The number of torch threads of a client. Another number changes floating-point sums.", least=1, most=1024
     )
     cohort: int = option(
         0,

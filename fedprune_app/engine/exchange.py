@@ -187,5 +187,6 @@ def require(good: int, least: int, what: str, failures: Iterable[str]) -> None:
         by_reason: dict[str, str] = {}
         for line in failures:
             by_reason.setdefault(line.partition(": ")[2], line)
-        quoted = "; another: ".join([*by_reason.values()][:3] or ["no client was asked"])
-        raise TooFewReplies(f"{what} had {good} good replies, min-replies asks for {least}; first failure: {quoted}")
+        quoted = "; another: ".join([*by_reason.values()][:3])
+        failed = f"first failure: {quoted}" if quoted else "no reply failed: fewer clients were asked"
+        raise TooFewReplies(f"{what} had {good} good replies, min-replies asks for {least}; {failed}")

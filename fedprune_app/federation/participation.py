@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from fedprune_app.config import Config
+from fedprune_app.config import Config, ConfigError
 from fedprune_app.core import rng
 from fedprune_app.federation.budgets import Budgets
 from fedprune_app.federation.clients import Roster
 from fedprune_app.federation.round import Round
+
+
+def check_min_replies(config: Config, most: int, num_clients: int) -> None:
+    """Raise :class:`ConfigError` if a round, which asks ``most`` of the clients, cannot have ``min-replies``."""
+    if config.min_replies > most:
+        share = f" and fraction-train {config.fraction_train:g}" if most < num_clients else ""
+        raise ConfigError(
+            f"min-replies is {config.min_replies}, allowed with {num_clients} clients{share}: at most {most}"
+        )
 
 
 class Participation:

@@ -183,6 +183,11 @@ class Window(ScriptedGrid):
 SIZES = {node: 1000 + 700 * (node % 3) for node in range(40)}
 
 
+def test_too_few_replies_without_a_failure_say_that_fewer_were_asked():
+    with pytest.raises(TooFewReplies, match=r"^round 1 had 1 good replies, .* asks for 2; no reply failed: fewer"):
+        require(1, 2, "round 1", [])
+
+
 def test_a_message_is_made_only_when_there_is_room_for_it():
     grid = Window(dict.fromkeys(range(6), 0.0))
     answers = exchange(grid, grid.messages(), 5, in_flight_bytes=2000)
