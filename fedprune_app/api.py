@@ -5,23 +5,29 @@ Examples:
     >>> run = fedprune_app.run(system="fedavg", clients=3, engine="inprocess", out="runs/x")  # doctest: +SKIP
     >>> run.frame().tail(1)  # doctest: +SKIP
 
-Errors are those of the command line, with the same text: :class:`~fedprune_app.config.ConfigError` (a ``ValueError``)
-for a wrong setting, :class:`~fedprune_app.errors.LaunchError` (a ``RuntimeError``) for a run that fails.
+Errors are those of the command line, in which an option is called by the argument's name:
+:class:`~fedprune_app.config.ConfigError` (a ``ValueError``) for a wrong setting,
+:class:`~fedprune_app.errors.LaunchError` (a ``RuntimeError``) for a run that fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, wraps
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import numpy as np
 from rich.console import Console
 from torch import Tensor, nn
 
 from fedprune_app.config import ConfigError, Scalar, flatten, read_toml
 from fedprune_app.errors import LaunchError
+from fedprune_app.files import as_path
 from fedprune_app.models.saving import load_packed
 from fedprune_app.models.sparse import sparsify
 from fedprune_app.plugins import names_in
@@ -50,10 +56,33 @@ __all__ = [
 if TYPE_CHECKING:
     from fedprune_app.exporting import Exportable
 
+P = ParamSpec("P")
+T = TypeVar("T")
+_GIVEN = re.compile(r"--(clients|client|workers|engine|ray-address|out|resume|force|global|plugin)\b(?!-)")
+_ARGUMENTS = {"global": "client=None", "plugin": "plugins", "resume": "resume=True", "force": "force=True"}
+
+
+def _in_python(function: Callable[P, T]) -> Callable[P, T]:
+    """Name the arguments in a function's errors as they are called in Python, not as options of the command line."""
+
+    @wraps(function)
+    def call(*arguments: P.args, **named: P.kwargs) -> T:
+        try:
+            return function(*arguments, **named)
+        except (ValueError, LaunchError) as error:
+            said = _GIVEN.sub(lambda found: _ARGUMENTS.get(found[1], found[1].replace("-", "_")), str(error))
+            if said != str(error):
+                error.args = (said,)
+            raise
+
+    return call
+
+
 Settings = Mapping[str, object]
 AnyPath = str | PathLike[str]
 
 
+@_in_python
 def run(
     config: AnyPath | Settings | None = None,
     /,
@@ -95,6 +124,7 @@ def run(
     return load_run(folder)
 
 
+@_in_python
 def sweep(
     matrix: AnyPath | Settings,
     /,
@@ -124,7 +154,11 @@ def sweep(
     from fedprune_app.matrices import Matrix, matrix_of, read_matrix
     from fedprune_app.sweeping import num_clients_of, run_matrix, run_search
 
-    read = matrix_of(matrix, "in memory") if isinstance(matrix, Mapping) else read_matrix(Path(matrix).expanduser())
+    read = (
+        matrix_of(_plain(matrix), "in memory")
+        if isinstance(matrix, Mapping)
+        else read_matrix(_path("matrix", matrix, ", or a mapping with its entries"))
+    )
     console = Console(stderr=True, quiet=not progress)
 
     def tell(label: str, text: str) -> None:
@@ -146,26 +180,44 @@ def _given(config: AnyPath | Settings | None, settings: Settings) -> Given:
     if isinstance(config, Mapping):
         files = [_flat(config)]
     elif config is not None:
-        files = [read_toml(config_file(Path(config)))]
+        files = [read_toml(config_file(_path("config", config, ", or a mapping of keys to values")))]
     return with_plugins(files, _flat(settings))
 
 
 def _flat(settings: Settings) -> dict[str, Scalar]:
     """Return settings by key; the keys' types are checked where they are parsed."""
-    return {key.replace("_", "-"): value for key, value in flatten(dict(settings)).items()}
+    return {str(key).replace("_", "-"): _plain(value) for key, value in flatten(dict(settings)).items()}
 
 
+def _plain(value: Any) -> Any:
+    """Return a value as a file of settings has it: a number of NumPy is a number, and a path is a text."""
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, np.generic):
+        return value.item()
+    return os.fspath(value) if isinstance(value, PathLike) else value
+
+
+def _path(name: str, value: object, more: str = "") -> Path:
+    if not isinstance(value, str | PathLike):
+        raise ConfigError(f"{name} is {value!r}, allowed: a path{more}")
+    return as_path(name, value)
+
+
+@_in_python
 def report(runs: Run | AnyPath | Sequence[Run | AnyPath], output: AnyPath, *, force: bool = False) -> Path:
     """Compare runs, or run folders, in one self-contained HTML file, and return its path.
 
     A folder that is damaged is left out, and the page names it. Raises ``ValueError`` where none can be read. An
     ``output`` that exists and is no report is replaced with ``force`` alone.
     """
-    several = [runs] if isinstance(runs, Run | str | PathLike) else list(runs)
-    folders = [each.folder if isinstance(each, Run) else Path(each).expanduser() for each in several]
-    return write_report(folders, Path(output).expanduser(), force=force)
+    several = list(runs) if isinstance(runs, Iterable) and not isinstance(runs, str) else [runs]
+    return write_report([_folder("runs", each) for each in several], _path("output", output), force=force)
 
 
+@_in_python
 def model(run: Run | AnyPath, client: int | None = None, *, plugins: str | Sequence[str] = ()) -> nn.Module:
     """Return the final model of a ``client``, or the global one (None), of a completed run: on the CPU, to evaluate.
 
@@ -176,6 +228,7 @@ def model(run: Run | AnyPath, client: int | None = None, *, plugins: str | Seque
     return _exportable(run, client, plugins).network
 
 
+@_in_python
 def masks(run: Run | AnyPath, client: int | None = None, *, plugins: str | Sequence[str] = ()) -> dict[str, Tensor]:
     """Return the masks of that model by the names of its tensors: True where a weight is kept.
 
@@ -184,11 +237,20 @@ def masks(run: Run | AnyPath, client: int | None = None, *, plugins: str | Seque
     return dict(_exportable(run, client, plugins).payload.masks)
 
 
+def _folder(name: str, run: object) -> Path:
+    return run.folder if isinstance(run, Run) else _path(name, run, ", or a run")
+
+
 def _exportable(run: Run | AnyPath, client: int | None, plugins: str | Sequence[str]) -> Exportable:
     from fedprune_app.exporting import find_model
 
-    folder = run.folder if isinstance(run, Run) else Path(run).expanduser()
-    return find_model(folder, client, trusted=_trusted(plugins))
+    _check_client(client)
+    return find_model(_folder("run", run), client, trusted=_trusted(plugins))
+
+
+def _check_client(client: object) -> None:
+    if client is not None and (isinstance(client, bool) or not isinstance(client, Integral)):
+        raise ConfigError(f"client is {client!r}, allowed: a whole number, or None for the global model")
 
 
 def _trusted(plugins: str | Sequence[str]) -> list[str]:
@@ -197,6 +259,7 @@ def _trusted(plugins: str | Sequence[str]) -> list[str]:
     return names_in(with_plugins([], {}, names).values) if names else []
 
 
+@_in_python
 def export(
     run: Run | AnyPath,
     output: AnyPath,
@@ -219,8 +282,8 @@ def export(
     from fedprune_app.exporting import export_model, format_of
     from fedprune_app.packing import is_language_model, pack_model
 
-    path = Path(output).expanduser()
-    folder = run.folder if isinstance(run, Run) else Path(run).expanduser()
+    _check_client(client)
+    path, folder = _path("output", output), _folder("run", run)
     if is_language_model(folder):
         if client is not None or format not in ("", "sparse"):
             wrong = f"--client is {client}" if client is not None else f"--format is {format!r}"

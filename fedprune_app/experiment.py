@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -74,8 +75,13 @@ class Placement:
         if self.ray_address:
             launch.check_ray_address(self.ray_address)
         for option, value in (("--clients", self.num_clients), ("--workers", self.num_workers)):
-            if value is not None and value < 1:
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, Integral):
+                raise ConfigError(f"{option} is {value!r}, allowed: a whole number")
+            if value < 1:
                 raise ConfigError(f"{option} is {value}, allowed: at least 1")
+        object.__setattr__(self, "num_clients", int(self.num_clients))  # it may be a number of NumPy
 
 
 class Session:

@@ -32,10 +32,18 @@ _SYNCED_AT_ONCE = 16
 _NO_SYNC = (errno.EINVAL, errno.ENOTSUP)  # from file systems that cannot sync a folder
 _RENAME_EXCHANGE = 2  # Linux's flag of renameat2
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)  # from file systems and systems that cannot exchange names
-
-
 _told = logging.getLogger("fedprune")  # its warnings reach the terminal, unlike Flower's
 _QUIETLY_SECONDS = 1.0
+
+
+def as_path(name: str, value: object) -> Path:
+    """Return ``value``, which a caller in Python gave as ``name``, as a path; ``~`` is the home folder.
+
+    ``ValueError`` where it is none.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError(f"{name} is {value!r}, allowed: a path")
+    return Path(value).expanduser()
 
 
 @contextmanager

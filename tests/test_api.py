@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gc
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from flwr.supercore.exit import exit_handler
@@ -206,7 +209,7 @@ def test_a_sweep_returns_its_runs_and_goes_on(tmp_path):
     assert (tmp_path / "s" / "table.csv").exists()
     again = fedprune_app.sweep(matrix, out=tmp_path / "s", resume=True, **quick)
     assert [run.info["final_sha256"] for run in again] == [run.info["final_sha256"] for run in runs]
-    with pytest.raises(fedprune_app.ConfigError, match="is not empty, allowed: a new folder, or --resume"):
+    with pytest.raises(fedprune_app.ConfigError, match="is not empty, allowed: a new folder, or resume=True"):
         fedprune_app.sweep(matrix, out=tmp_path / "s", **quick)
     with pytest.raises(fedprune_app.ConfigError, match="matrix 'in memory' has unknown entry 'system'"):
         fedprune_app.sweep({"system": "fedavg"}, out=tmp_path / "t", **quick)
@@ -240,3 +243,64 @@ def test_a_process_that_ran_a_federation_keeps_nothing_of_it(tmp_path):
         gc.collect()
         kept.append((len(server_app._at_work), len(exit_handler.registered_exit_handlers)))
     assert kept == [(0, kept[0][1])] * 2
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda api, _: api.run(5, out="a"), "config is 5, allowed: a path, or a mapping of keys to values"),
+        (lambda api, _: api.run(out="a", **{**QUICK, "clients": "3"}), "clients is '3', allowed: a whole number"),
+        (lambda api, _: api.run(out="a", **{**QUICK, "clients": 3.0}), "clients is 3.0, allowed: a whole number"),
+        (lambda api, _: api.run(out="a", **{**QUICK, "workers": True}), "workers is True, allowed: a whole number"),
+        (lambda api, _: api.run(out="a", **{**QUICK, "engine": "x"}), "engine is 'x', allowed: ray, flower, inprocess"),
+        (lambda api, _: api.sweep(5, out="a"), "matrix is 5, allowed: a path, or a mapping with its entries"),
+        (lambda api, _: api.load_run(5), "folder is 5, allowed: a path"),
+        (lambda api, _: api.load_model(None), "path is None, allowed: a path"),
+        (lambda api, _: api.load_packed(5), "folder is 5, allowed: a path"),
+        (lambda api, _: api.report([None], "r.html"), "runs is None, allowed: a path, or a run"),
+        (lambda api, _: api.report(5, "r.html"), "runs is 5, allowed: a path, or a run"),
+        (lambda api, run: api.model(run, 99), "client is 99, allowed: 0 to 2"),
+        (lambda api, run: api.masks(run, "0"), "client is '0', allowed: a whole number, or None for the global model"),
+        (lambda api, _: api.model(5), "run is 5, allowed: a path, or a run"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_a_value_error_that_names_the_argument(
+    finished, tmp_path, monkeypatch, call, says
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=f"^{re.escape(says)}") as caught:
+        call(fedprune_app, finished)
+    assert "--" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_of_numpy_and_paths_are_settings(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = fedprune_app.run(
+        {"system": "fedavg", "num-server-rounds": np.int64(1)},
+        out=Path("a"),
+        clients=np.int64(3),
+        engine="inprocess",
+        progress=False,
+        local_epochs=1,
+        learning_rate=np.float32(0.25),
+        seed=np.int64(3),
+        state_dir=Path("states"),
+    )
+    assert (run.config["learning-rate"], run.config["seed"]) == (0.25, 3)
+    assert run.config["state-dir"] == str(tmp_path / "states")
+    assert len(run.info["partition"]) == 3
+
+
+def test_a_packed_model_that_is_no_folder_is_not_looked_for_on_the_hub(tmp_path, monkeypatch):
+    def reached(*arguments, **more):
+        raise AssertionError("the network is asked")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("socket.socket.connect", reached)
+    monkeypatch.setattr("socket.getaddrinfo", reached)
+    with pytest.raises(ValueError, match=r"^packed model 'nosuch': there is no such folder$"):
+        fedprune_app.load_packed("nosuch")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"^packed model 'empty' cannot be read"):
+        fedprune_app.load_packed("empty")

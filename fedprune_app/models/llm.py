@@ -74,7 +74,7 @@ class LanguageModel:
         transformers = import_transformers()
         self.folder, self.device = folder, torch.device(device)
         try:
-            self.config = transformers.AutoConfig.from_pretrained(folder)
+            self.config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"checkpoint {str(folder)!r} cannot be read: {one_line(error)}") from None
         self._files = TensorFiles(folder)
@@ -128,7 +128,7 @@ class LanguageModel:
     def tokenizer(self) -> Any:
         """Return the checkpoint's own tokenizer."""
         try:
-            return import_transformers().AutoTokenizer.from_pretrained(self.folder)
+            return import_transformers().AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(f"checkpoint {str(self.folder)!r} has no tokenizer: {one_line(error)}") from None
 

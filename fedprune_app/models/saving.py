@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import check_json, sealed_json
-from fedprune_app.files import replacing_folder
+from fedprune_app.files import as_path, replacing_folder
 from fedprune_app.models.checkpoints import INDEX, inside
 from fedprune_app.models.llm import LanguageModel, cast, decoder_layers, import_transformers, with_layers
 from fedprune_app.models.sparse import Chooser
@@ -80,10 +80,12 @@ def load_packed(folder: Path | str, *, sparse: bool = False) -> Any:
     :mod:`fedprune_app.models.sparse`. The matrices of one layer at a time are dense. Such a model is for inference.
     Raises ``ValueError`` for another folder.
     """
-    folder = Path(folder)
+    folder = as_path("folder", folder)
+    if not folder.is_dir():  # transformers would take it for a name on the hub
+        raise ValueError(f"packed model {str(folder)!r}: there is no such folder")
     transformers = import_transformers()
     try:
-        config = transformers.AutoConfig.from_pretrained(folder)
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         if not sparse:
             return _dense(transformers, config, _parts(folder))
         size = sum(path.stat().st_size for path in folder.glob("part-*.fp"))

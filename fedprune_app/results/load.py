@@ -35,6 +35,7 @@ from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import Unsealed, check_json, sealed_json
 from fedprune_app.core.structured import ChannelGroup, Slice, shrink
+from fedprune_app.files import as_path
 from fedprune_app.models.names import BUILDERS, MODELS
 from fedprune_app.models.sparse import sparsify
 from fedprune_app.models.vision import (
@@ -152,12 +153,13 @@ def load_model(path: str | PathLike[str], *, build: Build | None = None, sparse:
     checked before memory is taken for it, and the memory is never more than the full network would need. Raises a
     one-line ``ValueError`` naming the file.
     """
-    found = _read(Path(path), with_tensors=True, build=build)
+    path = as_path("path", path)
+    found = _read(path, with_tensors=True, build=build)
     try:
         network = network_of(found.info, found.payload, build)
     except ValueError as error:
         raise ValueError(f"exported model {str(path)!r}: {error}") from None
-    _check_digests(Path(path), found)  # last, because a digest cannot say what is wrong
+    _check_digests(path, found)  # last, because a digest cannot say what is wrong
     if sparse:
         sparsify(network)
     return network

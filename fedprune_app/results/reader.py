@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -20,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedprune_app.core import seals
+from fedprune_app.files import as_path
 from fedprune_app.results import measures
 from fedprune_app.results.lock import is_held
 from fedprune_app.results.measures import Kind
@@ -185,13 +187,13 @@ class Run:
         return None if total is None else total / len(self.rounds)
 
 
-def load_run(folder: Path) -> Run:
+def load_run(folder: str | PathLike[str]) -> Run:
     """Read the run recorded in ``folder``; a last jsonl line that a crash cut short is left out.
 
     Raises a one-line ``ValueError`` for a folder without run.json, and for a file that is malformed, too large or not
     what was written, or has a field of the wrong type. The error names the file (and line).
     """
-    folder = Path(folder)
+    folder = as_path("folder", folder)
     info = read_info(folder)
     rounds, clients = (tuple(row for _, row in _recorded_rows(folder, name, info)) for name in RECORDS)
     return Run(folder, info, rounds, clients, read_masks(folder, info))
