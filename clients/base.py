@@ -23,6 +23,7 @@ from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.flops import sparse_flops
 from fedprune_app.core.payload import Payload
+from fedprune_app.engine.returned import returned
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.learning.device import recorder_of
 from fedprune_app.learning.sgd import SGD
@@ -140,8 +141,8 @@ class ImageClient(ImageNode[Update]):
         self, task: Task, state: State, **how: Unpack[LocalTraining]
     ) -> tuple[TrainingResult, dict[str, Tensor]]:
         """This trains from :meth:`begin`, and returns how training went and all tensors after it."""
-        vision.load_state_tensors(self.model, self.begin(task, state))
-        result = self.train(task, **how)
+        vision.load_state_tensors(self.model, returned(self.begin(task, state), dict, self, "begin"))
+        result = returned(self.train(task, **how), TrainingResult, self, "train")
         return result, vision.state_tensors(self.model, include_buffers=True)
 
     def train(
@@ -202,7 +203,7 @@ class ImageClient(ImageNode[Update]):
 
         Raises ``ValueError`` when training diverged.
         """
-        if update.training.diverged:
+        if returned(update.training, TrainingResult, self, "train").diverged:
             loss = "" if update.training.loss_mean is None else f" (loss {update.training.loss_mean})"
             raise ValueError(f"training diverged{loss}; try a lower learning-rate")
         told = {"loss": update.training.loss_mean} if self.privacy is None else self.privacy.report(task.round)
@@ -210,8 +211,8 @@ class ImageClient(ImageNode[Update]):
 
     def evaluation(self, task: Task, state: State) -> tuple[int, dict[str, Any]]:
         """This tells accuracies of the personal, received and global model, on this client's own data."""
-        masks = self.masks(task, state)
-        personal = Payload(self.personal_model(task, state), masks)
+        masks = returned(self.masks(task, state), dict, self, "masks")
+        personal = Payload(returned(self.personal_model(task, state), dict, self, "personal_model"), masks)
         told: dict[str, Any] = {"digest": personal.digest(), "density": self.density(masks)}
         for name in self.prunable:
             told[f"density/{name}"] = float(masks[name].double().mean()) if name in masks else 1.0

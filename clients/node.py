@@ -15,6 +15,7 @@ from clients.reply_fields import Kind, ReplyFields, declared, undeclared
 from clients.task import NDArrays, Task, names_of
 from fedprune_app.config import NO_POLICY, Config, Policy
 from fedprune_app.core.payload import Payload
+from fedprune_app.engine.returned import returned
 from fedprune_app.engine.simulated import is_beside_server
 from fedprune_app.engine.store import State, VersionedStore, client_store
 from fedprune_app.engine.wire import Schema
@@ -174,16 +175,19 @@ class Node(NumPyClient, Generic[AnUpdate]):
         started = time.monotonic()
         state, lost = self.load_state(task, before=task.round)
         update = self.local_update(task, state)
-        told = self.report(task, update)
+        for name, kind in (("payload", Payload), ("state", State)):
+            returned(getattr(update, name, update), kind, self, "local_update")
+        told = returned(self.report(task, update), dict, self, "report")
         durable = not (self.state_waits_for_checkpoint and is_beside_server())
-        self.store.save(task.round, self.kept_state(update), accepted=task.state_round, durable=durable)
+        kept = returned(self.kept_state(update), State, self, "kept_state")
+        self.store.save(task.round, kept, accepted=task.state_round, durable=durable)
         spent = {} if self.config.dp.enabled else {"seconds": time.monotonic() - started}
         return update.payload, {**told, **spent, **update.metrics, **_notes(task, lost)}
 
     def answer_evaluation(self, task: Task) -> tuple[int, dict[str, Any]]:
         """This loads the state, evaluates it, and returns the reply: how many examples, and what was found."""
         state, lost = self.load_state(task, before=task.round + 1)
-        num_examples, told = self.evaluation(task, state)
+        num_examples, told = returned(self.evaluation(task, state), tuple, self, "evaluation")
         return num_examples, {**told, **_notes(task, lost)}
 
     def load_state(self, task: Task, before: int) -> tuple[State, str]:

@@ -20,6 +20,7 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,7 +30,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fedprune_app.config import DEFAULTS, Config, ConfigError, Table, parse_config, register_table, uses_of
+from fedprune_app.config import DEFAULTS, Config, ConfigError, Table, check_uses, parse_config, register_table, uses_of
 from fedprune_app.data.names import DATASETS, DEALERS, LOADERS, PARTITIONS
 from fedprune_app.models.names import AUTO, BUILDERS, MODELS
 from fedprune_app.registry import SYSTEMS, System
@@ -48,6 +49,7 @@ _NAMES: Mapping[str, Mapping[str, object]] = {
     "dataset": DATASETS,
     "partition": PARTITIONS,
 }
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FUNCTIONS = ("model", "dataset", "partition")
 _files: dict[str, tuple[str, ModuleType]] = {}  # by path: the digest of what was loaded
 _origins: dict[tuple[str, str], str] = {}  # by key and name: the module that registered it
@@ -110,7 +112,7 @@ def register_system(
     _claim("system", name)
     if options is not None:
         register_table(name, options)
-    uses_of[name] = tuple(uses)
+    uses_of[name] = check_uses(name, uses)
     SYSTEMS[name] = System(strategy, client, summary)
 
 
@@ -150,8 +152,8 @@ def _claim(key: str, name: str) -> None:
         raise ConfigError(f"{key} {name!r} of plug-in {origin} is one of fedprune's own, allowed: another name")
     if before not in (None, origin):
         raise ConfigError(f"{key} {name!r} of plug-in {origin} is one of plug-in {before} too, allowed: another name")
-    if not name or name != name.strip() or set(name) & set("=,"):
-        raise ConfigError(f"{key} {name!r} of plug-in {origin}, allowed: a name without spaces around it, '=' and ','")
+    if not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise ConfigError(f"{key} {name!r} of plug-in {origin}, allowed: a name of letters, digits, '-', '_' and '.'")
     _origins[key, name] = origin
     if before is not None:
         _forget()
@@ -193,6 +195,21 @@ def load(values: Mapping[str, object], *, allows: Callable[[Code], None] | None 
         name = str(values.get(key) or DEFAULTS[key])
         if name not in ("auto", *_NAMES[key]):
             _load_entry_point(key, group, name)
+
+
+def idle(values: Mapping[str, object]) -> list[str]:
+    """Return what the key ``plugins`` names, is loaded, and neither registered a name nor has a function in use."""
+    used = {code.target for code in code_in(values) if code.function}
+    active = {each for origin in _origins.values() for each in (origin, *_files_of(origin))}
+    return [
+        name
+        for name in names_in(values)
+        if name not in {*used, *active} and not any(each.startswith(f"{name}.") for each in active)
+    ]
+
+
+def _files_of(origin: str) -> list[str]:
+    return [target for target, (_, module) in _files.items() if module.__name__ == origin]
 
 
 def check_named(values: Mapping[str, object], named: Mapping[str, object]) -> None:
@@ -251,7 +268,7 @@ def located() -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         place = _place_in_plugin(error)
         if not place:
             raise

@@ -68,6 +68,9 @@ def with_plugins(
     files: Sequence[dict[str, Scalar]], on_command_line: dict[str, Scalar], more_plugins: Sequence[str] | None = None
 ) -> Given:
     """Return settings with absolute paths, when the plug-ins that the settings name are loaded."""
+    for name in more_plugins or ():
+        if not name.strip():
+            raise ConfigError(f"--plugin is {name!r}, allowed: a module, or a file that ends in .py")
     named = plugins.names_in(Given(files, on_command_line).values)
     if more_plugins:
         on_command_line = {**on_command_line, "plugins": ",".join(dict.fromkeys([*named, *more_plugins]))}

@@ -118,6 +118,100 @@ def test_an_error_in_ones_own_code_is_told_with_its_place(fedprune, tmp_path, mo
     assert said in json.loads((tmp_path / "run" / "run.json").read_text())["error"]
 
 
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        (
+            "Server.end(self, round): self.model = {'x': 1}",
+            "Server.end() leaves self.model with a value of type int",
+        ),
+        ("Server.end(self, round): self.model = 3", "Server.end() leaves self.model of type int"),
+        ("Server.state(self): return {}", "Server.state() returns a value of type dict, allowed: State"),
+        ("Client.train(self, task, **how): pass", "Client.train() returns nothing, allowed: TrainingResult"),
+        ("Client.local_update(self, task, state): pass", "Client.local_update() returns nothing, allowed: Payload"),
+        ("Client.begin(self, task, state): return 1", "Client.begin() returns a value of type int, allowed: dict"),
+        ("Client.report(self, task, update): pass", "Client.report() returns nothing, allowed: dict"),
+        ("Client.evaluation(self, task, state): pass", "Client.evaluation() returns nothing, allowed: tuple"),
+        ("Client.personal_model(self, task, state): pass", "Client.personal_model() returns nothing, allowed: dict"),
+    ],
+)
+def test_a_wrong_value_of_ones_own_code_is_told_with_its_class_and_method(
+    fedprune, tmp_path, monkeypatch, method, said
+):
+    monkeypatch.chdir(tmp_path)
+    head = "from fedprune_app.extend import FedAvg, FedAvgClient, register_system\n"
+    classes = "class Server(FedAvg): pass\nclass Client(FedAvgClient): pass\n"
+    kind, _, rest = method.partition(".")
+    own = f"class {kind}({kind}):\n    def {rest}"
+    end = "\nregister_system('wrong', strategy=Server, client=Client, summary='one that fails')\n"
+    write(tmp_path / "wrong.py", f"{head}{classes}{own}{end}")
+    code, found = fedprune("run", "--plugin", "wrong.py", "system=wrong", *QUICK, "--out", "run")
+    assert code == 1
+    assert said in " ".join(found.split())
+
+
+HEAD = """from dataclasses import dataclass
+from fedprune_app.extend import FedAvg, FedAvgClient, Table, option, register_model, register_system
+"""
+OWN = "register_system({name!r}, strategy=FedAvg, client=FedAvgClient, summary='x', {more})"
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "more", "said"),
+    [
+        ("", "own", "uses=('nosuch',)", "uses of system 'own' has 'nosuch', allowed: keys and tables of settings"),
+        ("", "own", "uses='density'", "uses of system 'own' is 'density', allowed: a tuple of keys and tables"),
+        ("", "Bad Name!", "", "system 'Bad Name!' of plug-in"),
+        ("mu: float = option(0.1, 'A number.')", "own", "options=O", "is O, allowed: with @dataclass(frozen=True)"),
+        ("@mu: float = 0.1", "own", "options=O", "field 'mu' of O, the options of system 'own', declares no option"),
+        ("@mu: float = option('a', 'x')", "own", "options=O", "has the default 'a', allowed: one of type float"),
+        ("@mu: float = option(1, 'x')", "own", "options=O", "has the default 1, allowed: one of type float"),
+        (
+            "@mu: tuple = option((), 'x')",
+            "own",
+            "options=O",
+            "the default (), allowed: one of type bool, int, f",
+        ),
+    ],
+)
+def test_a_wrong_registration_is_refused_where_the_plug_in_is_loaded(tmp_path, options, name, more, said):
+    frozen = "@dataclass(frozen=True)\n" if options.startswith("@") else ""
+    table = f"{frozen}class O(Table):\n    {options.removeprefix('@') or 'pass'}\n"
+    code = write(tmp_path / "wrong.py", f"{HEAD}{table}{OWN.format(name=name, more=more)}")
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        plugins.load({"plugins": code})
+
+
+def test_a_plug_in_that_registers_nothing_is_noted_and_an_empty_one_refused(fedprune, files):
+    code, said = fedprune("check", "--plugin", "colorsys", "--clients", "2", "system=fedavg")
+    assert code == 0
+    assert "note: plug-in 'colorsys' registers no name" in said
+    for given in (("--plugin", "my_prox.py"), ("--plugin", "mine.py", "model=mine.py:net")):
+        code, said = fedprune("check", *given, "--clients", "2", "system=fedavg")
+        assert (code, "registers" in said) == (0, False), said
+    code, said = fedprune("check", "--plugin", "", "--clients", "2")
+    assert code == 2
+    assert "--plugin is '', allowed: a module, or a file that ends in .py" in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "text", "said"),
+    [
+        ("model", "import sys\ndef f(shape, classes): sys.exit(3)", "cannot be made for images of 1x8x8"),
+        ("dataset", "import sys\ndef f(folder): sys.exit(3)", "cannot be loaded: SystemExit: 3"),
+        ("partition", "import sys\ndef f(labels, n, rng): sys.exit(3)", "fails: SystemExit: 3"),
+        ("partition", "def f(labels, n, rng): return [[0.5], [1]]", "client 0 an array of shape (1,) and type float64"),
+        ("partition", "def f(labels, n, rng): return [[[0]], [1]]", "0 an array of shape (1, 1) and type int64"),
+        ("partition", "def f(labels, n, rng): return [[True], [1]]", "client 0 an array of shape (1,) and type bool"),
+    ],
+)
+def test_a_function_that_leaves_the_program_or_returns_no_indices_is_an_error(fedprune, files, setting, text, said):
+    write(files / "own.py", text)
+    code, found = fedprune("check", f"{setting}=own.py:f", "system=fedavg", "--clients", "2")
+    assert code == 2
+    assert said in " ".join(found.split())
+
+
 @pytest.mark.slow
 def test_the_test_of_the_page_passes(files):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_my_prox.py"]
@@ -295,7 +389,7 @@ REGISTER = "from fedprune_app.extend import *\nclass S(FedAvg): pass\nclass C(Fe
     ("call", "said"),
     [
         ("register_system('fedavg', strategy=S, client=C, summary='')", "system 'fedavg' of plug-in .* fedprune's own"),
-        ("register_system('a=b', strategy=S, client=C, summary='')", "allowed: a name without"),
+        ("register_system('a=b', strategy=S, client=C, summary='')", "allowed: a name of letters"),
         ("register_system('x', strategy=C, client=C, summary='')", "strategy of system 'x' is .* FederatedStrategy"),
         ("register_system('x', strategy=S, client=S, summary='')", "client of system 'x' is .* extends Node"),
         ("register_system('x', strategy=S, client=C, summary='', options=dict)", "options of system 'x' is .* Table"),

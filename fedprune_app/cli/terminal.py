@@ -67,6 +67,10 @@ def say_idle(given: Given, config: Config) -> None:
     """Name the settings that were given and have no effect."""
     if idle := given.idle(config):
         say(f" without effect with system {config.system!r}: {', '.join(idle)}", "note:", "yellow")
+    from fedprune_app import plugins
+
+    for name in plugins.idle(given.values):
+        say(f" plug-in {name!r} registers no name", "note:", "yellow")
 
 
 def named_plugins(plugin: list[str] | None) -> list[str]:

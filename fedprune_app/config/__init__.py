@@ -18,7 +18,7 @@ from fedprune_app.config.fedspa import FedSPAOptions
 from fedprune_app.config.gossip import DisPFLOptions, DPSGDOptions, GossipOptions
 from fedprune_app.config.options import Kind, Option, Scalar, option
 from fedprune_app.config.parsing import check_resumable, parse_config, paths_from_here, written_below
-from fedprune_app.config.plugged import is_used, register_table, uses_of, with_carrier
+from fedprune_app.config.plugged import check_uses, is_used, register_table, uses_of, with_carrier
 from fedprune_app.config.policy import NO_POLICY, POLICY_KEYS, Policy, PolicyError, declined
 from fedprune_app.config.toml import flatten, parse_override, read_toml, to_toml, toml_value
 
@@ -44,6 +44,7 @@ __all__ = [
     "Table",
     "check_effects",
     "check_resumable",
+    "check_uses",
     "class_names",
     "declined",
     "flatten",

@@ -151,6 +151,11 @@ def option(
 _OPTION = "option"
 
 
+def declares_option(item: Field[Any]) -> bool:
+    """Return whether a field declares an option."""
+    return _OPTION in item.metadata
+
+
 def option_of(item: Field[Any]) -> Option:
     """Return the option that a field declares."""
     declared: Option = item.metadata[_OPTION]

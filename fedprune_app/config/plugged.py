@@ -6,19 +6,22 @@ declare, so such options travel as JSON in the one declared key ``plugin-options
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass, replace
+from typing import get_type_hints
 
 from fedprune_app.config.common import Table
 from fedprune_app.config.config import OPTIONS, Config, flat, register_keys
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import Scalar
+from fedprune_app.config.options import Scalar, declares_option
 
 _TABLES: dict[str, type[Table]] = {}
 """By system of a plug-in: its table."""
 uses_of: dict[str, tuple[str, ...]] = {}
 """By system of a plug-in: the keys and tables of other systems that it reads as well."""
+_TYPES = (bool, int, float, str)
 CARRIER = "plugin-options"
 
 
@@ -30,6 +33,10 @@ def register_table(system: str, kind: type[Table]) -> None:
     """
     if not (isinstance(kind, type) and issubclass(kind, Table) and is_dataclass(kind)):
         raise ConfigError(f"options of system {system!r} is {kind!r}, allowed: a frozen dataclass that extends Table")
+    own = [key for key, hint in inspect.get_annotations(kind).items() if "ClassVar" not in str(hint)]
+    if own and "__dataclass_params__" not in vars(kind):
+        raise ConfigError(f"options of system {system!r} is {kind.__name__}, allowed: with @dataclass(frozen=True)")
+    _check_fields(system, kind)
     kind.name = kind.name or system
     if kind.name in {item.name.replace("_", "-") for item in fields(Config)}:
         raise ConfigError(f"system {system!r} has a table {kind.name!r} of options, allowed: a name that no table has")
@@ -39,6 +46,33 @@ def register_table(system: str, kind: type[Table]) -> None:
     register_keys(
         prefix, {key: replace(each, needs={"system": systems, **each.needs}) for key, _, each in flat(kind(), prefix)}
     )
+
+
+def _check_fields(system: str, kind: type[Table]) -> None:
+    """Raise :class:`ConfigError` for a field that declares no option, or has a default of another type than it says."""
+    try:
+        hints = get_type_hints(kind)
+    except Exception:  # a name in an annotation may be known where the class was made alone
+        hints = {}
+    for item in fields(kind):
+        where = f"field {item.name!r} of {kind.__name__}, the options of system {system!r},"
+        if not declares_option(item):
+            raise ConfigError(f"{where} declares no option, allowed: {item.name}: TYPE = option(DEFAULT, HELP)")
+        default, hint = item.default, hints.get(item.name, type(item.default))
+        if type(default) not in _TYPES or (hint in _TYPES and type(default) is not hint):
+            wanted = hint.__name__ if hint in _TYPES else "bool, int, float or str"
+            raise ConfigError(f"{where} has the default {default!r}, allowed: one of type {wanted}")
+
+
+def check_uses(system: str, uses: Collection[str]) -> tuple[str, ...]:
+    """Return the keys and tables that a plug-in's ``system`` uses. Raises :class:`ConfigError` for unknown ones."""
+    if isinstance(uses, str) or not isinstance(uses, Collection):
+        raise ConfigError(f"uses of system {system!r} is {uses!r}, allowed: a tuple of keys and tables")
+    names = {*OPTIONS, *(key.rpartition(".")[0] for key in OPTIONS)} - {""}
+    for name in uses:
+        if name not in names:
+            raise ConfigError(f"uses of system {system!r} has {name!r}, allowed: keys and tables of settings")
+    return tuple(uses)
 
 
 def table_of(system: object) -> Table:

@@ -37,7 +37,7 @@ def dataset(name: str, load: Callable[[str], Any], data_dir: str, *, needs_test:
     """
     try:
         found = load(data_dir)
-    except Exception as error:  # a user's function raises what it likes
+    except (Exception, SystemExit) as error:  # a user's function raises what it likes
         raise ValueError(f"dataset '{name}' cannot be loaded: {type(error).__name__}: {error}") from error
     if isinstance(found, Dataset):
         return found
@@ -85,9 +85,14 @@ def dealt(
 ) -> list[Indices]:
     """Return the indices that the function ``deal`` of a plug-in gives to each client. Raises ``ValueError``."""
     try:
-        parts = [np.sort(np.asarray(part, dtype=np.int64)) for part in deal(labels, num_clients, rng)]
-    except Exception as error:  # as above
+        given = [np.asarray(part) for part in deal(labels, num_clients, rng)]
+    except (Exception, SystemExit) as error:  # as above
         raise ValueError(f"partition '{name}' fails: {type(error).__name__}: {error}") from error
+    for client, part in enumerate(given):
+        if part.size and (part.ndim != 1 or not np.issubdtype(part.dtype, np.integer)):
+            found = f"an array of shape {part.shape} and type {part.dtype}"
+            raise ValueError(f"partition '{name}' gives client {client} {found}, allowed: a list of whole numbers")
+    parts = [np.sort(part.astype(np.int64)) for part in given]
     if len(parts) != num_clients:
         raise ValueError(f"partition '{name}' returns {len(parts)} parts, allowed: one per client, {num_clients}")
     for client, part in enumerate(parts):

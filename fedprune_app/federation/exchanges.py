@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from flwr.app import MessageType, RecordDict
 from flwr.serverapp import Grid
+from torch import Tensor
 
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import Answer, exchange, require
@@ -34,6 +35,7 @@ class Hooks(Protocol):
     participation: Participation
     state_rounds: dict[int, int]
     digests: dict[int, str]
+    model: dict[str, Tensor]
 
     def prepare(self) -> None: ...
     def round(self, number: int) -> Round: ...

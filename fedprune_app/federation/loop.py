@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from flwr.serverapp import Grid
+from torch import Tensor
 
 from fedprune_app.engine.exchange import TooFewReplies
+from fedprune_app.engine.returned import returned
 from fedprune_app.engine.store import State, make_states_durable, state_folder
 from fedprune_app.federation import reports
 from fedprune_app.federation.exchanges import Exchanges, Hooks
@@ -28,6 +30,7 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
     exchanges = Exchanges(strategy, grid)
     if not rounds_completed:
         strategy.prepare()
+        _check_model(strategy, "prepare")
     last: Round | None = None
     for number in range(rounds_completed + 1, num_rounds + 1):
         if not strategy.participation.eligible(number):
@@ -45,6 +48,7 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
         # 4. Close the round: the new model.
         if round.log.replies:
             strategy.end(round)
+            _check_model(strategy, "end")
         columns |= strategy.after(round, exchanges)
         columns = {**reports.of_exchange(round), **strategy.traffic(round), **columns}
         row: dict[str, Any] = {"round": number, "seconds": time.monotonic() - started, **columns}
@@ -73,6 +77,16 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
         for client in sorted(strategy.participation.evaluators(num_rounds) - strategy.digests.keys()):
             strategy.context.lose(client, "final_sha256 is without its final model, of which it did not tell")
     strategy.finish()
+
+
+def _check_model(strategy: Hooks, method: str) -> None:
+    """Raise ``TypeError`` where a method, which may be a plug-in's, has left no tensors by name as the model."""
+    model, who = strategy.model, f"{type(strategy).__name__}.{method}() leaves self.model"
+    if not isinstance(model, dict):
+        raise TypeError(f"{who} of type {type(model).__name__}, allowed: a dict of tensors by name")
+    for name, tensor in model.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{who} with a value of type {type(tensor).__name__} under {name!r}, allowed: a tensor")
 
 
 def _evaluated(exchanges: Exchanges, round: Round) -> dict[str, Any]:
@@ -104,7 +118,7 @@ def _make_states_durable(strategy: Hooks, round: int) -> None:
 
 def _vouched(strategy: Hooks) -> State:
     """Return the strategy's state with the marks of the records that were written before it."""
-    state = strategy.state()
+    state = returned(strategy.state(), State, strategy, "state")
     return State(state.tensors, {**state.meta, "records": strategy.context.recorder.marks})
 
 

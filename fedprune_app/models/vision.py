@@ -219,7 +219,7 @@ def made_by(build: Build, name: str, image_shape: ImageShape, num_classes: int, 
 def _brought(build: Build, name: str, image_shape: ImageShape, num_classes: int) -> nn.Module:
     try:
         model = build(image_shape, num_classes)
-    except Exception as error:  # a user's function raises what it likes
+    except (Exception, SystemExit) as error:  # a user's function raises what it likes
         given = f"images of {'x'.join(map(str, image_shape))} and {num_classes} classes"
         raise ValueError(f"model '{name}' cannot be made for {given}: {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):

@@ -1,0 +1,15 @@
+"""What a method that may be a plug-in's returned is checked where it comes from."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def returned(value: object, kind: type[T], owner: object, method: str) -> T:
+    """Return what a ``method`` of ``owner`` returned. Raises ``TypeError`` that names both for another ``kind``."""
+    if not isinstance(value, kind):
+        found = "nothing" if value is None else f"a value of type {type(value).__name__}"
+        raise TypeError(f"{type(owner).__name__}.{method}() returns {found}, allowed: {kind.__name__}")
+    return value
