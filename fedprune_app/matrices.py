@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,13 @@ from fedprune_app.config import (
     flatten,
     has_effect,
     paths_from_here,
+    told_of,
 )
 from fedprune_app.registry import check_names, check_system
 from fedprune_app.results.reader import read_info
 from fedprune_app.results.recorder import holds_run
 from fedprune_app.searching import Search, search_of
-from fedprune_app.starting import check_clients
+from fedprune_app.starting import check_clients, check_no_place
 
 _SECTIONS = ("clients", "common", "systems", "datasets", "seeds", "search")
 
@@ -45,12 +48,13 @@ class Cell:
 class Matrix:
     """A matrix holds the settings of its cells, by name, and the number of clients that its file asks for.
 
-    ``num_clients`` is None if the command line decides.
+    ``num_clients`` is None if the command line decides. ``where`` names the file in errors.
     """
 
     settings: tuple[tuple[str, Mapping[str, Scalar]], ...]
     num_clients: int | None
     common: frozenset[str] = frozenset()  # keys that are the same in all cells
+    where: str = "matrix"
 
     def folders(self, out: Path) -> list[Path]:
         """Return the folders of the runs below ``out``, of which any may not be there."""
@@ -61,34 +65,65 @@ class Matrix:
 
         With ``resume`` a run that has begun before continues.
         """
+        check_no_place(overrides)
         cells = []
         varied = {key for _, values in self.settings for key in values} - self.common
         for key in overrides:
             if key in varied:
                 raise ConfigError(f"{key} is given on the command line, allowed: what the matrix does not vary")
         for name, relative in self.settings:
-            values = paths_from_here(relative)
-            folder = (out / name).resolve()
-            place: dict[str, Scalar] = {"out-dir": str(folder)}
-            if resume and holds_run(folder):
-                place["resume-from"] = str(folder)
-            cells.append(Cell(name, check_names(plugins.parse({**values, **overrides, **place}))))
+            with self._told_of(name):
+                check_no_place(relative)
+                values = paths_from_here(relative)
+                folder = (out / name).resolve()
+                place: dict[str, Scalar] = {"out-dir": str(folder)}
+                if resume and holds_run(folder):
+                    place["resume-from"] = str(folder)
+                cells.append(Cell(name, check_names(plugins.parse({**values, **overrides, **place}))))
         self._check_effects(overrides, cells)
         for cell in cells:  # when all names are right, since this imports the systems
-            check_system(cell.config)
+            with self._told_of(cell.name):
+                check_system(cell.config)
         return cells
+
+    def _told_of(self, name: str) -> AbstractContextManager[None]:
+        """Say in errors in which file, and in which of its runs, a setting is wrong."""
+        return told_of(f"{self.where}, run {name!r}")
 
     def _check_effects(self, overrides: Mapping[str, Scalar], cells: Sequence[Cell]) -> None:
         """Raise :class:`ConfigError` for a setting that has an effect in none of the cells to which it is given."""
         settings = [{**values, **overrides} for _, values in self.settings]
         for key in dict.fromkeys(key for values in settings for key in values):
-            asked = [cell.config for cell, values in zip(cells, settings, strict=True) if key in values]
-            if not any(has_effect(key, config) for config in asked):
-                check_effects([key], asked[0])
+            asked = [cell for cell, values in zip(cells, settings, strict=True) if key in values]
+            if not any(has_effect(key, cell.config) for cell in asked):
+                if key in overrides:
+                    check_effects([key], asked[0].config)
+                with self._told_of(asked[0].name):
+                    check_effects([key], asked[0].config)
+
+
+class _GivenTwice(yaml.YAMLError):
+    """A table of a YAML file has a key twice; the text says which one, and where."""
 
 
 class _Loader(yaml.SafeLoader):
-    """This loader is safe, and reads ``1e-4`` as a number, as YAML 1.2 does; for YAML 1.1 that is a text."""
+    """This loader is safe, and refuses a key that a table has twice, of which PyYAML takes the last one.
+
+    It reads ``1e-4`` as a number, as YAML 1.2 does; for YAML 1.1 that is a text.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Return a table as it is written, before merged tables (``<<``), whose keys its own may replace."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            name, line = (key.tag, key.value), key.start_mark.line + 1
+            if name in lines:
+                raise _GivenTwice(f"the key {_short(key.value)} twice, in lines {lines[name]} and {line}")
+            lines[name] = line
+        return node
 
 
 _Loader.add_implicit_resolver(
@@ -105,6 +140,8 @@ def read_matrix(path: Path) -> Matrix | Search:
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:
         raise ConfigError(f"matrix {str(path)!r} does not exist") from None
+    except _GivenTwice as error:
+        raise ConfigError(f"matrix {str(path)!r} has {error}, allowed: once") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"matrix {str(path)!r} cannot be read: {' '.join(str(error).split())}") from None
     except RecursionError:
@@ -130,12 +167,14 @@ def matrix_of(document: object, path: Path | str) -> Matrix | Search:
     for key in document:
         if key not in _SECTIONS:
             raise ConfigError(f"matrix {str(path)!r} has unknown entry {key!r}, allowed: {', '.join(_SECTIONS)}")
-    common = _settings(path, "common", document.get("common") or {})
+    common = _settings(path, "common", document.get("common", {}))
     seeds = document.get("seeds", [0])
     if not (isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)):
         raise ConfigError(f"matrix {str(path)!r}: seeds is {_short(seeds)}, allowed: a list of whole numbers")
+    if len(set(seeds)) != len(seeds):
+        raise ConfigError(f"matrix {str(path)!r}: seeds is {_short(seeds)}, allowed: each whole number once")
     num_clients = document.get("clients")
-    if num_clients is not None and (type(num_clients) is not int or num_clients < 1):
+    if "clients" in document and (type(num_clients) is not int or num_clients < 1):
         raise ConfigError(
             f"matrix {str(path)!r}: clients is {_short(num_clients)}, allowed: a whole number, at least 1"
         )
@@ -145,18 +184,19 @@ def matrix_of(document: object, path: Path | str) -> Matrix | Search:
         if key in common:
             raise ConfigError(f"matrix {str(path)!r}: common sets {key!r}, allowed: in {key}s")
     systems = _variants(path, "systems", "system", document.get("systems"))
-    datasets = _variants(path, "datasets", "dataset", document.get("datasets") or [{"dataset": "digits"}])
+    datasets = _variants(path, "datasets", "dataset", document.get("datasets", ["digits"]))
     settings = []
     for system, dataset, seed in itertools.product(systems, datasets, seeds):
         values = {**common, **dataset, **system, "seed": seed}
-        settings.append((f"{_name(system, 'system')}-{_name(dataset, 'dataset')}-seed{seed}", values))
+        settings.append((_folder(f"{_name(system, 'system')}-{_name(dataset, 'dataset')}", f"-seed{seed}"), values))
     names = [name for name, _ in settings]
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ConfigError(f"matrix {str(path)!r} has two runs named {twice!r}, allowed: distinct settings")
-    return Matrix(tuple(settings), num_clients, frozenset(common))
+    return Matrix(tuple(settings), num_clients, frozenset(common), f"matrix {str(path)!r}")
 
 
+_LONGEST = 255  # characters of a folder's name, all of which are ASCII
 _short = reprlib.repr  # a few lines of YAML aliases can stand for billions of entries
 
 
@@ -189,6 +229,14 @@ def _name(variant: Mapping[str, Any], key: str) -> str:
     places = {k for k, option in OPTIONS.items() if option.kind.is_folder}
     parts += [f"{k.rpartition('.')[2]}{v}" for k, v in variant.items() if k != key and k not in places]
     return re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts))
+
+
+def _folder(name: str, seed: str) -> str:
+    """Return the name of a run's folder; a name that is too long for a file system ends with a digest of the whole."""
+    if len(name) + len(seed) <= _LONGEST:
+        return name + seed
+    digest = "-" + hashlib.sha256(name.encode()).hexdigest()[:16]
+    return name[: _LONGEST - len(digest) - len(seed)] + digest + seed
 
 
 def is_complete(folder: Path, config: Config, num_clients: int) -> bool:

@@ -25,6 +25,7 @@ import csv
 import io
 import json
 import math
+import reprlib
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -34,19 +35,19 @@ from typing import TYPE_CHECKING, Any
 
 from fedprune_app import plugins
 from fedprune_app.config import (
-    OPTIONS,
     Config,
     ConfigError,
     Scalar,
     check_effects,
     paths_from_here,
+    told_of,
 )
-from fedprune_app.config.meant import unknown_key
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
 from fedprune_app.registry import SYSTEMS, check_names, check_system
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.recorder import holds_run
+from fedprune_app.starting import check_no_place
 
 if TYPE_CHECKING:
     import optuna
@@ -61,7 +62,10 @@ STUDY = "optuna.db"
 
 @dataclass(frozen=True)
 class Search:
-    """A search draws ``trials`` settings from ``space``: for each key its choices, or its low and high end."""
+    """A search draws ``trials`` settings from ``space``: for each key its choices, or its low and high end.
+
+    ``where`` names the file in errors.
+    """
 
     common: Mapping[str, Scalar]
     seeds: tuple[int, ...]
@@ -70,6 +74,7 @@ class Search:
     sampler: str
     objective: str
     space: Mapping[str, Mapping[str, Any] | list[Scalar]]
+    where: str = "matrix"
 
     def config(self, drawn: Mapping[str, Scalar], seed: int, place: Mapping[str, Scalar] | None = None) -> Config:
         """Return the settings of one run, checked."""
@@ -84,11 +89,15 @@ class Search:
         """
         self.distributions(_optuna())
         first = {key: _values(each)[0] for key, each in self.space.items()}
-        for key, each in self.space.items():
-            for value in _values(each):
-                config = self.config({**first, key: value}, self.seeds[0])
-                self._check_measured(config)
-        check_effects(self.space, config)
+        with told_of(self.where):
+            check_no_place({**self.common, **first})
+            for seed in self.seeds:
+                self.config(first, seed)
+            for key, each in self.space.items():
+                for value in _values(each):
+                    config = self.config({**first, key: value}, self.seeds[0])
+                    self._check_measured(config)
+            check_effects(self.space, config)
 
     def _check_measured(self, config: Config) -> None:
         """Raise :class:`ConfigError` where no run with ``config`` measures the objective."""
@@ -129,7 +138,8 @@ class Search:
                 found[key] = _distribution(optuna, each)
             except (ArithmeticError, TypeError, ValueError) as error:
                 why = " ".join(str(error).split())
-                raise ConfigError(f"{key} in space is {each!r}, allowed: what Optuna draws from ({why})") from None
+                allowed = f"what Optuna draws from ({why})"
+                raise ConfigError(f"{self.where}: {key} in space is {_short(each)}, allowed: {allowed}") from None
         return found
 
     def folders(self, out: Path) -> list[Path]:
@@ -152,28 +162,40 @@ def search_of(document: Mapping[str, Any], common: Mapping[str, Any], seeds: lis
             raise ConfigError(f"{where} has {section} beside search, allowed: common, seeds, clients and search")
     if "system" not in common:
         raise ConfigError(f"{where}: common has no system, allowed with search: one system")
+    if "seed" in common:
+        raise ConfigError(f"{where}: common sets 'seed', allowed: in seeds")
     found = document["search"]
-    if not isinstance(found, dict) or set(found) - set(_ENTRIES) or "space" not in found:
-        raise ConfigError(f"{where}: search is {str(found)[:80]!r}, allowed: {', '.join(_ENTRIES)}")
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where}: search is {_short(found)}, allowed: {', '.join(_ENTRIES)}")
+    for key in found:
+        if key not in _ENTRIES:
+            raise ConfigError(f"{where}: search has unknown entry {_short(key)}, allowed: {', '.join(_ENTRIES)}")
+    if "space" not in found:
+        raise ConfigError(f"{where}: search lacks the entry 'space', allowed: a range or choices for each key")
     trials, sampler = found.get("trials", 20), found.get("sampler", "tpe")
     objective, space = found.get("objective", "accuracy_validation_mean"), found["space"]
     if type(trials) is not int or trials < 1:
-        raise ConfigError(f"{where}: trials is {trials!r}, allowed: a whole number, at least 1")
+        raise ConfigError(f"{where}: trials is {_short(trials)}, allowed: a whole number, at least 1")
     if sampler not in _SAMPLERS:
-        raise ConfigError(f"{where}: sampler is {sampler!r}, allowed: {', '.join(_SAMPLERS)}")
-    if objective not in OBJECTIVES:
+        raise ConfigError(f"{where}: sampler is {_short(sampler)}, allowed: {', '.join(_SAMPLERS)}")
+    if not isinstance(objective, str) or objective not in OBJECTIVES:
         allowed = f"{', '.join(OBJECTIVES)}; nothing may be decided by test data"
-        raise ConfigError(f"{where}: objective is {objective!r}, allowed: {allowed}")
+        raise ConfigError(f"{where}: objective is {_short(objective)}, allowed: {allowed}")
     if not isinstance(space, dict) or not space:
-        raise ConfigError(f"{where}: space is {space!r}, allowed: a range or choices for each key")
+        raise ConfigError(f"{where}: space is {_short(space)}, allowed: a range or choices for each key")
     for key, each in space.items():
         _check_range(where, key, each)
-    return Search(common, tuple(seeds), document.get("clients"), trials, sampler, objective, space)
+    return Search(common, tuple(seeds), document.get("clients"), trials, sampler, objective, space, where)
 
 
-def _check_range(where: str, key: str, each: Any) -> None:
-    if key not in OPTIONS:
-        raise unknown_key(key, OPTIONS)
+_short = reprlib.repr  # a few lines of YAML aliases can stand for billions of entries
+
+
+def _check_range(where: str, key: object, each: Any) -> None:
+    if not isinstance(key, str):
+        raise ConfigError(f"{where}: space has the key {_short(key)}, allowed: names of settings")
+    if key == "seed":
+        raise ConfigError(f"{where}: space has the key 'seed', allowed: in seeds")
     if isinstance(each, list) and each and all(isinstance(value, bool | int | float | str) for value in each):
         return
     ends: list[Any] = [each.get("low"), each.get("high")] if isinstance(each, dict) else [None, None]
@@ -191,7 +213,7 @@ def _check_range(where: str, key: str, each: Any) -> None:
         allowed = "a step above 0 that is not larger than the range"
     else:
         return
-    raise ConfigError(f"{where}: {key} in space is {each!r}, allowed: {allowed}")
+    raise ConfigError(f"{where}: {key} in space is {_short(each)}, allowed: {allowed}")
 
 
 def _is_number(value: Any) -> bool:
@@ -340,6 +362,7 @@ def _optuna() -> Any:
 
 def with_overrides(asked: Search, overrides: Mapping[str, Scalar]) -> Search:
     """Return a search with more settings for all runs. Raises :class:`ConfigError` for one that the search draws."""
+    check_no_place(overrides)
     for key in overrides:
         if key in asked.space or key == "seed":
             raise ConfigError(f"{key} is given on the command line, allowed: what the search does not draw")

@@ -59,7 +59,11 @@ def given_in(
 
     ``more_plugins`` are added to the key ``plugins``. All code that the settings name is loaded.
     """
-    on_command_line = dict(parse_override(text) for text in overrides or [])
+    on_command_line: dict[str, Scalar] = {}
+    for key, value in map(parse_override, overrides or []):
+        if key in on_command_line:
+            raise ConfigError(f"{key} is given twice on the command line, allowed: once")
+        on_command_line[key] = value
     in_files = [read_toml(config_file(file)) for file in files or []]
     return with_plugins(in_files, on_command_line, more_plugins)
 
@@ -100,9 +104,7 @@ def placed(
 
     folder = out.expanduser().resolve()
     values = given.values
-    for key, option in OPTIONS.items():
-        if option.kind is Kind.RUN_FOLDER and values.get(key):
-            raise ConfigError(f"{key} is {values[key]!r}, allowed here: --out DIR and --resume say it")
+    check_no_place(values)
     if before is None:
         if is_here and folder.exists() and not folder.is_dir():
             raise ConfigError(f"--out {str(out)!r} is a file, allowed: a new folder")
@@ -121,6 +123,13 @@ def placed(
     if before:
         check_resumable(before["config"], config)
     return check_system(config)
+
+
+def check_no_place(values: Mapping[str, object]) -> None:
+    """Raise :class:`ConfigError` for a setting that names the run's own folder, which the command decides."""
+    for key, option in OPTIONS.items():
+        if option.kind is Kind.RUN_FOLDER and values.get(key):
+            raise ConfigError(f"{key} is {values[key]!r}, allowed here: --out DIR and --resume say it")
 
 
 def check_accept_loss(accept_loss: bool, resume: bool) -> None:

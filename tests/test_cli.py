@@ -70,7 +70,7 @@ def test_more_rounds_can_be_added_to_a_finished_run(fedprune, tmp_path):
     # without --clients: as many as the run began with
     longer, says = fedprune("run", "--resume", "num-server-rounds=4", *HERE[:2], "--out", "a")
     assert longer == 0, says
-    assert fedprune("run", *SMALL, "num-server-rounds=4", *HERE, "--out", "b")[0] == 0
+    assert fedprune("run", "num-server-rounds=4", *SMALL[1:], *HERE, "--out", "b")[0] == 0
     hashes = {json.loads((tmp_path / name / "run.json").read_text())["final_sha256"] for name in "ab"}
     assert len(hashes) == 1
 
@@ -96,6 +96,7 @@ def test_a_ledger_folder_is_relative_to_where_the_command_was_typed(fedprune, tm
         (["run", "--engine", "inprocess", "--superlink", "x"], "--superlink is 'x'"),
         (["run", "validation-fraction=0"], "validation-fraction is 0.0"),
         (["run", "seed"], "'seed' is not of the form key=value"),
+        (["run", "seed=1", "seed=1"], "seed is given twice on the command line, allowed: once"),
         (["sweep", "missing.yaml"], "matrix 'missing.yaml' does not exist"),
         (["audit", "system=fedavg"], "dp.enabled is false, allowed with audit: true"),
         (["audit", "a.toml", "b.toml"], "config file 'a.toml' does not exist"),
@@ -212,6 +213,18 @@ for depth in range(12):  # a hundred bytes a level, ten times the entries
         ("systems: [fedavg]\ncommon: {bogus: 1}", "unknown key 'bogus'"),
         ("systems: [fedavg]\ncommon: {seed: 1}", "common sets 'seed', allowed: in seeds"),
         ("systems: [!!python/object/apply:os.system [id]]", "cannot be read"),
+        ("systems: [fedavg]\nseeds: [1]\nseeds: [2]", "m.yaml' has the key 'seeds' twice, in lines 2 and 3"),
+        ("systems: [{system: fedavg, momentum: 0,\n momentum: 0.5}]", "has the key 'momentum' twice, in lines 1 and 2"),
+        ("systems: [fedavg]\ndatasets: []", "datasets is [], allowed: a list of settings"),
+        ("systems: [fedavg]\ndatasets: false", "datasets is False, allowed: a list of settings"),
+        ("systems: [fedavg]\ncommon: []", "an entry of common is [], allowed: key: value pairs"),
+        ("systems: [fedavg]\nclients:", "clients is None, allowed: a whole number, at least 1"),
+        ("systems: [fedavg]\nseeds: [0, 0]", "seeds is [0, 0], allowed: each whole number once"),
+        ("systems: [fedavg]\ncommon: {out-dir: /q}", "run 'fedavg-digits-seed0': out-dir is '/q', allowed here: --out"),
+        ("systems: [{system: fedavg, resume-from: q}]", "seed0': resume-from is 'q', allowed here: --out DIR and"),
+        ("systems: [{system: fedavg, foo: 1}]", "m.yaml', run 'fedavg-foo1-digits-seed0': unknown key 'foo'"),
+        ("systems: [fedavg]\nseeds: [-1]", "m.yaml', run 'fedavg-digits-seed-1': seed is -1, allowed: at least 0"),
+        ("systems: [{system: fedavg, density: 0.2}]", "m.yaml', run 'fedavg-density0.2-digits-seed0': density is 0.2"),
     ],
 )
 def test_a_matrix_with_a_mistake_is_refused_by_name(text, says, tmp_path):
@@ -252,6 +265,33 @@ def test_the_command_line_may_set_what_a_matrix_does_not_vary(tmp_path):
     for key in ("system", "seed", "subfedavg.target-rate"):
         with pytest.raises(ValueError, match=f"{key} is given on the command line"):
             matrix.cells(tmp_path, {key: 1}, resume=False)
+
+
+def test_a_table_of_a_matrix_may_replace_what_it_merges(tmp_path):
+    from fedprune_app.matrices import read_matrix
+
+    (tmp_path / "m.yaml").write_text("systems: [&a {system: fedavg, momentum: 0.5}, {<<: *a, momentum: 0.25}]")
+    cells = read_matrix(tmp_path / "m.yaml").cells(tmp_path, {}, resume=False)
+    assert [cell.config.momentum for cell in cells] == [0.5, 0.25]
+
+
+def test_settings_too_long_for_a_folders_name_are_cut_and_stay_apart(tmp_path):
+    from fedprune_app.matrices import matrix_of
+
+    settings = [{"system": "fedavg", "classes": ",".join(map(str, range(count)))} for count in (60, 100, 101)]
+    names = [name for name, _ in matrix_of({"systems": settings, "datasets": ["image-folder"]}, "x").settings]
+    assert names[0] == f"fedavg-classes{'_'.join(map(str, range(60)))}-image-folder-seed0"  # as ever
+    assert len(set(names)) == 3
+    for name in names:
+        (tmp_path / name).mkdir()
+
+
+def test_a_sweep_decides_itself_where_its_runs_are(fedprune, tmp_path):
+    (tmp_path / "m.yaml").write_text(MATRIX)
+    (tmp_path / "s.yaml").write_text("common: {system: fedavg}\nsearch: {space: {momentum: [0, 0.5]}}")
+    for name in ("m.yaml", "s.yaml"):
+        code, told = fedprune("sweep", name, "out-dir=/q", "--engine", "inprocess", "--out", "s")
+        assert (code, told) == (2, "error: out-dir is '/q', allowed here: --out DIR and --resume say it\n")
 
 
 def test_numbers_in_a_matrix_are_read_as_in_yaml_1_2(tmp_path):

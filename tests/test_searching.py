@@ -156,13 +156,34 @@ def test_a_search_whose_runs_are_gone_still_knows_its_number_of_clients(tmp_path
             {"space": {"validation-fraction": [0.1, 0.0]}},
             "validation-fraction is 0.0, allowed with objective .*: above 0",
         ),
-        ({"speed": 3}, "search is .*, allowed: trials, sampler, objective, space"),
+        ({"speed": 3}, "search has unknown entry 'speed', allowed: trials, sampler, objective, space"),
+        ({"objective": ["loss_mean"]}, r"objective is \['loss_mean'\], allowed: accuracy_validation_mean, loss_mean"),
+        ({"space": {5: [1, 2]}}, "space has the key 5, allowed: names of settings"),
+        ({"space": {"seed": [1, 2]}}, "space has the key 'seed', allowed: in seeds"),
+        ({"space": {"out-dir": ["a", "b"]}}, "out-dir is 'a', allowed here: --out DIR"),
+        ({"space": {"momentum": {"low": 0.1, "high": 0.9, "step": [1]}}}, "allowed: a step above 0"),
     ],
 )
 def test_a_search_that_cannot_be_is_refused_before_anything_is_written(tmp_path, change, said):
     document = {**DOCUMENT, "search": {**DOCUMENT["search"], **change}}
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=f"^matrix 'in memory'.*{said}"):
         fedprune_app.sweep(document, out=tmp_path / "s", **QUICK)
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"common": {**DOCUMENT["common"], "seed": 1}}, "common sets 'seed', allowed: in seeds"),
+        ({"common": {**DOCUMENT["common"], "foo": 1}}, "unknown key 'foo'"),
+        ({"common": {**DOCUMENT["common"], "resume-from": "q"}}, "resume-from is 'q', allowed here: --out DIR"),
+        ({"seeds": [0, 0]}, r"seeds is \[0, 0\], allowed: each whole number once"),
+        ({"seeds": [0, -1]}, "seed is -1, allowed: at least 0"),
+    ],
+)
+def test_a_search_with_a_wrong_entry_beside_it_is_refused_before_anything_is_written(tmp_path, change, said):
+    with pytest.raises(ConfigError, match=f"^matrix 'in memory': {said}"):
+        fedprune_app.sweep({**DOCUMENT, **change}, out=tmp_path / "s", **QUICK)
     assert not (tmp_path / "s").exists()
 
 

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ConfigError(ValueError):
     """A setting has a value that cannot be; the message is one line for the user."""
+
+
+@contextmanager
+def told_of(where: str) -> Iterator[None]:
+    """Say in each :class:`ConfigError` ``where`` the wrong setting stands, such as a file and an entry of the file."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 _REFUSED = "refused setting: "
