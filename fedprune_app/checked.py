@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,6 +13,9 @@ import torch
 from clients.fedspallm import evaluation_texts, evaluation_windows, language_model
 from fedprune_app.config import Config
 from fedprune_app.data.datasets import Dataset
+from fedprune_app.data.errors import shortened
+from fedprune_app.data.folders import unread
+from fedprune_app.data.names import OWNERS
 from fedprune_app.data.splits import data_config, dataset_of, digests, label_counts
 from fedprune_app.data.text import calibration_documents, own_documents
 from fedprune_app.learning.device import device_of
@@ -52,13 +56,13 @@ def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
         return _texts_found(config)
     given = data_config(config)
     dataset = dataset_of(given)
-    rows = [_about(config, dataset), ("classes", _shortened(dataset.classes))]
-    doubts = []
+    rows = [_about(config, dataset), ("classes", shortened(dataset.classes))]
+    doubts = list(_unread(config))
     for part, labels in (("training", dataset.train_labels), ("test", dataset.test_labels)):
         counts = np.bincount(labels, minlength=dataset.num_classes)
         rows.append((f"{part} examples of a class", _spread(counts.tolist())))
         if absent := [name for name, count in zip(dataset.classes, counts, strict=True) if not count and len(labels)]:
-            doubts.append(f"no {part} example has the class {_shortened(tuple(absent))}")
+            doubts.append(f"no {part} example has the class {shortened(tuple(absent))}")
     low, high = (float(bound(dataset.train_images)) for bound in (np.min, np.max))
     rows.append(("values", f"{low:g} to {high:g}, {dataset.train_images.dtype}"))
     if low == high:
@@ -113,19 +117,38 @@ def _texts_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
 
 
 def _about(config: Config, dataset: Dataset) -> tuple[str, str]:
-    shape = "x".join(map(str, dataset.image_shape))
-    images = f"{len(dataset.train_labels):,} training and {len(dataset.test_labels):,} test images"
-    return "dataset", f"{config.dataset}: {images} of {shape}, {dataset.num_classes} classes"
+    counts = f"{len(dataset.train_labels):,} training and {len(dataset.test_labels):,} test {_kind(dataset)}s"
+    channels, height, width = dataset.image_shape
+    size = f"{channels}x{height}x{width}" if _kind(dataset) == "image" else f"{channels:,} numbers"
+    return "dataset", f"{config.dataset}: {counts} of {size}, {dataset.num_classes} classes"
+
+
+def _kind(dataset: Dataset) -> str:
+    """Return what an example is called: an image of a single pixel is a row of numbers."""
+    return "row" if dataset.image_shape[1:] == (1, 1) else "image"
+
+
+def _unread(config: Config) -> Iterator[str]:
+    """Yield what is in an image folder and is not read."""
+    if config.dataset != "image-folder":
+        return
+    owners_folders = config.partition == OWNERS and not (Path(config.data_dir).expanduser() / "train").is_dir()
+    misplaced, types = unread(Path(config.data_dir).expanduser(), () if owners_folders else ("train", "test"))
+    if misplaced:
+        yield f"images in other places than the folders of the classes are not read: {misplaced:,}"
+    if types:
+        each = shortened([f"{count:,} {name or 'without a type'}" for name, count in sorted(types.items())])
+        yield f"files of types that are not read as images: {each}"
 
 
 def _images(config: Config, num_clients: int) -> Iterator[tuple[str, str]]:
     given = data_config(config)
     dataset = dataset_of(given)
     yield _about(config, dataset)
-    yield "classes", _shortened(dataset.classes)
+    yield "classes", shortened(dataset.classes)
     counts = [label_counts(given, client, num_clients) for client in range(num_clients)]
     for part in ("train", "validation", "test"):
-        yield f"{part} images of a client", _spread([sum(each[part]) for each in counts])
+        yield f"{part} {_kind(dataset)}s of a client", _spread([sum(each[part]) for each in counts])
     held = [sum(count > 0 for count in each["train"]) for each in counts]
     yield "classes of a client", f"{_spread(held)}, dealt by partition {config.partition!r}"
     model = initial_model(
@@ -136,18 +159,13 @@ def _images(config: Config, num_clients: int) -> Iterator[tuple[str, str]]:
     flops = sum(layer_flops(config.model, config.dataset, dataset.image_shape, dataset.num_classes).values())
     name = chosen_name(config.model, config.dataset)
     yield "model", f"{name}: {sum(sizes.values()):,} parameters, of which {prunable:,} can be pruned"
-    yield "forward pass", f"{flops / 1e6:,.2f} MFLOP for an image"
+    yield "forward pass", f"{flops / 1e6:,.2f} MFLOP for {'a row' if _kind(dataset) == 'row' else 'an image'}"
 
 
 def _spread(numbers: list[int]) -> str:
     if min(numbers) == max(numbers):
         return f"{numbers[0]:,}"
     return f"{min(numbers):,} to {max(numbers):,}, median {statistics.median(numbers):,.10g}"
-
-
-def _shortened(names: tuple[str, ...], most: int = 12) -> str:
-    more = f", ... ({len(names) - most} more)" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _privacy(config: Config) -> str:

@@ -1,8 +1,19 @@
-"""A file error has two texts: one for those who may know the file's name, and one for others."""
+"""A file error has two texts: one for those who may know the file's name, and one for others. Long lists are cut."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+
+
+def shortened(names: Sequence[str], most: int = 12) -> str:
+    """Return the first ``most`` names as text, and how many there are beside these.
+
+    >>> shortened(["a", "b", "c"], most=2)
+    'a, b, ... (1 more)'
+    """
+    more = f", ... ({len(names) - most} more)" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 class FileError(ValueError):

@@ -11,7 +11,8 @@ import hashlib
 import io
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -129,7 +130,33 @@ def _owners_folders(name: str, folder: Path, mean: tuple[float, ...], std: tuple
 
 def _members(folder: Path, classes: tuple[str, ...]) -> list[Member]:
     members = [(item, label) for label, name in enumerate(classes) for item in visible(folder / name)]
-    return [member for member in members if Path(member[0].name).suffix.lower() in _SUFFIXES]
+    return [member for member in members if _is_image(member[0].name)]
+
+
+def unread(folder: Path, parts: Collection[str] = ()) -> tuple[int, Counter[str]]:
+    """Return what is below ``folder/<part>`` and is not read, where images are in ``folder/<part>/<class>``.
+
+    This is the number of images in other places, and of other files by their type. No ``parts`` means all folders.
+    """
+    misplaced = 0
+    types: Counter[str] = Counter()
+    for top in [item for item in visible(folder) if item.is_dir() and (not parts or item.name in parts)]:
+        items = visible(Path(top.path))
+        classes = [item.path for item in items if item.is_dir()]
+        places = [(False, [item.name for item in items if not item.is_dir()])]
+        for place in classes:
+            for inner, folders, files in os.walk(place):
+                folders[:] = [name for name in folders if not name.startswith(".")]
+                places.append((inner == place, [name for name in files if not name.startswith(".")]))
+        for is_read, names in places:
+            images = sum(map(_is_image, names))
+            misplaced += 0 if is_read else images
+            types.update(Path(name).suffix.lower() for name in names if not _is_image(name))
+    return misplaced, types
+
+
+def _is_image(name: str) -> bool:
+    return Path(name).suffix.lower() in _SUFFIXES
 
 
 def _listed_owners(folder: Path, items: list[os.DirEntry[str]]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 
 from fedprune_app.data.brought import scale
 from fedprune_app.data.datasets import Dataset, missing, owned_by
-from fedprune_app.data.errors import FileError
+from fedprune_app.data.errors import FileError, shortened
 
 if TYPE_CHECKING:
     import pandas
@@ -38,6 +39,8 @@ def table(
     Only an empty cell is a missing one. The classes are the different labels in order, or ``fixed``. Raises a one-line
     ``ValueError`` naming the file and the column.
     """
+    if not columns.label:
+        raise ValueError("label-column is '', allowed: the name of a column")
     files = {part: _file(folder, part) for part in ("train", "test")}
     if files["train"] is None or (needs_test and files["test"] is None):
         part = "train" if files["train"] is None else "test"
@@ -57,7 +60,7 @@ def table(
     numbers = {name: number for number, name in enumerate(classes)}
     for part, found in labels.items():
         if strange := sorted(set(found) - set(classes)):
-            allowed = ", ".join(classes)
+            allowed = shortened(classes)
             told = f"has a label that classes does not name, allowed: {allowed}" if fixed else "has a label of no class"
             raise _error(files[part], f"has the label {strange[0]!r}, allowed: {allowed}", told)
     coded = {part: np.array([numbers[name] for name in found], dtype=np.int64) for part, found in labels.items()}
@@ -81,19 +84,39 @@ def _read(path: Path, columns: Columns) -> pandas.DataFrame:
     names = [name for name in (columns.label, columns.owner) if name]
     try:
         if path.suffix == ".csv":
+            _check_widths(path)
             # pandas takes NA and None for missing ones, whatever a converter returns; nothing that begins with = is one
-            frame = pandas.read_csv(path, converters=dict.fromkeys(names, "={}".format))
+            frame = pandas.read_csv(path, index_col=False, converters=dict.fromkeys(names, "={}".format))
             texts = {name: [text[1:] for text in frame[name]] for name in names if name in frame.columns}
         else:
-            frame = pandas.read_parquet(path)
+            frame = pandas.read_parquet(path).rename(columns=str)
             there = [name for name in names if name in frame.columns]
             # whole numbers beside a missing one stay exact
-            whole = pandas.read_parquet(path, columns=there, dtype_backend="numpy_nullable")
+            whole = pandas.read_parquet(path, columns=there, dtype_backend="numpy_nullable").rename(columns=str)
             texts = {name: ["" if pandas.isna(value) else _text(value) for value in whole[name]] for name in there}
+    except FileError:
+        raise
     except Exception as error:  # pandas' readers raise what they like
         why = f"cannot be read: {' '.join(str(error).split())}"
         raise _error(path, why, f"cannot be read ({type(error).__name__})") from None
     return frame.assign(**{name: [text or None for text in found] for name, found in texts.items()})
+
+
+def _check_widths(path: Path) -> None:
+    """Raise :class:`FileError` for a line of a CSV file with more or fewer values than its header.
+
+    pandas takes the first value of longer lines for the name of the row, so that all others move by one column.
+    """
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        lines = csv.reader(file)
+        width = 0
+        for values in lines:
+            if len(values) < 2 and not "".join(values).strip():  # a blank line, which pandas skips
+                continue
+            width = width or len(values)
+            if len(values) != width:
+                why = f"has {len(values)} values in line {lines.line_num}, allowed: {width}, as in the header"
+                raise _error(path, why, "has a line with more or fewer values than the header, allowed: as many")
 
 
 def _text(value: object) -> str:
@@ -114,6 +137,8 @@ def _features(path: Path | None, frame: pandas.DataFrame, features: list[str], c
             key = "label-column" if name == columns.label else "owner-column"
             why = f"has no column '{name}', which {key} names"
             raise _error(path, f"{why}, allowed: {', '.join(frame.columns)}", why)
+    if frame.empty:
+        raise _error(path, "has no rows, allowed: at least one")
     if missing_ones := [name for name in features if name not in frame.columns]:
         why = "which the training rows have"
         raise _error(path, f"has no column '{missing_ones[0]}', {why}", f"lacks a column {why}")

@@ -181,6 +181,8 @@ def _documents(path: Path) -> Iterator[Document]:
         return
     with _opened(path) as file:
         for number, line in enumerate(file, start=1):
+            if not line.strip():  # as tools leave between documents, or at the end of a file
+                continue
             try:
                 text = json.loads(line)["text"]
             except (ValueError, KeyError, TypeError, RecursionError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 
 import numpy as np
 import pandas as pd
@@ -175,6 +176,8 @@ def test_somebody_who_has_test_rows_alone_is_no_client(clinics):
         (lambda t: t.assign(label="x"), {"owner_column": "clinic"}, "has one label, 'x', allowed: at least two"),
         (lambda t: t[["label"]], {}, "has no column but the label's"),
         (lambda t: t.assign(age=1e300), {"owner_column": "clinic"}, "too large for float32"),
+        (lambda t: t.iloc[:0], {}, "train.csv' has no rows, allowed: at least one"),
+        (lambda t: t, {"label_column": ""}, "label-column is '', allowed: the name of a column"),
     ],
 )
 def test_a_table_that_cannot_be_is_refused(clinics, change, settings, said):
@@ -182,6 +185,42 @@ def test_a_table_that_cannot_be_is_refused(clinics, change, settings, said):
     with pytest.raises(ValueError, match=said) as error:
         load_dataset("table", clinics, **settings)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("lines", ["0,0.1,0.2,1\n", "0,0.1,\n\n0,0.1\n", "0,0.1,\n\n0,0.1,1,\n"])
+def test_a_line_of_more_or_fewer_values_than_the_header_is_refused_by_its_number(tmp_path, lines):
+    (tmp_path / "train.csv").write_text(f"a,b,label\n{lines}{lines}")
+    number, count = (2, 4) if lines.startswith("0,0.1,0.2") else (4, len(lines.split()[-1].split(",")))
+    with pytest.raises(FileError, match=f"has {count} values in line {number}, allowed: 3, as in the header") as error:
+        load_dataset("table", tmp_path, needs_test=False)
+    assert error.value.unnamed.startswith("a table has a line with more or fewer values than the header, allowed")
+
+
+def test_blank_lines_quotes_and_a_byte_order_mark_are_no_values(tmp_path):
+    text = '\ufeff"a",b,label\n\n1,2,"x,\ny"\n  \n3,4,z\n\n'
+    (tmp_path / "train.csv").write_text(text, encoding="utf-8")
+    data = load_dataset("table", tmp_path, needs_test=False)
+    assert data.classes == ("x,\ny", "z")
+    assert data.train_images[:, :, 0, 0].tolist() == [[1, 2], [3, 4]]
+
+
+def test_columns_of_parquet_whose_names_are_numbers_have_names(tmp_path):
+    rows = pd.DataFrame({0: [1.0, 2.0], 1: ["x", "y"]})
+    rows.to_parquet(tmp_path / "train.parquet")
+    with pytest.raises(ValueError, match="has no column 'label', which label-column names, allowed: 0, 1"):
+        load_dataset("table", tmp_path, needs_test=False)
+    splits.forget()
+    assert load_dataset("table", tmp_path, needs_test=False, label_column="1").classes == ("x", "y")
+
+
+def test_the_classes_of_a_refused_label_are_cut_where_they_are_many(clinics):
+    for part, count in (("train", 300), ("test", 90)):
+        rows = patients(count, 0).drop(columns="clinic")
+        rows.assign(label=[k / 8 + (part == "test") / 16 for k in range(count)]).to_csv(
+            clinics / f"{part}.csv", index=False
+        )
+    with pytest.raises(ValueError, match=r"has the label '0.0625', allowed: 0.0, .*, ... \(288 more\)$"):
+        load_dataset("table", clinics)
 
 
 def test_a_test_table_has_the_columns_and_labels_of_the_training_table(clinics):
@@ -330,6 +369,18 @@ def test_what_save_to_disk_wrote_is_read(saved):
 
 
 # --- what is found before a run ---------------------------------------------------------------------------------------
+
+
+def test_examples_of_a_table_are_called_rows(fedprune, clinics, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    given = ("dataset=table", f"data-dir={clinics}", "owner-column=clinic")
+    for command, more in (("check-data", []), ("check", ["system=fedavg", "partition=iid", "--clients", "3"])):
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stdout", sys.stderr)
+            code, said = fedprune(command, *given, *more)
+        assert code == 0, said
+        assert "300 training and 90 test rows of 3 numbers, 2 classes" in said
+        assert "image" not in said
 
 
 def test_check_data_tells_what_it_found(fedprune, clinics, capsys, monkeypatch):

@@ -211,3 +211,28 @@ def test_an_image_folder_without_test_images_holds_out_a_share(fedprune, mixed):
     assert "test-split=holdout" in said
     code, said = fedprune("check", *given, "test-split=holdout", "validation-fraction=0", "--clients", "2")
     assert code == 0, said
+
+
+def test_check_data_counts_what_lies_in_an_image_folder_and_is_not_read(fedprune, mixed):
+    given = ("dataset=image-folder", f"data-dir={mixed}", "image-size=8")
+    code, said = fedprune("check-data", *given)
+    assert (code, "not read" in said) == (0, False), said
+    for place in ("train/cat/sub/9.png", "train/9.png", "test/dog/a/b/9.jpg", "train/cat/.hidden/9.png"):
+        write(mixed / place)
+    for name in ("train/cat/photo.heic", "train/cat/photo2.HEIC", "test/README", "train/cat/.DS_Store", "README"):
+        (mixed / name).write_text("")
+    splits.forget()
+    code, said = fedprune("check-data", *given)
+    said = " ".join(said.split())
+    assert code == 0, said
+    assert "images in other places than the folders of the classes are not read: 3" in said
+    assert "files of types that are not read as images: 1 without a type, 2 .heic" in said
+
+
+def test_check_data_knows_the_folders_of_owners(fedprune, people):
+    write(people / "anna" / "cat" / "sub" / "9.png")
+    code, said = fedprune(
+        *("check-data", "dataset=image-folder", f"data-dir={people}", "partition=owners", "test-split=holdout")
+    )
+    assert code == 0, said
+    assert "images in other places than the folders of the classes are not read: 1" in " ".join(said.split())

@@ -159,6 +159,8 @@ def test_text_files_are_documents_and_lines_of_jsonl_are_too(tmp_path):
     (tmp_path / "calibration" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = [(d.name, d.text) for d in calibration_documents("text", str(tmp_path))]
     assert found == [("a:1", "x"), ("a:2", "z"), ("b", "one\ntwo\n")]
+    (tmp_path / "calibration" / "a.jsonl").write_text(f"\n{json.dumps(rows[0])}\n \n{json.dumps(rows[1])}\n\n")
+    assert [(d.name, d.text) for d in calibration_documents("text", str(tmp_path))][:2] == [("a:2", "x"), ("a:4", "z")]
     for line in ("[]", '{"text": 3}', "{", "[" * 100_000):
         (tmp_path / "calibration" / "a.jsonl").write_text(f"{line}\n")
         said = r"a\.jsonl' has a line that is no object with a text .*: number 1"
