@@ -204,7 +204,8 @@ def _settings(path: Path | str, section: str, table: Any) -> dict[str, Any]:
     if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
         raise ConfigError(f"matrix {str(path)!r}: an entry of {section} is {_short(table)}, allowed: key: value pairs")
     try:
-        settings = flatten(table)
+        with told_of(f"matrix {str(path)!r}: an entry of {section}"):
+            settings = flatten(table)
     except RecursionError:  # an alias that refers to itself
         raise ConfigError(f"matrix {str(path)!r}: an entry of {section} is nested too deeply") from None
     for key, value in settings.items():

@@ -215,6 +215,10 @@ for depth in range(12):  # a hundred bytes a level, ten times the entries
         ("systems: [!!python/object/apply:os.system [id]]", "cannot be read"),
         ("systems: [fedavg]\nseeds: [1]\nseeds: [2]", "m.yaml' has the key 'seeds' twice, in lines 2 and 3"),
         ("systems: [{system: fedavg, momentum: 0,\n momentum: 0.5}]", "has the key 'momentum' twice, in lines 1 and 2"),
+        (
+            "systems: [fedavg]\ncommon: {dp.enabled: true, dp: {enabled: false}}",
+            "m.yaml': an entry of common: dp.enabled is given twice, with a dot and in a table, allowed: once",
+        ),
         ("systems: [fedavg]\ndatasets: []", "datasets is [], allowed: a list of settings"),
         ("systems: [fedavg]\ndatasets: false", "datasets is False, allowed: a list of settings"),
         ("systems: [fedavg]\ncommon: []", "an entry of common is [], allowed: key: value pairs"),

@@ -246,6 +246,15 @@ def test_a_sweep_compares_it_with_others(fedprune, files):
     assert said.count("finished before") == 2
 
 
+def test_a_search_draws_its_options(fedprune, files):
+    search = "common: {system: my-prox, num-server-rounds: 1}\nsearch: {trials: 1, space: {my-prox.mu: [0.5]}}\n"
+    write(files / "search.yaml", search)
+    given = ("--plugin", "my_prox.py", "--clients", "3", "--engine", "inprocess", "--out", "found")
+    code, said = fedprune("sweep", "search.yaml", *given)
+    assert code == 0, said
+    assert "best: my-prox.mu=0.5" in said
+
+
 def test_a_run_is_resumed_and_exported_where_the_code_is_named_again(fedprune, files):
     given = ("model=mine.py:net", "system=fedavg")
     fedprune("run", *given, "num-server-rounds=2", *QUICK[1:], "--out", "whole")

@@ -8,25 +8,30 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedprune_app.config.errors import ConfigError
+from fedprune_app.config.errors import ConfigError, told_of
 from fedprune_app.config.options import Scalar
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested tables as dotted keys, as Flower does with ``--run-config`` files."""
+    """Return nested tables as dotted keys, as Flower does with ``--run-config`` files.
+
+    Raises :class:`ConfigError` for a key that is there in both forms.
+    """
     flat: dict[str, Any] = {}
     for key, value in table.items():
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{key}."))
-        else:
-            flat[f"{prefix}{key}"] = value
+        name = f"{prefix}{key}"
+        found = flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+        if twice := flat.keys() & found.keys():
+            raise ConfigError(f"{min(twice)} is given twice, with a dot and in a table, allowed: once")
+        flat.update(found)
     return flat
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the flat keys of the run-config file ``path``. Raises :class:`ConfigError` naming the file."""
     try:
-        return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
+        with told_of(f"config file {str(path)!r}"):
+            return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ConfigError(f"config file {str(path)!r} does not exist") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

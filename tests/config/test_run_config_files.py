@@ -53,3 +53,9 @@ def test_a_config_file_that_is_missing_or_broken_is_named(tmp_path):
     broken.write_text("a = = 1")
     with pytest.raises(ConfigError, match=r"broken.toml' cannot be read"):
         read_toml(broken)
+
+
+def test_a_key_with_a_dot_and_in_a_table_is_refused(tmp_path):
+    (tmp_path / "a.toml").write_text('"dp.enabled" = true\n[dp]\nenabled = false\n')
+    with pytest.raises(ConfigError, match=r"a\.toml': dp.enabled is given twice, with a dot and in a table"):
+        read_toml(tmp_path / "a.toml")
