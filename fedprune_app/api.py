@@ -286,8 +286,8 @@ def export(
     path, folder = _path("output", output), _folder("run", run)
     if is_language_model(folder):
         if client is not None or format not in ("", "sparse"):
-            wrong = f"--client is {client}" if client is not None else f"--format is {format!r}"
-            raise ConfigError(f"{wrong}, allowed with a language model: --global --format sparse")
+            wrong = f"client is {client}" if client is not None else f"format is {format!r}"
+            raise ConfigError(f"{wrong}, allowed with a language model: client=None and format='sparse'")
         pack_model(folder, path, force=force)
         return path
     state, data = (str(Path(each).expanduser()) if each else "" for each in (state_dir, data_dir))

@@ -81,11 +81,11 @@ def run_search(
     if not force:
         check_marked(out, "sweep", (*TABLES, TABLE, STUDY))
     first = asked.config({key: _first(each) for key, each in asked.space.items()}, asked.seeds[0])
-    demo.prepare_models([first], console)
     with Session(placement, console) as session:
         session.check(first)
         if placement.shares_data:
             asked.check_data(first)
+        demo.prepare_models([first], console)
         mark(out, "sweep")
         found = searching.search(asked, out, lambda config, folder: session.run(config, folder), say)
     words = ", ".join(f"{key}={value}" for key, value in found.best.items())
@@ -123,11 +123,11 @@ def run_matrix(
                 check_free(out / cell.name)
     count = placement.num_clients
     left = [cell.config for cell in cells if not is_complete(out / cell.name, cell.config, count)]
-    demo.prepare_models(left, console)
     failed = []
     with Session(placement, console) as session:
         for config in left:
             session.check(config)
+        demo.prepare_models(left, console)  # minutes of training or a download, which a mistake should not wait for
         mark(out, "sweep")
         for number, cell in enumerate(cells, start=1):
             folder = out / cell.name

@@ -68,16 +68,16 @@ def test_a_run_is_resumed(tmp_path):
     assert (len(first.rounds), len(longer.rounds)) == (1, 2)
     assert len(longer.info["partition"]) == 3
     with pytest.raises(
-        fedprune_app.ConfigError, match="--clients is 2, allowed when resuming 'a': 3, as this run began"
+        fedprune_app.ConfigError, match=r"^clients is 2, allowed when resuming 'a': 3, as this run began"
     ):
         fedprune_app.run(out=tmp_path / "a", resume=True, **{**QUICK, "clients": 2})
 
 
 def test_a_run_or_a_sweep_of_no_clients_is_refused(tmp_path):
     none = {**QUICK, "clients": 0, "out": tmp_path / "a"}
-    with pytest.raises(fedprune_app.ConfigError, match=r"^--clients is 0, allowed: at least 1$"):
+    with pytest.raises(fedprune_app.ConfigError, match=r"^clients is 0, allowed: at least 1$"):
         fedprune_app.run(system="fedavg", **none)
-    with pytest.raises(fedprune_app.ConfigError, match=r"^--clients is 0, allowed: at least 1$"):
+    with pytest.raises(fedprune_app.ConfigError, match=r"^clients is 0, allowed: at least 1$"):
         fedprune_app.sweep({"systems": ["fedavg"], "clients": 3}, **none)
     assert not (tmp_path / "a").exists()
 
@@ -126,8 +126,8 @@ def test_a_language_model_is_exported_as_a_folder(tmp_path):
     folder = tiny_checkpoint(tmp_path / "checkpoint", "llama")
     path = fedprune_app.export(folder, tmp_path / "packed")
     assert fedprune_app.load_packed(path, sparse=True).config.num_hidden_layers == 3
-    for given, said in (({"client": 1}, "--client is 1"), ({"format": "onnx"}, "--format is 'onnx'")):
-        with pytest.raises(fedprune_app.ConfigError, match=f"{said}, allowed with a language model: --global --format"):
+    for given, said in (({"client": 1}, "client is 1"), ({"format": "onnx"}, "format is 'onnx'")):
+        with pytest.raises(fedprune_app.ConfigError, match=f"^{said}, allowed with a language model: client=None"):
             fedprune_app.export(folder, tmp_path / "x", **given)
 
 
@@ -225,9 +225,7 @@ def test_a_matrix_goes_on_with_the_number_of_clients_that_it_began_with(tmp_path
         )
 
     sweep([0], clients=2)
-    with pytest.raises(
-        fedprune_app.ConfigError, match="--clients is 4, allowed when resuming 'fedavg-digits-seed0': 2"
-    ):
+    with pytest.raises(fedprune_app.ConfigError, match=r"^clients is 4, allowed when resuming 'fedavg-digits"):
         sweep([0, 1], clients=4, resume=True)
     assert not (tmp_path / "s" / "fedavg-digits-seed1").exists()
     capsys.readouterr()

@@ -191,7 +191,9 @@ def test_a_plug_in_that_registers_nothing_is_noted_and_an_empty_one_refused(fedp
         assert (code, "registers" in said) == (0, False), said
     code, said = fedprune("check", "--plugin", "", "--clients", "2")
     assert code == 2
-    assert "--plugin is '', allowed: a module, or a file that ends in .py" in said
+    assert "argument 3 is empty" in said
+    with pytest.raises(ConfigError, match=r"^plugins is '', allowed: a module, or a file that ends in .py"):
+        fedprune_app.model("run", plugins=[""])
 
 
 @pytest.mark.parametrize(

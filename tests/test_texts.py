@@ -46,11 +46,28 @@ def test_a_check_and_a_run_refuse_bad_texts_and_models_before_a_model_is_trained
 ):
     (tmp_path / "empty").mkdir()
     place = [] if command == "check" else ["--engine", "inprocess", "--out", "a"]
-    code, said = fedprune(command, *CHECK[1:], *place, "data-dir=data", *settings)
+    data = [] if "data-dir" in settings[0] else ["data-dir=data"]
+    code, said = fedprune(command, *CHECK[1:], *place, *data, *settings)
     assert code == 2, said
     assert says in said
     assert said.count("\n") == 1
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("systems: [fedspallm]", "datasets: [text]"),
+        ("common: {system: fedspallm, dataset: text}", "search: {space: {density: [0.5]}, objective: loss_mean}"),
+    ],
+)
+def test_a_sweep_refuses_bad_texts_before_a_model_is_trained(fedprune, texts, tmp_path, lines):
+    spoil(texts, calibration=b"\xff\xfe")
+    (tmp_path / "m.yaml").write_text("\n".join(["clients: 2", "seeds: [0]", *lines]))
+    code, said = fedprune("sweep", "m.yaml", "data-dir=data", "--engine", "inprocess", "--out", "s")
+    assert code == 2
+    assert "client0.txt' is no text in UTF-8" in said
+    assert not (tmp_path / "s").exists()
 
 
 def test_a_text_file_that_cannot_be_decoded_is_named_by_a_check(fedprune, texts):

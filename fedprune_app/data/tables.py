@@ -89,10 +89,10 @@ def _read(path: Path, columns: Columns) -> pandas.DataFrame:
             frame = pandas.read_csv(path, index_col=False, converters=dict.fromkeys(names, "={}".format))
             texts = {name: [text[1:] for text in frame[name]] for name in names if name in frame.columns}
         else:
-            frame = pandas.read_parquet(path).rename(columns=str)
+            frame = _named_by_text(pandas.read_parquet(path))
             there = [name for name in names if name in frame.columns]
             # whole numbers beside a missing one stay exact
-            whole = pandas.read_parquet(path, columns=there, dtype_backend="numpy_nullable").rename(columns=str)
+            whole = _named_by_text(pandas.read_parquet(path, columns=there, dtype_backend="numpy_nullable"))
             texts = {name: ["" if pandas.isna(value) else _text(value) for value in whole[name]] for name in there}
     except FileError:
         raise
@@ -100,6 +100,11 @@ def _read(path: Path, columns: Columns) -> pandas.DataFrame:
         why = f"cannot be read: {' '.join(str(error).split())}"
         raise _error(path, why, f"cannot be read ({type(error).__name__})") from None
     return frame.assign(**{name: [text or None for text in found] for name, found in texts.items()})
+
+
+def _named_by_text(frame: pandas.DataFrame) -> pandas.DataFrame:
+    """Return a table with texts as names of its columns: in Parquet they may be whole numbers."""
+    return frame.set_axis([str(name) for name in frame.columns], axis=1)
 
 
 def _check_widths(path: Path) -> None:

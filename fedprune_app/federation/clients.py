@@ -26,7 +26,8 @@ class ClientInfo:
     num_examples: int
     capacity: float | None  # share of the model that its node can bear, where its operator says so
     own_data: bool  # it has data of its own, and its number from the server
-    num_partitions: int  # among how many clients the data are divided, as its operator says; 0 with data of its own
+    # among how many clients the data are divided, as its operator says; 0 with data of its own
+    num_partitions: int = field(default=0, kw_only=True)
 
     @classmethod
     def read(cls, node_id: int, fields: wire.Fields) -> Self:
