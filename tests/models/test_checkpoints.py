@@ -118,11 +118,12 @@ MATRIX = "systems: [fedspallm]\ndatasets: [{dataset: text, model: some/other}]\n
 @pytest.mark.programs
 @pytest.mark.parametrize("command", ["run", "sweep"])
 def test_a_model_that_is_not_to_be_had_is_told_before_anything_starts(command, tmp_path):
-    matrix = tmp_path / "m.yaml"
+    matrix, texts = tmp_path / "m.yaml", text_folder(tmp_path / "texts")
     matrix.write_text(MATRIX)
     what = {"run": ["system=fedspallm", "dataset=text", "model=some/other", "download=true"], "sweep": [matrix]}
     with local_hub(NAME, {"main": {}}) as hub:
-        refused = fedprune(hub, tmp_path, command, *what[command], "--out", tmp_path / "out", "--clients", 2)
+        place = [f"data-dir={texts}", "--out", tmp_path / "out", "--clients", 2]
+        refused = fedprune(hub, tmp_path, command, *what[command], *place)
     assert refused.returncode == 2, refused.stderr  # not 1, which is a run that failed
     assert "error: model 'some/other' cannot be downloaded: " in refused.stderr
     assert not (tmp_path / "out").exists()
