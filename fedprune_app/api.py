@@ -110,7 +110,7 @@ def run(
     from fedprune_app.experiment import Placement, Session
     from fedprune_app.results.ownership import clear_the_way
 
-    folder = Path(out).expanduser().resolve()
+    folder = _path("out", out).resolve()
     before = recorded(folder) if resume else None
     configuration = placed(_given(config, settings), folder, before, force=force)
     count = clients_of(before) or 20 if clients is None else clients
@@ -164,7 +164,7 @@ def sweep(
     def tell(label: str, text: str) -> None:
         console.print(f"{label}{text}", soft_wrap=True, markup=False, highlight=False)
 
-    folder, given = Path(out).expanduser().resolve(), with_plugins([], _flat(settings)).on_command_line
+    folder, given = _path("out", out).resolve(), with_plugins([], _flat(settings)).on_command_line
     count = num_clients_of(read, folder, clients, tell, resume=resume)
     place = folder, given, Placement(engine, count, workers, ray_address=ray_address), console, tell
     if isinstance(read, Matrix):
@@ -290,7 +290,8 @@ def export(
             raise ConfigError(f"{wrong}, allowed with a language model: client=None and format='sparse'")
         pack_model(folder, path, force=force)
         return path
-    state, data = (str(Path(each).expanduser()) if each else "" for each in (state_dir, data_dir))
+    moved = {"state_dir": state_dir, "data_dir": data_dir}
+    state, data = (str(_path(name, each)) if each else "" for name, each in moved.items())
     form, trusted = format_of(path, format), _trusted(plugins)
     export_model(folder, client, form, path, force=force, state_dir=state, data_dir=data, trusted=trusted)
     return path

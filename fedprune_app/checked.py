@@ -105,8 +105,7 @@ def _texts_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
     ]
     doubts = []
     if short := [each.name for each, size in zip(documents, sizes, strict=True) if size < length]:
-        more = f", ... ({len(short) - 3} more)" if len(short) > 3 else ""
-        named = ", ".join(repr(name) for name in short[:3]) + more
+        named = shortened([repr(name) for name in short], 3)
         doubts.append(f"{len(short):,} documents are shorter than a segment and give none: {named}")
     times = Counter(each.text for each in documents)
     if twice := len(documents) - len(times):

@@ -261,8 +261,9 @@ def final_rows(groups: Sequence[Group], shown: Sequence[Column] = ()) -> tuple[l
 def headline_words(group: Group) -> str:
     """Return whose accuracy a group is judged by, in words; empty where it is judged by something else."""
     column = measures.MEASURES.columns.get(group.runs[0].headline)
-    is_accuracy = column is not None and column.name.startswith("accuracy")
-    return column.view.text.lower() if is_accuracy and column and column.view else ""
+    if column is None or column.view is None or not column.name.startswith("accuracy"):
+        return ""
+    return column.view.text.lower()
 
 
 MODELS = ("dense", "personal_mean", "global")
