@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The release of Flower: the last one whose nodes speak gRPC, at a port of their own. Others: docs/deploy.md.
 FLOWER ?= 1.39.*
 
-.PHONY: site site-serve demo test programs quick test-all record-hashes rehearsal flower-releases faults faults-sim planted-bugs lint fuzz format lock benchmarks clean
+.PHONY: settings site site-serve demo test programs quick test-all record-hashes rehearsal flower-releases faults faults-sim planted-bugs lint fuzz format lock benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/fedprune demo --out runs/demo
@@ -95,6 +95,10 @@ $(STAMP): pyproject.toml hatch_build.py $(wildcard fedprune_app/core/native/*.c)
 $(DEV_STAMP): $(STAMP)
 	$(PIP) install --quiet --editable '.[dev]'
 	touch $@
+
+# The page of all settings, docs/reference/settings.md, from their declarations.
+settings: $(DEV_STAMP)
+	$(BIN)/python docs/settings_page.py
 
 # The documentation as a site, in site/.
 site: $(DEV_STAMP)

@@ -1,4 +1,4 @@
-"""What the site holds beside docs/*.md: pages from elsewhere in the repository, notebooks, a table of all settings."""
+"""What the site holds beside docs/*.md: pages from elsewhere in the repository, and notebooks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made here."""
     made = {page: (ROOT / source).read_text() for source, page in _ELSEWHERE.items() if source != "README.md"}
     made |= {f"notebooks/{path.stem}.md": _as_markdown(path) for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")}
-    made["reference/settings.md"] = _settings()
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     return files
@@ -72,25 +71,3 @@ def _as_markdown(path: Path) -> str:
             if text:
                 parts.append(f"```text\n{''.join(text).rstrip()}\n```")
     return "\n\n".join(parts)
-
-
-def _settings() -> str:
-    """Return the page of all settings, from their declarations."""
-    from fedprune_app.config import OPTIONS, toml_value
-
-    lines = [
-        "# Settings",
-        "",
-        "`fedprune list --keys` prints the same table, and `fedprune list --keys SYSTEM` the settings that have an",
-        "effect with one system. A setting is given as `KEY=VALUE`, in a run-config file, or as an argument in Python.",
-    ]
-    table = ""
-    for key, option in OPTIONS.items():
-        name = key.partition(".")[0] if "." in key else "all systems"
-        if name != table:
-            table = name
-            lines += ["", f"## {table}", "", "| key | default | meaning |", "| --- | --- | --- |"]
-        meaning = option.help + (f" Allowed: {option.range}." if option.range else "")
-        meaning += "".join(f"<br>`{choice}`: {words}" for choice, words in option.choices.items())
-        lines.append(f"| `{key}` | `{toml_value(option.default)}` | {meaning.replace('|', chr(92) + '|')} |")
-    return "\n".join(lines) + "\n"
