@@ -186,7 +186,13 @@ def _given(config: AnyPath | Settings | None, settings: Settings) -> Given:
 
 def _flat(settings: Settings) -> dict[str, Scalar]:
     """Return settings by key; the keys' types are checked where they are parsed."""
-    return {str(key).replace("_", "-"): _plain(value) for key, value in flatten(dict(settings)).items()}
+    flat: dict[str, Scalar] = {}
+    for name, value in flatten(dict(settings)).items():
+        key = str(name).replace("_", "-")
+        if key in flat:
+            raise ConfigError(f"{key} is given twice, with _ and with -, allowed: once")
+        flat[key] = _plain(value)
+    return flat
 
 
 def _plain(value: Any) -> Any:
@@ -218,34 +224,61 @@ def report(runs: Run | AnyPath | Sequence[Run | AnyPath], output: AnyPath, *, fo
 
 
 @_in_python
-def model(run: Run | AnyPath, client: int | None = None, *, plugins: str | Sequence[str] = ()) -> nn.Module:
+def model(
+    run: Run | AnyPath,
+    client: int | None = None,
+    *,
+    state_dir: AnyPath = "",
+    data_dir: AnyPath = "",
+    plugins: str | Sequence[str] = (),
+) -> nn.Module:
     """Return the final model of a ``client``, or the global one (None), of a completed run: on the CPU, to evaluate.
 
     Pruned weights are zeros, and removed channels are not there. The run's data are read where it did not record how
-    images become inputs. ``plugins`` names the code that the run had as plug-ins, which is imported. Raises
-    ``ValueError`` where there is no such model.
+    images become inputs. ``state_dir`` and ``data_dir`` say where the run's folders of these names are now, if they
+    have moved. ``plugins`` names the code that the run had as plug-ins, which is imported. Raises ``ValueError`` where
+    there is no such model.
     """
-    return _exportable(run, client, plugins).network
+    return _exportable(run, client, state_dir, data_dir, plugins).network
 
 
 @_in_python
-def masks(run: Run | AnyPath, client: int | None = None, *, plugins: str | Sequence[str] = ()) -> dict[str, Tensor]:
+def masks(
+    run: Run | AnyPath,
+    client: int | None = None,
+    *,
+    state_dir: AnyPath = "",
+    data_dir: AnyPath = "",
+    plugins: str | Sequence[str] = (),
+) -> dict[str, Tensor]:
     """Return the masks of that model by the names of its tensors: True where a weight is kept.
 
     A tensor without a mask is dense. The arguments and errors are those of :func:`model`.
     """
-    return dict(_exportable(run, client, plugins).payload.masks)
+    return dict(_exportable(run, client, state_dir, data_dir, plugins).payload.masks)
 
 
 def _folder(name: str, run: object) -> Path:
     return run.folder if isinstance(run, Run) else _path(name, run, ", or a run")
 
 
-def _exportable(run: Run | AnyPath, client: int | None, plugins: str | Sequence[str]) -> Exportable:
+def _exportable(
+    run: Run | AnyPath, client: int | None, state_dir: AnyPath, data_dir: AnyPath, plugins: str | Sequence[str]
+) -> Exportable:
     from fedprune_app.exporting import find_model
 
     _check_client(client)
-    return find_model(_folder("run", run), client, trusted=_trusted(plugins))
+    state, data = _moved(state_dir, data_dir)
+    return find_model(_folder("run", run), client, state_dir=state, data_dir=data, trusted=_trusted(plugins))
+
+
+def _moved(state_dir: AnyPath, data_dir: AnyPath) -> tuple[str, str]:
+    """Return where a run's folders are now; an empty text is where they were."""
+
+    def place(name: str, value: AnyPath) -> str:
+        return str(_path(name, value)) if value else ""
+
+    return place("state_dir", state_dir), place("data_dir", data_dir)
 
 
 def _check_client(client: object) -> None:
@@ -275,9 +308,8 @@ def export(
 
     The ``format`` is safetensors, sparse, onnx or torch-export; by default the suffix of ``output`` says it. A file of
     safetensors is read by :func:`load_model`. For a language model, or a checkpoint of transformers in place of a run,
-    the format is sparse, and ``output`` a folder that :func:`load_packed` reads. ``state_dir`` and ``data_dir`` say
-    where the run's folders of these names are now, if they have moved. ``plugins`` is as for :func:`model`. Raises
-    ``ValueError`` for what cannot be exported.
+    the format is sparse, and ``output`` a folder that :func:`load_packed` reads. ``state_dir``, ``data_dir`` and
+    ``plugins`` are as for :func:`model`. Raises ``ValueError`` for what cannot be exported.
     """
     from fedprune_app.exporting import export_model, format_of
     from fedprune_app.packing import is_language_model, pack_model
@@ -290,8 +322,7 @@ def export(
             raise ConfigError(f"{wrong}, allowed with a language model: client=None and format='sparse'")
         pack_model(folder, path, force=force)
         return path
-    moved = {"state_dir": state_dir, "data_dir": data_dir}
-    state, data = (str(_path(name, each)) if each else "" for name, each in moved.items())
+    state, data = _moved(state_dir, data_dir)
     form, trusted = format_of(path, format), _trusted(plugins)
     export_model(folder, client, form, path, force=force, state_dir=state, data_dir=data, trusted=trusted)
     return path

@@ -136,14 +136,23 @@ class Session:
             if self.placement.engine != "inprocess":
                 forget_text()
 
-    def run(self, config: Config, folder: Path, *, once_checked: Callable[[], object] | None = None) -> dict[str, Any]:
+    def run(
+        self,
+        config: Config,
+        folder: Path,
+        *,
+        checked: bool = False,
+        once_checked: Callable[[], object] | None = None,
+    ) -> dict[str, Any]:
         """Run a federation to its end in ``folder`` and return its run.json.
 
-        The language model that the run needs is trained or fetched when all else is checked. ``once_checked`` is called
-        when the run is found to be able to start, before anything is written.
+        With ``checked`` the caller has called :meth:`check` before. The language model that the run needs is trained or
+        fetched when all else is checked. ``once_checked`` is called when the run is found to be able to start, before
+        anything is written.
         Raises :class:`LaunchError` with the run's own error if the run does not complete.
         """
-        self.check(config)
+        if not checked:
+            self.check(config)
         if not self.placement.superlink:  # real nodes have models of their own
             demo.prepare_models([config], self.console)
         if once_checked is not None:

@@ -72,7 +72,7 @@ class Matrix:
             if key in varied:
                 raise ConfigError(f"{key} is given on the command line, allowed: what the matrix does not vary")
         for name, relative in self.settings:
-            with self._told_of(name):
+            with self.told_of(name):
                 check_no_place(relative)
                 values = paths_from_here(relative)
                 folder = (out / name).resolve()
@@ -82,11 +82,11 @@ class Matrix:
                 cells.append(Cell(name, check_names(plugins.parse({**values, **overrides, **place}))))
         self._check_effects(overrides, cells)
         for cell in cells:  # when all names are right, since this imports the systems
-            with self._told_of(cell.name):
+            with self.told_of(cell.name):
                 check_system(cell.config)
         return cells
 
-    def _told_of(self, name: str) -> AbstractContextManager[None]:
+    def told_of(self, name: str) -> AbstractContextManager[None]:
         """Say in errors in which file, and in which of its runs, a setting is wrong."""
         return told_of(f"{self.where}, run {name!r}")
 
@@ -98,7 +98,7 @@ class Matrix:
             if not any(has_effect(key, cell.config) for cell in asked):
                 if key in overrides:
                     check_effects([key], asked[0].config)
-                with self._told_of(asked[0].name):
+                with self.told_of(asked[0].name):
                     check_effects([key], asked[0].config)
 
 

@@ -197,6 +197,8 @@ def _check_range(where: str, key: object, each: Any) -> None:
     if key == "seed":
         raise ConfigError(f"{where}: space has the key 'seed', allowed: in seeds")
     if isinstance(each, list) and each and all(isinstance(value, bool | int | float | str) for value in each):
+        if twice := [value for number, value in enumerate(each) if value in each[:number]]:
+            raise ConfigError(f"{where}: {key} in space has the choice {_short(twice[0])} twice, allowed: once")
         return
     ends: list[Any] = [each.get("low"), each.get("high")] if isinstance(each, dict) else [None, None]
     low, high = ends

@@ -122,12 +122,15 @@ def run_matrix(
             if not cell.config.resume_from:
                 check_free(out / cell.name)
     count = placement.num_clients
-    left = [cell.config for cell in cells if not is_complete(out / cell.name, cell.config, count)]
+    left = [cell for cell in cells if not is_complete(out / cell.name, cell.config, count)]
     failed = []
     with Session(placement, console) as session:
-        for config in left:
-            session.check(config)
-        demo.prepare_models(left, console)  # minutes of training or a download, which a mistake should not wait for
+        for cell in left:
+            with matrix.told_of(cell.name):
+                session.check(cell.config)
+        demo.prepare_models(
+            [cell.config for cell in left], console
+        )  # minutes of training or a download, which a mistake should not wait for
         mark(out, "sweep")
         for number, cell in enumerate(cells, start=1):
             folder = out / cell.name
@@ -138,7 +141,7 @@ def run_matrix(
             if force and not cell.config.resume_from:
                 clear_the_way(folder)
             try:
-                session.run(cell.config, folder)
+                session.run(cell.config, folder, checked=True)
             except (LaunchError, ConfigError) as error:
                 failed.append(cell.name)
                 say("failed", f" {cell.name}: {' '.join(str(error).split())}")

@@ -100,6 +100,13 @@ def test_a_model_is_exported_where_its_folders_have_moved(finished, tmp_path):
         fedprune_app.export(folder, tmp_path / "a.safetensors", client=1)
     path = fedprune_app.export(folder, tmp_path / "a.safetensors", client=1, state_dir=tmp_path / "states")
     assert path.read_bytes() == usual.read_bytes()
+    with pytest.raises(ValueError, match="has no state of client 1"):
+        fedprune_app.model(folder, 1)
+    network = fedprune_app.model(folder, 1, state_dir=tmp_path / "states")
+    for name, weights in fedprune_app.model(finished, 1).state_dict().items():
+        assert torch.equal(network.state_dict()[name], weights)
+    kept = fedprune_app.masks(folder, 1, state_dir=tmp_path / "states")
+    assert kept.keys() == fedprune_app.masks(finished, 1).keys()
 
 
 def test_a_model_is_exported_where_its_data_have_moved(tmp_path):
@@ -139,6 +146,10 @@ def test_a_language_model_is_exported_as_a_folder(tmp_path):
         ({"learning_rate": "fast"}, "^learning-rate is 'fast', allowed: a number"),
         ({"dispfl": {"topolgy": "ring"}}, "^unknown key 'dispfl.topolgy'"),
         ({"momentum": None}, "^momentum is None, allowed: a number"),
+        (
+            {"learning_rate": 0.1, "learning-rate": 0.2},
+            "^learning-rate is given twice, with _ and with -, allowed: once",
+        ),
     ],
 )
 def test_errors_are_those_of_the_command_line(tmp_path, settings, message):
@@ -211,6 +222,8 @@ def test_a_sweep_returns_its_runs_and_goes_on(tmp_path):
     assert [run.info["final_sha256"] for run in again] == [run.info["final_sha256"] for run in runs]
     with pytest.raises(fedprune_app.ConfigError, match="is not empty, allowed: a new folder, or resume=True"):
         fedprune_app.sweep(matrix, out=tmp_path / "s", **quick)
+    with pytest.raises(fedprune_app.ConfigError, match="run 'standalone-digits-seed0': min-clients is 9, allowed"):
+        fedprune_app.sweep({"systems": ["standalone"]}, min_clients=9, out=tmp_path / "t", **quick)
     with pytest.raises(fedprune_app.ConfigError, match="matrix 'in memory' has unknown entry 'system'"):
         fedprune_app.sweep({"system": "fedavg"}, out=tmp_path / "t", **quick)
 

@@ -84,12 +84,13 @@ def _read(path: Path, columns: Columns) -> pandas.DataFrame:
     names = [name for name in (columns.label, columns.owner) if name]
     try:
         if path.suffix == ".csv":
-            _check_widths(path)
+            _check_names(path, _header(path))  # pandas makes others of names that are empty, or there twice
             # pandas takes NA and None for missing ones, whatever a converter returns; nothing that begins with = is one
             frame = pandas.read_csv(path, index_col=False, converters=dict.fromkeys(names, "={}".format))
             texts = {name: [text[1:] for text in frame[name]] for name in names if name in frame.columns}
         else:
             frame = _named_by_text(pandas.read_parquet(path))
+            _check_names(path, list(frame.columns))
             there = [name for name in names if name in frame.columns]
             # whole numbers beside a missing one stay exact
             whole = _named_by_text(pandas.read_parquet(path, columns=there, dtype_backend="numpy_nullable"))
@@ -107,21 +108,32 @@ def _named_by_text(frame: pandas.DataFrame) -> pandas.DataFrame:
     return frame.set_axis([str(name) for name in frame.columns], axis=1)
 
 
-def _check_widths(path: Path) -> None:
-    """Raise :class:`FileError` for a line of a CSV file with more or fewer values than its header.
+def _check_names(path: Path, names: list[str]) -> None:
+    """Raise :class:`FileError` for a column without a name, and for two columns of one name."""
+    if not all(name.strip() for name in names):
+        why = "has a column without a name, allowed: a name for each (to_csv(index=False) writes no row numbers)"
+        raise _error(path, why)
+    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+        raise _error(path, f"has two columns '{twice[0]}', allowed: different names", "has two columns of one name")
 
-    pandas takes the first value of longer lines for the name of the row, so that all others move by one column.
+
+def _header(path: Path) -> list[str]:
+    """Return the names in the first line of a CSV file.
+
+    Raises :class:`FileError` for a line of the file with more or fewer values than the header: pandas takes the first
+    value of longer lines for the name of the row, so that all others move by one column.
     """
     with path.open(newline="", encoding="utf-8-sig") as file:
         lines = csv.reader(file)
-        width = 0
+        header: list[str] = []
         for values in lines:
             if len(values) < 2 and not "".join(values).strip():  # a blank line, which pandas skips
                 continue
-            width = width or len(values)
-            if len(values) != width:
-                why = f"has {len(values)} values in line {lines.line_num}, allowed: {width}, as in the header"
+            header = header or values
+            if len(values) != len(header):
+                why = f"has {len(values)} values in line {lines.line_num}, allowed: {len(header)}, as in the header"
                 raise _error(path, why, "has a line with more or fewer values than the header, allowed: as many")
+    return header
 
 
 def _text(value: object) -> str:

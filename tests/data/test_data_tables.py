@@ -8,8 +8,10 @@ import sys
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from fedprune_app.data import leaf, splits
 from fedprune_app.data.datasets import load_dataset
@@ -194,6 +196,34 @@ def test_a_line_of_more_or_fewer_values_than_the_header_is_refused_by_its_number
     with pytest.raises(FileError, match=f"has {count} values in line {number}, allowed: 3, as in the header") as error:
         load_dataset("table", tmp_path, needs_test=False)
     assert error.value.unnamed.startswith("a table has a line with more or fewer values than the header, allowed")
+
+
+@pytest.mark.parametrize(
+    ("header", "told", "unnamed"),
+    [
+        (
+            ",a,label",
+            "has a column without a name, allowed: a name for each .to_csv.index=False. writes no row",
+            "without a",
+        ),
+        ("a, ,label", "has a column without a name", "without a name"),
+        ("a,a,label", "has two columns 'a', allowed: different names", "two columns of one name"),
+        ("label,a,label", "has two columns 'label', allowed: different names", "two columns of one name"),
+    ],
+)
+def test_columns_without_a_name_or_of_one_name_are_refused(tmp_path, header, told, unnamed):
+    (tmp_path / "train.csv").write_text(f"{header}\n0,1,2\n3,4,5\n")
+    with pytest.raises(FileError, match=told) as error:
+        load_dataset("table", tmp_path, needs_test=False)
+    assert unnamed in error.value.unnamed
+
+
+def test_columns_of_parquet_without_a_name_or_of_one_name_are_refused(tmp_path):
+    values = [pa.array([1.0, 2.0]), pa.array([3.0, 4.0]), pa.array(["x", "y"])]
+    for names, told in [(["", "a", "label"], "has a column without a name"), (["a", "a", "label"], "Multiple matches")]:
+        parquet.write_table(pa.table(values, names=names), tmp_path / "train.parquet")
+        with pytest.raises(FileError, match=told):
+            load_dataset("table", tmp_path, needs_test=False)
 
 
 def test_blank_lines_quotes_and_a_byte_order_mark_are_no_values(tmp_path):
