@@ -21,6 +21,7 @@ from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import require
+from fedprune_app.engine.returned import returned
 from fedprune_app.engine.store import ResumePoint, State, owner, write_tensors
 from fedprune_app.federation import loop, reports
 from fedprune_app.federation.budgets import Budgets
@@ -89,11 +90,15 @@ class FederatedStrategy(StreamedStrategy):
 
     def reply_bytes(self, round: Round) -> int:
         """Return the decoded size of the largest reply: a larger one is refused unread."""
-        return max(self.expect(round, client).max_bytes for client in round.participants)
+        return max(self.expected(round, client).max_bytes for client in round.participants)
+
+    def expected(self, round: Round, client: int) -> wire.Schema:
+        """Return what :meth:`expect` says, which a plug-in may have got wrong. Raises ``TypeError`` where it did."""
+        return returned(self.expect(round, client), wire.Schema, self, "expect")
 
     def accept(self, round: Round, client: int, content: RecordDict) -> None:
         """Decode a reply, check it once, and :meth:`receive` it. ``ValueError`` refuses the reply."""
-        schema = self.expect(round, client)
+        schema = self.expected(round, client)
         update = wire.payload_of(content, schema.max_bytes)
         schema.check(update)
         self.receive(round, client, update)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import Answer, exchange, require
+from fedprune_app.engine.returned import yielded
 from fedprune_app.engine.store import State
 from fedprune_app.federation import reports
 from fedprune_app.federation.budgets import Budgets
@@ -80,7 +81,8 @@ class Exchanges:
             strategy.state_rounds[client] = round.number
             return row
 
-        answers = self._answers(round, outgoing, MessageType.TRAIN, reply_bytes)
+        sent = yielded(outgoing, Outgoing, strategy, "send")
+        answers = self._answers(round, sent, MessageType.TRAIN, reply_bytes)
         collect(name, answers, round.log, self._charged(round, read))
 
     def ask(self, name: str, round: Round, outgoing: Iterable[Outgoing], read: Read) -> None:
@@ -110,7 +112,8 @@ class Exchanges:
             return {}
 
         evaluators = strategy.participation.evaluators(round.number)
-        outgoing = (each for each in strategy.send_to_evaluate(round) if each.client in evaluators)
+        sent = yielded(strategy.send_to_evaluate(round), Outgoing, strategy, "send_to_evaluate")
+        outgoing = (each for each in sent if each.client in evaluators)
         collect(name, self._answers(round, outgoing, MessageType.EVALUATE), log, read)
         require(len(found), strategy.context.config.min_replies, name, log.failures)
         rows = dict(sorted(found.items()))
