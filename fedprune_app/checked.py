@@ -169,8 +169,7 @@ def _spread(numbers: list[int]) -> str:
 
 def _privacy(config: Config) -> str:
     dp = config.dp
-    noise = (
-        f"noise multiplier {dp.noise_multiplier:g}" if dp.noise_multiplier else f"ε {dp.target_epsilon:g} in the end"
-    )
+    noise = f"noise multiplier {dp.noise_multiplier:g}" if dp.noise_multiplier else f"ε {dp.target_epsilon:g} at most"
     budget = f", budget ε {dp.epsilon_budget:g}" if dp.epsilon_budget else ""
-    return f"DP-SGD with {noise}, clip norm {dp.clip_norm:g}, δ {dp.delta:g}{budget}"
+    how = "noised second moments" if SYSTEMS[config.system].data == "text" else "DP-SGD"
+    return f"{how} with {noise}, clip norm {dp.clip_norm:g}, δ {dp.delta:g}{budget}"

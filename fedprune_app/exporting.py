@@ -213,6 +213,9 @@ def _same_data(run: Path, info: Mapping[str, Any], config: Config, client: int |
     """
     is_own = "nodes" in info  # each client has its own data
     data = replace(data_config(config, is_own), download=False, data_dir=data_dir or config.data_dir)
+    if is_own and not data.data_dir:
+        why = "does not say how its nodes' images became inputs"
+        raise ValueError(f"run {str(run)!r} {why}: give a folder of a node's data with --data-dir")
     dataset, model = dataset_of(data), info.get("model") or {}
     where = f"data-dir {data.data_dir!r}" if data.data_dir else f"dataset {data.dataset!r}"
     had = f"run {str(run)!r} had"

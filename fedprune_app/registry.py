@@ -32,6 +32,7 @@ class System:
     client_half: str | type[Node[Any]]
     summary: str
     data: str = "images"  # or "text"
+    is_private: bool = False  # in its paper, so that a run without dp.enabled is worth a word
 
     @property
     def strategy(self) -> type[FederatedStrategy]:
@@ -63,7 +64,9 @@ SYSTEMS: dict[str, System] = {
         "dispfl:DisPFL", "dispfl:DisPFLClient", "Dis-PFL: sparse personal models gossip with neighbours, masks evolve"
     ),
     "fedp3": System(
-        "fedp3:FedP3", "fedp3:FedP3Client", "FedP3: clients train some layers, get the others pruned, send only theirs"
+        "fedp3:FedP3",
+        "fedp3:FedP3Client",
+        "FedP3: each client trains and sends its own layers, and receives the other layers pruned",
     ),
     "ldp-fedp3": System(
         "ldp_fedp3:LDPFedP3",
@@ -74,6 +77,7 @@ SYSTEMS: dict[str, System] = {
         "fedltp:FedLTP",
         "fedltp:FedLTPClient",
         "Fed-LTP: a ticket from public data, sparse DP-SGD, noised validation of every round",
+        is_private=True,
     ),
     "fedspallm": System(
         "fedspallm:FedSpaLLM",
@@ -85,10 +89,16 @@ SYSTEMS: dict[str, System] = {
         "fedavg:FedAvg", "fedavg:FedAvgClient", "FedAvg: one dense global model, averaged by sample counts"
     ),
     "dpfed": System(
-        "dpfed:DPFed", "fedavg:FedAvgClient", "DP-Fed: FedAvg with DP-SGD, and a plain mean of the updates"
+        "dpfed:DPFed",
+        "fedavg:FedAvgClient",
+        "DP-Fed: FedAvg with DP-SGD, and a plain mean of the updates",
+        is_private=True,
     ),
     "fedspa": System(
-        "fedspa:FedSPA", "fedspa:FedSPAClient", "Fed-SPA: DP-SGD on random coordinates, an accelerated server"
+        "fedspa:FedSPA",
+        "fedspa:FedSPAClient",
+        "Fed-SPA: DP-SGD on random coordinates, an accelerated server",
+        is_private=True,
     ),
     "fedavg-ft": System(
         "fedavg_ft:FedAvgFT", "fedavg_ft:FedAvgFTClient", "FedAvg-FT: FedAvg's model, fine-tuned by every client"
@@ -98,7 +108,9 @@ SYSTEMS: dict[str, System] = {
         "dpsgd_ft:DPSGDFT", "dpsgd_ft:DPSGDFTClient", "D-PSGD-FT: D-PSGD's consensus model, fine-tuned by every client"
     ),
     "ditto": System(
-        "ditto:Ditto", "ditto:DittoClient", "Ditto: FedAvg, and a personal model each that is pulled towards it"
+        "ditto:Ditto",
+        "ditto:DittoClient",
+        "Ditto: FedAvg, and for each client a personal model that is pulled towards the global model",
     ),
     "fedfomo": System(
         "fedfomo:FedFomo", "fedfomo:FedFomoClient", "FedFomo: each client moves towards those models that help it"

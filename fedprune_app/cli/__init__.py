@@ -23,9 +23,7 @@ app = typer.Typer(
 )
 for _commands in (running, looking, trials, first_look):
     app.add_typer(_commands.app)
-app.add_typer(
-    deploying.app, name="deploy", help="Deploy on real nodes, over gRPC with TLS and keys; see docs/deploy.md."
-)
+app.add_typer(deploying.app, name="deploy", help="Deploy on real nodes, with TLS and keys; see docs/deploy.md.")
 _INTERRUPTED = 130
 
 

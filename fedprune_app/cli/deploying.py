@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from fedprune_app.cli.running import run_once
-from fedprune_app.cli.terminal import AcceptLoss, Configs, Force, Out, Overrides, Plugins, console, say, say_idle
+from fedprune_app.cli.terminal import AcceptLoss, Configs, Force, Out, Overrides, Plugins, console, say, say_doubts
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.errors import LaunchError
 from fedprune_app.starting import check_accept_loss, given_in, placed, recorded
@@ -55,7 +55,7 @@ def local(
     before = recorded(out.expanduser().resolve()) if resume else None
     given = given_in(config, overrides, plugin)
     settings = placed(given, out, before, force=force, accept_loss=accept_loss)
-    say_idle(given, settings)
+    say_doubts(given, settings)
     folders, files = _paths(data_dirs), _paths(policies)
     if nodes is None:
         nodes = len(folders) or len(files) or 3

@@ -22,7 +22,7 @@ from fedprune_app.cli.terminal import (
     console,
     print_rows,
     say,
-    say_idle,
+    say_doubts,
 )
 from fedprune_app.config import OPTIONS, Config, ConfigError, parse_config
 from fedprune_app.config.meant import unknown_key
@@ -75,7 +75,7 @@ def run(
     before = recorded(out.expanduser().resolve(), superlink) if resume else None
     given = given_in(config, overrides, plugin)
     settings = placed(given, out, before, force=force, is_here=not superlink, accept_loss=accept_loss)
-    say_idle(given, settings)
+    say_doubts(given, settings)
     known = clients_of(before)
     if clients is None:
         clients = known or 20
@@ -107,7 +107,7 @@ def check_run(
     check_names(settings)
     given.check_effects(settings)
     check_system(settings)
-    say_idle(given, settings)
+    say_doubts(given, settings)
     from fedprune_app.checked import described
     from fedprune_app.experiment import Placement, Session
 

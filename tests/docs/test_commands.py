@@ -18,7 +18,7 @@ NO_COMMANDS = {
     "    --node-config": "a part of a command",
     "# /etc/fedprune/policy.toml": "a node's policy",
     "declined by policy: ": "a transcript",
-    "[superlink.NAME]": "a configuration of Flower's",
+    "[superlink.": "a configuration of Flower's",
     "fpk_": "whom a node trusts",
     "[project.entry-points": "a part of a pyproject.toml",
     "# photos.yaml": "a matrix",

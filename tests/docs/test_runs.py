@@ -31,7 +31,7 @@ PRIVATE, AUDIT = (
 )
 DEPLOYED = next(block for block in blocks() if "fedprune deploy local --nodes 3" in block.text)
 NODE_KEY = next(block for block in blocks() if block.text.startswith("fedprune deploy node-key hospital-a.key"))
-CERTIFICATES = next(block for block in blocks() if block.text.startswith("fedprune deploy certificates"))
+CERTIFICATES = next(block for block in blocks() if block.text.startswith("umask 077\nfedprune deploy certificates"))
 ENDS = ("--out runs/first", "fedprune report", "fedprune demo", "system=fedspallm", "fedprune audit")
 
 
@@ -132,7 +132,7 @@ def test_the_lists_are_quick(text, place):
 def test_a_nodes_key_and_certificates_are_made_as_the_page_says(place):
     run(NODE_KEY.text.strip(), place)
     assert (place / "hospital-a.key.pub").exists()
-    run(lines(CERTIFICATES)[0], place)
+    run(lines(CERTIFICATES)[1], place)
     assert (place / "certificates" / "ca.crt").exists()
 
 

@@ -130,6 +130,8 @@ def test_a_node_tells_nobody_how_its_images_are_normalised_and_exports_its_model
     for client, before in enumerate(then):
         found = find_model(run.folder, client, data_dir=str(mine[client])).info
         assert (found.mean, found.std) == (before.mean, before.std)
+    with pytest.raises(ValueError, match="images became inputs: give a folder of a node's data with --data-dir"):
+        find_model(run.folder, None)
     assert find_model(run.folder, None, data_dir=str(mine[0])).info.mean == dataset_of(settings_of(mine[0])).mean
     state = next(run.folder.glob("clients/00001/round-00003.safetensors"))
     whose = f"state of client 1 of run {run.info['run_key']}"
