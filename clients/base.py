@@ -114,7 +114,7 @@ class ImageClient(ImageNode[Update]):
 
     def received_scores(self, task: Task, state: State) -> Scores:
         """This returns accuracies of what was received: as this client would start from it, and as it is for all."""
-        begin, masks = self.begin(task, state), self.masks(task, state)
+        begin, masks = {**self.local_norms(state), **self.begin(task, state)}, self.masks(task, state)
         scores = {"accuracy-received": self.test_accuracy(task, begin, masks)}
         if self.validates == "received":
             scores["accuracy-validation"] = self.accuracy(task, "validation")

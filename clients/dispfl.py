@@ -83,17 +83,27 @@ class DisPFLClient(GossipClient):
         result = self.train(task, masks=masks, adjust_gradients=before_clipping)  # lines 9 to 13
         tensors = vision.state_tensors(self.model, include_buffers=True)
         # line 15; the weights keep their old support until the next average, which may fill in what has grown
-        next_masks = masks if result.diverged else self.search(tensors, masks, task.round)
+        share = self.share_replaced(task.round)
+        if result.diverged or not share:
+            next_masks = {name: mask.clone() for name, mask in masks.items()}  # the state holds no tensor twice
+        else:
+            next_masks = self.search(tensors, masks, share, task.round)
         payload = Payload({name: tensors[name] for name in self.shared}, masks)
         state = State(grouped(weights=tensors, **{"masks": masks, "next-masks": next_masks}))
-        search_flops = training_flops(self.layer_flops(), self._search_batch())  # of a dense model
+        # those of a dense model; nothing is searched where no weight is replaced
+        search_flops = training_flops(self.layer_flops(), self._search_batch()) if share else 0.0
         return Update(payload, state, result, self.training_flops(masks) + search_flops, metrics)
 
-    def search(self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor], round: int) -> dict[str, Tensor]:
+    def share_replaced(self, round: int) -> float:
+        """This is α_t, the share of each layer's weights that the search replaces after this round."""
+        horizon = self.config.dispfl.annealing_rounds or self.config.num_server_rounds
+        return cosine_fraction(self.config.dispfl.prune_rate, round - 1, horizon) if round <= horizon else 0.0
+
+    def search(
+        self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor], share: float, round: int
+    ) -> dict[str, Tensor]:
         """This is Algorithm 2: the smallest α_t of each layer's weights go, as many grow by the largest gradients."""
         config = self.config
-        horizon = config.dispfl.annealing_rounds or config.num_server_rounds
-        fraction = cosine_fraction(config.dispfl.prune_rate, round - 1, horizon) if round <= horizon else 0.0
         draw = rng.generator(config.seed, "mask search", self.client_id, round)
         if config.dispfl.growth == "random":
             scores = {name: torch.rand(mask.shape, generator=draw) for name, mask in masks.items()}
@@ -103,7 +113,7 @@ class DisPFLClient(GossipClient):
             augment = self.augmentation(images)
             chosen = images[batch] if augment is None else augment(augment.draws(batch, draw).to(images.device))
             scores = dense_gradient(self.model, chosen, labels[batch], device=self.device)
-        return prune_and_grow({name: tensors[name] for name in masks}, scores, masks, fraction)
+        return prune_and_grow({name: tensors[name] for name in masks}, scores, masks, share)
 
     def _search_batch(self) -> int:
         return min(self.config.batch_size, len(self.data.train_labels))

@@ -51,6 +51,8 @@ class FjORDClient(ImageClient):
         super().__init__(config, place)
         if any(isinstance(layer, nn.GroupNorm) for layer in self.model.modules()):
             raise ValueError("the model has GroupNorm, allowed with system 'fjord': a model without, or with BatchNorm")
+        if self.unshared:  # beyond its width a client trains none, so it could not tell the accuracy at full width
+            raise ValueError("batch-norm is 'local', allowed with system 'fjord' and a model with BatchNorm: averaged")
         tensors = vision.named_tensors(self.model)
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self.groups = hidden_groups(layers_of(list(tensors), self.prunable), self.shapes)

@@ -64,7 +64,8 @@ class GossipClient(ImageClient):
 
     def received_scores(self, task: Task, state: State) -> Scores:
         """This tests a consensus model, where the system has one; a start is tested when training starts."""
-        scores = {"accuracy-global": self.test_accuracy(task, task.payload.tensors)}
+        consensus = {**self.local_norms(state), **task.payload.tensors}
+        scores = {"accuracy-global": self.test_accuracy(task, consensus)}
         if self.validates == "received":
             scores["accuracy-validation"] = self.accuracy(task, "validation")
         return scores

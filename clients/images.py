@@ -53,6 +53,9 @@ class ImageNode(BudgetedNode[AnUpdate]):
         self.model = initial_model(config.model, config.dataset, shape, num_classes, init=config.init, seed=config.seed)
         self.sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
         self.shared = shared_names(self.model, config.batch_norm)
+        names = vision.parameter_names(self.model) + vision.buffer_names(self.model)
+        initial = {} if names == self.shared else vision.state_tensors(self.model, include_buffers=True)
+        self.unshared = {name: tensor for name, tensor in initial.items() if name not in self.shared}
         self.prunable = vision.prunable_names(self.model)
         self.tested = Evaluation(0, 0, 0.0)  # the last test of a model, as it was counted
 
@@ -123,6 +126,14 @@ class ImageNode(BudgetedNode[AnUpdate]):
     def own_model(self, state: State) -> dict[str, Tensor]:
         """This is the client's own model as it was left: at first the initial one, which the network still holds."""
         return state.group("weights") or vision.state_tensors(self.model, include_buffers=True)
+
+    def local_norms(self, state: State) -> dict[str, Tensor]:
+        """These are the tensors that never travel (``batch-norm=local``): the client's own, at first the initial ones.
+
+        A test of a received model needs them: the network holds those of the model that it tested before.
+        """
+        own = state.group("weights")
+        return {name: own.get(name, initial) for name, initial in self.unshared.items()}
 
     def hidden_parameters(self) -> list[str]:
         """These are the names of the parameters of all layers but the last."""

@@ -28,6 +28,7 @@ class FedCR(FedP3):
     """FedCR averages all layers but the head, as FedP3 does, and multiplies the clients' experts of each class."""
 
     headless = frozenset({MEAN, STD})
+    paper_formula = "32 bits per parameter of the shared layers, both ways; neither heads nor Gaussians"
 
     @property
     def options(self) -> FedP3Options:

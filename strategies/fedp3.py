@@ -16,6 +16,8 @@ text and released code differ:
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import Any
@@ -32,13 +34,18 @@ from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.round import Outgoing, Round, RunContext
 from strategies.averaging import AveragingStrategy
 
+log = logging.getLogger("flwr.fedprune")
+
 Assigned = tuple[tuple[str, ...], float]  # the hidden layers L_i, and the density that P_i leaves of the others
 
 
 class FedP3(AveragingStrategy):
     """FedP3 averages layer by layer, over the clients that train it; a layer that nobody sent stays as it is."""
 
-    paper_formula = "32 bits per parameter: down own layers, last layer, ratio of the others; up own layers, last layer"
+    paper_formula = (
+        "32 bits per parameter: down own layers, last layer, ratio of the others; up own layers, last layer; "
+        "a personal last layer does not travel"
+    )
 
     headless: frozenset[str] = frozenset()  # tensors of no layer, which travel down to all
 
@@ -49,8 +56,11 @@ class FedP3(AveragingStrategy):
 
     def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
         super().__init__(context, model, prunable)
-        if self.options.aggregation == "attention" and self.config.robust != "none":
-            raise ConfigError(f"robust is {self.config.robust!r}, allowed with fedp3.aggregation 'attention': none")
+        aggregation, robust = self.options.aggregation, self.config.robust
+        if aggregation == "attention" and robust != "none":
+            raise ConfigError(f"robust is {robust!r}, allowed with fedp3.aggregation 'attention': none")
+        if aggregation == "weighted-literal" and robust == "trimmed-mean":  # whose factor shrinks what did not move
+            raise ConfigError(f"robust is {robust!r}, allowed with fedp3.aggregation {aggregation!r}: none, clip")
         self.layers = layers.layers_of([n for n in self.model if n not in self.headless], self.prunable)
         self.sizes = {layer: sum(self.model[n].numel() for n in names) for layer, names in self.layers.items()}
         self.table_sizes = {layer: self._in_table(names) for layer, names in self.layers.items()}
@@ -62,8 +72,20 @@ class FedP3(AveragingStrategy):
             self.model = {n: t for n, t in self.model.items() if n not in self.layers[self.head]}
         self.draws = 0  # the round whose layers and pruning are drawn
         self.bytes_by_set: dict[str, list[int]] = {}  # layers → [down, up] of a client, as last measured
-        for client in self.clients:
-            self.assigned(client)  # what cannot be met is refused before anything is sent
+        # what cannot be met is refused before anything is sent
+        owners = Counter(layer for client in self.clients for layer in self.assigned(client)[0])
+        is_fixed = self.options.assignment != "per-round"
+        self.unowned = [layer for layer in self.hidden if is_fixed and layer not in owners]
+        if is_fixed:
+            for layer, count in owners.items():
+                self.check_moves(count, f" that own layer {layer!r}")
+
+    def prepare(self) -> None:
+        super().prepare()
+        if self.unowned:
+            line = f"no client owns {', '.join(self.unowned)}, so the server never changes these layers"
+            log.warning("%s", line)
+            self.recorder.annotate(notes=[line])
 
     def _in_table(self, names: tuple[str, ...]) -> int:
         """Count a layer's parameters as the paper's Table 4 does: biases of convolutions, but none of linear layers."""
@@ -194,7 +216,9 @@ class FedP3(AveragingStrategy):
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         """Return the bytes of appendix B.5, which counts neither masks nor biases of linear layers."""
         down = up = 0.0
-        sizes = self.table_sizes
+        sizes = {
+            layer: n for layer, n in self.table_sizes.items() if layer != self.head or not self.options.personal_head
+        }
         for client in round.participants:
             chosen, density = self.assigned(client)
             own = {*chosen, self.head}

@@ -41,6 +41,8 @@ class FjORD(AveragingStrategy):
         super().__init__(context, model, prunable)
         self.shapes = {name: tensor.shape for name, tensor in self.model.items()}
         self.groups = hidden_groups(layers_of(list(self.model), self.prunable), self.shapes)
+        widths = [self.width(client) for client in self.clients]
+        self.check_moves(widths.count(max(widths)), f" of the largest width, {max(widths):g}")
 
     def width(self, client: int) -> float:
         """Return p_max: the share of each layer's units that the client can bear."""

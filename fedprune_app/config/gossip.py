@@ -53,7 +53,10 @@ class GossipOptions(Table):
         "The behaviour of a client that drops out of a round.",
         choices={
             "absent": "the client does nothing",
-            "trains-alone": "the client trains alone, and its old model is still served, as in Dis-PFL's released code",
+            "trains-alone": (
+                "the client trains alone; with the random topologies and the ring its old model is still served, as in "
+                "Dis-PFL's released code"
+            ),
         },
     )
 

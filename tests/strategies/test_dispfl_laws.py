@@ -315,6 +315,17 @@ def test_a_client_counts_its_sparse_training_and_one_dense_batch(federation):
         assert flops == pytest.approx(3 * 72 * sparse + 3 * 10 * sum(dense.values()))
 
 
+def test_nothing_is_searched_or_charged_once_the_masks_stand_still(federation):
+    settings = {"system": "dispfl", "clients": 5, "dispfl_topology": "ring", "dispfl_annealing_rounds": 1, **QUICK}
+    run = federation(**settings)
+    for partition in range(5):
+        first, *later = (m["flops"] for round in (1, 2, 3) for m in replies(run, round, partition))
+        dense = 2 * 16 * 9 * 64 + 2 * 32 * 16 * 9 * 16 + 2 * 128 * 10
+        assert [first - flops for flops in later] == [pytest.approx(3 * 10 * dense)] * 2
+        masks = [run.client(partition, before=round + 1)[1].group("masks") for round in (2, 3)]
+        assert all(torch.equal(mask, masks[1][name]) for name, mask in masks[0].items())
+
+
 def replies(run, round, partition):
     return [row for row in run.clients if (row["round"], row["partition"]) == (round, partition)]
 

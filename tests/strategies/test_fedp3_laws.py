@@ -231,6 +231,24 @@ def test_with_a_personal_head_the_last_layer_never_travels_and_differs_between_c
     assert again.keys() == trained.wiretap.of("train", 1).keys()
 
 
+def test_a_personal_head_is_not_charged(federation):
+    whole = federation(**GN, fedp3_layer_set="all", fraction_train=1.0).rounds[0]
+    run = federation(**GN, fedp3_layer_set="all", fedp3_personal_head=True, fraction_train=1.0).rounds[0]
+    head = 4 * 6 * 64 * 10  # weights of the last layer for six clients, 32 bits each
+    assert whole["paper_bytes_up"] - run["paper_bytes_up"] == head
+    assert whole["paper_bytes_down"] - run["paper_bytes_down"] == head
+
+
+def test_a_run_notes_layers_that_no_client_owns(federation):
+    run = federation(**{**GN, "clients": 2}, fedp3_layer_set="lowerb", fraction_train=1.0)
+    assert run.info["notes"] == ["no client owns conv3, so the server never changes these layers"]
+    start = dict(
+        initial_model("cnn-gn", "digits", (1, 8, 8), 10, init=run.config.init, seed=run.config.seed).named_parameters()
+    )
+    assert run.server["conv3.weight"].equal(start["conv3.weight"].detach())
+    assert "notes" not in federation(**GN, fedp3_layer_set="lowerb", fraction_train=1.0).info
+
+
 def test_a_personal_head_goes_on_from_where_it_was(federation):
     """With a learning rate of almost nothing in round 2, what was trained is what it started from."""
     settings = {**GN, "fedp3_personal_head": True, "fraction_train": 1.0, "lr_decay": 1e-12}
@@ -443,6 +461,14 @@ def test_a_clients_capacity_bounds_what_is_deployed_to_it(federation, monkeypatc
         ({"fedp3_densities": "0.5 0"}, "fedp3.densities is '0.5 0', allowed: numbers above 0 and at most 1"),
         ({"fedp3_capacities": "much"}, "fedp3.capacities is 'much', allowed: numbers above 0"),
         ({"fedp3_layer_set": "capacity", "fedp3_capacities": "0.01"}, "capacity is 0.01, allowed: above 0.0"),
+        (
+            {"robust": "trimmed-mean", "robust_trim": 0.2, "fraction_train": 1.0},
+            "robust-trim is 0.2, allowed with 2 clients a round that own layer 'conv1': another value of robust",
+        ),
+        (
+            {"robust": "trimmed-mean", "fedp3_aggregation": "weighted-literal", "fraction_train": 1.0},
+            "robust is 'trimmed-mean', allowed with fedp3.aggregation 'weighted-literal': none, clip",
+        ),
     ],
     ids=str,
 )

@@ -11,10 +11,13 @@ import torch
 from PIL import Image
 
 from fedprune_app.config import Config, ConfigError
+from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.engine import inprocess
 from fedprune_app.engine.store import VersionedStore, read_tensors
 from fedprune_app.federation.round import Round, RunContext
+from fedprune_app.learning.evaluate import evaluate
 from fedprune_app.models.initial import initial_model
+from fedprune_app.models.vision import load_state_tensors
 from strategies.fedavg import FedAvg
 from strategies.standalone import Standalone
 from strategies.subfedavg import SubFedAvg
@@ -294,6 +297,27 @@ def test_local_norms_go_on_from_where_they_were(federation, pictures):
         means[batch_norm] = [run.client(0, before=t + 1)[1].group("weights")["bn1.running_mean"] for t in (1, 2)]
     assert not torch.equal(*means["local"])
     torch.testing.assert_close(means["local"], means["averaged"])  # of one client, the average is its own
+
+
+@pytest.mark.parametrize("system", ["dpsgd", "dpsgd-ft", "fedavg-ft", "fedavg", "ditto"])
+def test_received_models_are_tested_with_the_clients_own_norms_whatever_was_tested_before(federation, system):
+    """An accuracy of the last round does not depend on earlier evaluations, whose scores a client remembers."""
+    settings = {"model": "cnn-small-bn", "batch_norm": "local", "clients": 4, "num_server_rounds": 4}
+    often, once = (federation(system=system, evaluate_every=every, **settings) for every in (1, 0))
+    assert often.info["final_sha256"] == once.info["final_sha256"]
+    last = {name: value for name, value in once.rounds[-1].items() if name.startswith("accuracy_")}
+    assert last == {name: often.rounds[-1][name] for name in last}
+    for partition, row in once.rows(4).items():
+        state = once.client(partition)
+        sent = once.wiretap.of("evaluate", 4)[partition].down.tensors
+        network = initial_model("cnn-small-bn", "digits", (1, 8, 8), 10, init=once.config.init, seed=0)
+        if state is not None:
+            own = state[1].group("local") or state[1].group("weights")
+            load_state_tensors(network, {name: tensor for name, tensor in own.items() if name not in sent})
+        load_state_tensors(network, sent)
+        data = client_data(data_config(once.config), partition, 4)
+        tested = evaluate(network, data.test_images, data.test_labels)
+        assert row["accuracy_global"] == pytest.approx(tested.accuracy)
 
 
 @pytest.mark.parametrize("system", ["subfedavg", "fedavg", "standalone"])
