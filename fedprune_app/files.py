@@ -79,7 +79,7 @@ def replace_file(path: Path, content: bytes, mode: int = 0o666, *, durable: bool
     Missing folders are made. ``mode`` says who may read and write the new file, less what the umask forbids; it holds
     from the first byte on. A file that only its owner may use is a secret: :class:`SharedFolderError` is raised if its
     folder belongs to others or others may write to it. A file that is not ``durable`` is written faster, and may be
-    lost when the power goes.
+    lost when the power fails.
     """
     with replacing(path, mode, durable=durable) as file:
         file.write(content)

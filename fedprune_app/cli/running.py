@@ -53,7 +53,8 @@ def run(
     engine: Engine = "ray",
     ray_address: RayAddress = "",
     superlink: Annotated[
-        str, typer.Option("--superlink", help="Run on real nodes, by the name of a connection of Flower's.")
+        str,
+        typer.Option("--superlink", help="Run on real nodes. This is the name of a SuperLink in Flower's config.toml."),
     ] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
     force: Force = False,

@@ -109,7 +109,7 @@ def simulate_faults(
 
     Each KEY=VALUE is a setting of the runs.
     One seed is one schedule of faults.
-    The process is killed, the power goes, or the disk is full.
+    The process is killed, the power fails, or the disk is full.
     Files are damaged, and clients lose their states.
     Messages are lost, late, corrupt or doubled.
     The run is resumed each time.

@@ -20,8 +20,8 @@ class Cause(StrEnum):
     """How a process stops."""
 
     KILLED = "the process is killed"
-    NAMES_LOST = "the power goes, and new names of files that were not synced are lost"
-    CONTENTS_LOST = "the power goes, and contents of files that were not synced are lost"
+    NAMES_LOST = "the power fails, and new names of files that were not synced are lost"
+    CONTENTS_LOST = "the power fails, and contents of files that were not synced are lost"
     DISK_FULL = "the disk is full"
 
 
