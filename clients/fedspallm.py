@@ -149,6 +149,8 @@ def segment_noise(config: Config, num_releases: int) -> float:
 class SegmentPrivacy(ClientPrivacy):
     """An example is a calibration segment, all of which are in each release; an "epoch" is one release."""
 
+    has_paper_figure = False
+
     @staticmethod
     def sampling(config: Config, num_examples: int) -> tuple[float, int]:
         return 1.0, 1
@@ -240,6 +242,13 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
             return private_text.own_text(self.config.data_dir, self.config.test_fraction, self.config.seed)
         return None
 
+    @property
+    def most_segments(self) -> int:
+        """This is how many segments are dealt to each client: as many as any client calibrates with or recovers on."""
+        options = self.options
+        recovery = options.recovery_segments if options.recovery_rounds else 0
+        return max(self.num_examples, recovery, *map(options.num_segments, range(self.place.share[1])))
+
     def segments(self, count: int = 0) -> tuple[Tensor, list[str]]:
         """This returns the private text: token ids (segments, length), and the names of the documents they are from.
 
@@ -255,7 +264,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
                 self.client_id,
                 num_clients=self.place.share[1],
                 count=count or self.num_examples,
-                most=count or max(self.num_examples, *map(self.options.num_segments, range(self.place.share[1]))),
+                most=self.most_segments,
                 length=self.model.sequence_length(self.options.segment_length),
                 seed=self.config.seed,
             ),

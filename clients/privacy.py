@@ -92,6 +92,8 @@ class ClientPrivacy:
             budgets.append(Budget(policy.epsilon_budget, policy.budget_delta))
         self.ledger = Ledger(ledger, accountant=options.accountant, budgets=budgets, data=data)
 
+    has_paper_figure = True  # Fed-LTP's printed formula speaks of rounds of DP-SGD
+
     @staticmethod
     def sampling(config: Config, num_examples: int) -> tuple[float, int]:
         """This returns the share of the examples that a step draws, and how many steps an epoch has."""
@@ -236,8 +238,10 @@ class ClientPrivacy:
         from fedprune_app.privacy.paper import paper_epsilon
 
         options = self.options
-        paper = paper_epsilon(round, self.noise_multiplier, self.sample_rate, options.delta, self.round_scale)
-        figures = {"epsilon": self.ledger.epsilon(options.delta), "epsilon-paper": paper}
+        figures = {"epsilon": self.ledger.epsilon(options.delta)}
+        if self.has_paper_figure:
+            noise, rate = self.noise_multiplier, self.sample_rate
+            figures["epsilon-paper"] = paper_epsilon(round, noise, rate, options.delta, self.round_scale)
         figures |= {f"epsilon-{name}": self.ledger.epsilon(options.delta, name) for name in ACCOUNTANTS}
         if options.second_delta:
             figures["epsilon-second"] = self.ledger.epsilon(options.second_delta)

@@ -109,7 +109,11 @@ class SubFedAvgClient(ImageClient):
         """This says whether the model as it is passes the accuracy gate, where there is one: above the threshold."""
         if self.config.subfedavg.gate_split == "none":
             return True
-        accuracy = self.accuracy(task, self.config.subfedavg.gate_split, decides=True)
+        split = self.config.subfedavg.gate_split
+        if not len(getattr(self.data, f"{split}_labels")):
+            task.notes.append(f"it has no {split} images to decide by, so it does not prune")
+            return False
+        accuracy = self.accuracy(task, split, decides=True)
         # with room for float noise: 100 * (7 / 100) is more than 7
         return accuracy is not None and 100 * accuracy - self.config.subfedavg.accuracy_threshold > 1e-9
 

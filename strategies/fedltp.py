@@ -32,7 +32,7 @@ from typing import Any
 from flwr.app import RecordDict
 from torch import Tensor
 
-from fedprune_app.config import FedLTPOptions
+from fedprune_app.config import ConfigError, FedLTPOptions
 from fedprune_app.core import rng
 from fedprune_app.core.masks import packed, unpacked
 from fedprune_app.core.payload import Payload
@@ -58,6 +58,9 @@ class FedLTP(DPFed):
 
     def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
         super().__init__(context, model, prunable)
+        if self.options.pruning == "iterative" and self.config.robust == "trimmed-mean":
+            # some weights are in one sub-model of a round, and of one value none can be left out
+            raise ConfigError("robust is 'trimmed-mean', allowed with fedltp.pruning 'iterative': none, clip")
         self.levels: dict[str, Tensor] = {}  # how many sub-models have each weight
         self.drawn: dict[int, int] = {}  # by client, its sub-model, from 1
         self.best: tuple[int, float] = (0, -1.0)  # round and score

@@ -82,20 +82,31 @@ def wanda_mask(weight: Tensor, input_norms: Tensor, density: float | None = None
     """Return Wanda's mask, which removes the smallest ``|w| · ‖x_j‖`` of every row; weights are not updated.
 
     ``weight`` is (out, in), ``input_norms`` (in,) up to a common factor. Each row keeps ``in - ⌊in · sparsity⌋``
-    weights. Of equal weights the one at the lowest column goes. ``ValueError`` unless exactly one of ``density`` and
-    ``n_of_m`` is given.
+    weights. Of equal weights the one at the lowest column goes. Of a matrix that was pruned before, each row loses its
+    zeros, and of what is still missing its share by its other weights: so masks only shrink. ``ValueError`` unless
+    exactly one of ``density`` and ``n_of_m`` is given.
 
     Source: Sun et al., "A Simple and Effective Pruning Approach for Large Language Models", ICLR 2024, section 3.
     """
     scores = weight.detach().abs().float() * input_norms.float()  # (out, in) * (in,)
+    zeros = weight.detach() == 0
+    scores = scores.masked_fill(zeros, -1.0)  # first, also where an input was never seen
     if n_of_m is not None and density is None:
         return n_of_m_mask(scores, n_of_m)
     num_inputs = scores.shape[1]
     removed = keep_count(num_inputs, 1 - one_target(density, n_of_m))
     if bool(scores.isnan().any()):
         raise ValueError("scores hold NaN, allowed: numbers")
-    mask = torch.ones_like(scores, dtype=torch.bool)
-    return mask.scatter_(1, scores.sort(dim=1, stable=True).indices[:, :removed], False)
+    in_order = scores.sort(dim=1, stable=True).indices
+    if not bool(zeros.any()):
+        mask = torch.ones_like(scores, dtype=torch.bool)
+        return mask.scatter_(1, in_order[:, :removed], False)
+    alive = (~zeros).sum(dim=1).cumsum(0)
+    missing = (removed * len(scores) - zeros.sum()).clamp(min=0)
+    until = -(-missing * alive // alive[-1].clamp(min=1))  # how many more go in the rows up to each, rounded up
+    gone = zeros.sum(dim=1) + until.diff(prepend=until.new_zeros(1))
+    places = torch.arange(num_inputs, device=scores.device)
+    return torch.empty_like(zeros).scatter_(1, in_order, places >= gone[:, None])
 
 
 def one_target(density: float | None, n_of_m: NOfM | None) -> float:

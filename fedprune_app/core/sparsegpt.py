@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from fedprune_app.core.masks import keep_count
 from fedprune_app.core.scores import NOfM, check_n_of_m, n_of_m_mask, one_target, smallest
 
 COUNTS = ("exact", "code")
+_PRUNED = -1.0  # the score of what was pruned before, below all others
 _WIDE, _PANELS = 1024, 8
 _SMALL = 256  # rows of a triangle that is inverted by substitution
 
@@ -101,9 +103,10 @@ def sparsegpt(
     the removed weights.
 
     With ``density`` the matrix keeps exactly ``keep_count(n, density)`` entries, and each block its share to within one
-    entry. Of equal entries the one at the lowest flat index of the block goes. ``count="code"`` removes, as the
-    released code does, all entries up to and including the one at position ``⌊n · sparsity⌋`` of the sorted block: one
-    more per block.
+    entry. Of equal entries the one at the lowest flat index of the block goes. Entries that are 0 when they come count
+    as pruned before and stay so: of a pruned matrix a block loses its zeros, and of what is still missing its share by
+    the entries that are not 0. So masks only shrink. ``count="code"`` removes, as the released code does, all entries
+    up to and including the one at position ``⌊n · sparsity⌋`` of the sorted block: one more per block.
 
     The diagonal grows by ``damping`` times its mean. Inputs that were never seen (0 on the diagonal) have
     their column removed, or as much of the column as the count allows, since such a column counts as 0.
@@ -137,24 +140,30 @@ def sparsegpt_together(
     sizes = [len(matrix) for matrix in matrices]
     num_columns = hessian.shape[0]
     weights = torch.cat([matrix.detach().float() for matrix in matrices])
+    pruned_before = weights == 0
     unseen = hessian.diagonal() == 0
     weights[:, unseen] = 0
     factor = _inverse_factor(hessian, unseen, damping)
     mask = torch.ones_like(weights, dtype=torch.bool)
+    bounds = [*range(0, num_columns, block_size), num_columns]
+    zeros = torch.split(pruned_before, sizes)
+    kept_until = [_kept_until(bounds, each, density) for each in zeros] if density is not None else []
 
     repeated = None if recorder is None else RepeatedSteps(recorder)
     blocks = dict[int, _Block]()
-    for start in range(0, num_columns, block_size):
-        stop = min(start + block_size, num_columns)
+    for number, (start, stop) in enumerate(pairwise(bounds)):
         if density is not None:
             scores = (weights[:, start:stop] / factor.diagonal()[start:stop]).square()  # (rows, block) / (block,)
-            for scored, kept_rows in zip(torch.split(scores, sizes), torch.split(mask, sizes), strict=True):
-                before, after = (keep_count(len(scored) * columns, density) for columns in (start, stop))
-                kept_rows[:, start:stop] = ~_removed(scored, after - before, density, count)
+            if count == "exact":  # the columns before have updated what was 0
+                scores.masked_fill_(pruned_before[:, start:stop], _PRUNED)
+            each = zip(torch.split(scores, sizes), torch.split(mask, sizes), kept_until, strict=True)
+            for scored, kept_rows, kept in each:
+                kept_rows[:, start:stop] = ~_removed(scored, kept[number + 1] - kept[number], density, count)
         if stop - start not in blocks:
             blocks[stop - start] = _Block(stop - start, weights, n_of_m)
         block = blocks[stop - start]
-        block.put(weights[:, start:stop], mask[:, start:stop], factor[start:stop, start:stop])
+        columns = slice(start, stop)
+        block.put(weights[:, columns], mask[:, columns], pruned_before[:, columns], factor[columns, columns])
         if repeated is None:
             block.sweep()
         else:
@@ -181,13 +190,15 @@ class _Block:
         self.weights = like.new_zeros(columns, len(like))
         self.errors = like.new_zeros(columns, len(like))
         self.kept = self.weights.bool()
+        self._pruned_before = self.kept.clone()
         self._factor = like.new_zeros(columns, columns)
         self._n_of_m = n_of_m
 
-    def put(self, weights: Tensor, kept: Tensor, factor: Tensor) -> None:
-        """This puts the weights and the mask (rows, block) in their place, and the block (block, block) of ``U``."""
+    def put(self, weights: Tensor, kept: Tensor, pruned_before: Tensor, factor: Tensor) -> None:
+        """This puts weights, mask and zeros (rows, block) in their place, and the block (block, block) of ``U``."""
         self.weights.copy_(weights.T)
         self.kept.copy_(kept.T)
+        self._pruned_before.copy_(pruned_before.T)
         self._factor.copy_(factor)
 
     def sweep(self) -> None:
@@ -197,6 +208,7 @@ class _Block:
             if self._n_of_m is not None and i % self._n_of_m[1] == 0:
                 group = slice(i, i + self._n_of_m[1])
                 scores = (block[group].T / diagonal[group]).square()
+                scores = scores.masked_fill(self._pruned_before[group].T, _PRUNED)
                 self.kept[group] = n_of_m_mask(scores, self._n_of_m).T
             torch.div(torch.where(self.kept[i], 0, block[i]), diagonal[i], out=self.errors[i])
             # In exact arithmetic the update leaves 0 at the column's removed weights; floats need the final mask.
@@ -237,6 +249,21 @@ def _upper_inverse(upper: Tensor) -> Tensor:
     inverse[:half, :half], inverse[half:, half:] = left, right
     inverse[:half, half:] = -(left @ upper[:half, half:] @ right)
     return inverse
+
+
+def _kept_until(bounds: Sequence[int], zeros: Tensor, density: float) -> list[int]:
+    """Return for each of some columns how many entries are kept in the columns before.
+
+    ``zeros`` (out, in) are the entries that were pruned before. What is missing beside them is shared out over the
+    other entries.
+    """
+    rows, num_columns = zeros.shape
+    if not bool(zeros.any()):
+        return [keep_count(rows * columns, density) for columns in bounds]
+    alive = [0, *(~zeros).sum(dim=0).cumsum(0).tolist()]
+    missing = max(0, alive[-1] - keep_count(rows * num_columns, density))
+    # rounded up: no block keeps more than it has
+    return [alive[columns] - -(-missing * alive[columns] // max(1, alive[-1])) for columns in bounds]
 
 
 def _removed(scores: Tensor, num_kept: int, density: float, count: str) -> Tensor:

@@ -65,7 +65,7 @@ class Budgets:
             self.simulated[client] = simulated or self.simulated.get(client, False)
         for column, now in told.items():
             known = self.epsilons[column]
-            if now < known.get(client, 0.0) * (1 - _LOST):
+            if column != "epsilon_paper" and now < known.get(client, 0.0) * (1 - _LOST):  # that one is of no ledger
                 name = measures.MEASURES.of_clients[column].wire_name
                 note(client, f"its {name} was {known[client]:.4g} and is {now:.4g}: a ledger is lost")
             known[client] = now

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from clients.subfedavg import SubFedAvgClient
 from clients.task import Task
 from fedprune_app.config import parse_config
 from fedprune_app.core.payload import Payload
+from fedprune_app.data.splits import ClientData
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models.vision import state_tensors
 
@@ -187,3 +189,13 @@ def test_the_work_counted_is_that_under_the_mask_in_use(client):
     dense = flops(client(0.0), 1)  # the gate stays shut
     assert flops(client(), 1) == dense
     assert flops(client(), 2) == pytest.approx(0.9 * dense, rel=0.01)
+
+
+def test_a_client_without_validation_images_says_that_it_does_not_prune(client):
+    one = client(accuracy="real", subfedavg_accuracy_threshold=0)
+    parts = {field.name: getattr(one.data, field.name) for field in fields(ClientData)}
+    none = {name: tensor[:0] for name, tensor in parts.items() if name.startswith("validation")}
+    one.data = ClientData(**{**parts, **none})
+    task = Task(1, Payload(state_tensors(one.model, include_buffers=True)))
+    assert removed(one.local_update(task, State())) == NOTHING
+    assert set(task.notes) == {"it has no validation images to decide by, so it does not prune"}

@@ -138,6 +138,39 @@ def test_the_density_is_exact_and_what_is_pruned_is_zero(seed, rows, columns, de
     assert not pruned[~mask].any()
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 20),
+    before=st.floats(0, 1),
+    density=st.floats(0, 1),
+    block_size=st.integers(1, 25),
+)
+def test_what_was_pruned_before_stays_pruned_and_counts(seed, rows, columns, before, density, block_size):
+    """A merged model has blocks and rows of unequal density, and is pruned again in the next round."""
+    weight, inputs = problem(seed, rows, columns)
+    weight *= torch.rand(weight.shape, generator=torch.Generator().manual_seed(seed)) < before
+    alive = weight != 0
+    wanted = min(int(alive.sum()), keep_count(weight.numel(), density))
+    pruned, mask = sparsegpt(weight, hessian_of(inputs), density, block_size=block_size)
+    assert int(mask.sum()) == wanted
+    assert not (mask & ~alive).any()
+    assert not pruned[~mask].any()
+    mask = wanda_mask(weight, inputs.reshape(-1, columns).norm(dim=0), density)
+    assert not (mask & ~alive).any()
+    # of a dense matrix each row is rounded by itself
+    assert int(mask.sum()) == min(int(alive.sum()), rows * (columns - keep_count(columns, 1 - density)))
+
+
+def test_a_pattern_that_holds_already_stays():
+    weight, inputs = problem(seed=21)
+    hessian, norms = hessian_of(inputs), inputs.reshape(-1, 24).norm(dim=0)
+    pruned, mask = sparsegpt(weight, hessian, n_of_m=(2, 4), block_size=8)
+    assert torch.equal(sparsegpt(pruned, hessian, n_of_m=(2, 4), block_size=8)[1], mask)
+    assert torch.equal(wanda_mask(pruned, norms, n_of_m=(2, 4)), mask)
+
+
 def test_what_is_left_makes_up_for_what_is_removed():
     weight, inputs = problem(seed=4, rows=20, columns=32, tokens=300)
     tokens = inputs.reshape(-1, 32)

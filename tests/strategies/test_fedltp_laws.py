@@ -205,6 +205,15 @@ def test_what_cannot_be_is_refused_on_one_line(settings, said):
     assert "\n" not in str(caught.value)
 
 
+def test_a_trimmed_mean_that_never_moved_what_one_client_has_is_refused(federation):
+    settings = {"system": "fedltp", "robust": "trimmed-mean", "robust_trim": 0.4, "fraction_train": 1.0, **QUICK}
+    with pytest.raises(
+        ConfigError, match=r"robust is .trimmed-mean., allowed with fedltp\.pruning .iterative.: none, clip"
+    ):
+        federation(**settings, fedltp_pruning="iterative", fresh=True)
+    assert federation(**settings).info["status"] == "completed"
+
+
 def test_more_public_images_than_there_are_fail_the_run_on_one_line(federation, tmp_path):
     with pytest.raises(ValueError, match=r"fedltp.public-samples is 9999, allowed: at most 288, which are public"):
         federation(system="fedltp", **QUICK, fedltp_public_samples=9999, out_dir=str(tmp_path))

@@ -747,6 +747,17 @@ def test_a_second_round_at_the_same_density_changes_next_to_nothing_and_says_so(
     assert all("moved" not in row for row in once.rounds[-1]["layers"].values())
 
 
+@pytest.mark.parametrize("pruner", ["sparsegpt", "wanda", "magnitude"])
+def test_no_weight_that_was_pruned_comes_back_and_none_that_is_kept_is_zero(run, pruner):
+    settings = {"fedspallm_pruner": pruner, "density": 0.3, "fedspallm_block_size": 8}
+    once, twice = run(**settings), run(**settings, num_server_rounds=2)
+    before = global_layers(once)
+    for key, (weight, mask) in global_layers(twice).items():
+        assert not (mask & ~before[key][1]).any()
+        zeros = mask & (weight == 0)
+        assert not weight[:, zeros.any(dim=0)].any()  # but where no client ever saw an input
+
+
 def test_a_mean_over_fewer_clients_than_were_asked_says_so(run):
     fewer = run(fraction_train=0.7)  # two of three clients prune; all of them are asked
     found = next(iter(fewer.rounds[-1]["perplexity_by_text"].values()))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from clients.fedspallm import FedSpaLLMClient
+from clients.node import Place
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.recovery import Schedule, recovered
+from tests.strategies.conftest import config_key
 from tests.strategies.test_fedspallm import CLIENTS, family, global_layers, llm, run, segments_of, settings, texts
 
 __all__ = ["family", "llm", "run", "settings", "texts"]  # fixtures
@@ -44,6 +47,26 @@ def test_the_new_weights_are_the_mean_of_what_each_client_trains(run, llm, tmp_p
             assert torch.equal(mask, pruned[layer].masks[name])
             mean = torch.stack([each[layer].tensors[name].double() for each in found]).mean(0)
             torch.testing.assert_close(payload.tensors[name].double(), mean, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("deal", ["segments", "documents", "one"])
+def test_a_client_recovers_on_text_of_its_own_that_it_has_calibrated_with(run, settings, tmp_path, deal):
+    given = {
+        **settings,
+        "fedspallm.segments": 2,
+        "fedspallm.deal": deal,
+        **{config_key(key): value for key, value in RECOVERY.items()},
+    }
+    clients = [FedSpaLLMClient(parse_config(given), Place(k, CLIENTS, tmp_path / str(k))) for k in range(CLIENTS)]
+
+    def rows(segments):
+        return {tuple(row) for row in segments.tolist()}
+
+    calibration = [rows(client.segments()[0]) for client in clients]
+    recovery = [rows(client.segments(3)[0]) for client in clients]
+    for k, own in enumerate(recovery):
+        assert calibration[k] < own
+        assert not any(own & other for number, other in enumerate(recovery) if number != k)
 
 
 def test_kept_weights_alone_travel_and_the_record_says_what_was_lost(run):

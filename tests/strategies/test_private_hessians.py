@@ -176,6 +176,14 @@ def test_nothing_else_of_the_text_is_told(run):
         assert not any(name.startswith("perplexity/") for name in fields)
 
 
+def test_nobody_is_said_to_have_lost_a_ledger(run):
+    """Exchanges are counted by layer and evaluations by round, so a figure by rounds would fall."""
+    result = run(**options())
+    assert not any(row.get("notes") for row in result.rounds)
+    assert all(row.get("epsilon_paper") is None for row in result.clients)
+    assert all(row["epsilon_pld"] > 0 for row in result.clients)
+
+
 def test_noise_is_another_with_another_start_and_the_same_with_the_same(settings, tmp_path):
     """Two releases of one text under one noise would give their difference away."""
     sent = []
