@@ -6,7 +6,8 @@ systems changed and why.
 
 Processors differ in how they round float32 sums, and libraries change it too. So the hashes are kept by the digest of
 a few training steps in plain PyTorch, which know nothing of this project: a machine whose arithmetic is not among
-those recorded skips the comparison and says so. ``make record-hashes`` adds its own, if the others still hold.
+those recorded skips the comparison and says so. ``make record-hashes`` adds its own; of a run that changed, it drops
+the hashes of other arithmetics.
 """
 
 from __future__ import annotations
@@ -68,11 +69,12 @@ def hashes() -> dict[str, str] | None:
 
 
 def record(name: str, sha256: str) -> None:
-    """Write one run's hash; the entries of other arithmetics are dropped where it differs from the one before."""
+    """Write one run's hash; those of other arithmetics are dropped where it differs from the one before."""
     found = _read()
     entry = found.get(arithmetic(), {"final_sha256": {}})
     if entry["final_sha256"].get(name, sha256) != sha256:
-        found = {}
+        for other in found.values():
+            other["final_sha256"].pop(name, None)
     entry["machine"] = f"torch {torch.__version__}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
     entry["final_sha256"][name] = sha256
     found[arithmetic()] = entry
