@@ -181,6 +181,13 @@ def check_system(config: Config) -> Config:
     return config
 
 
+def unprotected(config: Config) -> str:
+    """Return a line on a run without privacy of a system that its paper makes for privacy; empty for any other run."""
+    if config.dp.enabled or not SYSTEMS[config.system].is_private:
+        return ""
+    return f"dp.enabled is false, so this run of system {config.system!r} protects nobody"
+
+
 def _check_private(config: Config) -> None:
     """Raise :class:`ConfigError` for settings that no system can be private with."""
     if config.augmentation != "none":

@@ -14,6 +14,7 @@ from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.errors import LaunchError
 from fedprune_app.experiment import Placement, Session
 from fedprune_app.matrices import Matrix, is_complete
+from fedprune_app.registry import unprotected
 from fedprune_app.results.ownership import check_free, check_marked, clear_the_way, mark
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import TABLES, write_tables
@@ -125,6 +126,9 @@ def run_matrix(
     left = [cell for cell in cells if not is_complete(out / cell.name, cell.config, count)]
     failed = []
     with Session(placement, console) as session:
+        for line in dict.fromkeys(unprotected(cell.config) for cell in left):
+            if line:
+                say("", f"note: {line}")
         for cell in left:
             with matrix.told_of(cell.name):
                 session.check(cell.config)

@@ -48,6 +48,16 @@ def test_what_is_called_latest_and_is_no_link_stays(fedprune, tmp_path):
     assert (tmp_path / "runs" / "1" / "run.json").exists()
 
 
+def test_a_private_system_without_privacy_says_that_it_protects_nobody(fedprune, tmp_path):
+    line = "note: dp.enabled is false, so this run of system 'dpfed' protects nobody"
+    assert line in fedprune("check", "system=dpfed", "--clients", "2")[1]
+    assert line in fedprune("run", *QUICK, "system=dpfed", "--out", "a")[1]
+    (tmp_path / "m.yaml").write_text("systems: [dpfed, fedavg]\nclients: 2\n")
+    assert line in fedprune("sweep", "m.yaml", *QUICK[:2], *QUICK[4:], "--out", "b")[1]
+    for told in (("system=dpfed", "dp.enabled=true", "dp.noise-multiplier=1"), ("system=fedavg",)):
+        assert "protects nobody" not in fedprune("check", *told, "--clients", "2")[1]
+
+
 def test_a_shipped_configuration_has_a_name_and_later_files_win(fedprune, tmp_path):
     (tmp_path / "mine.toml").write_text('seed = 7\nnum-server-rounds = 3\nsystem = "standalone"\n')
     code, said = fedprune("run", "-c", "quickstart", "-c", "mine.toml", *QUICK, "--out", "a")

@@ -65,10 +65,10 @@ def say(text: str, label: str = "", style: str = "") -> None:
 
 def say_doubts(given: Given, config: Config) -> None:
     """Name the settings that were given and have no effect, and say where a run is less than its system's name says."""
-    from fedprune_app.registry import SYSTEMS
+    from fedprune_app.registry import unprotected
 
-    if SYSTEMS[config.system].is_private and not config.dp.enabled:
-        say(f" dp.enabled is false, so this run of system {config.system!r} protects nobody", "note:", "yellow")
+    if line := unprotected(config):
+        say(f" {line}", "note:", "yellow")
     if idle := given.idle(config):
         say(f" without effect with system {config.system!r}: {', '.join(idle)}", "note:", "yellow")
     from fedprune_app import plugins
