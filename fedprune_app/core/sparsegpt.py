@@ -148,13 +148,14 @@ def sparsegpt_together(
     bounds = [*range(0, num_columns, block_size), num_columns]
     zeros = torch.split(pruned_before, sizes)
     kept_until = [_kept_until(bounds, each, density) for each in zeros] if density is not None else []
+    was_pruned = count == "exact" and bool(pruned_before.any())
 
     repeated = None if recorder is None else RepeatedSteps(recorder)
     blocks = dict[int, _Block]()
     for number, (start, stop) in enumerate(pairwise(bounds)):
         if density is not None:
             scores = (weights[:, start:stop] / factor.diagonal()[start:stop]).square()  # (rows, block) / (block,)
-            if count == "exact":  # the columns before have updated what was 0
+            if was_pruned:  # the columns before have updated what was 0
                 scores.masked_fill_(pruned_before[:, start:stop], _PRUNED)
             each = zip(torch.split(scores, sizes), torch.split(mask, sizes), kept_until, strict=True)
             for scored, kept_rows, kept in each:
