@@ -27,6 +27,7 @@ import json
 import math
 import reprlib
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -197,7 +198,7 @@ def _check_range(where: str, key: object, each: Any) -> None:
     if key == "seed":
         raise ConfigError(f"{where}: space has the key 'seed', allowed: in seeds")
     if isinstance(each, list) and each and all(isinstance(value, bool | int | float | str) for value in each):
-        if twice := [value for number, value in enumerate(each) if value in each[:number]]:
+        if twice := [value for value, count in Counter(each).items() if count > 1]:
             raise ConfigError(f"{where}: {key} in space has the choice {_short(twice[0])} twice, allowed: once")
         return
     ends: list[Any] = [each.get("low"), each.get("high")] if isinstance(each, dict) else [None, None]

@@ -21,7 +21,7 @@ from fedprune_app.federation.clients import Roster
 from fedprune_app.federation.registration import register_clients
 from fedprune_app.federation.round import RunContext
 from fedprune_app.learning.device import prepare_torch
-from fedprune_app.registry import SYSTEMS, check_system
+from fedprune_app.registry import SYSTEMS, check_system, unprotected
 from fedprune_app.results.reader import file_sha256, marks_of, read_info
 from fedprune_app.results.recorder import Recorder, Status
 from fedprune_app.resuming import Choice
@@ -89,6 +89,8 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
                 strategy.restore(state)
             if choice.point is not None:
                 strategy.go_on_from(choice.point)
+        if line := unprotected(config):
+            log.warning("%s", line)
         with plugins.located():
             strategy.run(grid, rounds_completed=completed)
         models = folder / "models"

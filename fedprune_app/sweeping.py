@@ -132,9 +132,8 @@ def run_matrix(
         for cell in left:
             with matrix.told_of(cell.name):
                 session.check(cell.config)
-        demo.prepare_models(
-            [cell.config for cell in left], console
-        )  # minutes of training or a download, which a mistake should not wait for
+        # minutes of training or a download, which a mistake should not wait for
+        demo.prepare_models([cell.config for cell in left], console)
         mark(out, "sweep")
         for number, cell in enumerate(cells, start=1):
             folder = out / cell.name

@@ -6,19 +6,10 @@ acceleration, no validation. The client half is FedAvg's: what is private about 
 
 from __future__ import annotations
 
-import logging
-
 from strategies.fedavg import FedAvg
-
-log = logging.getLogger("flwr.fedprune")
 
 
 class DPFed(FedAvg):
     """The server computes ``θ^{t+1} = θ^t + 1/K Σ_i Δ_i^t``; all clients count alike."""
 
     by_examples = False
-
-    def summary(self) -> None:
-        super().summary()
-        if not self.config.dp.enabled:
-            log.warning("dp.enabled is false: this run of %s protects nobody", self.config.system)

@@ -70,6 +70,7 @@ class FedP3(AveragingStrategy):
         *self.hidden, self.head = self.layers
         if self.options.personal_head:
             self.model = {n: t for n, t in self.model.items() if n not in self.layers[self.head]}
+            del self.table_sizes[self.head]  # it does not travel
         self.draws = 0  # the round whose layers and pruning are drawn
         self.bytes_by_set: dict[str, list[int]] = {}  # layers → [down, up] of a client, as last measured
         # what cannot be met is refused before anything is sent
@@ -216,9 +217,7 @@ class FedP3(AveragingStrategy):
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         """Return the bytes of appendix B.5, which counts neither masks nor biases of linear layers."""
         down = up = 0.0
-        sizes = {
-            layer: n for layer, n in self.table_sizes.items() if layer != self.head or not self.options.personal_head
-        }
+        sizes = self.table_sizes
         for client in round.participants:
             chosen, density = self.assigned(client)
             own = {*chosen, self.head}

@@ -8,6 +8,9 @@ from torch import Tensor
 
 from fedprune_app.core.masks import keep_count
 
+PRUNED = -1.0
+"""The score of what was pruned before is below all others."""
+
 NOfM = tuple[int, int]
 """An N:M pattern is the pair (n, m): of every m neighbours in a row, n are kept."""
 
@@ -90,7 +93,7 @@ def wanda_mask(weight: Tensor, input_norms: Tensor, density: float | None = None
     """
     scores = weight.detach().abs().float() * input_norms.float()  # (out, in) * (in,)
     zeros = weight.detach() == 0
-    scores = scores.masked_fill(zeros, -1.0)  # first, also where an input was never seen
+    scores = scores.masked_fill(zeros, PRUNED)  # first, also where an input was never seen
     if n_of_m is not None and density is None:
         return n_of_m_mask(scores, n_of_m)
     num_inputs = scores.shape[1]
@@ -102,11 +105,19 @@ def wanda_mask(weight: Tensor, input_norms: Tensor, density: float | None = None
         mask = torch.ones_like(scores, dtype=torch.bool)
         return mask.scatter_(1, in_order[:, :removed], False)
     alive = (~zeros).sum(dim=1).cumsum(0)
-    missing = (removed * len(scores) - zeros.sum()).clamp(min=0)
-    until = -(-missing * alive // alive[-1].clamp(min=1))  # how many more go in the rows up to each, rounded up
+    until = missing_until(alive, (removed * len(scores) - zeros.sum()).clamp(min=0))
     gone = zeros.sum(dim=1) + until.diff(prepend=until.new_zeros(1))
     places = torch.arange(num_inputs, device=scores.device)
     return torch.empty_like(zeros).scatter_(1, in_order, places >= gone[:, None])
+
+
+def missing_until(alive: Tensor, missing: int | Tensor) -> Tensor:
+    """Return how many of the ``missing`` weights go in the rows or columns up to each, in proportion to the weights.
+
+    ``alive`` are the numbers of weights that are not 0 up to each. Shares are rounded up, so that no row or column
+    keeps more than it has.
+    """
+    return -(-missing * alive // alive[-1].clamp(min=1))
 
 
 def one_target(density: float | None, n_of_m: NOfM | None) -> float:

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from fedprune_app.core.graphs import Recorder, RepeatedSteps
 from fedprune_app.core.masks import keep_count
-from fedprune_app.core.scores import NOfM, check_n_of_m, n_of_m_mask, one_target, smallest
+from fedprune_app.core.scores import PRUNED, NOfM, check_n_of_m, missing_until, n_of_m_mask, one_target, smallest
 
 COUNTS = ("exact", "code")
-_PRUNED = -1.0  # the score of what was pruned before, below all others
 _WIDE, _PANELS = 1024, 8
 _SMALL = 256  # rows of a triangle that is inverted by substitution
 
@@ -156,7 +155,7 @@ def sparsegpt_together(
         if density is not None:
             scores = (weights[:, start:stop] / factor.diagonal()[start:stop]).square()  # (rows, block) / (block,)
             if was_pruned:  # the columns before have updated what was 0
-                scores.masked_fill_(pruned_before[:, start:stop], _PRUNED)
+                scores.masked_fill_(pruned_before[:, start:stop], PRUNED)
             each = zip(torch.split(scores, sizes), torch.split(mask, sizes), kept_until, strict=True)
             for scored, kept_rows, kept in each:
                 kept_rows[:, start:stop] = ~_removed(scored, kept[number + 1] - kept[number], density, count)
@@ -209,7 +208,7 @@ class _Block:
             if self._n_of_m is not None and i % self._n_of_m[1] == 0:
                 group = slice(i, i + self._n_of_m[1])
                 scores = (block[group].T / diagonal[group]).square()
-                scores = scores.masked_fill(self._pruned_before[group].T, _PRUNED)
+                scores = scores.masked_fill(self._pruned_before[group].T, PRUNED)
                 self.kept[group] = n_of_m_mask(scores, self._n_of_m).T
             torch.div(torch.where(self.kept[i], 0, block[i]), diagonal[i], out=self.errors[i])
             # In exact arithmetic the update leaves 0 at the column's removed weights; floats need the final mask.
@@ -261,10 +260,10 @@ def _kept_until(bounds: Sequence[int], zeros: Tensor, density: float) -> list[in
     rows, num_columns = zeros.shape
     if not bool(zeros.any()):
         return [keep_count(rows * columns, density) for columns in bounds]
-    alive = [0, *(~zeros).sum(dim=0).cumsum(0).tolist()]
-    missing = max(0, alive[-1] - keep_count(rows * num_columns, density))
-    # rounded up: no block keeps more than it has
-    return [alive[columns] - -(-missing * alive[columns] // max(1, alive[-1])) for columns in bounds]
+    alive = (~zeros).sum(dim=0).cumsum(0)
+    missing = (alive[-1] - keep_count(rows * num_columns, density)).clamp(min=0)
+    kept = [0, *(alive - missing_until(alive, missing)).tolist()]
+    return [kept[columns] for columns in bounds]
 
 
 def _removed(scores: Tensor, num_kept: int, density: float, count: str) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -113,7 +114,7 @@ def _check_names(path: Path, names: list[str]) -> None:
     if not all(name.strip() for name in names):
         why = "has a column without a name, allowed: a name for each (to_csv(index=False) writes no row numbers)"
         raise _error(path, why)
-    if twice := [name for number, name in enumerate(names) if name in names[:number]]:
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise _error(path, f"has two columns '{twice[0]}', allowed: different names", "has two columns of one name")
 
 
