@@ -125,7 +125,8 @@ def test_a_model_that_is_not_to_be_had_is_told_before_anything_starts(command, t
         place = [f"data-dir={texts}", "--out", tmp_path / "out", "--clients", 2]
         refused = fedprune(hub, tmp_path, command, *what[command], *place)
     assert refused.returncode == 2, refused.stderr  # not 1, which is a run that failed
-    assert "error: model 'some/other' cannot be downloaded: " in refused.stderr
+    where = f"matrix '{matrix}', run 'fedspallm-text-modelsome_other-seed0': " if command == "sweep" else ""
+    assert f"error: {where}model 'some/other' cannot be downloaded: " in refused.stderr
     assert not (tmp_path / "out").exists()
 
 
