@@ -220,9 +220,10 @@ class ImageClient(ImageNode[Update]):
         scores = self._personal_scores(task, personal)
         if task.payload.tensors:
             scores |= self.received_scores(task, state)
-        told |= {name: score for name, score in scores.items() if score is not None}
+        scores = {name: score for name, score in scores.items() if score is not None}
+        told |= scores
         if self.privacy is not None:
-            if self.config.dp.accuracies == "noised" and len(self.data.test_labels):
+            if scores and self.config.dp.accuracies == "noised" and len(self.data.test_labels):
                 told["accuracy-noise"] = self.privacy.share_noise(len(self.data.test_labels))
             # which labels a client holds may decide how many test examples it has
             return 0, told | self.privacy.report(task.round)

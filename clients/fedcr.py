@@ -30,6 +30,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
 from fedprune_app.learning.parts import Network
 from fedprune_app.learning.training import TrainingResult
+from fedprune_app.models.names import chosen_name
 from fedprune_app.models.variational import Variational
 
 
@@ -45,7 +46,11 @@ class FedCRClient(FedP3Client):
     def __init__(self, config: Config, place: Place) -> None:
         super().__init__(config, place)
         if not isinstance(self.model, Variational):
-            raise ValueError("the model has no Gaussian code, allowed with system 'fedcr': one whose name ends in -cr")
+            name = chosen_name(config.model, config.dataset)
+            raise ValueError(
+                f"model is {name!r}, which has no Gaussian code, allowed with system 'fedcr': one whose name "
+                "ends in -cr"
+            )
         if config.fedcr.beta and not config.max_grad_norm:
             raise ValueError(
                 f"max-grad-norm is {config.max_grad_norm}, allowed with system 'fedcr' and fedcr.beta "

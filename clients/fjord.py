@@ -33,6 +33,7 @@ from fedprune_app.core.structured import (
 )
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models import vision
+from fedprune_app.models.names import chosen_name
 
 
 class FjORDClient(ImageClient):
@@ -50,7 +51,10 @@ class FjORDClient(ImageClient):
     def __init__(self, config: Config, place: Place) -> None:
         super().__init__(config, place)
         if any(isinstance(layer, nn.GroupNorm) for layer in self.model.modules()):
-            raise ValueError("the model has GroupNorm, allowed with system 'fjord': a model without, or with BatchNorm")
+            name = chosen_name(config.model, config.dataset)
+            raise ValueError(
+                f"model is {name!r}, which has GroupNorm, allowed with system 'fjord': one without, or with BatchNorm"
+            )
         if self.unshared:  # beyond its width a client trains none, so it could not tell the accuracy at full width
             raise ValueError("batch-norm is 'local', allowed with system 'fjord' and a model with BatchNorm: averaged")
         tensors = vision.named_tensors(self.model)

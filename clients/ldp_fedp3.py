@@ -32,6 +32,7 @@ from fedprune_app.core.layers import layers_of
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.sketches import shared_out
 from fedprune_app.engine.store import State, grouped
+from fedprune_app.models.names import chosen_name
 
 
 class LDPFedP3Client(ImageClient):
@@ -46,6 +47,11 @@ class LDPFedP3Client(ImageClient):
 
     def __init__(self, config: Config, place: Place) -> None:
         super().__init__(config, place)
+        if untrained := [name for name in self.shared if name not in self.sizes]:
+            raise ValueError(
+                f"model is {chosen_name(config.model, config.dataset)!r}, allowed with system 'ldp-fedp3': one whose "
+                f"tensors are all trained, and {untrained[0]!r} is not"
+            )
         layers = layers_of(self.shared, self.prunable)
         self.order = [name for names in layers.values() for name in names]
         self.layer_sizes = [sum(self.sizes[name] for name in names) for names in layers.values()]

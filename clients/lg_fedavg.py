@@ -41,7 +41,11 @@ class LGFedAvgClient(ImageClient):
     def __init__(self, config: Config, place: Place) -> None:
         super().__init__(config, place)
         self.everything = self.shared
-        self.shared = last_layers(self.shared, self.prunable, self.config.lgfedavg.global_layers)
+        number = self.config.lgfedavg.global_layers
+        try:
+            self.shared = last_layers(self.shared, self.prunable, number)
+        except ValueError as error:
+            raise ValueError(f"lgfedavg.global-layers is {number}: {error}") from None
 
     def begin(self, task: Task, state: State) -> dict[str, Tensor]:
         return {**self.own_model(state), **task.payload.tensors}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fedprune_app.config import NO_POLICY, Config, Policy
+from fedprune_app.config import NO_POLICY, Config, ConfigError, Policy
 
 if TYPE_CHECKING:  # Opacus and dp-accounting take seconds to import, and most runs do without
     from fedprune_app.privacy.accounting import Release, Spent
@@ -105,6 +105,26 @@ class ClientPrivacy:
         from fedprune_app.privacy.noise import noise_source
 
         return noise_source(self.options.secure_rng, self.seed, role, self.client_id, round, public, settings)
+
+    @property
+    def affords_a_round(self) -> bool:
+        """This says whether the budget bears the training of one more round, with the counts that it asks for."""
+        return self.ledger.affords(self.round_cost)
+
+    def check_budget(self) -> None:
+        """Raise :class:`~fedprune_app.config.ConfigError` where the run's budget does not bear a single round."""
+        if self.affords_a_round:
+            return
+        options = self.options
+        limits = {"dp.epsilon-budget": options.epsilon_budget, "dp.target-epsilon": options.target_epsilon}
+        from fedprune_app.privacy.accounting import epsilon
+
+        key, limit = min(((key, limit) for key, limit in limits.items() if limit), key=lambda each: each[1])
+        needed = epsilon(self.round_cost, options.delta, options.accountant)
+        raise ConfigError(
+            f"{key} is {limit:g}, allowed with these settings: at least {needed:.4g}, which one round of client "
+            f"{self.client_id} spends"
+        )
 
     # --- training -------------------------------------------------------------------------------------------------
 
@@ -247,4 +267,4 @@ class ClientPrivacy:
             figures["epsilon-second"] = self.ledger.epsilon(options.second_delta)
         told: dict[str, Any] = {name: value for name, value in figures.items() if math.isfinite(value)}
         told["epsilon-simulated"] = int(not options.secure_rng)
-        return told | {"budget-spent": not self.ledger.affords(self.round_cost)}
+        return told | {"budget-spent": not self.affords_a_round}

@@ -23,6 +23,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from fedprune_app import demo, launch
 from fedprune_app.config import Config, ConfigError, Scalar, refused, with_carrier
@@ -96,6 +97,7 @@ class Session:
         self._stack = ExitStack()
         self._work: Path | None = None
         self._link: Link | None = None
+        self._told: set[str] = set()
 
     def __enter__(self) -> Session:
         return self
@@ -124,7 +126,10 @@ class Session:
         return self._link
 
     def check(self, config: Config) -> None:
-        """Raise :class:`ConfigError` for a run that could not start, as far as this machine can tell."""
+        """Raise :class:`ConfigError` for a run that could not start, as far as this machine can tell.
+
+        What makes a run less than its settings seem to say is printed, once in a session.
+        """
         if self.placement.num_clients < config.min_clients and not self.placement.superlink:
             raise ConfigError(
                 f"min-clients is {config.min_clients}, allowed with {self.placement.num_clients} clients: at most that"
@@ -132,7 +137,10 @@ class Session:
         if self.placement.shares_data:
             from fedprune_app.startable import check_startable, forget_text
 
-            check_startable(config, self.placement.num_clients)
+            for line in check_startable(config, self.placement.num_clients):
+                if line not in self._told:
+                    self._told.add(line)
+                    self.console.print(Text.assemble(("note:", "yellow"), f" {line}"), soft_wrap=True)
             if self.placement.engine != "inprocess":
                 forget_text()
 

@@ -258,7 +258,9 @@ def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: in
     system = SYSTEMS[config.system]
     instead = " or --global" if system.strategy.has_global_model else ""
     if issubclass(system.client, FineTuned):
-        raise ValueError(f"system '{config.system}' does not keep its fine-tuned models, allowed: --global")
+        whole = config.batch_norm == "averaged"
+        without = "--global" if whole else "no export, as the global model lacks the norms of batch-norm 'local'"
+        raise ValueError(f"system '{config.system}' does not keep its fine-tuned models, allowed: {without}")
     known = sorted(row["partition"] for row in info.get("partition") or [])
     if client not in known:
         raise ValueError(f"--client is {client}, allowed: {_ranges(known)}{instead}")
@@ -324,7 +326,9 @@ def _exportable(run: Path, config: Config, inputs: _Inputs, client: int | None, 
     if client is None and 0 < len(_names_from_server(config, full, round)) < len(names):
         raise ValueError(f"no model of system '{config.system}' is global as a whole, allowed: --client K")
     if missing := [name for name in names if name not in weights]:
-        reason = "is of another model" if client is not None else "is not complete, allowed: --client K"
+        is_kept = not issubclass(SYSTEMS[config.system].client, FineTuned)
+        instead = "allowed: --client K" if is_kept else f"and system '{config.system}' keeps no models of clients"
+        reason = "is of another model" if client is not None else f"is not complete, {instead}"
         raise ValueError(f"the state {reason}: it has no tensor '{missing[0]}'")
     load_state_tensors(full, weights)
     full.eval().requires_grad_(False)

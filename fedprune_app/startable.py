@@ -14,6 +14,7 @@ from clients import private_text
 from clients.base import ImageClient
 from clients.node import Place
 from fedprune_app.config import Config, ConfigError, written_below
+from fedprune_app.data.splits import label_counts
 from fedprune_app.engine.store import VersionedStore
 from fedprune_app.federation.clients import ImageClientInfo, Roster
 from fedprune_app.federation.round import RunContext
@@ -27,19 +28,20 @@ from fedprune_app.tasks import BUILDS
 from fedprune_app.texts import check_texts
 
 
-def check_startable(config: Config, num_clients: int) -> None:
-    """Raise :class:`ConfigError` with the reason if a run of ``num_clients`` on this machine could not start.
+def check_startable(config: Config, num_clients: int) -> list[str]:
+    """Return what makes a run of ``num_clients`` on this machine less than it seems, see ``doubts`` of its strategy.
 
-    A language model may be large, so its server is not made: its text is read, and its folder is opened.
+    Raises :class:`ConfigError` with the reason if the run could not start. A language model may be large, so its server
+    is not made: its text is read, and its folder is opened.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', allowed on this machine, which has none: auto, cpu")
     try:
         if SYSTEMS[config.system].data == "text":
             check_texts(config, num_clients)
-            return
+            return []
         with scratch_folder() as folder:
-            _make_both(written_below(folder, config), num_clients, folder)  # no client's ledger is touched
+            return _make_both(written_below(folder, config), num_clients, folder)  # no client's ledger is touched
     except ConfigError:
         raise
     except (ValueError, ImportError) as error:
@@ -52,11 +54,26 @@ def forget_text() -> None:
     open_model.cache_clear()
 
 
-def _make_both(config: Config, num_clients: int, folder: Path) -> None:
-    """Make client 0, and a server that takes all others to be like this client."""
+def _check_budget(config: Config, first: ImageClient, num_clients: int, folder: Path) -> None:
+    """Raise :class:`ConfigError` where no client's privacy budget bears a round.
+
+    The client with the most examples spends the least, since each of its examples is drawn the least often.
+    """
+    if first.privacy is None or first.privacy.affords_a_round:
+        return
+    sizes = [sum(label_counts(first.data_config, k, num_clients)["train"]) for k in range(num_clients)]
+    largest = SYSTEMS[config.system].client(config, Place(sizes.index(max(sizes)), num_clients, folder / "clients"))
+    assert isinstance(largest, ImageClient)
+    if largest.privacy is not None:
+        largest.privacy.check_budget()
+
+
+def _make_both(config: Config, num_clients: int, folder: Path) -> list[str]:
+    """Make client 0, and a server that takes all others to be like this client; return what the server doubts."""
     system = SYSTEMS[config.system]
     client = system.client(config, Place(0, num_clients, folder / "clients"))
     assert isinstance(client, ImageClient)
+    _check_budget(config, client, num_clients, folder)
     first = ImageClientInfo.read(0, client.get_properties({}))
     roster: Roster = {k: replace(first, id=k, node_id=k) for k in range(num_clients)}
     if config.tracking != "none":
@@ -65,5 +82,6 @@ def _make_both(config: Config, num_clients: int, folder: Path) -> None:
     key = new_run_key()
     recorder.start({"system": config.system}, config.seed, {"headline": system.strategy.headline, "run_key": key})
     checkpoints = VersionedStore(folder / "run" / "checkpoints")
-    BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, key))
+    doubts = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, key)).doubts()
     recorder.finish("interrupted")
+    return doubts

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -11,8 +13,11 @@ from fedprune_app.config import ConfigError
 from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.robust import BoundedMean, TrimmedMean
+from fedprune_app.federation.exchanges import Exchanges
 from fedprune_app.federation.round import Round, RunContext
 from strategies.base import FederatedStrategy
+
+log = logging.getLogger("flwr.fedprune")
 
 
 class AveragingStrategy(FederatedStrategy):
@@ -70,3 +75,15 @@ class AveragingStrategy(FederatedStrategy):
 
     def end(self, round: Round) -> None:
         self.model = self.mean.mean(self.model)
+
+    def after(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
+        if (
+            isinstance(mean := getattr(self, "mean", None), TrimmedMean)
+            and round.log.replies
+            and (stayed := mean.stayed)
+        ):
+            what = "the model stays" if len(stayed) == len(self.model) else f"{len(stayed)} of the model's tensors stay"
+            note = f"too few replies for robust-trim {self.config.robust_trim:g} to leave any out: {what} as before"
+            round.log.notes.append(note)
+            log.warning("round %d: %s", round.number, note)
+        return super().after(round, exchanges)

@@ -70,6 +70,22 @@ class FederatedStrategy(StreamedStrategy):
 
     # --- what a system does in a round ------------------------------------------------------------------------------
 
+    def doubts(self) -> list[str]:
+        """Return what makes the run less than its settings seem to say; each is a line for the user.
+
+        They are said before the run begins, and are in its record.
+        """
+        if not self.config.dp.enabled:
+            return []
+        largest = max(self.clients.values(), key=lambda client: client.num_examples)
+        deltas = {"dp.delta": self.config.dp.delta, "dp.second-delta": self.config.dp.second_delta}
+        return [
+            f"{key} is {delta:g}, and client {largest.id} has {largest.num_examples:,} examples: a promise at this δ "
+            f"may reveal an example whatever its ε; a meaningful δ is below {1 / largest.num_examples:.2g}"
+            for key, delta in deltas.items()
+            if delta * largest.num_examples >= 1
+        ]
+
     def prepare(self) -> None:
         """Do what comes before the first round; not called where a run goes on from a checkpoint."""
 

@@ -141,9 +141,10 @@ class FedLTP(DPFed):
 
     def after(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
         """Ask for the new model's scores, and keep the model if they are the best so far."""
+        before = super().after(round, exchanges)
         if self.options.validators == "none":
             self.best, self.best_model = (round.number, 0.0), self.model
-            return {}
+            return before
         bytes_before = round.log.bytes_up, round.log.bytes_down
         shares: list[float] = []
         scores: list[tuple[int, int]] = []  # (noised) numbers of correct predictions, and of how many
@@ -155,7 +156,7 @@ class FedLTP(DPFed):
             return {}
 
         exchanges.ask(f"validation after round {round.number}", round, self._questions(round), read)
-        columns: dict[str, Any] = {"validations": len(scores), "validation_score": None}
+        columns: dict[str, Any] = {**before, "validations": len(scores), "validation_score": None}
         if scores:
             by_client = math.fsum(shares) / len(shares)  # in whatever order they came
             over_all = sum(correct for correct, _ in scores) / sum(total for _, total in scores)

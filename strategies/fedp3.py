@@ -16,7 +16,6 @@ text and released code differ:
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import groupby
@@ -33,8 +32,6 @@ from fedprune_app.engine.store import State
 from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.round import Outgoing, Round, RunContext
 from strategies.averaging import AveragingStrategy
-
-log = logging.getLogger("flwr.fedprune")
 
 Assigned = tuple[tuple[str, ...], float]  # the hidden layers L_i, and the density that P_i leaves of the others
 
@@ -81,12 +78,9 @@ class FedP3(AveragingStrategy):
             for layer, count in owners.items():
                 self.check_moves(count, f" that own layer {layer!r}")
 
-    def prepare(self) -> None:
-        super().prepare()
-        if self.unowned:
-            line = f"no client owns {', '.join(self.unowned)}, so the server never changes these layers"
-            log.warning("%s", line)
-            self.recorder.annotate(notes=[line])
+    def doubts(self) -> list[str]:
+        never = f"no client owns {', '.join(self.unowned)}, so the server never changes these layers"
+        return [*super().doubts(), *([never] if self.unowned else [])]
 
     def _in_table(self, names: tuple[str, ...]) -> int:
         """Count a layer's parameters as the paper's Table 4 does: biases of convolutions, but none of linear layers."""

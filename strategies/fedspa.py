@@ -29,7 +29,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.clients import ImageClientInfo
-from fedprune_app.federation.round import Outgoing, Round
+from fedprune_app.federation.round import Outgoing, Round, RunContext
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import architecture, buffer_names
 from strategies.dpfed import DPFed
@@ -39,6 +39,15 @@ class FedSPA(DPFed):
     """The server computes ``θ^{t+1} = θ^t + step(1/K Σ_i Δ_i^t)`` with sparse Δ_i, and no step for statistics."""
 
     paper_formula = "32 bits per parameter down, per chosen parameter up"
+
+    def __init__(self, context: RunContext, model: Mapping[str, Tensor], prunable: frozenset[str]) -> None:
+        super().__init__(context, model, prunable)
+        size = sum(tensor.numel() for tensor in self.model.values())
+        if keep_count(size, self.options.share) < 1:
+            raise ConfigError(
+                f"fedspa.share is {self.options.share:g}, allowed with a model of {size:,} coordinates: at least "
+                f"{1 / size:.2g}, so that a client has one"
+            )
 
     @property
     def options(self) -> FedSPAOptions:

@@ -84,6 +84,7 @@ def over_clients(
         windows = sum(row["windows"] for row in with_own)
         by_text[OWN_TEXT] = {
             **_of_clients(with_own, OWN_TEXT),
+            "asked": num_asked,
             "window": first["window"],
             "windows": windows,
             "windows_in_text": sum(row["windows_in_text"] for row in with_own),

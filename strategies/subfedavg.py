@@ -23,6 +23,13 @@ class SubFedAvg(AveragingStrategy):
 
     paper_formula = "down 32 bits per parameter; up 32 bits per kept and 1 bit per pruned one, at the target rate"
 
+    def doubts(self) -> list[str]:
+        never = (
+            "local-epochs is 1, so no client prunes: a client compares its masks after the first and the last local "
+            "epoch, and with one epoch they are equal"
+        )
+        return [*super().doubts(), *([never] if self.config.local_epochs == 1 else [])]
+
     def send(self, round: Round) -> Iterator[Outgoing]:
         return Outgoing.to_each(round.participants, Payload(self.model))
 

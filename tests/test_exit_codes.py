@@ -9,6 +9,7 @@ import sys
 import pytest
 from PIL import Image
 
+PRIVATE = ["dp.enabled=true", "dp.noise-multiplier=1"]
 SMALL = ["num-server-rounds=1", "local-epochs=1"]
 HERE = ["--engine", "inprocess", "--clients", "4"]
 
@@ -26,9 +27,33 @@ HERE = ["--engine", "inprocess", "--clients", "4"]
         (["partition=classes", "classes-per-client=11"], "classes-per-client is 11, allowed: 1 to 10"),
         (["samples-per-client=100000"], "samples-per-client is 100000, allowed: at most"),
         (["shard-size=100000"], "1438 samples make 0 of shard-size 100000"),
-        (["model=vgg11-gn"], "too small for this model"),
+        (["model=vgg11-gn"], "model is 'vgg11-gn': image shape 1x8x8 is too small for this model"),
         (["system=fjord", "model=resnet18-gn"], "allowed with system 'fjord'"),
-        (["system=fedcr", "model=cnn-small"], "one whose name ends in -cr"),
+        (["system=fedcr", "model=cnn-small"], "model is 'cnn-small', which has no Gaussian code, allowed with system"),
+        (["system=lg-fedavg", "lgfedavg.global-layers=9"], "lgfedavg.global-layers is 9: the last 9 layers of a model"),
+        (["system=fedspa", "fedspa.share=1e-5", *PRIVATE], "fedspa.share is 1e-05, allowed with a model of"),
+        (["batch-norm=local"], "batch-norm is 'local', allowed with a model that has no BatchNorm layer: averaged"),
+        (["system=fedltp", "fedltp.tickets=0", "density=0.5"], "density needs fedltp.tickets other than 0"),
+        (
+            ["system=fedltp", "fedltp.tickets=0", "fedltp.rule=quantile"],
+            "fedltp.rule needs fedltp.tickets other than 0",
+        ),
+        (
+            ["system=ldp-fedp3", "model=cnn-small-cr", *PRIVATE],
+            "model is 'cnn-small-cr', allowed with system 'ldp-fedp3': one whose tensors are all trained, and 'prior.",
+        ),
+        (
+            ["system=fedavg", *PRIVATE, "dp.epsilon-budget=0.01"],
+            "dp.epsilon-budget is 0.01, allowed with these settings: at least ",
+        ),
+        (
+            ["system=fedavg", "dp.enabled=true", "dp.target-epsilon=2", "dp.epsilon-budget=1"],
+            "dp.epsilon-budget is 1, allowed with dp.target-epsilon 2: 0, or at least as much",
+        ),
+        (
+            ["system=fedavg", "dp.enabled=true", "dp.target-epsilon=1e-4", "dp.accuracies=none"],
+            "dp.target-epsilon is 0.0001, which ",
+        ),
         (
             ["system=fedcr", "model=cnn-small-cr"],
             "max-grad-norm is 0.0, allowed with system 'fedcr' and fedcr.beta 0.001",
@@ -85,7 +110,7 @@ def test_a_run_that_fails_exits_1(fedprune, tmp_path):
 def test_a_refusal_within_a_run_exits_2(tmp_path, engine):
     """What cannot be told before: here because the check before the start is left out."""
     code = (
-        "import sys, fedprune_app.startable as s; s.check_startable = lambda config, clients: None\n"
+        "import sys, fedprune_app.startable as s; s.check_startable = lambda config, clients: []\n"
         "from fedprune_app.cli import main; main()"
     )
     setting = ["system=fedavg", "robust=trimmed-mean", "robust-trim=0.01"]

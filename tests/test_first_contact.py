@@ -58,6 +58,31 @@ def test_a_private_system_without_privacy_says_that_it_protects_nobody(fedprune,
         assert "protects nobody" not in fedprune("check", *told, "--clients", "2")[1]
 
 
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        (["system=subfedavg", "local-epochs=1"], "local-epochs is 1, so no client prunes: "),
+        (["system=lg-fedavg", "lgfedavg.pretrain-rounds=1"], "lgfedavg.pretrain-rounds is 1, and num-server-rounds is"),
+        (
+            ["system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1", "dp.delta=0.01", "dp.second-delta=1e-5"],
+            "dp.delta is 0.01, and client ",
+        ),
+    ],
+)
+def test_a_run_that_is_less_than_it_seems_says_so_before_it_begins_and_in_its_record(
+    fedprune, tmp_path, settings, note
+):
+    given = ["num-server-rounds=1", *settings]
+    code, said = fedprune("check", *given, "--clients", "2")
+    assert code == 0, said
+    assert said.count(f"note: {note}") == 1
+    code, said = fedprune("run", *given, "--engine", "inprocess", "--clients", "2", "--out", "a")
+    assert code == 0, said
+    assert f"note: {note}" in said
+    (told,) = json.loads((tmp_path / "a" / "run.json").read_text())["notes"]
+    assert told.startswith(note)
+
+
 def test_a_shipped_configuration_has_a_name_and_later_files_win(fedprune, tmp_path):
     (tmp_path / "mine.toml").write_text('seed = 7\nnum-server-rounds = 3\nsystem = "standalone"\n')
     code, said = fedprune("run", "-c", "quickstart", "-c", "mine.toml", *QUICK, "--out", "a")

@@ -12,6 +12,20 @@ from fedprune_app.config.options import Kind, Needs, NoneOf, option
 IMAGES: Needs = {"system": NoneOf(("fedspallm",))}
 """What only systems need that learn from images."""
 
+PUBLISHED = frozenset(
+    {"digits", "mnist", "fashion-mnist", "emnist-digits", "emnist-letters"}
+    | {"cifar10", "cifar100", "tiny-imagenet", "stdlib"}
+)
+"""These datasets hold the same examples wherever they are. All others hold what their data-dir has."""
+
+DEALT_BY = (
+    *("dataset", "classes", "label-column", "owner-column", "image-size", "image-fit"),
+    *("partition", "shard-size", "shards-per-client", "classes-per-client", "class-assignment"),
+    *("dirichlet-alpha", "dirichlet-groups", "samples-per-client", "public-fraction"),
+    *("validation-fraction", "test-split", "test-samples", "test-fraction", "seed"),
+)
+"""These keys decide which data each client of a run has, beside the folder of a dataset that is not published."""
+
 
 @dataclass(frozen=True)
 class CommonOptions:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from fedprune_app.config.config import OPTIONS, Config
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import NoneOf, Scalar
+from fedprune_app.config.options import Needs, NoneOf, Scalar
 from fedprune_app.config.plugged import is_used
 
 _INSTEAD = {
@@ -19,6 +19,9 @@ _INSTEAD = {
     ("local-epochs", "ditto"): "ditto.global-epochs and ditto.personal-epochs",
 }
 """By key and system: the keys that a system has for the same quantity."""
+
+_ALSO: Mapping[tuple[str, str], Needs] = {("density", "fedltp"): {"fedltp.tickets": NoneOf((0,))}}
+"""By key and system: what a key of all systems needs beside, with one of them."""
 
 
 def has_effect(key: str, config: Config) -> bool:
@@ -41,7 +44,7 @@ def check_effects(given: Iterable[str], config: Config) -> None:
 
 def _unmet(key: str, config: Config) -> tuple[str, tuple[Scalar, ...]] | None:
     """Return the first need of an option that a configuration does not meet, or None."""
-    if not (needs := OPTIONS[key].needs):
+    if not (needs := {**OPTIONS[key].needs, **_ALSO.get((key, config.system), {})}):
         return None
     values = config.to_dict()
     if is_used(config.system, key):

@@ -7,9 +7,11 @@ from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import Kind, Needs, option
+from fedprune_app.config.options import Kind, Needs, NoneOf, option
 
 _PUBLIC_SHARE = 0.2
+_TICKETS: Needs = {".tickets": NoneOf((0,))}
+"""What the keys need that make tickets or choose one."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,9 @@ class FedLTPOptions(Table):
     needs: ClassVar[Needs] = {"system": ("fedltp",)}
 
     public_dataset: str = option(
-        "", "The server's public dataset. Empty means a share of the dataset that no client gets."
+        "",
+        "The server's public dataset. Empty means a share of the dataset that no client gets.",
+        needs=_TICKETS,
     )
     public_data_dir: str = option(
         "",
@@ -31,9 +35,13 @@ class FedLTPOptions(Table):
         kind=Kind.FOLDER,
         changes_results=False,
         resumable=True,
+        needs=_TICKETS,
     )
     public_samples: int = option(
-        0, "The number of public images that are used, drawn with their label law. 0 means all of them.", least=0
+        0,
+        "The number of public images that are used, drawn with their label law. 0 means all of them.",
+        least=0,
+        needs=_TICKETS,
     )
     public_head: str = option(
         "same",
@@ -49,13 +57,18 @@ class FedLTPOptions(Table):
         "ticket's place.",
         least=0,
     )
-    ticket_iterations: int = option(1000, "The number of training steps of a ticket on public data (k).", least=1)
-    ticket_batch_size: int = option(60, "The number of public images in a training step of a ticket.", least=1)
-    ticket_learning_rate: float = option(1.2e-3, "The learning rate on public data.", above=0)
+    ticket_iterations: int = option(
+        1000, "The number of training steps of a ticket on public data (k).", least=1, needs=_TICKETS
+    )
+    ticket_batch_size: int = option(
+        60, "The number of public images in a training step of a ticket.", least=1, needs=_TICKETS
+    )
+    ticket_learning_rate: float = option(1.2e-3, "The learning rate on public data.", above=0, needs=_TICKETS)
     ticket_optimizer: str = option(
         "adam",
         "The optimiser that trains tickets.",
         choices={"adam": "Adam", "sgd": "SGD with the key momentum"},
+        needs=_TICKETS,
     )
     rule: str = option(
         "quantile",
@@ -64,6 +77,7 @@ class FedLTPOptions(Table):
             "quantile": "the share density of the weights, the largest ones",
             "relative-threshold": "weights above (1 - density) times the largest",
         },
+        needs=_TICKETS,
     )
     selection: str = option(
         "softmax",
@@ -73,12 +87,13 @@ class FedLTPOptions(Table):
             "counts": "drawn by softmax of the numbers of correct images",
             "argmax": "the best",
         },
+        needs=_TICKETS,
     )
     temperature: float = option(
         0.01,
         "The temperature of the softmax of accuracies.",
         above=0,
-        needs={".selection": ("softmax",)},
+        needs={**_TICKETS, ".selection": ("softmax",)},
     )
     start: str = option(
         "rewind",
@@ -88,6 +103,7 @@ class FedLTPOptions(Table):
             "trained": "the ticket's after its training",
             "random": "values drawn anew",
         },
+        needs=_TICKETS,
     )
     pruning: str = option(
         "one-shot",

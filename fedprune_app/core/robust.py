@@ -77,6 +77,7 @@ class TrimmedMean:
         if not 0 <= trim < 0.5:
             raise ValueError(f"trim is {trim:g}, allowed: 0 to below 0.5")
         self.trim = trim
+        self.stayed: tuple[str, ...] = ()  # of the tensors that the last mean was asked for and clients sent, unmoved
         self._added: list[Payload] = []
 
     @property
@@ -97,8 +98,12 @@ class TrimmedMean:
     def mean(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the mean in the names, order and dtypes of ``fallback``.
 
-        A coordinate that nobody kept has its value in ``fallback``.
+        A coordinate that nobody kept has its value in ``fallback``. Afterwards ``stayed`` names the tensors of which
+        too few were sent for any coordinate to move.
         """
+        sent = {name: sum(name in payload.tensors for payload in self._added) for name in fallback}
+        least = self.trim and math.ceil(1 / self.trim - 1e-9)
+        self.stayed = tuple(name for name, count in sent.items() if 0 < count < least)
         return {name: self._mean_of(name, old) for name, old in fallback.items()}
 
     def _mean_of(self, name: str, old: Tensor) -> Tensor:

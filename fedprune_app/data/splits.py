@@ -433,7 +433,7 @@ def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> d
     if not len(train):
         raise ValueError(
             f"client {partition_id} has {len(shares[partition_id])} images, and none of them is for training, allowed: "
-            "at least one"
+            "at least one (more data for each client, or a smaller validation-fraction or test-fraction)"
         )
     return {"train": train, "validation": validation, "test": test}
 

@@ -29,6 +29,7 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
     """
     exchanges = Exchanges(strategy, grid)
     if not rounds_completed:
+        _say_doubts(strategy)
         strategy.prepare()
         _check_model(strategy, "prepare")
     last: Round | None = None
@@ -77,6 +78,14 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
         for client in sorted(strategy.participation.evaluators(num_rounds) - strategy.digests.keys()):
             strategy.context.lose(client, "final_sha256 is without its final model, of which it did not tell")
     strategy.finish()
+
+
+def _say_doubts(strategy: Hooks) -> None:
+    recorder = strategy.context.recorder
+    for line in (doubts := strategy.doubts()):
+        log.warning("%s", line)
+    if doubts:
+        recorder.annotate(notes=[*recorder.info.get("notes", []), *doubts])
 
 
 def _check_model(strategy: Hooks, method: str) -> None:

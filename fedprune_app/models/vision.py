@@ -200,10 +200,13 @@ def architecture(name: str, image_shape: ImageShape, num_classes: int, build: Bu
             return _resnet18(image_shape, num_classes, partial(nn.GroupNorm, 32))
         if name == "resnet18-bn":
             return _resnet18(image_shape, num_classes, nn.BatchNorm2d)
-        if (plain := name.removesuffix("-cr")) in _VARIATIONAL and plain != name:
-            encoder = conv_net(image_shape, 2 * LATENT, **_CONV_NETS[plain])
-            return Variational(OrderedDict(encoder.named_children()), num_classes, LATENT)
-        return conv_net(image_shape, num_classes, **_CONV_NETS[name])
+        try:
+            if (plain := name.removesuffix("-cr")) in _VARIATIONAL and plain != name:
+                encoder = conv_net(image_shape, 2 * LATENT, **_CONV_NETS[plain])
+                return Variational(OrderedDict(encoder.named_children()), num_classes, LATENT)
+            return conv_net(image_shape, num_classes, **_CONV_NETS[name])
+        except ValueError as error:
+            raise ValueError(f"model is {name!r}: {error}") from None
 
 
 def made_by(build: Build, name: str, image_shape: ImageShape, num_classes: int, *, seed: int) -> nn.Module:

@@ -217,7 +217,7 @@ def noise_for(
         if enough > 1_000_000:
             counts = f" beside {sum(count for _, count in besides)} noised counts" if besides else ""
             what = f"{steps} steps{counts} reach with no noise up to 1000"
-            raise ValueError(f"target_epsilon is {target_epsilon}, which {what}")
+            raise ValueError(f"dp.target-epsilon is {target_epsilon:g}, which {what}; allowed: a larger one")
     while enough - too_little > 1:
         middle = (enough + too_little) // 2
         too_little, enough = (too_little, middle) if is_enough(middle) else (middle, enough)

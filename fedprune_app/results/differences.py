@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fedprune_app.config import OPTIONS
+from fedprune_app.config.common import DEALT_BY
 from fedprune_app.results.reader import Run
-from fedprune_app.results.tables import Group
+from fedprune_app.results.tables import Group, place_of_data
 
 DRAWS = 10_000
 FEWEST = 10  # pairs: with fewer of them the percentiles hold the truth far less often than they say
@@ -132,11 +135,19 @@ def of_the_same_data(groups: Sequence[Group]) -> list[list[Group]]:
 
 
 def _data(group: Group) -> Mapping[int, str]:
-    """Return by seed what the clients of a group have, as text."""
-    keys = ("dataset", "partition", "test-split")
-    return {
-        run.seed: json.dumps([run.info.get("partition"), [run.config.get(key) for key in keys]]) for run in group.runs
-    }
+    """Return by seed what the clients of a group have, as text.
+
+    That is how many examples of each label they have. Where a private run withholds these counts, all settings that
+    decide who has which data take the place of the counts.
+    """
+    return {run.seed: json.dumps([place_of_data(run), _dealt(run)]) for run in group.runs}
+
+
+def _dealt(run: Run) -> list[Any]:
+    keys, counts = ("dataset", "partition", "test-split"), run.info.get("partition")
+    if not any(value for client in counts or () for key, value in client.items() if key != "partition"):
+        return [len(counts or ()), [run.config.get(key, OPTIONS[key].default) for key in DEALT_BY]]
+    return [counts, [run.config.get(key) for key in keys]]
 
 
 def difference_tables(groups: Sequence[Group]) -> list[tuple[str, list[list[str]]]]:

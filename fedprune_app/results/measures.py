@@ -29,10 +29,11 @@ from fedprune_app.results.texts import own_models, tested_on
 
 Row = Mapping[str, Any]
 Take = Callable[[Sequence[float]], float | None]
-Remark = Callable[[Sequence[Row]], str]
-"""A remark says in a word or two what a reader of these rows' numbers must know; it is empty where there is nothing.
+Remark = Callable[[Sequence[Row], str], str]
+"""A remark says in a word or two what a reader of a column's numbers must know; it is empty where there is nothing.
 
-The rows are one, or the last ones of several runs whose numbers are shown as their mean."""
+It is made of rows and of the column's name. The rows are one, or the last ones of several runs whose numbers are shown
+as their mean."""
 LAST = 1000
 """The place of what is shown after all else."""
 MEGABYTE = 1e6
@@ -114,29 +115,33 @@ def noise_of_mean(deviations: Sequence[float]) -> float | None:
     return math.hypot(*deviations) / len(deviations) if deviations else None
 
 
-def noise_remark(rows: Sequence[Row]) -> str:
+def noise_remark(rows: Sequence[Row], column: str) -> str:
     """Epsilons are simulated where noise derives from the seed, as those who know the seed can subtract it."""
     said = {None: "noise unknown", 0: "", 1: "simulated"}
     return _of_each(said.get(row.get("epsilon_simulated"), "partly simulated") for row in rows)
 
 
-def accuracy_remark(rows: Sequence[Row]) -> str:
+def accuracy_remark(rows: Sequence[Row], column: str) -> str:
     """A mean of accuracies that clients told with noise stands beside the standard deviation of its noise."""
-    noises = [noise for row in rows if (noise := row.get("accuracy_noise")) is not None]
+    found = ((row.get("noise_by_column") or {}).get(column, row.get("accuracy_noise")) for row in rows)
+    noises = [noise for noise in found if noise is not None]
     noise = noise_of_mean(noises)
     return "" if noise is None else _of_some(f"noise ± {100 * noise:.1f}", len(noises), len(rows))
 
 
-def noised_remark(rows: Sequence[Row]) -> str:
+def noised_remark(rows: Sequence[Row], column: str) -> str:
     """A number that the noise in clients' accuracies moves in one direction says so."""
     return _of_each("" if row.get("accuracy_noise") is None else "of noised accuracies" for row in rows)
 
 
-def fewer_remark(rows: Sequence[Row], counted: str = "evaluated") -> str:
-    """A mean over fewer clients than the run has says over how many; ``counted`` names the column of their number."""
+def fewer_remark(rows: Sequence[Row], column: str, counted: str = "evaluated") -> str:
+    """A mean over fewer clients than the run has says over how many.
+
+    ``counted`` names the column of their number, where no column ``clients_by_column`` tells it.
+    """
 
     def said(row: Row) -> str:
-        few, clients = row.get(counted), row.get("clients")
+        few, clients = (row.get("clients_by_column") or {}).get(column, row.get(counted)), row.get("clients")
         return "" if few is None or clients is None or few >= clients else f"{few:.0f} of {clients:.0f} clients"
 
     return _of_each(map(said, rows))
@@ -144,7 +149,7 @@ def fewer_remark(rows: Sequence[Row], counted: str = "evaluated") -> str:
 
 def _both(*remarks: Remark) -> Remark:
     """Several remarks on one number stand behind each other."""
-    return lambda rows: ", ".join(filter(None, (remark(rows) for remark in remarks)))
+    return lambda rows, column: ", ".join(filter(None, (remark(rows, column) for remark in remarks)))
 
 
 def _of_each(texts: Iterable[str]) -> str:
@@ -248,7 +253,8 @@ class Column:
 
     def remarked(self, *rows: Row) -> str:
         """The remark on those of the rows that have a number is ready to stand behind the number, or empty."""
-        remark = self.remark([row for row in rows if row.get(self.name) is not None]) if self.remark else ""
+        told = [row for row in rows if row.get(self.name) is not None]
+        remark = self.remark(told, self.name) if self.remark else ""
         return f" ({remark})" if remark else ""
 
 
@@ -474,7 +480,14 @@ MEASURES = Measures(
             least=0,
             most=1,
             may_be_noised=True,
-            columns=(Column("accuracy_validation_mean", mean, view=Title("Validation", 50)),),
+            columns=(
+                Column(
+                    "accuracy_validation_mean",
+                    mean,
+                    view=Title("Validation", 50),
+                    remark=_both(accuracy_remark, fewer_remark),
+                ),
+            ),
         ),
         Measure(
             "accuracy_global",
@@ -504,6 +517,9 @@ MEASURES = Measures(
             recorded=_WHERE_MEASURED,
             columns=(Column("accuracy_noise", noise_of_mean, recorded=_WHERE_MEASURED),),
         ),
+        # by column, where a number is of fewer clients than were evaluated: of how many, and the noise in their mean
+        Column("clients_by_column", recorded=_WHERE_MEASURED, kind=Kind.BY_NAME),
+        Column("noise_by_column", recorded=_WHERE_MEASURED, kind=Kind.BY_NAME),
         # of the personal model, on the client's test examples of each class, by the class's number
         Measure(
             "accuracy_by_class",
@@ -521,7 +537,11 @@ MEASURES = Measures(
         Measure(
             "perplexity_personal",
             columns=(
-                Column("perplexity_personal_mean", line=InLine("personal perplexity", own_models, on_a_text=True)),
+                Column(
+                    "perplexity_personal_mean",
+                    line=InLine("personal perplexity", own_models, on_a_text=True),
+                    remark=partial(fewer_remark, counted="personal_models"),
+                ),
                 Column("perplexity_personal_std"),
             ),
         ),
@@ -729,7 +749,26 @@ def over_clients(rows: Iterable[Row], reply: Reply) -> dict[str, Any]:
         for column in each.columns:
             if column.take is not None:
                 found[column.name] = _by_name(values, column.take) if each.by else column.take(values)
-    return found
+    return found | (_of_fewer(rows) if reply is Reply.EVALUATION else {})
+
+
+def _of_fewer(rows: Sequence[Row]) -> dict[str, Any]:
+    """A column of accuracies that some of the clients did not tell has an entry in each of two columns.
+
+    One says how many clients told the number. The other has the noise in their mean, where they told how much of it is
+    noise: a client whose privacy budget is spent tells no accuracy, and a client without test images has none.
+    """
+    clients: dict[str, float] = {}
+    noises: dict[str, float | None] = {}
+    for each in (each for each in MEASURES.told_in(Reply.EVALUATION) if each.may_be_noised):
+        telling = [row for row in rows if row.get(each.name) is not None]
+        if 0 < len(telling) < len(rows):
+            names = [column.name for column in each.columns if column.remark]
+            clients |= dict.fromkeys(names, len(telling))
+            if found := [row["accuracy_noise"] for row in telling if row.get("accuracy_noise") is not None]:
+                noises |= dict.fromkeys(names, noise_of_mean(found))
+    told = {"clients_by_column": clients, "noise_by_column": noises}
+    return {name: found for name, found in told.items() if found}
 
 
 def _by_name(rows: Iterable[Mapping[str, float]], take: Take) -> dict[str, float | None]:

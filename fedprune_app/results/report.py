@@ -208,9 +208,11 @@ def _card(group: Group) -> dict[str, Any]:
     judged_by = "perplexity" if group.runs[0].headline.startswith("perplexity") else "accuracy"
     shown: dict[str, Any] = {"number": formatted(numbers[judged_by], column[judged_by]), "judged_by": judged_by}
 
-    def short(key: str) -> str:  # a card is short; the table tells the spread
+    def short(key: str, unit: str = "") -> str:  # a card is short; the table tells the spread
         statistic = numbers[key]
-        return formatted(statistic and replace(statistic, std=None), column[key])
+        if statistic is None:
+            return NOT_MEASURED
+        return formatted(replace(statistic, std=None), column[key]) + unit + column[key].remark(group.runs)
 
     if judged_by == "perplexity":
         own = "standalone_perplexity" if numbers["standalone_perplexity"] else "own_perplexity"
@@ -223,13 +225,14 @@ def _card(group: Group) -> dict[str, Any]:
             "Received models": "received_accuracy",
             "Personal, worst decile": "worst_decile",
         }
-        found = {title: short(key) for title, key in accuracies.items()}
-        facts = {title: text if text == NOT_MEASURED else f"{text} %" for title, text in found.items()}
+        facts = {title: short(key, " %") for title, key in accuracies.items()}
         facts["Density"] = short("density")
     peers = numbers["peer_megabytes"]  # up and down together would count relayed bytes twice
     traffic = [peers] if peers else [numbers[key] for key in ("megabytes_up", "megabytes_down")]
     total = sum(each.mean for each in traffic if each) / MEGABYTE if all(traffic) else None
     main = "global model" if group.runs[0].headline.endswith("_global") else "mean over clients"
+    if numbers[judged_by]:
+        main += column[judged_by].remark(group.runs)
     title = "Traffic, peer to peer" if peers else "Traffic"
     facts |= {title: NOT_MEASURED if total is None else f"{total:,.1f} MB", "Rounds": short("rounds")}
     return shown | {"main": main, "facts": facts}

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedprune_app.config import OPTIONS
+from fedprune_app.config.common import PUBLISHED
 from fedprune_app.files import replace_file
 from fedprune_app.results import measures
 from fedprune_app.results.measures import MEGABYTE
@@ -23,7 +24,7 @@ from fedprune_app.results.texts import own_models, tested_on, windows_of_text
 
 NOT_MEASURED = "–"
 _BEST = "Accuracy, best on validation (%)"
-_DATA = ("dataset", "partition", "clients", "model")
+_DATA = ("dataset", "data-dir", "partition", "clients", "model")
 
 # Where a run lives and how it was executed; none of it changes what was computed.
 _BOOKKEEPING = frozenset(key for key, option in OPTIONS.items() if not option.changes_results)
@@ -82,11 +83,12 @@ class Column:
 def outcome() -> tuple[Column, ...]:
     """Return the columns of the table of final numbers: those that are declared, and those made of several numbers."""
     standalone, own = own_models(1), own_models(2)
+    of_some = partial(_last_remark, column=measures.MEASURES.columns["perplexity_personal_mean"])
     made = (
         Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10, _headline_remark, of_headline=True),
         Column("best_accuracy", _BEST, best_on_validation, 100, 2, 20, _headline_remark, of_headline=True),
-        Column("standalone_perplexity", standalone, lambda run: own_perplexity(run, standalone), 1, 2, 60),
-        Column("own_perplexity", own, lambda run: own_perplexity(run, own), 1, 2, 70),
+        Column("standalone_perplexity", standalone, partial(own_perplexity, name=standalone), 1, 2, 60, of_some),
+        Column("own_perplexity", own, partial(own_perplexity, name=own), 1, 2, 70, of_some),
         Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0, measures.LAST),
         Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1, measures.LAST),
     )
@@ -400,9 +402,20 @@ def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:
 
 
 def _compared(run: Run) -> dict[str, Any]:
-    """Return the number of clients, and the configuration without the seed and what does not change the result."""
+    """Return the number of clients, and the configuration without the seed and what does not change the result.
+
+    The folder of a dataset that is no published one is not left out: another folder holds other data.
+    """
     compared = {key: value for key, value in run.config.items() if key not in {"seed", *_BOOKKEEPING}}
-    return compared | {"clients": len(run.info.get("partition") or ()) or None}
+    return compared | place_of_data(run) | {"clients": len(run.info.get("partition") or ()) or None}
+
+
+def place_of_data(run: Run) -> dict[str, Any]:
+    """Return the keys of the folders that decide which data a run has, with their values."""
+    places = {"dataset": "data-dir", "fedltp.public-dataset": "fedltp.public-data-dir"}
+    named = {place: run.config.get(key) for key, place in places.items()}
+    own = (key for key, name in named.items() if name not in {*PUBLISHED, None, ""})
+    return {key: run.config[key] for key in own if key in run.config}
 
 
 def _identity(run: Run) -> str:

@@ -6,7 +6,8 @@ import pytest
 
 from fedprune_app.config import OPTIONS, ConfigError, check_resumable, parse_config
 
-PRIVATE = {"dp.enabled": True, "dp.target-epsilon": 8.0, "subfedavg.gate-split": "none"}
+PRIVATE = {"dp.enabled": True, "dp.target-epsilon": 8.0, "subfedavg.gate-split": "none", "dp.accuracies": "open"}
+NOISED = {**PRIVATE, "dp.accuracies": "noised"}
 
 
 def resume(before, **changed):
@@ -54,6 +55,7 @@ def test_everything_else_is_as_the_run_began():
     [
         ({"system": "dispfl"}, "dispfl.prune-rate falls over these rounds"),
         (PRIVATE, "dp.target-epsilon is spread over these rounds"),
+        ({**NOISED, "dp.planned-rounds": 5}, "dp.target-epsilon is spread over the noised accuracies of these"),
         ({"system": "fedp3", "fedp3.head-epochs": 2}, "fedp3.head-epochs are trained in the last of these rounds"),
     ],
 )
@@ -77,6 +79,14 @@ def test_a_system_says_why_its_number_of_rounds_is_fixed(before, why):
 )
 def test_a_run_whose_rounds_do_not_depend_on_their_number_may_be_longer(before):
     resume(before, num_server_rounds=9)
+
+
+def test_evaluations_over_which_a_target_is_spread_stay_as_many():
+    with pytest.raises(
+        ConfigError, match=r"^evaluate-every is 2, allowed when resuming: 5, as the run began; dp\.target"
+    ):
+        resume(NOISED, evaluate_every=2)
+    resume(PRIVATE, evaluate_every=2)
 
 
 def test_the_ledgers_of_a_private_run_stay_where_they_are():

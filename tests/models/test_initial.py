@@ -11,10 +11,17 @@ PHOTOS = ("cifar10", (3, 32, 32), 10)
 
 
 @pytest.mark.parametrize("name", ["cnn-gn", "resnet18-gn", "vgg11-gn", "lenet5"])
-@pytest.mark.parametrize("batch_norm", ["averaged", "local"])
-def test_group_norms_are_shared_wherever_batch_norms_stay(name, batch_norm):
+def test_group_norms_are_shared_and_are_no_batch_norms_that_could_stay(name):
     model = initial_model(name, *PHOTOS, init="default", seed=0)
-    assert shared_names(model, batch_norm) == parameter_names(model)
+    assert shared_names(model, "averaged") == parameter_names(model)
+    with pytest.raises(ValueError, match="batch-norm is 'local', allowed with a model that has no BatchNorm layer: av"):
+        shared_names(model, "local")
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm])
+def test_batch_norms_of_every_kind_stay_on_the_client_if_local(norm):
+    model = nn.Sequential(nn.Linear(4, 3), norm(3), nn.Linear(3, 2))
+    assert shared_names(model, "local") == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
 def test_batch_norms_and_their_statistics_stay_on_the_client_if_local():

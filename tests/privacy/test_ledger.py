@@ -251,7 +251,7 @@ def test_the_noise_for_a_target_is_enough_and_a_thousandth_less_is_not():
     sigma = noise_for(2.0, DELTA, 0.05, 400)
     assert epsilon_of({Steps(sigma, 0.05): 400}, DELTA) <= 2.0
     assert epsilon_of({Steps(sigma - 0.001, 0.05): 400}, DELTA) > 2.0
-    with pytest.raises(ValueError, match="target_epsilon is 1e-09"):
+    with pytest.raises(ValueError, match=r"dp\.target-epsilon is 1e-09"):
         noise_for(1e-9, DELTA, 1.0, 10**6, "rdp")
 
 

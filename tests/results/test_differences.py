@@ -7,6 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedprune_app.config.common import DEALT_BY, PUBLISHED
+from fedprune_app.data.names import DATASETS, TEXTS
+from fedprune_app.data.splits import DataConfig
 from fedprune_app.results.differences import difference, difference_tables, from_best, personal_accuracies
 from fedprune_app.results.figures.tradeoff import _front
 from fedprune_app.results.reader import Run, load_run
@@ -111,6 +114,37 @@ def test_systems_on_other_data_are_compared_among_themselves(make_run):
     ]
     tables = difference_tables(group_runs([load_run(folder) for folder in folders]))
     assert [len(rows) for _, rows in tables] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("key", "values"), [("dirichlet-alpha", (0.1, 1.0)), ("shards-per-client", (2, 5)), ("test-fraction", (0.3, 0.4))]
+)
+def test_private_runs_whose_data_are_dealt_otherwise_are_not_compared(make_run, key, values):
+    """A private run withholds its label counts, so they cannot tell that its data are others."""
+    withheld = {"partition": [{"partition": k, "train": [], "validation": [], "test": []} for k in range(12)]}
+    folders = [
+        make_run(f"{system}{value}", system, 0, clients=12, config={key: value}, extra=withheld)
+        for system, value in zip(("fedavg", "dispfl"), values, strict=True)
+    ]
+    assert difference_tables(group_runs([load_run(folder) for folder in folders])) == []
+    alike = make_run("alike", "ditto", 0, clients=12, config={key: values[0]}, extra=withheld)
+    ((_, rows),) = difference_tables(group_runs([load_run(folder) for folder in (*folders, alike)]))
+    assert len(rows) == 1
+
+
+def test_runs_on_other_folders_are_not_compared(make_run):
+    folders = [
+        make_run(f"{system}-{place}", system, 0, clients=12, config={"dataset": "table", "data-dir": f"/{place}"})
+        for system, place in (("fedavg", "a"), ("dispfl", "b"))
+    ]
+    assert difference_tables(group_runs([load_run(folder) for folder in folders])) == []
+
+
+def test_the_keys_that_deal_the_data_are_those_of_its_configuration():
+    fields = {name.replace("_", "-") for name in DataConfig.__dataclass_fields__}
+    derived = {"is-own", "private", "split-secret", "public-share"}
+    assert {*DEALT_BY} - {"public-fraction"} == fields - derived - {"data-dir", "download"}
+    assert {*DATASETS, *TEXTS} - PUBLISHED == {"femnist", "image-folder", "table", "huggingface", "text"}
 
 
 def test_the_best_system_is_that_of_the_clients_which_all_have():

@@ -182,6 +182,17 @@ def test_columns_are_taken_over_the_clients_that_have_the_number():
     assert math.isnan(found["accuracy_global"])
 
 
+def test_accuracies_of_some_clients_have_their_number_and_their_noise_beside_them():
+    told = {"accuracy_personal": 0.2, "accuracy_global": 0.5, "accuracy_noise": 0.03}
+    rows = [told, {**told, "accuracy_noise": 0.04}, {"accuracy_global": 0.5, "accuracy_noise": 0.05}]
+    found = measures.over_clients(rows, Reply.EVALUATION)
+    names = ("accuracy_personal_mean", "accuracy_personal_std", "accuracy_personal_worst_decile")
+    assert found["clients_by_column"] == dict.fromkeys(names, 2)
+    assert found["noise_by_column"] == dict.fromkeys(found["clients_by_column"], pytest.approx(0.025))
+    assert found["accuracy_noise"] == pytest.approx(math.sqrt(50) / 300)
+    assert not {"clients_by_column", "noise_by_column"} & measures.over_clients(rows[:2], Reply.EVALUATION).keys()
+
+
 def test_a_number_of_training_and_evaluation_counts_when_it_is_evaluated():
     row = {"loss": 2.0, "density": 0.5, "flops": 3.0}
     assert measures.over_clients([row, row], Reply.TRAINING) == {"loss_mean": 2.0, "flops": 6.0}
@@ -290,7 +301,8 @@ def test_what_is_declared_as_of_the_round_alone_is_not_in_a_clients_row():
 def test_a_field_of_either_file_holds_one_kind_of_thing():
     kinds = MEASURES.kinds
     assert sum(map(len, kinds.values())) == len(set().union(*kinds.values()))
-    assert kinds[Kind.BY_NAME] == {"accuracy_by_class", "density_by_layer", "perplexity"}
+    by_column = {"clients_by_column", "noise_by_column"}
+    assert kinds[Kind.BY_NAME] == {"accuracy_by_class", "density_by_layer", "perplexity"} | by_column
 
 
 def test_declarations_are_values_that_compare():

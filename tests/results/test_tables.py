@@ -171,6 +171,29 @@ def test_a_mean_over_fewer_clients_than_there_are_says_so():
     assert found["Received (%)"] == "40.00 (3 of 10 clients)"
 
 
+def test_a_mean_over_the_clients_that_told_the_number_says_of_how_many():
+    row = {"round": 1, "accuracy_personal_mean": 0.5, "accuracy_global": 0.4, "evaluated": 8, "clients": 8}
+    row |= {"accuracy_noise": 0.02, "clients_by_column": {"accuracy_personal_mean": 4}}
+    row |= {"noise_by_column": {"accuracy_personal_mean": 0.03}}
+    (found,) = table(Run(Path("x"), run().info, (row,), ()))
+    assert found["Personal (%)"] == "50.00 (noise ± 3.0, 4 of 8 clients)"
+    assert found["Global model (%)"] == "40.00 (noise ± 2.0)"
+
+
+def test_own_perplexities_of_some_clients_say_so():
+    row = {"round": 1, "perplexity_personal_mean": 8.0, "personal_models": 3, "evaluated": 8, "clients": 8}
+    (found,) = table(Run(Path("x"), run().info, (row,), ()))
+    assert found["standalone"] == "8.00 (3 of 8 clients)"
+
+
+@pytest.mark.parametrize(("dataset", "rows"), [("table", 2), ("own.py:load", 2), ("cifar10", 1)])
+def test_seeds_on_other_folders_are_no_seeds_of_one_setting(dataset, rows):
+    runs = [run(seed=seed, **{"dataset": dataset, "data-dir": f"/data/{seed}"}) for seed in (0, 1)]
+    found = table(*runs)
+    assert len(found) == rows
+    assert ("/data/0" in found[0]["System"]) == (rows == 2)
+
+
 def test_without_validation_there_is_no_best_round():
     assert best_on_validation(rounds((None, 0.9), (0.8, None))) is None
 

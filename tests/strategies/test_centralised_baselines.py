@@ -191,3 +191,17 @@ def test_fine_tuning_can_be_of_the_last_layer_alone(tmp_path, layers, moved):
     received = Payload({name: tensor.clone() for name, tensor in initial().items()})
     personal = client.personal_model(Task(3, received), State())
     assert {name for name, tensor in personal.items() if not torch.equal(tensor, received.tensors[name])} == moved
+
+
+def test_a_round_with_too_few_replies_for_a_trimmed_mean_says_that_the_model_stays(federation):
+    settings = {"system": "fedavg", "robust": "trimmed-mean", "robust_trim": 0.3, "drop_probability": 0.4}
+    run = federation(**settings, clients=5, fraction_train=1.0, num_server_rounds=6)
+    said = "too few replies for robust-trim 0.3 to leave any out: the model stays as before"
+    sent = {k: next(iter(run.wiretap.of("train", k).values())).down.digest() for k in range(1, 7)}
+    sent[7] = next(iter(run.wiretap.of("evaluate").values())).down.digest()
+    found = {row["replies"] > 3 for row in run.rounds}
+    assert found == {True, False}
+    for row in run.rounds:
+        stays = row["replies"] <= 3  # of three the share 0.3 is less than one
+        assert (sent[row["round"]] == sent[row["round"] + 1]) == stays
+        assert row["notes"] == ([said] if stays else [])

@@ -184,5 +184,5 @@ def test_a_trimmed_mean_that_never_moved_the_outermost_units_is_refused(federati
 
 
 def test_group_norm_is_refused_where_it_would_not_be_the_same_network(federation):
-    with pytest.raises(TooFewReplies, match="the model has GroupNorm, allowed with system 'fjord'"):
+    with pytest.raises(TooFewReplies, match="model is 'cnn-gn', which has GroupNorm, allowed with system 'fjord'"):
         federation(**SETTINGS, model="cnn-gn", fresh=True)

@@ -385,6 +385,23 @@ def test_an_evaluation_leaves_out_what_the_budget_does_not_bear(federation):
     assert all(2.0 < ledger(run, partition).epsilon(DELTA) <= 3.0 for partition in range(4))
 
 
+def test_a_mean_of_the_accuracies_that_some_clients_could_pay_says_of_how_many(federation):
+    settings = DP | NOISED | {"dp_count_scale": 2.0, "num_server_rounds": 4, "fraction_train": 0.5}
+    run = federation(**settings | {"dp_noise_multiplier": 4.0, "dp_epsilon_budget": 3.0})
+    few = 0
+    for row in run.rounds:
+        of_round = [each for each in run.clients if each["round"] == row["round"]]
+        for column, name in (("accuracy_personal_mean", "accuracy_personal"), ("accuracy_global", "accuracy_global")):
+            telling = [each for each in of_round if each.get(name) is not None]
+            some = 0 < len(telling) < 4
+            few += some
+            assert (row.get("clients_by_column") or {}).get(column) == (len(telling) if some else None)
+            if some:
+                noise = math.hypot(*(each["accuracy_noise"] for each in telling)) / len(telling)
+                assert row["noise_by_column"][column] == pytest.approx(noise)
+    assert few
+
+
 @pytest.mark.parametrize(("system", "more"), [("dispfl", {"dispfl_growth": "random"}), ("dpsgd", {})])
 def test_the_test_of_a_start_takes_nothing_of_what_the_training_after_it_needs(federation, system, more):
     """Two rounds of training use the budget up. The second round ends with an evaluation, which would come first."""
