@@ -56,7 +56,8 @@ QUICK: Mapping[str, Scalar] = {
 """These settings make quick runs in which every client takes part in every round, and is evaluated after it."""
 PRIVATE: Mapping[str, Scalar] = {"dp.enabled": True, "dp.noise-multiplier": 1.0, "dp.delta": 1e-3}
 NEEDED: Mapping[str, Mapping[str, Scalar]] = {
-    "subfedavg-hy": {"model": "cnn-small-bn"},
+    "subfedavg": {"local-epochs": 2},
+    "subfedavg-hy": {"model": "cnn-small-bn", "local-epochs": 2},
     "fedcr": {"model": "cnn-small-cr", "learning-rate": 0.005, "max-grad-norm": 10.0},
     "fedltp": {
         "fedltp.tickets": 1,
@@ -69,7 +70,7 @@ NEEDED: Mapping[str, Mapping[str, Scalar]] = {
     "fedspa": PRIVATE,
     "ldp-fedp3": PRIVATE,
 }
-"""Settings of the systems that are private by nature, or need a network of their own."""
+"""Settings of the systems that are private by nature, need a network of their own, or prune from two epochs on."""
 LATE, MALFORMED = "2", "3"
 """The rounds in which clients misbehave: there is something to spoil before and after each."""
 _ANYTHING = 10**7

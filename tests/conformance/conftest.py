@@ -23,6 +23,8 @@ COMMON: Mapping[str, Any] = {
     **QUICK,
     "subfedavg.accuracy-threshold": 0.0,
     "subfedavg.mask-distance": 0.0,
+    "subfedavg.fc-mask-distance": 0.0,
+    "subfedavg.channel-distance": 0.0,
     "dispfl.neighbours": 2,
     "dpsgd.neighbours": 2,
     "fedfomo.candidates": 2,

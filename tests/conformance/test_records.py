@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fedprune_app.results.measures import MEASURES
 from fedprune_app.testing import misrecorded
-from tests.conformance.conftest import SYSTEM
+from tests.conformance.conftest import SYSTEM, of_system
 
 
 @SYSTEM
@@ -19,3 +21,8 @@ def test_every_number_that_is_recorded_is_declared_as_what_it_is(conform, system
 def test_what_is_not_declared_or_of_another_kind_is_found():
     rows = [{"round": 1, "loss_mean": "high", "mood": 3}]
     assert misrecorded(rows, {"round", "loss_mean"}) == ["loss_mean", "mood"]
+
+
+@pytest.mark.parametrize("system", [of_system(each) for each in ("dispfl", "fedltp", "subfedavg", "subfedavg-hy")])
+def test_the_runs_that_are_recorded_of_systems_that_prune_have_pruned(conform, system):
+    assert conform(system).rounds[-1]["density_mean"] < 0.95
