@@ -42,7 +42,7 @@ _SYSTEMS: dict[str, tuple[str, ...]] = {
     "ditto": ("ditto.global-epochs=1", "ditto.personal-epochs=1"),
     "dpsgd-ft": ("dpsgd.neighbours=2",),
     "fedfomo": (),
-    "subfedavg-hy": ("model=cnn-small-bn",),
+    "subfedavg-hy": ("model=cnn-small-bn", "local-epochs=2"),
 }
 _SETTINGS = ("fraction-train=1.0", "evaluate-every=2", "shard-size=20")
 
@@ -50,8 +50,9 @@ _SETTINGS = ("fraction-train=1.0", "evaluate-every=2", "shard-size=20")
 def _started(folder: Path, system: str, engine: str, rounds: int) -> subprocess.Popen[bytes]:
     """Start a run, or go on with the run that is in the folder."""
     resume = ["--resume"] if (folder / "run.json").exists() else []
-    epochs = () if system == "ditto" else ("local-epochs=1",)
-    settings = (f"system={system}", f"num-server-rounds={rounds}", *_SETTINGS, *epochs, *_SYSTEMS[system])
+    own = _SYSTEMS[system]
+    epochs = () if any("epochs=" in setting for setting in own) else ("local-epochs=1",)
+    settings = (f"system={system}", f"num-server-rounds={rounds}", *_SETTINGS, *epochs, *own)
     kind, where = ["run"], ["--engine", engine, "--clients", "6"]
     if engine == "nodes":
         kind, where = ["deploy", "local"], ["--nodes", "3"]
