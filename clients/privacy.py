@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fedprune_app.config import NO_POLICY, Config, ConfigError, Policy
+from fedprune_app.config import NO_POLICY, Config, Policy
 
 if TYPE_CHECKING:  # Opacus and dp-accounting take seconds to import, and most runs do without
     from fedprune_app.privacy.accounting import Release, Spent
@@ -111,20 +111,11 @@ class ClientPrivacy:
         """This says whether the budget bears the training of one more round, with the counts that it asks for."""
         return self.ledger.affords(self.round_cost)
 
-    def check_budget(self) -> None:
-        """Raise :class:`~fedprune_app.config.ConfigError` where the run's budget does not bear a single round."""
-        if self.affords_a_round:
-            return
-        options = self.options
-        limits = {"dp.epsilon-budget": options.epsilon_budget, "dp.target-epsilon": options.target_epsilon}
+    def round_epsilon(self) -> float:
+        """This is the ε of one round's training alone, with the counts that it asks for, at the run's δ."""
         from fedprune_app.privacy.accounting import epsilon
 
-        key, limit = min(((key, limit) for key, limit in limits.items() if limit), key=lambda each: each[1])
-        needed = epsilon(self.round_cost, options.delta, options.accountant)
-        raise ConfigError(
-            f"{key} is {limit:g}, allowed with these settings: at least {needed:.4g}, which one round of client "
-            f"{self.client_id} spends"
-        )
+        return epsilon(self.round_cost, self.options.delta, self.options.accountant)
 
     # --- training -------------------------------------------------------------------------------------------------
 

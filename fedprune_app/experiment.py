@@ -97,7 +97,7 @@ class Session:
         self._stack = ExitStack()
         self._work: Path | None = None
         self._link: Link | None = None
-        self._told: set[str] = set()
+        self.told: set[str] = set()
 
     def __enter__(self) -> Session:
         return self
@@ -138,8 +138,8 @@ class Session:
             from fedprune_app.startable import check_startable, forget_text
 
             for line in check_startable(config, self.placement.num_clients):
-                if line not in self._told:
-                    self._told.add(line)
+                if line not in self.told:
+                    self.told.add(line)
                     self.console.print(Text.assemble(("note:", "yellow"), f" {line}"), soft_wrap=True)
             if self.placement.engine != "inprocess":
                 forget_text()

@@ -5,6 +5,7 @@ Both are made as the run makes them, in a temporary folder, and asked nothing bu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from clients import private_text
 from clients.base import ImageClient
 from clients.node import Place
 from fedprune_app.config import Config, ConfigError, written_below
+from fedprune_app.core.bounds import least_said
 from fedprune_app.data.splits import label_counts
 from fedprune_app.engine.store import VersionedStore
+from fedprune_app.errors import LaunchError
 from fedprune_app.federation.clients import ImageClientInfo, Roster
 from fedprune_app.federation.round import RunContext
 from fedprune_app.files import scratch_folder
@@ -32,7 +35,8 @@ def check_startable(config: Config, num_clients: int) -> list[str]:
     """Return what makes a run of ``num_clients`` on this machine less than it seems, see ``doubts`` of its strategy.
 
     Raises :class:`ConfigError` with the reason if the run could not start. A language model may be large, so its server
-    is not made: its text is read, and its folder is opened.
+    is not made: its text is read, and its folder is opened. Raises :class:`LaunchError` where a plug-in's ``doubts`` are
+    no lines.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', allowed on this machine, which has none: auto, cpu")
@@ -54,18 +58,26 @@ def forget_text() -> None:
     open_model.cache_clear()
 
 
-def _check_budget(config: Config, first: ImageClient, num_clients: int, folder: Path) -> None:
-    """Raise :class:`ConfigError` where no client's privacy budget bears a round.
+def _check_budget(config: Config, sizes: Sequence[int], folder: Path) -> None:
+    """Raise :class:`ConfigError` where no client's privacy budget bears the training of a round.
 
-    The client with the most examples spends the least, since each of its examples is drawn the least often.
+    ``sizes`` has each client's number of training examples, on which the cost depends.
     """
-    if first.privacy is None or first.privacy.affords_a_round:
-        return
-    sizes = [sum(label_counts(first.data_config, k, num_clients)["train"]) for k in range(num_clients)]
-    largest = SYSTEMS[config.system].client(config, Place(sizes.index(max(sizes)), num_clients, folder / "clients"))
-    assert isinstance(largest, ImageClient)
-    if largest.privacy is not None:
-        largest.privacy.check_budget()
+    system, of_size = SYSTEMS[config.system], {size: k for k, size in reversed([*enumerate(sizes)])}
+    costs = []
+    for k in sorted(of_size.values()):
+        client = system.client(config, Place(k, len(sizes), folder / "clients"))
+        assert isinstance(client, ImageClient)
+        if client.privacy is None or client.privacy.affords_a_round:
+            return
+        costs.append((client.privacy.round_epsilon(), k))
+    needed, cheapest = min(costs)
+    key = "dp.epsilon-budget" if config.dp.epsilon_budget else "dp.target-epsilon"
+    limit = config.dp.epsilon_budget or config.dp.target_epsilon
+    raise ConfigError(
+        f"{key} is {limit:g}, allowed with these settings: at least {least_said(needed)}, which one round of client "
+        f"{cheapest} spends"
+    )
 
 
 def _make_both(config: Config, num_clients: int, folder: Path) -> list[str]:
@@ -73,15 +85,21 @@ def _make_both(config: Config, num_clients: int, folder: Path) -> list[str]:
     system = SYSTEMS[config.system]
     client = system.client(config, Place(0, num_clients, folder / "clients"))
     assert isinstance(client, ImageClient)
-    _check_budget(config, client, num_clients, folder)
+    sizes = [client.num_examples] * num_clients
+    if config.dp.enabled:  # what is promised depends on how many examples each has
+        sizes = [sum(label_counts(client.data_config, k, num_clients)["train"]) for k in range(num_clients)]
+        _check_budget(config, sizes, folder)
     first = ImageClientInfo.read(0, client.get_properties({}))
-    roster: Roster = {k: replace(first, id=k, node_id=k) for k in range(num_clients)}
+    roster: Roster = {k: replace(first, id=k, node_id=k, num_examples=size) for k, size in enumerate(sizes)}
     if config.tracking != "none":
         check_tracker(config.tracking)
     recorder = Recorder(folder / "run")
     key = new_run_key()
     recorder.start({"system": config.system}, config.seed, {"headline": system.strategy.headline, "run_key": key})
     checkpoints = VersionedStore(folder / "run" / "checkpoints")
-    doubts = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, key)).doubts()
+    strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, key))
     recorder.finish("interrupted")
-    return doubts
+    try:
+        return strategy.lines_of_doubt()
+    except TypeError as error:
+        raise LaunchError(str(error)) from None

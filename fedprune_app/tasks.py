@@ -39,6 +39,8 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
     normalisation = _normalisation(context)
     tensors = state_tensors(model, include_buffers=True)
     shared = {name: tensors[name] for name in shared_names(model, config.batch_norm)}
+    if config.batch_norm == "local" and len(shared) == len(tensors) and not config.resume_from:
+        raise ConfigError("batch-norm is 'local', allowed with a model that has no BatchNorm layer: averaged")
     context.recorder.annotate(
         model={
             "name": chosen_name(config.model, config.dataset),

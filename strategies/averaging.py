@@ -82,8 +82,10 @@ class AveragingStrategy(FederatedStrategy):
             and round.log.replies
             and (stayed := mean.stayed)
         ):
-            what = "the model stays" if len(stayed) == len(self.model) else f"{len(stayed)} of the model's tensors stay"
-            note = f"too few replies for robust-trim {self.config.robust_trim:g} to leave any out: {what} as before"
+            what = "" if len(stayed) == len(self.model) else f" in {len(stayed)} of the model's tensors"
+            note = (
+                f"too few replies for robust-trim {self.config.robust_trim:g} to leave any out: they move nothing{what}"
+            )
             round.log.notes.append(note)
             log.warning("round %d: %s", round.number, note)
         return super().after(round, exchanges)

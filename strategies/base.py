@@ -18,10 +18,11 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedprune_app.config import Config
+from fedprune_app.core.bounds import most_said
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import require
-from fedprune_app.engine.returned import returned
+from fedprune_app.engine.returned import returned, yielded
 from fedprune_app.engine.store import ResumePoint, State, owner, write_tensors
 from fedprune_app.federation import loop, reports
 from fedprune_app.federation.budgets import Budgets
@@ -75,16 +76,28 @@ class FederatedStrategy(StreamedStrategy):
 
         They are said before the run begins, and are in its record.
         """
-        if not self.config.dp.enabled:
+        dp = self.config.dp
+        if not dp.enabled:
             return []
         largest = max(self.clients.values(), key=lambda client: client.num_examples)
-        deltas = {"dp.delta": self.config.dp.delta, "dp.second-delta": self.config.dp.second_delta}
-        return [
-            f"{key} is {delta:g}, and client {largest.id} has {largest.num_examples:,} examples: a promise at this δ "
-            f"may reveal an example whatever its ε; a meaningful δ is below {1 / largest.num_examples:.2g}"
+        deltas = {"dp.delta": dp.delta, "dp.second-delta": dp.second_delta}
+        lines = [
+            f"{key} is {delta:g}, and client {largest.id} has {largest.num_examples:,} examples: with so large a δ "
+            "the promise even allows that an example is published; a meaningful δ is below "
+            f"{most_said(1 / largest.num_examples)}"
             for key, delta in deltas.items()
             if delta * largest.num_examples >= 1
         ]
+        if 0 < dp.epsilon_budget < dp.target_epsilon:
+            lines.append(
+                f"dp.epsilon-budget is {dp.epsilon_budget:g}, less than dp.target-epsilon {dp.target_epsilon:g}: the "
+                "noise is chosen for the target, and clients stop at the budget"
+            )
+        return lines
+
+    def lines_of_doubt(self) -> list[str]:
+        """Return :meth:`doubts`, which a plug-in may have got wrong. Raises ``TypeError`` where it did."""
+        return list(yielded(returned(self.doubts(), list, self, "doubts"), str, self, "doubts"))
 
     def prepare(self) -> None:
         """Do what comes before the first round; not called where a run goes on from a checkpoint."""

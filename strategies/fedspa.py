@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fedprune_app.config import ConfigError, FedSPAOptions
 from fedprune_app.core import rng
+from fedprune_app.core.bounds import least_said
 from fedprune_app.core.masks import keep_count, packed, random_coordinates, unpacked
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
@@ -46,7 +47,7 @@ class FedSPA(DPFed):
         if keep_count(size, self.options.share) < 1:
             raise ConfigError(
                 f"fedspa.share is {self.options.share:g}, allowed with a model of {size:,} coordinates: at least "
-                f"{1 / size:.2g}, so that a client has one"
+                f"{least_said(1 / size)}, so that a client has one"
             )
 
     @property

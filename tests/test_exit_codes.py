@@ -47,10 +47,6 @@ HERE = ["--engine", "inprocess", "--clients", "4"]
             "dp.epsilon-budget is 0.01, allowed with these settings: at least ",
         ),
         (
-            ["system=fedavg", "dp.enabled=true", "dp.target-epsilon=2", "dp.epsilon-budget=1"],
-            "dp.epsilon-budget is 1, allowed with dp.target-epsilon 2: 0, or at least as much",
-        ),
-        (
             ["system=fedavg", "dp.enabled=true", "dp.target-epsilon=1e-4", "dp.accuracies=none"],
             "dp.target-epsilon is 0.0001, which ",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -67,6 +68,10 @@ def test_a_private_system_without_privacy_says_that_it_protects_nobody(fedprune,
             ["system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1", "dp.delta=0.01", "dp.second-delta=1e-5"],
             "dp.delta is 0.01, and client ",
         ),
+        (
+            ["system=fedavg", "dp.enabled=true", "dp.target-epsilon=20", "dp.planned-rounds=4", "dp.epsilon-budget=19"],
+            "dp.epsilon-budget is 19, less than dp.target-epsilon 20: ",
+        ),
     ],
 )
 def test_a_run_that_is_less_than_it_seems_says_so_before_it_begins_and_in_its_record(
@@ -78,9 +83,32 @@ def test_a_run_that_is_less_than_it_seems_says_so_before_it_begins_and_in_its_re
     assert said.count(f"note: {note}") == 1
     code, said = fedprune("run", *given, "--engine", "inprocess", "--clients", "2", "--out", "a")
     assert code == 0, said
-    assert f"note: {note}" in said
+    assert said.count(f"note: {note}") == 1
     (told,) = json.loads((tmp_path / "a" / "run.json").read_text())["notes"]
     assert told.startswith(note)
+
+
+UNEQUAL = ("partition=dirichlet-class", "dirichlet-alpha=0.5", "batch-size=225", "local-epochs=1", "--clients", "6")
+
+
+def test_a_budget_is_refused_only_where_no_client_could_pay_for_a_round(fedprune):
+    """Clients with at most a batch take one step a round, larger ones two: the largest does not spend the least."""
+    private = ("system=fedavg", "dp.enabled=true", "dp.noise-multiplier=2", "dp.accuracies=open", "dp.delta=1e-3")
+    code, said = fedprune("check", *private, *UNEQUAL, "dp.epsilon-budget=1")
+    assert code == 2
+    (least,) = re.findall(r"dp\.epsilon-budget is 1, allowed with these settings: at least ([0-9.]+), which", said)
+    code, said = fedprune("check", *private, *UNEQUAL, f"dp.epsilon-budget={least}")
+    assert code == 0, said
+
+
+def test_a_check_knows_how_many_examples_each_client_has(fedprune):
+    private = ("system=fedavg", "dp.enabled=true", "dp.noise-multiplier=2", "dp.delta=0.004")
+    code, said = fedprune("check", *private, *UNEQUAL)
+    assert code == 0, said
+    (client, size, most) = re.findall(r"and client (\d+) has (\d+) examples: .* is below ([0-9.]+)", said)[0]
+    assert int(client) > 0
+    assert int(size) >= 250
+    assert float(most) * int(size) < 1
 
 
 def test_a_shipped_configuration_has_a_name_and_later_files_win(fedprune, tmp_path):

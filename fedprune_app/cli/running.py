@@ -213,7 +213,7 @@ def run_once(placement: Placement, settings: Config, out: Path, force: bool, lin
     with Session(placement, console) as session:
         info = session.run(settings, folder, once_checked=make_way)
     for kind, key in (("note", "notes"), ("lost", "losses")):
-        for line in info.get(key, []):
+        for line in (line for line in info.get(key, []) if line not in session.told):
             say(f" {line}", f"{kind}:", "yellow")
     say(f" {info['rounds_completed']} rounds in {info.get('seconds', 0):.0f} s", "completed", "green")
     if "final_sha256" in info:

@@ -147,5 +147,9 @@ class FedLTPOptions(Table):
 
     def public_share(self, common: CommonOptions) -> float:
         """Return the share of the training images that tickets need, where ``common`` gives none."""
-        needs = common.system == "fedltp" and self.tickets and not self.public_dataset
-        return _PUBLIC_SHARE if needs else 0.0
+        return public_share(common.system, self.tickets, self.public_dataset)
+
+
+def public_share(system: object, tickets: object, public_dataset: object) -> float:
+    """Return the share of the training images that tickets of ``system`` need, where ``public-fraction`` gives none."""
+    return _PUBLIC_SHARE if system == "fedltp" and tickets and not public_dataset else 0.0

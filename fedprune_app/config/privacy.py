@@ -115,11 +115,6 @@ class DPOptions(Table):
         if (self.noise_multiplier > 0) == (self.target_epsilon > 0):
             given = f"dp.noise-multiplier is {self.noise_multiplier!r} and dp.target-epsilon is {self.target_epsilon!r}"
             raise ConfigError(f"{given}, allowed with dp.enabled: one of them above 0")
-        if 0 < self.epsilon_budget < self.target_epsilon:
-            given = f"dp.epsilon-budget is {self.epsilon_budget:g}"
-            raise ConfigError(
-                f"{given}, allowed with dp.target-epsilon {self.target_epsilon:g}: 0, or at least as much"
-            )
         if self.accuracies == "noised" and self.count_scale == 0:
             raise ConfigError("dp.count-scale is 0.0, allowed with dp.accuracies 'noised': above 0")
 
@@ -128,11 +123,12 @@ class DPOptions(Table):
         if not self.enabled:
             return {}
         fixed = {"state-dir": ""}
-        if self.target_epsilon and self.accuracies == "noised":
-            reason = "dp.target-epsilon is spread over the noised accuracies of these evaluations too"
-            fixed |= {"num-server-rounds": reason, "evaluate-every": reason}
-        elif self.target_epsilon and not self.planned_rounds:
-            fixed["num-server-rounds"] = (
-                "dp.target-epsilon is spread over these rounds, unless a run begins with dp.planned-rounds"
-            )
+        if not self.target_epsilon:
+            return fixed
+        if self.accuracies == "noised" and common.system != "fedspallm":  # whose clients tell no accuracies
+            reason = "the noise was chosen for so many evaluations, whose accuracies are noised too"
+            fixed |= {"evaluate-every": reason, **({"num-server-rounds": reason} if common.evaluate_every else {})}
+        if not self.planned_rounds:
+            reason = "dp.target-epsilon is spread over these rounds, unless a run begins with dp.planned-rounds"
+            fixed["num-server-rounds"] = reason
         return fixed

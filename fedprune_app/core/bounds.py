@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 
 LARGEST_SAID = 1e100
 """A client may report no number of itself above this one: sums over clients, and their squares, then stay finite."""
@@ -24,3 +25,23 @@ def bounded(value: object, what: str, least: float = -LARGEST_SAID, most: float 
     if not least <= value <= most:  # also refuses NaN
         raise ValueError(f"{what} is {reprlib.repr(value)}, allowed: {least:g} to {most:g}")
     return value
+
+
+def least_said(value: float, digits: int = 4) -> str:
+    """Return a least allowed value with so many digits: rounded up, so that the number that is read is allowed.
+
+    >>> least_said(1 / 6090)
+    '0.0001643'
+    >>> least_said(1.35217)
+    '1.353'
+    """
+    return f"{float(Context(prec=digits, rounding=ROUND_CEILING).create_decimal_from_float(value)):g}"
+
+
+def most_said(value: float, digits: int = 4) -> str:
+    """Return a largest allowed value with so many digits: rounded down, so that the number that is read is allowed.
+
+    >>> most_said(1 / 240)
+    '0.004166'
+    """
+    return f"{float(Context(prec=digits, rounding=ROUND_FLOOR).create_decimal_from_float(value)):g}"

@@ -82,10 +82,12 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
 
 def _say_doubts(strategy: Hooks) -> None:
     recorder = strategy.context.recorder
-    for line in (doubts := strategy.doubts()):
+    before = recorder.info.get("notes", [])  # of a run that was killed before its first checkpoint
+    doubts = [line for line in strategy.lines_of_doubt() if line not in before]
+    for line in doubts:
         log.warning("%s", line)
     if doubts:
-        recorder.annotate(notes=[*recorder.info.get("notes", []), *doubts])
+        recorder.annotate(notes=[*before, *doubts])
 
 
 def _check_model(strategy: Hooks, method: str) -> None:

@@ -100,13 +100,9 @@ def shared_names(model: nn.Module, batch_norm: str) -> list[str]:
       running mean and variance as weights like any other, as the released code of Sub-FedAvg does.
     * ``batch_norm="local"``: those outside BatchNorm layers travel. This keeps all four on the client (Li et al.,
       "FedBN", ICLR 2021).
-
-    Raises ``ValueError`` for ``"local"`` and a network without BatchNorm, where nothing would be local.
     """
     names = parameter_names(model) + buffer_names(model)
     if batch_norm == "averaged":
         return names
     local = tuple(f"{name}." for name, layer in model.named_modules() if isinstance(layer, _BatchNorm))
-    if not local:
-        raise ValueError("batch-norm is 'local', allowed with a model that has no BatchNorm layer: averaged")
-    return [name for name in names if not name.startswith(local)]
+    return [name for name in names if not name.startswith(local)] if local else names

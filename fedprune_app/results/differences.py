@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from fedprune_app.config import OPTIONS
 from fedprune_app.config.common import DEALT_BY
+from fedprune_app.config.fedltp import public_share
 from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import Group, place_of_data
 
@@ -144,10 +145,13 @@ def _data(group: Group) -> Mapping[int, str]:
 
 
 def _dealt(run: Run) -> list[Any]:
-    keys, counts = ("dataset", "partition", "test-split"), run.info.get("partition")
-    if not any(value for client in counts or () for key, value in client.items() if key != "partition"):
-        return [len(counts or ()), [run.config.get(key, OPTIONS[key].default) for key in DEALT_BY]]
-    return [counts, [run.config.get(key) for key in keys]]
+    counts = run.info.get("partition")
+    if any(value for client in counts or () for key, value in client.items() if key != "partition"):
+        return [counts, [run.config.get(key) for key in ("dataset", "partition", "test-split")]]
+    settings = {key: run.config.get(key, OPTIONS[key].default) for key in DEALT_BY}
+    tickets = (run.config.get(key, OPTIONS[key].default) for key in ("fedltp.tickets", "fedltp.public-dataset"))
+    settings["public-fraction"] = settings["public-fraction"] or public_share(run.system, *tickets)
+    return [len(counts or ()), settings]
 
 
 def difference_tables(groups: Sequence[Group]) -> list[tuple[str, list[list[str]]]]:

@@ -237,6 +237,7 @@ class Column:
     together by the code that measures the number. A run may be judged by a column that ``is_headline``. ``view`` titles
     its view of the figures of accuracy. A column with ``lost`` counts replies that were lost, and stands under that
     title in the report's table of them. The ``remark`` on rows stands in parentheses wherever people read their number.
+    A column that ``is_noised_mean`` is a mean over clients of accuracies whose noise they tell: of those on test data.
     """
 
     name: str
@@ -250,6 +251,7 @@ class Column:
     line: InLine | None = None
     lost: Title | None = None
     remark: Remark | None = None
+    is_noised_mean: bool = False
 
     def remarked(self, *rows: Row) -> str:
         """The remark on those of the rows that have a number is ready to stand behind the number, or empty."""
@@ -443,6 +445,7 @@ MEASURES = Measures(
                     view=Title("Personal", 10),
                     line=InLine("personal accuracy", "personal", ".1f", 100, " %"),
                     remark=_both(accuracy_remark, fewer_remark),
+                    is_noised_mean=True,
                 ),
                 Column("accuracy_personal_std", spread, remark=noised_remark),
                 Column(
@@ -469,6 +472,7 @@ MEASURES = Measures(
                     table=InTable("received_accuracy", "Received (%)", 2, 100, place=28),
                     view=Title("Received", 30),
                     remark=_both(accuracy_remark, partial(fewer_remark, counted="accuracy_received_clients")),
+                    is_noised_mean=True,
                 ),
                 # where models go from peer to peer, clients receive one in the rounds alone in which they train
                 Column("accuracy_received_clients", number, recorded=_WHERE_MEASURED),
@@ -485,7 +489,7 @@ MEASURES = Measures(
                     "accuracy_validation_mean",
                     mean,
                     view=Title("Validation", 50),
-                    remark=_both(accuracy_remark, fewer_remark),
+                    remark=fewer_remark,
                 ),
             ),
         ),
@@ -506,6 +510,7 @@ MEASURES = Measures(
                     view=Title("Global model", 20),
                     line=InLine("global accuracy", "global", ".1f", 100, " %"),
                     remark=_both(accuracy_remark, fewer_remark),
+                    is_noised_mean=True,
                 ),
             ),
         ),
@@ -763,10 +768,9 @@ def _of_fewer(rows: Sequence[Row]) -> dict[str, Any]:
     for each in (each for each in MEASURES.told_in(Reply.EVALUATION) if each.may_be_noised):
         telling = [row for row in rows if row.get(each.name) is not None]
         if 0 < len(telling) < len(rows):
-            names = [column.name for column in each.columns if column.remark]
-            clients |= dict.fromkeys(names, len(telling))
+            clients |= {column.name: len(telling) for column in each.columns if column.remark}
             if found := [row["accuracy_noise"] for row in telling if row.get("accuracy_noise") is not None]:
-                noises |= dict.fromkeys(names, noise_of_mean(found))
+                noises |= {column.name: noise_of_mean(found) for column in each.columns if column.is_noised_mean}
     told = {"clients_by_column": clients, "noise_by_column": noises}
     return {name: found for name, found in told.items() if found}
 

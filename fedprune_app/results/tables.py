@@ -86,7 +86,7 @@ def outcome() -> tuple[Column, ...]:
     of_some = partial(_last_remark, column=measures.MEASURES.columns["perplexity_personal_mean"])
     made = (
         Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10, _headline_remark, of_headline=True),
-        Column("best_accuracy", _BEST, best_on_validation, 100, 2, 20, _headline_remark, of_headline=True),
+        Column("best_accuracy", _BEST, best_on_validation, 100, 2, 20, _best_remark, of_headline=True),
         Column("standalone_perplexity", standalone, partial(own_perplexity, name=standalone), 1, 2, 60, of_some),
         Column("own_perplexity", own, partial(own_perplexity, name=own), 1, 2, 70, of_some),
         Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0, measures.LAST),
@@ -157,17 +157,31 @@ def best_on_validation(run: Run) -> float | None:
     """Return the headline (test) accuracy of the round that has the best validation accuracy.
 
     The round is chosen without a look at test accuracy; of equal rounds it is the earliest. Rounds in which only drawn
-    clients were evaluated are not among them, since the luckiest draw would win. The result is None if validation was
-    not measured.
+    clients were evaluated, or some told no accuracy, are not among them, since the luckiest draw would win. The result
+    is None if validation was not measured.
     """
-    both = [
-        (row["accuracy_validation_mean"], -row["round"], row[run.headline])
+    best = _best_round(run)
+    return None if best is None else float(best[run.headline])
+
+
+def _best_round(run: Run) -> Row | None:
+    """Return the row of the round that has the best validation accuracy, of the rounds that can be compared."""
+    names = ("accuracy_validation_mean", run.headline)
+    rows = [
+        row
         for row in run.rounds
-        if row.get("accuracy_validation_mean") is not None
-        and row.get(run.headline) is not None
+        if all(row.get(name) is not None for name in names)
+        and not {*names} & (row.get("clients_by_column") or {}).keys()
         and not _is_of_a_draw(run, row)
     ]
-    return max(both)[2] if both else None
+    return max(rows, key=lambda row: (row["accuracy_validation_mean"], -row["round"]), default=None)
+
+
+def _best_remark(runs: Sequence[Run]) -> str:
+    """Return the remark on the headlines of the best rounds."""
+    column = measures.MEASURES.columns.get(runs[0].headline)
+    best = [row for run in runs if (row := _best_round(run)) is not None]
+    return "" if column is None else column.remarked(*best)
 
 
 def _is_of_a_draw(run: Run, row: Row) -> bool:
@@ -407,15 +421,21 @@ def _compared(run: Run) -> dict[str, Any]:
     The folder of a dataset that is no published one is not left out: another folder holds other data.
     """
     compared = {key: value for key, value in run.config.items() if key not in {"seed", *_BOOKKEEPING}}
-    return compared | place_of_data(run) | {"clients": len(run.info.get("partition") or ()) or None}
+    public = _place(run, "fedltp.public-dataset", "fedltp.public-data-dir")
+    return compared | place_of_data(run) | public | {"clients": len(run.info.get("partition") or ()) or None}
 
 
 def place_of_data(run: Run) -> dict[str, Any]:
-    """Return the keys of the folders that decide which data a run has, with their values."""
-    places = {"dataset": "data-dir", "fedltp.public-dataset": "fedltp.public-data-dir"}
-    named = {place: run.config.get(key) for key, place in places.items()}
-    own = (key for key, name in named.items() if name not in {*PUBLISHED, None, ""})
-    return {key: run.config[key] for key in own if key in run.config}
+    """Return the key of the folder that decides which data the clients have, with its value.
+
+    Nothing is returned for a published dataset, which is the same in every folder.
+    """
+    return _place(run, "dataset", "data-dir")
+
+
+def _place(run: Run, dataset: str, folder: str) -> dict[str, Any]:
+    is_published = run.config.get(dataset) in {*PUBLISHED, None, ""}
+    return {} if is_published or folder not in run.config else {folder: run.config[folder]}
 
 
 def _identity(run: Run) -> str:

@@ -55,7 +55,7 @@ def test_everything_else_is_as_the_run_began():
     [
         ({"system": "dispfl"}, "dispfl.prune-rate falls over these rounds"),
         (PRIVATE, "dp.target-epsilon is spread over these rounds"),
-        ({**NOISED, "dp.planned-rounds": 5}, "dp.target-epsilon is spread over the noised accuracies of these"),
+        ({**NOISED, "dp.planned-rounds": 5}, "the noise was chosen for so many evaluations"),
         ({"system": "fedp3", "fedp3.head-epochs": 2}, "fedp3.head-epochs are trained in the last of these rounds"),
     ],
 )
@@ -73,6 +73,7 @@ def test_a_system_says_why_its_number_of_rounds_is_fixed(before, why):
         {"system": "dispfl", "dispfl.annealing-rounds": 20},
         {"system": "dispfl", "dispfl.prune-rate": 0},
         {**PRIVATE, "dp.planned-rounds": 20},
+        {**NOISED, "dp.planned-rounds": 20, "evaluate-every": 0},
         {"system": "fedp3"},
         {"fedp3.head-epochs": 2},
     ],
@@ -83,7 +84,7 @@ def test_a_run_whose_rounds_do_not_depend_on_their_number_may_be_longer(before):
 
 def test_evaluations_over_which_a_target_is_spread_stay_as_many():
     with pytest.raises(
-        ConfigError, match=r"^evaluate-every is 2, allowed when resuming: 5, as the run began; dp\.target"
+        ConfigError, match=r"^evaluate-every is 2, allowed when resuming: 5, as the run began; the noise"
     ):
         resume(NOISED, evaluate_every=2)
     resume(PRIVATE, evaluate_every=2)

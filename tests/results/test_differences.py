@@ -10,7 +10,13 @@ import pytest
 from fedprune_app.config.common import DEALT_BY, PUBLISHED
 from fedprune_app.data.names import DATASETS, TEXTS
 from fedprune_app.data.splits import DataConfig
-from fedprune_app.results.differences import difference, difference_tables, from_best, personal_accuracies
+from fedprune_app.results.differences import (
+    difference,
+    difference_tables,
+    from_best,
+    of_the_same_data,
+    personal_accuracies,
+)
 from fedprune_app.results.figures.tradeoff import _front
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import Group, group_runs
@@ -130,6 +136,20 @@ def test_private_runs_whose_data_are_dealt_otherwise_are_not_compared(make_run, 
     alike = make_run("alike", "ditto", 0, clients=12, config={key: values[0]}, extra=withheld)
     ((_, rows),) = difference_tables(group_runs([load_run(folder) for folder in (*folders, alike)]))
     assert len(rows) == 1
+
+
+def test_a_private_run_that_takes_a_public_part_is_not_compared_with_one_that_does_not(make_run):
+    withheld = {"partition": [{"partition": k, "train": [], "validation": [], "test": []} for k in range(12)]}
+    settings = {"dpfed": {}, "fedltp": {"fedltp.tickets": 3}, "fedspa": {"public-fraction": 0.2}}
+    folders = [make_run(s, s, 0, clients=12, config=more, extra=withheld) for s, more in settings.items()]
+    groups = group_runs([load_run(folder) for folder in folders])
+    assert [sorted(g.system for g in alike) for alike in of_the_same_data(groups)] == [["dpfed"], ["fedltp", "fedspa"]]
+
+
+def test_a_servers_public_folder_is_no_data_of_clients(make_run):
+    public = {"fedltp.public-dataset": "image-folder", "fedltp.public-data-dir": "/public"}
+    folders = [make_run("a", "fedltp", 0, clients=12, config=public), make_run("b", "dpfed", 0, clients=12)]
+    assert len(difference_tables(group_runs([load_run(folder) for folder in folders]))) == 1
 
 
 def test_runs_on_other_folders_are_not_compared(make_run):

@@ -194,6 +194,18 @@ def test_seeds_on_other_folders_are_no_seeds_of_one_setting(dataset, rows):
     assert ("/data/0" in found[0]["System"]) == (rows == 2)
 
 
+def test_a_round_in_which_some_clients_told_no_accuracy_is_never_the_best():
+    rows = (
+        {"round": 1, "accuracy_validation_mean": 0.9, "accuracy_personal_mean": 0.9, "evaluated": 8, "clients": 8},
+        {"round": 2, "accuracy_validation_mean": 0.7, "accuracy_personal_mean": 0.7, "evaluated": 8, "clients": 8},
+        {"round": 3, "accuracy_validation_mean": 0.5, "accuracy_personal_mean": 0.5, "evaluated": 4, "clients": 8},
+    )
+    rows[0]["clients_by_column"] = {"accuracy_validation_mean": 1}
+    (found,) = table(Run(Path("x"), run().info, rows, ()))
+    assert found["Accuracy, best on validation (%)"] == "70.00"
+    assert found["Accuracy, last round (%)"] == "50.00 (4 of 8 clients)"
+
+
 def test_without_validation_there_is_no_best_round():
     assert best_on_validation(rounds((None, 0.9), (0.8, None))) is None
 
