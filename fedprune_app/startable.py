@@ -35,8 +35,8 @@ def check_startable(config: Config, num_clients: int) -> list[str]:
     """Return what makes a run of ``num_clients`` on this machine less than it seems, see ``doubts`` of its strategy.
 
     Raises :class:`ConfigError` with the reason if the run could not start. A language model may be large, so its server
-    is not made: its text is read, and its folder is opened. Raises :class:`LaunchError` where a plug-in's ``doubts`` are
-    no lines.
+    is not made: its text is read, and its folder is opened. Raises :class:`LaunchError` where a plug-in's ``doubts``
+    are no lines.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', allowed on this machine, which has none: auto, cpu")
