@@ -58,7 +58,9 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_GIVEN = re.compile(r"--(clients|client|workers|engine|ray-address|out|resume|force|global|plugin)\b(?!-)")
+_GIVEN = re.compile(
+    r"--(clients|client|workers|engine|ray-address|out|resume|force|global|plugin|format|output|state-dir|data-dir)\b(?!-)"
+)
 _ARGUMENTS = {"global": "client=None", "plugin": "plugins", "resume": "resume=True", "force": "force=True"}
 
 

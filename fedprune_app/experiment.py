@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -100,6 +101,10 @@ class Session:
         self.told: set[str] = set()
 
     def __enter__(self) -> Session:
+        # files may have changed since an earlier run of this process
+        for name, method in (("fedprune_app.data.splits", "forget"), ("clients.private_text", "forget_documents")):
+            if module := sys.modules.get(name):
+                getattr(module, method)()
         return self
 
     def __exit__(self, *exception: object) -> None:

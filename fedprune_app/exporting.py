@@ -21,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.core.structured import gather
 from fedprune_app.data.datasets import Dataset
+from fedprune_app.data.names import LOADERS
 from fedprune_app.data.splits import data_config, dataset_of, label_counts
 from fedprune_app.engine.store import State, checkpoint_store, client_store, owner, read_tensors, state_folder
 from fedprune_app.federation.clients import ImageClientInfo
@@ -205,6 +207,17 @@ def _inputs(
     return _Inputs(*(found[name] for name in ("image_shape", "num_classes", "classes", "mean", "std")))
 
 
+def _kind_of_inputs(config: Config) -> str:
+    """Return what a run's datasets hold, as ``inputs`` of :class:`ExportInfo` says it."""
+    if config.dataset not in LOADERS:
+        return "numbers" if config.dataset == "table" else "images"
+    try:
+        dataset = dataset_of(replace(data_config(config), download=False))
+    except ValueError:  # the plug-in's data are not here
+        return "unknown"
+    return "images" if dataset.train_images.dtype == np.uint8 else "numbers"
+
+
 def _same_data(run: Path, info: Mapping[str, Any], config: Config, client: int | None, data_dir: str) -> Dataset:
     """Return the data as they are now, which must be those of the run as far as run.json tells.
 
@@ -354,6 +367,7 @@ def _exportable(run: Path, config: Config, inputs: _Inputs, client: int | None, 
         channels={name: tuple(mask.nonzero().squeeze(1).tolist()) for name, mask in kept.items()},
         class_names=inputs.classes if inputs.classes != tuple(map(str, range(classes))) else (),
         image_fit=config.image_fit,
+        inputs=_kind_of_inputs(config),
     )
     return Exportable(info, payload, network_of(info, payload, BUILDERS.get(name)), full)
 

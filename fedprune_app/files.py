@@ -41,7 +41,7 @@ def as_path(name: str, value: object) -> Path:
 
     ``ValueError`` where it is none.
     """
-    if not isinstance(value, str | os.PathLike):
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):  # an empty one would be the current folder
         raise ValueError(f"{name} is {value!r}, allowed: a path")
     return Path(value).expanduser()
 

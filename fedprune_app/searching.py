@@ -289,6 +289,7 @@ def search(
     done = [trial for trial in study.trials if trial.state == optuna.trial.TrialState.COMPLETE]
     if not done:
         raise LaunchError(f"none of {asked.trials} trials succeeded")
+    _write_table(out / TABLE, study, asked)  # the process may have been killed before it wrote the last trial's row
     runs = [load_run(out / _name(trial.number, seed)) for trial in done for seed in asked.seeds]
     return Found(dict(study.best_params), float(study.best_value), tuple(runs), out / TABLE)
 

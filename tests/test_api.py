@@ -13,10 +13,13 @@ import numpy as np
 import pytest
 import torch
 from flwr.supercore.exit import exit_handler
+from PIL import Image
 
 import fedprune_app
 from fedprune_app import server_app
 from fedprune_app.data import splits
+from fedprune_app.predicting import predictions
+from fedprune_app.results.load import read_export_info
 from fedprune_app.results.recorder import write_info
 from tests.models.tiny_llm import tiny_checkpoint
 
@@ -316,3 +319,51 @@ def test_a_packed_model_that_is_no_folder_is_not_looked_for_on_the_hub(tmp_path,
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"^packed model 'empty' cannot be read"):
         fedprune_app.load_packed("empty")
+
+
+def test_a_second_run_in_one_process_reads_the_files_as_they_are_now(tmp_path):
+    settings = {"dataset": "table", "data_dir": str(tmp_path), "partition": "iid", "num_server_rounds": 1}
+    found = []
+    for count in (40, 24):
+        rows = "".join(f"{k / count},{k % 2}\n" for k in range(count))
+        for part in ("train", "test"):
+            (tmp_path / f"{part}.csv").write_text(f"x,label\n{rows}")
+        run = fedprune_app.run(system="fedavg", **settings, out=tmp_path / str(count), **QUICK)
+        clients = run.info["partition"]
+        found.append(sum(sum(client["train"]) + sum(client["validation"]) for client in clients))
+    assert found == [40, 24]
+
+
+@pytest.mark.parametrize("name", ["out", "output"])
+def test_an_empty_path_is_not_the_current_folder(finished, name):
+    run, report = (
+        (lambda: fedprune_app.run(system="fedavg", out="", **QUICK)),
+        lambda: fedprune_app.report(finished, ""),
+    )
+    call = run if name == "out" else report
+    with pytest.raises(ValueError, match=f"^{name} is '', allowed: a path"):
+        call()
+
+
+LOADER = """import numpy as np
+def load(data_dir):
+    rng = np.random.default_rng(0)
+    images = (rng.random((60, 1, 8, 8)) * {most}).astype(np.{dtype})
+    return (images, np.arange(60) % 3), (images[:30], np.arange(30) % 3)
+"""
+
+
+@pytest.mark.parametrize(("dtype", "most", "inputs"), [("float32", 16, "numbers"), ("uint8", 255, "images")])
+def test_an_exported_model_knows_whether_it_takes_images_of_8_bits(tmp_path, dtype, most, inputs):
+    (tmp_path / "own.py").write_text(LOADER.format(dtype=dtype, most=most))
+    dataset = f"{tmp_path / 'own.py'}:load"
+    settings = {"model": "cnn-small", "partition": "iid", "num_server_rounds": 1}
+    run = fedprune_app.run(system="fedavg", dataset=dataset, **settings, out=tmp_path / "r", **QUICK)
+    path = fedprune_app.export(run, tmp_path / "a.safetensors", client=None, plugins=[str(tmp_path / "own.py")])
+    assert read_export_info(path).inputs == inputs
+    Image.new("L", (8, 8)).save(tmp_path / "one.png")
+    if inputs == "images":
+        assert len(predictions(path, [tmp_path / "one.png"])) == 1
+    else:
+        with pytest.raises(ValueError, match="was trained on numbers, allowed: one trained on images of 8 bits"):
+            predictions(path, [tmp_path / "one.png"])

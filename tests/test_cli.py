@@ -102,6 +102,7 @@ def test_a_ledger_folder_is_relative_to_where_the_command_was_typed(fedprune, tm
         (["audit", "a.toml", "b.toml"], "config file 'a.toml' does not exist"),
         (["report", "."], "is no run folder, nor does it hold any"),
         (["report", "", "-o", "r.html"], "argument 2 is empty, allowed: a text, or no such argument"),
+        (["run", "--out="], "--out= is empty, allowed: a text behind it, or no such option"),
         (["run", "--out", "/etc/passwd"], "--out '/etc/passwd' is a file, allowed: a new folder"),
         (["predict", ".", "image.png"], "cannot be read: it is a folder, allowed: a file"),
         (["deploy", "certificates", "--host", "bad host!"], "--host is 'bad host!', allowed: a name as"),
@@ -117,7 +118,7 @@ def test_a_users_mistake_is_one_line_and_nothing_is_written(arguments, says, fed
 
 
 def test_what_the_server_refuses_is_one_line_too(fedprune):
-    assert fedprune("run", *SMALL, *HERE, "--out", "a")[0] == 0
+    assert fedprune("run", "system=fedavg", *SMALL, *HERE, "--out", "a")[0] == 0
     code, told = fedprune("run", "--resume", "num-server-rounds=1", *HERE, "--out", "a")
     assert code == 2
     assert told == "error: num-server-rounds is 1, allowed when resuming: at least 2\n"

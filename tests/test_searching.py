@@ -73,6 +73,9 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_trials(tmp_path, monkeypa
     runs = fedprune_app.sweep(document, out=tmp_path / "stopped", resume=True, **QUICK)
     assert len(runs) == 4
     assert rows(tmp_path / "stopped") == rows(tmp_path / "whole")
+    (tmp_path / "stopped" / "search.csv").unlink()
+    fedprune_app.sweep(document, out=tmp_path / "stopped", resume=True, **QUICK)
+    assert rows(tmp_path / "stopped") == rows(tmp_path / "whole")
 
 
 def test_a_trial_that_fails_stops_no_other(tmp_path, monkeypatch):

@@ -51,6 +51,8 @@ def main() -> None:
     try:
         if "" in sys.argv[1:]:  # a variable of the shell was empty; as a path it would be the current folder
             raise ConfigError(f"argument {sys.argv.index('', 1)} is empty, allowed: a text, or no such argument")
+        if empty := [each for each in sys.argv[1:] if each.startswith("--") and each.endswith("=")]:
+            raise ConfigError(f"{empty[0]} is empty, allowed: a text behind it, or no such option")
         code = app(standalone_mode=False)  # Typer turns Ctrl-C into 130
     except click.NoSuchOption as error:
         key = error.option_name.lstrip("-")

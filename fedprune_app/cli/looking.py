@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
@@ -140,6 +141,9 @@ def export(
         cells = f"{milliseconds:.3g}", f"{after:.3g}", f"{after / milliseconds:.1%}"
         table.add_row(f"ms per batch of {batch}", *cells)
     Console(**AS_IT_IS).print(table)
+    if info.model.endswith("-cr"):
+        said = " the model predicts from an image's mean code; the run's accuracy is of the mean over drawn codes"
+        say(said, "note:", "yellow")
     say(f": {output.resolve()}", "exported", "green")
 
 
@@ -192,10 +196,19 @@ def predict(
     from fedprune_app.predicting import predictions
 
     function = plugins.function("build", str(Path(build).expanduser().absolute())) if build else None
-    found = predictions(model, images, top, function)
+    refused: list[ValueError] = []
+    found = predictions(model, images, top, function, refused.append)
     if as_json:
         typer.echo(json.dumps({str(path): dict(best) for path, best in found}, indent=1))
-        return
+    elif found:
+        _print_predictions(found)
+    for error in refused:
+        say(f" {error}", "error:", "red")
+    if refused:
+        raise typer.Exit(2)
+
+
+def _print_predictions(found: Sequence[tuple[Path, Sequence[tuple[str, float]]]]) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("image", "class", "probability"):
         table.add_column(column, justify="right" if column == "probability" else "left")

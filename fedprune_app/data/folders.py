@@ -273,7 +273,7 @@ class _Unreadable(ValueError):
     """A file's pixels cannot be had as 8 bits per channel without losing information; the text says why."""
 
 
-def _decode(folder: Path, paths: list[str], form: Form = _AS_IT_IS) -> Images:
+def _decode(folder: Path, paths: list[str], form: Form = _AS_IT_IS, *, is_set: bool = True) -> Images:
     """Decode images into (N, C, H, W), with one channel if every image is grey, else three.
 
     Of 16 bits per channel the higher 8 are taken, so 0 is black and 65535 white, as for colour in Pillow. Transparency
@@ -282,7 +282,7 @@ def _decode(folder: Path, paths: list[str], form: Form = _AS_IT_IS) -> Images:
     * integers of 32 bits and floating-point numbers, whose range a file does not say;
     * an image of one colour that differs in its transparency alone;
     * images of 16 bits of which none uses more than a sixteenth of the range (12 bits in a file of 16, say), since few
-      levels would be left.
+      levels would be left. They are taken where they are no set (``is_set``), as one alone may be dark.
     """
     from PIL import Image
 
@@ -311,7 +311,7 @@ def _decode(folder: Path, paths: list[str], form: Form = _AS_IT_IS) -> Images:
             why = f"is {size} (height x width), the images before it are {first}"
             raise _refused(path, folder, f"{why}; the key image-size makes them one size")
         images[i] = pixels
-    if deep and brightest < _DIM:
+    if deep and brightest < _DIM and is_set:
         why = f"and the others of 16 bits have no value above {brightest}, allowed: values up to 65535, or 8 bits"
         raise _refused(deep, folder, why)
     return images[:, :1].copy() if all_grey else images
@@ -338,7 +338,7 @@ def read_image(path: Path, shape: tuple[int, int, int], fit: str = "crop") -> Im
     from PIL import Image, ImageOps
 
     channels, *size = shape
-    pixels = _decode(path.parent, [str(path)])[0]  # with one channel, or three
+    pixels = _decode(path.parent, [str(path)], is_set=False)[0]  # with one channel, or three
     image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
     if image.size != (size[1], size[0]):
         way = ImageOps.fit if fit == "crop" else Image.Image.resize

@@ -157,10 +157,11 @@ def _dealt(run: Run) -> list[Any]:
 def difference_tables(groups: Sequence[Group]) -> list[tuple[str, list[list[str]]]]:
     """Return for each data the best group's label, and for each other group a row.
 
-    A row has the group's label, distance, interval, pairs and a verdict.
+    A row has the group's label, distance, interval, pairs and a verdict. Runs that did not complete, or went on without
+    lost states, are left out.
     """
     tables = []
-    for alike in of_the_same_data(groups):
+    for alike in of_the_same_data([group for group in groups if not group.runs[0].flaw]):
         best, others = from_best(alike)
         rows = []
         for group, apart in others:

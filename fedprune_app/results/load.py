@@ -64,7 +64,9 @@ class ExportInfo:
     ``std``, per channel. ``density`` is the share of the full network's parameters that is left. ``channels`` has, for
     each group of channels that could be removed, the indices of the full network's channels that are left, ascending;
     it is empty for a system that removes none. ``class_names`` are empty where classes are numbers. ``image_fit`` says
-    how an image of another size is brought to the right one: "crop" or "stretch".
+    how an image of another size is brought to the right one: "crop" or "stretch". ``inputs`` says what ``mean`` and
+    ``std`` are of: "images" of 8 bits, which are scaled to [0, 1] before, or "numbers" as they are, as in a table.
+    "unknown" is for a plug-in's dataset that was not there when the model was exported.
     """
 
     system: str
@@ -79,6 +81,7 @@ class ExportInfo:
     channels: Mapping[str, tuple[int, ...]]
     class_names: tuple[str, ...] = ()
     image_fit: str = "crop"
+    inputs: str = "images"
 
     def to_json(self) -> str:
         """Return the metadata of an export file, which :meth:`from_json` reads."""
@@ -330,9 +333,11 @@ def _short(value: object) -> str:
 
 
 _COUNT = 1 << 53
-_LATER = ("class_names", "image_fit")  # not in files of earlier versions
+_INPUTS = ("images", "numbers", "unknown")
+_LATER = ("class_names", "image_fit", "inputs")  # not in files of earlier versions
 _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "format": (lambda v: _is_whole(v, FORMAT, FORMAT), str(FORMAT)),
+    "inputs": (lambda v: v in _INPUTS, ", ".join(_INPUTS)),
     "system": (lambda v: isinstance(v, str), "text"),
     "client": (lambda v: v is None or _is_whole(v, 0, _COUNT), "a number from 0, or null"),
     "round": (lambda v: _is_whole(v, 0, _COUNT), "a number from 0"),

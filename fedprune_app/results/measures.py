@@ -623,8 +623,8 @@ MEASURES = Measures(
             ),
         ),
         # of the global model's prunable weights, where it is pruned, and before the server expanded its masks
-        Column("density_global", table=InTable("global_density", "of the global matrices", 3, place=100)),
-        Column("density_before_expansion", table=InTable("union_density", "before expansion", 3, place=110)),
+        Column("density_global", table=InTable("global_density", "Density of the global matrices", 3, place=100)),
+        Column("density_before_expansion", table=InTable("union_density", "Density before expansion", 3, place=110)),
         Measure(
             "density_by_layer",
             "density",

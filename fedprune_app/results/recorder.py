@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import logging
 import math
 import os
 import platform
@@ -28,8 +29,9 @@ from fedprune_app.files import append_lines, replace_file
 from fedprune_app.results import measures
 from fedprune_app.results.ownership import check_free
 from fedprune_app.results.reader import RECORDS, Links, Mark, Masks, Matrix, read_info, read_masks, readable_lines
-from fedprune_app.results.tracking import Guarded, check_tracker, open_tracker, scalars
+from fedprune_app.results.tracking import Guarded, check_tracker, open_tracker, scalars, why_tracking_stops
 
+log = logging.getLogger("flwr.fedprune")
 GIT_VARIABLE = "FEDPRUNE_GIT_HASH"
 Status = Literal["completed", "failed", "interrupted"]
 
@@ -252,7 +254,20 @@ class Recorder:
         self._started_at = time.monotonic()
         self._write_info()
         if self._tracking != "none":
-            self._tracker = Guarded(open_tracker(self._tracking, self.folder, self._info))
+            self._open_tracker()
+
+    def _open_tracker(self) -> None:
+        try:
+            self._tracker = Guarded(open_tracker(self._tracking, self.folder, self._info), self._note)
+        except Exception as error:  # a library's, of files or of a network
+            if "resumed_after_rounds" not in self._info:
+                raise
+            self._note(why_tracking_stops(error))
+
+    def _note(self, line: str) -> None:
+        log.warning("%s", line)
+        if self.is_open:
+            self.annotate(notes=[*self._info.get("notes", []), line])
 
     def _running(self) -> dict[str, Any]:
         if not self._info:

@@ -189,7 +189,7 @@ def _facts(runs: Sequence[Run]) -> list[str]:
     """Return what all runs have in common, for the line under the title."""
     facts = ["1 run" if len(runs) == 1 else f"{len(runs)} runs"]
     # texts have no labels, so no partition by labels
-    by_label = any(run.headline.startswith("accuracy") for run in runs)
+    by_label = all(run.headline.startswith("accuracy") for run in runs)
     for key in ("dataset", "partition") if by_label else ("dataset",):
         values = {str(run.config[key]) for run in runs if run.config.get(key) is not None}
         if len(values) == 1:
@@ -199,7 +199,7 @@ def _facts(runs: Sequence[Run]) -> list[str]:
         facts.append(f"model {short_name(models.pop())}")
     clients = {len(run.info["partition"]) for run in runs if run.info.get("partition")}
     if len(clients) == 1:
-        facts.append(f"{clients.pop()} clients")
+        facts.append("1 client" if clients == {1} else f"{clients.pop()} clients")
     return facts
 
 

@@ -87,8 +87,16 @@ def outcome() -> tuple[Column, ...]:
     made = (
         Column("accuracy", "Accuracy, last round (%)", accuracy, 100, 2, 10, _headline_remark, of_headline=True),
         Column("best_accuracy", _BEST, best_on_validation, 100, 2, 20, _best_remark, of_headline=True),
-        Column("standalone_perplexity", standalone, partial(own_perplexity, name=standalone), 1, 2, 60, of_some),
-        Column("own_perplexity", own, partial(own_perplexity, name=own), 1, 2, 70, of_some),
+        Column(
+            "standalone_perplexity",
+            f"Perplexity, {standalone}",
+            partial(own_perplexity, name=standalone),
+            1,
+            2,
+            60,
+            of_some,
+        ),
+        Column("own_perplexity", f"Perplexity, {own}", partial(own_perplexity, name=own), 1, 2, 70, of_some),
         Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0, measures.LAST),
         Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1, measures.LAST),
     )
@@ -482,7 +490,9 @@ def short_name(text: str) -> str:
 
 def _data(group: Group) -> tuple[str, str]:
     config, text = group.runs[0].config, measured_on(group.runs[0])
-    return _value(config.get("dataset")) + (f", tested on {text}" if text else ""), _value(config.get("partition"))
+    dataset = _value(config.get("dataset")) + (f", tested on {text}" if text else "")
+    is_dealt = not group.runs[0].headline.startswith("perplexity")  # texts have no labels, so no partition by them
+    return dataset, _value(config.get("partition")) if is_dealt else NOT_MEASURED
 
 
 def measured_on(run: Run) -> str:
@@ -499,7 +509,8 @@ def _markdown_cell(text: str) -> str:
 _LATEX = {character: f"\\{character}" for character in "&%$#_{}"} | {
     "\\": "\\textbackslash{}", "~": "\\textasciitilde{}", "^": "\\textasciicircum{}",
     "<": "\\textless{}", ">": "\\textgreater{}", "|": "\\textbar{}",
-    "–": "--", "±": "$\\pm$", "ε": "$\\varepsilon$", "·": "$\\cdot$", "\n": " ",
+    "–": "--", "±": "$\\pm$", "ε": "$\\varepsilon$", "δ": "$\\delta$",
+    "·": "$\\cdot$", "×": "$\\times$", "\n": " ",
 }  # fmt: skip
 
 

@@ -2,21 +2,20 @@
 
 What is tracked is what rounds.jsonl has: the settings once, the numbers of each round, and the final ones. Tracking
 writes on the server's machine, in the run folder unless the environment names another place. A tracker that fails in
-the middle of a run is no longer used, and the run goes on.
+the middle of a run, or when a run is resumed, is no longer used, and the run goes on. A new run whose tracker cannot be
+opened fails at once.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import io
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
 
-log = logging.getLogger("flwr.fedprune")
 _AT_ONCE = 100  # so many parameters MLflow takes in one request
 
 
@@ -55,10 +54,11 @@ def scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, flo
 
 
 class Guarded:
-    """A guarded tracker never stops a run: after its first error it is not used again, and the log says why."""
+    """A guarded tracker never stops a run: after its first error it is not used again, and ``say`` is told why."""
 
-    def __init__(self, tracker: Tracker) -> None:
+    def __init__(self, tracker: Tracker, say: Callable[[str], None]) -> None:
         self._tracker: Tracker | None = tracker
+        self._say = say
 
     def log(self, numbers: Mapping[str, float], round: int) -> None:
         """Take the numbers of a round by name."""
@@ -75,8 +75,13 @@ class Guarded:
         try:
             call(self._tracker)
         except Exception as error:  # a library's, of files or of a network
-            log.warning("tracking stops: %s: %s", type(error).__name__, " ".join(str(error).split()))
             self._tracker = None
+            self._say(why_tracking_stops(error))
+
+
+def why_tracking_stops(error: Exception) -> str:
+    """Return a line on a tracker that cannot be used any more."""
+    return f"tracking stops: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 class TensorBoard:

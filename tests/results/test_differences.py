@@ -108,6 +108,14 @@ def test_a_report_compares_each_system_with_the_best_on_the_same_data(make_run):
     assert float(rows[0][1]) == pytest.approx(-100 * apart.mean, abs=0.005)
 
 
+def test_a_run_that_did_not_end_is_compared_with_nothing(make_run):
+    folders = [make_run(name, name, 0, clients=12) for name in ("fedavg", "dispfl")]
+    folders.append(make_run("ditto", "ditto", 0, clients=12, plateau=0.99, status="interrupted"))
+    ((best, rows),) = difference_tables(group_runs([load_run(folder) for folder in folders]))
+    assert {best, rows[0][0]} == {"fedavg", "dispfl"}
+    assert len(rows) == 1
+
+
 def test_a_single_system_is_compared_with_nothing(make_run):
     assert difference_tables(group_runs([load_run(make_run("a", "fedavg", 0))])) == []
 

@@ -107,7 +107,10 @@ def test_clients_own_models_are_standalone_after_one_round_alone(tmp_path):
     groups = group_runs([load_run(one), load_run(two)])
     header, rows = final_rows(groups)
     cells = [dict(zip(header, row, strict=True)) for row in rows]
-    assert [(each["standalone"], each["clients' own"]) for each in cells] == [("8.50", "–"), ("–", "7.50")]
+    assert [(each["Perplexity, standalone"], each["Perplexity, clients' own"]) for each in cells] == [
+        ("8.50", "–"),
+        ("–", "7.50"),
+    ]
     header, rows = perplexity_rows(groups)
     cells = [dict(zip(header, row, strict=True)) for row in rows]
     text = "stdlib: 9 × 256 tokens"

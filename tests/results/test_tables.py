@@ -12,7 +12,9 @@ from fedprune_app.config import OPTIONS
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import (
     Statistic,
+    _latex_cell,
     best_on_validation,
+    columns,
     comma_separated,
     final_rows,
     group_runs,
@@ -183,7 +185,7 @@ def test_a_mean_over_the_clients_that_told_the_number_says_of_how_many():
 def test_own_perplexities_of_some_clients_say_so():
     row = {"round": 1, "perplexity_personal_mean": 8.0, "personal_models": 3, "evaluated": 8, "clients": 8}
     (found,) = table(Run(Path("x"), run().info, (row,), ()))
-    assert found["standalone"] == "8.00 (3 of 8 clients)"
+    assert found["Perplexity, standalone"] == "8.00 (3 of 8 clients)"
 
 
 @pytest.mark.parametrize(("dataset", "rows"), [("table", 2), ("own.py:load", 2), ("cifar10", 1)])
@@ -301,3 +303,9 @@ def test_the_tables_of_real_run_folders_are_written(make_run, tmp_path):
     assert [path.name for path in paths] == ["table.md", "table.csv", "table.tex"]
     assert all(path.read_text(encoding="utf-8").count("±") or path.suffix != ".md" for path in paths)
     assert len(paths[1].read_text().splitlines()) == 3
+
+
+def test_a_table_for_latex_has_no_character_that_latex_does_not_know():
+    titles = [column.title for column in columns()]
+    assert any("δ" in title for title in titles)
+    assert all(_latex_cell(title).isascii() for title in (*titles, "ptb: first 64 of 900 × 128 tokens"))

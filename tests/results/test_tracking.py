@@ -95,7 +95,24 @@ def test_a_tracker_that_fails_stops_no_run_and_is_not_asked_again(tmp_path, capl
         record(tmp_path / "run", "tensorboard")
     assert calls == [1]
     assert "tracking stops: OSError: the server is gone" in caplog.text
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "completed"
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (info["status"], info["notes"]) == ("completed", ["tracking stops: OSError: the server is gone"])
+
+
+def test_a_tracker_that_cannot_be_opened_stops_a_new_run_and_not_one_that_goes_on(tmp_path, monkeypatch):
+    class Unreachable:
+        def __init__(self, folder, info):
+            raise OSError("nobody answers")
+
+    record(tmp_path / "run", "none")
+    monkeypatch.setitem(tracking._TRACKERS, "tensorboard", Unreachable)
+    with pytest.raises(OSError, match="nobody answers"):
+        record(tmp_path / "new", "tensorboard")
+    recorder = Recorder(tmp_path / "run", tracking="tensorboard")
+    recorder.reopen()
+    recorder.resume(2)
+    assert recorder.info["notes"] == ["tracking stops: OSError: nobody answers"]
+    recorder.finish("completed", final_sha256="ab" * 32)
 
 
 @pytest.mark.parametrize(("kind", "extra"), [("tensorboard", "tracking"), ("mlflow", "mlflow"), ("trackio", "trackio")])
