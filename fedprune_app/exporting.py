@@ -263,13 +263,29 @@ def _global_state(run: Path, info: Mapping[str, Any], config: Config) -> State:
     return State({f"weights/{name}": tensor for name, tensor in tensors.items()})
 
 
+def _has_whole_global(run: Path, info: Mapping[str, Any], config: Config) -> bool:
+    """Return whether the run's global model is complete, so that it can be exported."""
+    model = info.get("model") or {}
+    if not SYSTEMS[config.system].strategy.has_global_model or "image_shape" not in model:
+        return False
+    shape, classes = tuple(model["image_shape"]), model["classes"]
+    full = initial_model(config.model, config.dataset, shape, classes, init=config.init, seed=config.seed)
+    names = list(state_tensors(full, include_buffers=True))
+    from_server = _names_from_server(config, full, int(info["rounds_completed"]))
+    try:
+        there = _read(run / "models" / "global.safetensors").tensors.keys()
+    except ValueError:
+        return False
+    return {*names} <= there and not 0 < len(from_server) < len(names)
+
+
 def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: int, state_dir: str) -> tuple[int, State]:
     """Return the client's state that the server took in last, and the round of that state.
 
     A reply that came too late to count does not count here.
     """
     system = SYSTEMS[config.system]
-    instead = " or --global" if system.strategy.has_global_model else ""
+    instead = " or --global" if _has_whole_global(run, info, config) else ""
     if issubclass(system.client, FineTuned):
         whole = config.batch_norm == "averaged"
         without = "--global" if whole else "no export, as the global model lacks the norms of batch-norm 'local'"

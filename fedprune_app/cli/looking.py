@@ -35,10 +35,9 @@ def report(
     Each DIR is a run folder, or a folder of run folders.
     A run folder that is damaged is left out, and the report names it.
     """
-    from fedprune_app.results.report import write_report
+    from fedprune_app.results.report import check_page_name, write_report
 
-    if output.suffix.lower() not in ("", ".html", ".htm"):
-        raise ConfigError(f"--output is {str(output)!r}, allowed: a file that ends in .html")
+    check_page_name(output)
     if watch:
         _watch(folders, output, force)
     found = list(dict.fromkeys(each for folder in folders for each in _run_folders(folder)))

@@ -204,8 +204,7 @@ def hidden_groups(
         others = [t for t in following if len(shapes[t]) > 1 and t != f"{follower}.weight"]
         if inputs % size or others:
             raise ValueError(
-                f"the model's layer '{follower}' does not follow '{name}' alone, allowed here: a model whose layers "
-                "are a chain"
+                f"the model's layer '{follower}' does not follow '{name}' alone, allowed: a chain of layers"
             )
         slices = [Slice(tensor, 0) for tensor in tensors if shapes[tensor]]
         groups.append(ChannelGroup(name, size, (), (*slices, Slice(f"{follower}.weight", 1, inputs // size))))

@@ -145,6 +145,8 @@ def sparsify(model: nn.Module) -> list[str]:
     zeros, small, or without the library. The model is for inference from then on, on the device where it is, and is
     changed in place. On a GPU only matrices that keep two of every four neighbours, in 16 bits, may become sparse.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is of type {type(model).__name__}, allowed: torch.nn.Module")
     layers = list(_linear_layers(model))
     chooser = Chooser(sum(module.weight.numel() * module.weight.element_size() for _, module, _ in layers))
     replaced = []

@@ -150,7 +150,7 @@ class Run:
         return config
 
     def frame(self, which: str = "rounds") -> Any:
-        """Return the rows of "rounds" or of "clients" as a pandas DataFrame, with None where a number does not apply.
+        """Return the rows of "rounds" or of "clients" as a pandas DataFrame, with NaN where a number does not apply.
 
         Raises ``ValueError`` for another name, and ``ImportError`` where pandas is not installed.
         """

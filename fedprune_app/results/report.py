@@ -56,6 +56,12 @@ class Series:
     status: str
 
 
+def check_page_name(out: Path) -> None:
+    """Raise ``ValueError`` for the name of a file that is no page."""
+    if out.suffix.lower() not in ("", ".html", ".htm"):
+        raise ValueError(f"--output is {str(out)!r}, allowed: a file that ends in .html")
+
+
 def write_report(
     folders: Sequence[Path],
     out: Path,
@@ -68,9 +74,10 @@ def write_report(
 
     A folder without a readable run is left out. The page says so in one line that names the file, and ``on_left_out``
     is called with the same line. With ``refresh_seconds`` a browser loads the page anew as often. Raises
-    ``ValueError`` for no folders, where no folder is readable, and for an ``out`` that exists and is no report, unless
-    ``force`` says to replace it.
+    ``ValueError`` for no folders, where no folder is readable, for an ``out`` that is no name of a page, and for one
+    that exists and is no report, unless ``force`` says to replace it.
     """
+    check_page_name(Path(out))
     if not folders:
         raise ValueError("a report needs at least one run folder")
     if not force:

@@ -26,7 +26,7 @@ from tests.strategies.conftest import TINY
 
 CLIENTS, ROUNDS = 4, 4
 MORE = {
-    "subfedavg": {},
+    "subfedavg": {"local-epochs": 2, "subfedavg.mask-distance": 0.0},
     "fedavg": {},
     "dispfl": {"dispfl.neighbours": 2, "dispfl.annealing-rounds": 9},
     "fedfomo": {},

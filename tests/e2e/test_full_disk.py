@@ -204,7 +204,7 @@ def test_lines_that_do_not_fit_name_their_file(tmp_path):
 @pytest.mark.parametrize("damage", ["truncated", "missing"])
 def test_a_run_that_lost_its_only_checkpoint_begins_again_and_says_so(federate, tmp_path, damage):
     """Killed, or out of room, between the record of round 1 and its checkpoint: one round is lost, not the folder."""
-    settings = {"fraction_train": 1.0, "local_epochs": 1, "evaluate_every": 1}
+    settings = {"fraction_train": 1.0, "local_epochs": 2, "evaluate_every": 1}
     whole = federate(name="whole", num_server_rounds=2, **settings)
     federate(num_server_rounds=1, **settings)
     checkpoint = tmp_path / "run" / "checkpoints" / "round-00001.safetensors"
