@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedprune_app.config.common import DEALT_BY, PUBLISHED
-from fedprune_app.data.names import DATASETS, TEXTS
+from fedprune_app.data.names import DATASETS, LOADERS, TEXTS
 from fedprune_app.data.splits import DataConfig
 from fedprune_app.results.differences import (
     difference,
@@ -172,7 +172,7 @@ def test_the_keys_that_deal_the_data_are_those_of_its_configuration():
     fields = {name.replace("_", "-") for name in DataConfig.__dataclass_fields__}
     derived = {"is-own", "private", "split-secret", "public-share"}
     assert {*DEALT_BY} - {"public-fraction"} == fields - derived - {"data-dir", "download"}
-    assert {*DATASETS, *TEXTS} - PUBLISHED == {"femnist", "image-folder", "table", "huggingface", "text"}
+    assert {*DATASETS, *TEXTS} - PUBLISHED - {*LOADERS} == {"femnist", "image-folder", "table", "huggingface", "text"}
 
 
 def test_the_best_system_is_that_of_the_clients_which_all_have():
