@@ -263,8 +263,12 @@ def _global_state(run: Path, info: Mapping[str, Any], config: Config) -> State:
     return State({f"weights/{name}": tensor for name, tensor in tensors.items()})
 
 
+def _or_global(run: Path, info: Mapping[str, Any], config: Config) -> str:
+    """Return the end of what is allowed in the place of a client, which is empty where no global model is complete."""
+    return " or --global" if _has_whole_global(run, info, config) else ""
+
+
 def _has_whole_global(run: Path, info: Mapping[str, Any], config: Config) -> bool:
-    """Return whether the run's global model is complete, so that it can be exported."""
     model = info.get("model") or {}
     if not SYSTEMS[config.system].strategy.has_global_model or "image_shape" not in model:
         return False
@@ -285,19 +289,18 @@ def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: in
     A reply that came too late to count does not count here.
     """
     system = SYSTEMS[config.system]
-    instead = " or --global" if _has_whole_global(run, info, config) else ""
     if issubclass(system.client, FineTuned):
         whole = config.batch_norm == "averaged"
         without = "--global" if whole else "no export, as the global model lacks the norms of batch-norm 'local'"
         raise ValueError(f"system '{config.system}' does not keep its fine-tuned models, allowed: {without}")
     known = sorted(row["partition"] for row in info.get("partition") or [])
     if client not in known:
-        raise ValueError(f"--client is {client}, allowed: {_ranges(known)}{instead}")
+        raise ValueError(f"--client is {client}, allowed: {_ranges(known)}{_or_global(run, info, config)}")
     run_key = str(info.get("run_key") or "")
     store = client_store(state_folder(run, state_dir or config.state_dir, run_key), client, run_key)
     rounds = _state_rounds(run, info)
     if client not in rounds:
-        trained = f"{_ranges(sorted(rounds))}{instead}"
+        trained = f"{_ranges(sorted(rounds))}{_or_global(run, info, config)}"
         raise ValueError(f"--client {client} never trained in this run and has no model, allowed: {trained}")
     if client not in rounds or rounds[client] not in store.rounds():
         where = f"{str(store.folder)!r} has no state of client {client}"

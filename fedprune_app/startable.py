@@ -88,7 +88,8 @@ def _make_both(config: Config, num_clients: int, folder: Path) -> list[str]:
     sizes = [client.num_examples] * num_clients
     if config.dp.enabled:  # what is promised depends on how many examples each has
         sizes = [sum(label_counts(client.data_config, k, num_clients)["train"]) for k in range(num_clients)]
-        _check_budget(config, sizes, folder)
+        if client.privacy is not None and not client.privacy.affords_a_round:
+            _check_budget(config, sizes, folder)
     first = ImageClientInfo.read(0, client.get_properties({}))
     roster: Roster = {k: replace(first, id=k, node_id=k, num_examples=size) for k, size in enumerate(sizes)}
     if config.tracking != "none":

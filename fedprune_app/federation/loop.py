@@ -29,7 +29,7 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
     """
     exchanges = Exchanges(strategy, grid)
     if not rounds_completed:
-        _say_doubts(strategy)
+        strategy.context.recorder.note(strategy.lines_of_doubt())
         strategy.prepare()
         _check_model(strategy, "prepare")
     last: Round | None = None
@@ -78,16 +78,6 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
         for client in sorted(strategy.participation.evaluators(num_rounds) - strategy.digests.keys()):
             strategy.context.lose(client, "final_sha256 is without its final model, of which it did not tell")
     strategy.finish()
-
-
-def _say_doubts(strategy: Hooks) -> None:
-    recorder = strategy.context.recorder
-    before = recorder.info.get("notes", [])  # of a run that was killed before its first checkpoint
-    doubts = [line for line in strategy.lines_of_doubt() if line not in before]
-    for line in doubts:
-        log.warning("%s", line)
-    if doubts:
-        recorder.annotate(notes=[*before, *doubts])
 
 
 def _check_model(strategy: Hooks, method: str) -> None:

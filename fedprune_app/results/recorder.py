@@ -151,6 +151,15 @@ class Recorder:
         self._running().update(_plain(extra))
         self._write_info()
 
+    def note(self, lines: Iterable[str]) -> None:
+        """Add to run.json's ``notes`` the lines that are not there yet, and log them."""
+        before = self._running().get("notes", [])
+        new = [line for line in lines if line not in before]
+        for line in new:
+            log.warning("%s", line)
+        if new:
+            self.annotate(notes=[*before, *new])
+
     @property
     def marks(self) -> dict[str, dict[str, Any]]:
         """Each file has a mark that vouches for its rows so far, for run.json and for checkpoints."""
@@ -258,16 +267,17 @@ class Recorder:
 
     def _open_tracker(self) -> None:
         try:
-            self._tracker = Guarded(open_tracker(self._tracking, self.folder, self._info), self._note)
+            self._tracker = Guarded(open_tracker(self._tracking, self.folder, self._info), self._note_if_open)
         except Exception as error:  # a library's, of files or of a network
             if "resumed_after_rounds" not in self._info:
                 raise
-            self._note(why_tracking_stops(error))
+            self.note([why_tracking_stops(error)])
 
-    def _note(self, line: str) -> None:
-        log.warning("%s", line)
+    def _note_if_open(self, line: str) -> None:
         if self.is_open:
-            self.annotate(notes=[*self._info.get("notes", []), line])
+            self.note([line])
+        else:
+            log.warning("%s", line)
 
     def _running(self) -> dict[str, Any]:
         if not self._info:
