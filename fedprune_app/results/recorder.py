@@ -17,6 +17,7 @@ import math
 import os
 import platform
 import subprocess
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -73,6 +74,8 @@ class Recorder:
         self._tallies = {name: _Tally() for name in RECORDS}
         self._masks_sha256: str | None = None
         self._writes = False  # False: what is known of the run is kept in memory only
+        # a signal may close the run in one thread while another records; reentrant, for both may be the same thread
+        self._writing = threading.RLock()
         self._waits = False
         self._seconds_before = 0.0  # spent by earlier processes of a resumed run
         self._started_at = 0.0
@@ -175,22 +178,25 @@ class Recorder:
 
         Raises ``ValueError`` if the row's ``round`` does not come after the last one's.
         """
-        info = self._running()
-        if not row["round"] > info["rounds_completed"]:
-            raise ValueError(f"round {row['round']} recorded after round {info['rounds_completed']}")
         full = _complete(row, measures.MEASURES.round_fields)
-        self._append("rounds.jsonl", [full])
-        info["rounds_completed"] = full["round"]
-        self._write_info()
+        with self._writing:
+            info = self._running()
+            if not row["round"] > info["rounds_completed"]:
+                raise ValueError(f"round {row['round']} recorded after round {info['rounds_completed']}")
+            self._append("rounds.jsonl", [full])
+            info["rounds_completed"] = full["round"]
+            self._write_info()
         if self._tracker is not None:
             self._last = dict(scalars(full))
             self._tracker.log(self._last, full["round"])
 
     def clients(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Append the clients of one round: those that trained, and in evaluation rounds all of them."""
-        self._running()
         fields = measures.MEASURES.client_fields
-        self._append("clients.jsonl", [_complete(measures.recorded_of_client(row), fields) for row in rows])
+        full = [_complete(measures.recorded_of_client(row), fields) for row in rows]
+        with self._writing:
+            self._running()
+            self._append("clients.jsonl", full)
 
     def masks(self, clients: Sequence[int], distance: Matrix, links: Links | None = None) -> None:
         """Record how far the clients' masks are apart after the last recorded round.
@@ -230,10 +236,11 @@ class Recorder:
 
     def finish(self, status: Status, final_sha256: str | None = None, error: str | None = None) -> None:
         """Close the run; ``final_sha256`` is over all final models in the order of the clients."""
-        self._running().update(status=status, final_sha256=final_sha256, error=error)
-        self._write_info()
-        self.done_waiting()
-        self._info, self._writes = {}, False
+        with self._writing:
+            self._running().update(status=status, final_sha256=final_sha256, error=error)
+            self._write_info()
+            self.done_waiting()
+            self._info, self._writes = {}, False
         if self._tracker is not None:
             self._tracker.close(status, self._last)
             self._tracker = None
@@ -285,11 +292,12 @@ class Recorder:
         return self._info
 
     def _write_info(self) -> None:
-        if not self._writes:
-            return
-        self._info["records"] = {**self.marks, "masks.json": self._masks_sha256}
-        self._info["seconds"] = round(self._seconds_before + time.monotonic() - self._started_at, 3)
-        write_info(self.folder, self._info)
+        with self._writing:
+            if not self._writes:
+                return
+            self._info["records"] = {**self.marks, "masks.json": self._masks_sha256}
+            self._info["seconds"] = round(self._seconds_before + time.monotonic() - self._started_at, 3)
+            write_info(self.folder, self._info)
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,25 @@ def test_a_finished_run_says_how_it_ended_and_takes_no_more_rounds(tmp_path):
     assert (info(tmp_path)["status"], info(tmp_path)["final_sha256"]) == ("completed", "ab12")
     with pytest.raises(ValueError, match="not open"):
         recorder.round({"round": 1})
+
+
+def test_a_run_that_another_thread_closes_while_it_records_a_round_counts_this_round(tmp_path, monkeypatch):
+    recorder = started(tmp_path / "run")
+    closing = threading.Thread(target=recorder.finish, args=("interrupted",))
+    append = recorder_module.append_lines
+
+    def append_while_closing(path: Path, lines: bytes) -> None:
+        append(path, lines)
+        closing.start()
+        closing.join(0.5)  # a signal's handler has the time to do whatever it can
+
+    monkeypatch.setattr(recorder_module, "append_lines", append_while_closing)
+    recorder.round({"round": 1})
+    closing.join()
+    assert not recorder.is_open
+    found = info(tmp_path / "run")
+    assert found["status"] == "interrupted"
+    assert found["rounds_completed"] == found["records"]["rounds.jsonl"]["rows"] == len(rows(tmp_path / "run")) == 1
 
 
 def test_a_failed_run_keeps_its_error(tmp_path):
