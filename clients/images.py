@@ -27,6 +27,7 @@ from fedprune_app.models.initial import initial_model, layer_flops, shared_names
 
 _LABELS = frozenset({"labels-train", "labels-validation", "labels-test"})
 _NORMALISATION = frozenset({"normalisation-mean", "normalisation-std"})
+_FEATURES = frozenset({"features", "features-digest"})
 
 
 class ImageNode(BudgetedNode[AnUpdate]):
@@ -37,7 +38,7 @@ class ImageNode(BudgetedNode[AnUpdate]):
     """
 
     declares: ClassVar = ReplyFields(
-        introduction=_LABELS | _NORMALISATION | {"image-shape", "num-classes", "classes", "data-dir"},
+        introduction=_LABELS | _NORMALISATION | {"image-shape", "num-classes", "classes", "data-dir"} | _FEATURES,
         # how many of which class is nobody's business then, and constants may follow from the images
         withheld_when_private=_LABELS | _NORMALISATION,
     )
@@ -77,8 +78,9 @@ class ImageNode(BudgetedNode[AnUpdate]):
     def introduction(self) -> dict[str, Any]:
         """This tells the shape of the client's images and its label counts, and the classes if they have names.
 
-        How images are normalised is told of dealt data, of which all clients have the same. For a client's own images
-        this stays with the client.
+        The columns of a dealt table are told, too. Of a client's own table only a digest of their names is told. How
+        images are normalised is told of dealt data, of which all clients have the same. For a client's own images this
+        stays with the client.
         """
         counts = {} if self.config.dp.enabled else label_counts(self.data_config, *self.place.share)
         names = list(self.dataset.classes)
@@ -88,6 +90,7 @@ class ImageNode(BudgetedNode[AnUpdate]):
             "image-shape": list(self.dataset.image_shape),
             "num-classes": self.dataset.num_classes,
             **({"classes": names} if told else {}),
+            **self._told_features(),
             **({"data-dir": self.config.data_dir} if self.place.has_own_data else {}),
             **{f"labels-{part}": [int(n) for n in values] for part, values in counts.items()},
             **({} if self.config.dp.enabled or self.place.has_own_data else self._told_normalisation()),
@@ -102,10 +105,21 @@ class ImageNode(BudgetedNode[AnUpdate]):
     def _told_normalisation(self) -> dict[str, list[float]]:
         return {f"normalisation-{name}": values for name, values in self._normalisation().items()}
 
+    def _told_features(self) -> dict[str, Any]:
+        if not self.dataset.features:
+            return {}
+        if self.place.has_own_data:
+            return {"features-digest": self.dataset.features_digest}
+        return {"features": list(self.dataset.features)}
+
     def kept_state(self, update: AnUpdate) -> State:
-        """The state remembers how images were normalised, because the data may change before its model is exported."""
+        """The state remembers what an export of its model tells of the data, which may have changed by then.
+
+        This is how images were normalised, and the columns of a table.
+        """
         state = super().kept_state(update)
-        return State(state.tensors, {**state.meta, "normalisation": self._normalisation()})
+        features = {"features": list(self.dataset.features)} if self.dataset.features else {}
+        return State(state.tensors, {**state.meta, "normalisation": self._normalisation(), **features})
 
     def augmentation(self, images: Tensor) -> CropFlip | None:
         """This returns what the key ``augmentation`` asks for, of these training images."""

@@ -57,6 +57,8 @@ def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
     given = data_config(config)
     dataset = dataset_of(given)
     rows = [_about(config, dataset), ("classes", shortened(dataset.classes))]
+    if dataset.features:
+        rows.append(("features", shortened(dataset.features)))
     doubts = list(_unread(config))
     for part, labels in (("training", dataset.train_labels), ("test", dataset.test_labels)):
         counts = np.bincount(labels, minlength=dataset.num_classes)

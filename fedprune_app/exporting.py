@@ -179,6 +179,7 @@ class _Inputs:
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    features: tuple[str, ...]
 
 
 def _inputs(
@@ -193,18 +194,20 @@ def _inputs(
     if not isinstance(told, dict) or "image_shape" not in model:
         dataset = _same_data(run, info, config, client, data_dir)
         told = {"mean": [*map(float, dataset.mean)], "std": [*map(float, dataset.std)]}
-        model = {**model, "image_shape": list(dataset.image_shape)}
+        model = {**model, "image_shape": list(dataset.image_shape), "features": list(dataset.features)}
+    model = {**model, "features": state.meta.get("features") or model.get("features", [])}
     fields = {
         "image-shape": model["image_shape"],
         "num-classes": model.get("classes"),
         "classes": model.get("class_names", []),
+        "features": model["features"],
         **{f"normalisation-{name}": values for name, values in told.items()},
     }
     try:
         found = ImageClientInfo.facts(fields)
     except ValueError as error:
         raise ValueError(f"run {str(run)!r} says of its images what cannot be: {error}") from None
-    return _Inputs(*(found[name] for name in ("image_shape", "num_classes", "classes", "mean", "std")))
+    return _Inputs(*(found[name] for name in ("image_shape", "num_classes", "classes", "mean", "std", "features")))
 
 
 def _kind_of_inputs(config: Config) -> str:
@@ -240,6 +243,9 @@ def _same_data(run: Path, info: Mapping[str, Any], config: Config, client: int |
     for name, before in zip(dataset.classes, model.get("class_names", []), strict=False):
         if name != before:
             raise ValueError(f"{where} has the class {name!r}, allowed in its place: {before!r}, as {had}")
+    columns = {"features": list(dataset.features), "features_digest": dataset.features_digest}
+    if any(model.get(key, value) != value for key, value in columns.items()):
+        raise ValueError(f"{where} has other columns, or the same in another order, allowed: as {had}")
     rows = {row["partition"]: row for row in info.get("partition") or []}
     num_clients = info.get("num_partitions") or max(rows, default=0) + 1
     for number, before in rows.items():
@@ -387,6 +393,7 @@ def _exportable(run: Path, config: Config, inputs: _Inputs, client: int | None, 
         class_names=inputs.classes if inputs.classes != tuple(map(str, range(classes))) else (),
         image_fit=config.image_fit,
         inputs=_kind_of_inputs(config),
+        features=inputs.features,
     )
     return Exportable(info, payload, network_of(info, payload, BUILDERS.get(name)), full)
 

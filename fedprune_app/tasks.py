@@ -36,7 +36,7 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
     model = initial_model(
         config.model, config.dataset, first.image_shape, first.num_classes, init=config.init, seed=config.seed
     )
-    normalisation = _normalisation(context)
+    columns, normalisation = _columns(context), _normalisation(context)
     tensors = state_tensors(model, include_buffers=True)
     shared = {name: tensors[name] for name in shared_names(model, config.batch_norm)}
     if config.batch_norm == "local" and len(shared) == len(tensors) and not config.resume_from:
@@ -48,6 +48,7 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
             "classes": first.num_classes,
             "image_shape": list(first.image_shape),
             **({"class_names": list(first.classes)} if first.classes else {}),
+            **columns,
             **({"normalisation": normalisation} if normalisation else {}),
         }
     )
@@ -72,6 +73,27 @@ def _normalisation(context: RunContext) -> dict[str, list[float]]:
     if not all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-9) for pair in pairs):
         raise ConfigError(
             "the clients' images are not what they were when the run began (their mean and deviation differ), "
+            "allowed when resuming: the same clients and data"
+        )
+    return found
+
+
+def _columns(context: RunContext) -> dict[str, Any]:
+    """Return what run.json tells of a table's columns: their names, or a digest of them where clients keep the names.
+
+    They are the same for all clients that tell them. Raises :class:`ConfigError` where a run is resumed with other
+    ones, or with the same ones in another order.
+    """
+    infos = [info for info in context.clients.values() if isinstance(info, ImageClientInfo)]
+    told = {
+        "features": next((list(info.features) for info in infos if info.features), None),
+        "features_digest": next((info.features_digest for info in infos if info.features_digest), None),
+    }
+    found = {key: value for key, value in told.items() if value}
+    before = context.recorder.info.get("model") or {}
+    if any(before.get(key, value) != value for key, value in found.items()):
+        raise ConfigError(
+            "the clients' tables have other columns than when the run began, or the same in another order, "
             "allowed when resuming: the same clients and data"
         )
     return found

@@ -579,6 +579,7 @@ def test_what_cannot_be_in_a_run_json_is_one_line(of_shades, tmp_path):
         ("image_shape", [1, 8], "field 'image-shape' is"),
         ("classes", "two", "field 'num-classes' is"),
         ("class_names", ["cat"], "field 'classes' is"),
+        ("features", ["age"], "field 'features' is"),
         ("normalisation", {"mean": [0.1], "std": [-1.0]}, "field 'normalisation-std' is"),
     ):
         write_info(run.folder, {**info, "model": {**info["model"], key: wrong}})

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,6 +16,9 @@ from rich.text import Text
 
 from fedprune_app.cli.terminal import AS_IT_IS, Plugins, console, named_plugins, say, say_unsealed
 from fedprune_app.config import ConfigError
+
+if TYPE_CHECKING:
+    from fedprune_app.predicting import Prediction
 
 app = typer.Typer()
 _LOOK_SECONDS, _QUIET_LOOKS = 5, 3  # of `report --watch`
@@ -179,26 +182,34 @@ def _export_language_model(folder: Path, client: int | None, format: str, output
 @app.command()
 def predict(
     model: Annotated[Path, typer.Argument(metavar="MODEL")],
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...")],
-    top: Annotated[int, typer.Option("--top", help="How many classes to show for each image.", min=1)] = 1,
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...")],
+    top: Annotated[int, typer.Option("--top", help="How many classes to show for each example.", min=1)] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")] = False,
     build: Annotated[
         str, typer.Option("--build", help="FILE.py:FUNCTION that builds the network, for one of your own.")
     ] = "",
 ) -> None:
-    """Classify images with an exported model.
+    """Classify images, or rows of tables, with an exported model.
 
     MODEL is a file that `fedprune export --format safetensors` wrote.
-    Each IMAGE is a file. An image of another size is brought to the model's size.
+    Each FILE is an image, which is brought to the size of the model's images.
+    For a model that was trained on a table, a FILE is a CSV or Parquet table.
+    Its columns are found by their names.
     """
     from fedprune_app import plugins
     from fedprune_app.predicting import predictions
 
     function = plugins.function("build", str(Path(build).expanduser().absolute())) if build else None
     refused: list[ValueError] = []
-    found = predictions(model, images, top, function, refused.append)
+    found = predictions(model, files, top, function, refused.append)
     if as_json:
-        typer.echo(json.dumps({str(path): dict(best) for path, best in found}, indent=1))
+        by_file: dict[str, Any] = {}
+        for file, row, classes in found:
+            if row is None:
+                by_file[str(file)] = dict(classes)
+            else:
+                by_file.setdefault(str(file), []).append(dict(classes))
+        typer.echo(json.dumps(by_file, indent=1))
     elif found:
         _print_predictions(found)
     for error in refused:
@@ -207,11 +218,14 @@ def predict(
         raise typer.Exit(2)
 
 
-def _print_predictions(found: Sequence[tuple[Path, Sequence[tuple[str, float]]]]) -> None:
+def _print_predictions(found: Sequence[Prediction]) -> None:
+    of_rows = found[0].row is not None
     table = Table(box=None, pad_edge=False)
-    for column in ("image", "class", "probability"):
-        table.add_column(column, justify="right" if column == "probability" else "left")
-    for path, best in found:
-        for place, (name, share) in enumerate(best):
-            table.add_row("" if place else str(path), name, f"{share:.1%}")
+    for column in ("table", "row", "class", "probability") if of_rows else ("image", "class", "probability"):
+        table.add_column(column, justify="right" if column in ("row", "probability") else "left")
+    for file, row, classes in found:
+        example = [str(file), str(row)] if of_rows else [str(file)]
+        for name, share in classes:
+            table.add_row(*example, name, f"{share:.1%}")
+            example = [""] * len(example)
     Console(**AS_IT_IS).print(table)

@@ -6,13 +6,15 @@ from ``.npy`` files.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +25,6 @@ from fedprune_app.data.partitions import stratified_holdout
 from fedprune_app.files import locked
 
 log = logging.getLogger("flwr.fedprune")
-
-if TYPE_CHECKING:
-    pass
 
 Images = NDArray[Any]  # uint8, or float32 from a plug-in
 Labels = NDArray[np.int64]
@@ -40,7 +39,8 @@ class Dataset:
     a plug-in may hold float32 numbers instead. ``mean`` and ``std`` per channel are for images scaled to [0, 1], and
     for numbers as they are. ``owners`` (N,) says whose each training example is, as a number from 0 on, and -1 where it
     is nobody's; None where a dataset does not say that. Each number up to the highest one has an example.
-    ``test_owners`` says that of the test examples, and is -1 for who has no training example.
+    ``test_owners`` says that of the test examples, and is -1 for who has no training example. ``features`` are the
+    names of the C numbers of an example, in order, where numbers have names.
     """
 
     name: str
@@ -53,6 +53,7 @@ class Dataset:
     std: tuple[float, ...]
     owners: NDArray[np.int64] | None = None
     test_owners: NDArray[np.int64] | None = None
+    features: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for array in (self.train_images, self.train_labels, self.test_images, self.test_labels):
@@ -62,6 +63,11 @@ class Dataset:
     def num_classes(self) -> int:
         """Return the number of classes."""
         return len(self.classes)
+
+    @property
+    def features_digest(self) -> str:
+        """Return a SHA-256 of the names of the features in their order, which is empty without names."""
+        return hashlib.sha256(json.dumps(self.features).encode()).hexdigest() if self.features else ""
 
     @property
     def image_shape(self) -> tuple[int, int, int]:

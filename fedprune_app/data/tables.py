@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedprune_app.data.brought import scale
 from fedprune_app.data.datasets import Dataset, missing, owned_by
@@ -67,9 +69,24 @@ def table(
     coded = {part: np.array([numbers[name] for name in found], dtype=np.int64) for part, found in labels.items()}
     none = arrays["train"][:0], coded["train"][:0]
     test = (arrays["test"], coded["test"]) if "test" in arrays else none
-    owners, test_owners = _owners(frames, columns.owner)
+    owned = _owners(frames, columns.owner)
     mean, std = scale(arrays["train"], public_scale)
-    return Dataset("table", arrays["train"], coded["train"], *test, classes, mean, std, owners, test_owners)
+    names = tuple(features)
+    return Dataset("table", arrays["train"], coded["train"], *test, classes, mean, std, *owned, features=names)
+
+
+def rows(path: Path, features: Sequence[str]) -> NDArray[np.float32]:
+    """Read the columns ``features`` of a CSV or Parquet file, in this order, as float32 (N, F, 1, 1).
+
+    Other columns are not looked at. Raises a one-line ``ValueError`` naming the file and the column.
+    """
+    if path.suffix not in _SUFFIXES:
+        raise ValueError(f"file {str(path)!r} is no table, allowed: a file that ends in {' or '.join(_SUFFIXES)}")
+    if not path.is_file():
+        why = "is a folder" if path.is_dir() else "does not exist"
+        raise ValueError(f"table {str(path)!r} {why}, allowed: files of tables")
+    nothing_else = Columns(label="")
+    return _features(path, _read(path, nothing_else), features, nothing_else)
 
 
 def _file(folder: Path, part: str) -> Path | None:
@@ -148,7 +165,9 @@ def _error(path: Path | None, why: str, told: str = "") -> FileError:
     return FileError(path, "a table", why, told)
 
 
-def _features(path: Path | None, frame: pandas.DataFrame, features: list[str], columns: Columns) -> Any:
+def _features(
+    path: Path | None, frame: pandas.DataFrame, features: Sequence[str], columns: Columns
+) -> NDArray[np.float32]:
     """Return the features as float32 (N, F, 1, 1)."""
     for name in (columns.label, columns.owner):
         if name and name not in frame.columns:
@@ -160,7 +179,7 @@ def _features(path: Path | None, frame: pandas.DataFrame, features: list[str], c
     if missing_ones := [name for name in features if name not in frame.columns]:
         why = "which the training rows have"
         raise _error(path, f"has no column '{missing_ones[0]}', {why}", f"lacks a column {why}")
-    for name in (*features, columns.label):
+    for name in filter(None, (*features, columns.label)):
         if absent := int(frame[name].isna().sum()):
             why = f"has {absent} missing values in column '{name}', allowed: none"
             raise _error(path, why, "has missing values, allowed: none")
@@ -169,7 +188,7 @@ def _features(path: Path | None, frame: pandas.DataFrame, features: list[str], c
             allowed = "allowed: numbers (pandas.get_dummies makes columns of 0 and 1 from texts)"
             raise _error(path, f"has column '{name}' without numbers, {allowed}", f"has a column of texts, {allowed}")
     with np.errstate(over="ignore"):
-        numbers = frame[features].to_numpy(dtype=np.float32)
+        numbers: NDArray[np.float32] = frame[list(features)].to_numpy(dtype=np.float32)
     if not np.isfinite(numbers).all():
         raise _error(path, "has a number that is infinite, or too large for float32")
     return numbers[:, :, None, None]

@@ -12,6 +12,8 @@ from fedprune_app.core.bounds import LARGEST_SAID
 from fedprune_app.engine import wire
 
 _NAMES_SHOWN = 12
+# the network tells columns apart by their place alone
+_OTHER_COLUMNS = "other columns, or the same in another order, allowed: the same in the same order in all tables"
 _MOST_VALUES = 2**24  # of an image
 _MOST_OUTPUTS = 2**32  # an image's values times the classes: what a linear layer between them would hold
 _MOST_LAYERS, _MOST_DOCUMENTS = 1024, 64  # that a client of text names
@@ -89,6 +91,8 @@ class ImageClientInfo(ClientInfo):
     data_dir: str = ""
     mean: tuple[float, ...] = ()  # by channel, with which images are normalised; empty where this is not told
     std: tuple[float, ...] = ()
+    features: tuple[str, ...] = ()  # the columns of a dealt table, in order; empty for images
+    features_digest: str = ""  # of those of the client's own table
 
     @classmethod
     def facts(cls, fields: wire.Fields) -> dict[str, Any]:
@@ -107,10 +111,8 @@ class ImageClientInfo(ClientInfo):
             if not (is_list and all(type(n) is int and 0 <= n < 2**53 for n in values)):
                 raise ValueError(f"field 'labels-{part}' is {reprlib.repr(values)}, allowed: counts per class")
             counts[part] = list(values)
-        classes = fields.get("classes", [])
-        is_list = isinstance(classes, list) and len(classes) in (0, num_classes)
-        if not (is_list and all(isinstance(name, str) and len(name) <= 256 for name in classes)):
-            raise ValueError(f"field 'classes' is {reprlib.repr(classes)}, allowed: a name per class")
+        classes = _names(fields, "classes", num_classes, "class")
+        features = _names(fields, "features", math.prod(sizes), "number of an example")
         mean, std = (_by_channel(fields, name, sizes[0]) for name in ("normalisation-mean", "normalisation-std"))
         if len(mean) != len(std) or (std and min(std) <= 0):
             raise ValueError(
@@ -120,14 +122,18 @@ class ImageClientInfo(ClientInfo):
             "image_shape": (sizes[0], sizes[1], sizes[2]),
             "num_classes": num_classes,
             "label_counts": counts,
-            "classes": tuple(classes),
+            "classes": classes,
+            "features": features,
+            "features_digest": str(fields.get("features-digest", ""))[:64],
             "data_dir": str(fields.get("data-dir", ""))[:1024],
             "mean": mean,
             "std": std,
         }
 
     def common(self) -> tuple[Any, ...]:
-        return (*super().common(), self.own_data and self.classes, self.image_shape, self.num_classes)
+        classes = self.own_data and self.classes
+        columns = self.features, self.features_digest
+        return (*super().common(), classes, self.image_shape, self.num_classes, *columns)
 
     def description(self) -> dict[str, Any]:
         return dict(self.label_counts)
@@ -137,7 +143,9 @@ class ImageClientInfo(ClientInfo):
         if not (self.own_data and first.own_data):
             return super().contradicts(first)
         if self.classes == first.classes:
-            return ""
+            if self._has_columns_of(first):
+                return ""
+            return f"{first._place()} and {self._place()} have {_OTHER_COLUMNS}"
         here, there = sorted({*self.classes} - {*first.classes}), sorted({*first.classes} - {*self.classes})
         return (
             f"{first._place()} has the classes {_listed(first.classes)}; {self._place()} lacks {_listed(there)} and "
@@ -145,11 +153,18 @@ class ImageClientInfo(ClientInfo):
             "classes"
         )
 
+    def _has_columns_of(self, first: ImageClientInfo) -> bool:
+        """Return whether both have the same columns in the same order, as far as they tell."""
+        pairs = (self.features, first.features), (self.features_digest, first.features_digest)
+        return all(here == there or not (here and there) for here, there in pairs)
+
     def _place(self) -> str:
         return f"node {self.node_id}, data-dir {self.data_dir!r},"
 
     def unlike(self, first: ClientInfo) -> str:
         assert isinstance(first, ImageClientInfo)
+        if not self._has_columns_of(first):
+            return f"has {_OTHER_COLUMNS}"
         if (self.image_shape, self.num_classes) == (first.image_shape, first.num_classes):
             return ""
         there = f"{first.image_shape} of {first.num_classes}"
@@ -187,6 +202,15 @@ class TextClientInfo(ClientInfo):
 
 Roster = dict[int, ClientInfo]
 """The clients of a run by their numbers, ascending: Flower's node ids are random and unordered."""
+
+
+def _names(fields: wire.Fields, name: str, count: int, of: str) -> tuple[str, ...]:
+    """Read a list of ``count`` names, or none. Raises ``ValueError`` naming the field."""
+    values = fields.get(name, [])
+    is_list = isinstance(values, list) and len(values) in (0, count)
+    if not (is_list and all(isinstance(value, str) and len(value) <= 256 for value in values)):
+        raise ValueError(f"field '{name}' is {reprlib.repr(values)}, allowed: a name per {of}")
+    return tuple(values)
 
 
 def _by_channel(fields: wire.Fields, name: str, channels: int) -> tuple[float, ...]:

@@ -66,7 +66,8 @@ class ExportInfo:
     it is empty for a system that removes none. ``class_names`` are empty where classes are numbers. ``image_fit`` says
     how an image of another size is brought to the right one: "crop" or "stretch". ``inputs`` says what ``mean`` and
     ``std`` are of: "images" of 8 bits, which are scaled to [0, 1] before, or "numbers" as they are, as in a table.
-    "unknown" is for a plug-in's dataset that was not there when the model was exported.
+    "unknown" is for a plug-in's dataset that was not there when the model was exported. ``features`` are the names of a
+    table's columns in the order in which the network takes them; they are empty for all other data.
     """
 
     system: str
@@ -82,6 +83,7 @@ class ExportInfo:
     class_names: tuple[str, ...] = ()
     image_fit: str = "crop"
     inputs: str = "images"
+    features: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """Return the metadata of an export file, which :meth:`from_json` reads."""
@@ -112,6 +114,8 @@ class ExportInfo:
                 raise ValueError(f"'{key}' has {len(found[key])} numbers, allowed: {depth}, one per channel")
         if (count := len(found.get("class_names") or [])) not in (0, found["classes"]):
             raise ValueError(f"'class_names' has {count} names, allowed: {found['classes']}, or none")
+        if (count := len(found.get("features") or [])) not in (0, math.prod(found["image_shape"])):
+            raise ValueError(f"'features' has {count} names, allowed: {math.prod(found['image_shape'])}, or none")
         values: dict[str, Any] = {
             f.name: tuple(v) if isinstance(v := found[f.name], list) else v for f in fields(cls) if f.name in found
         }
@@ -327,6 +331,10 @@ def _is_list(value: object, is_one: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and all(map(is_one, value))
 
 
+def _is_names(value: object) -> bool:
+    return _is_list(value, lambda name: isinstance(name, str) and len(name) < _MAX_NAME)
+
+
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
@@ -334,7 +342,7 @@ def _short(value: object) -> str:
 
 _COUNT = 1 << 53
 _INPUTS = ("images", "numbers", "unknown")
-_LATER = ("class_names", "image_fit", "inputs")  # not in files of earlier versions
+_LATER = ("class_names", "image_fit", "inputs", "features")  # not in files of earlier versions
 _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "format": (lambda v: _is_whole(v, FORMAT, FORMAT), str(FORMAT)),
     "inputs": (lambda v: v in _INPUTS, ", ".join(_INPUTS)),
@@ -354,6 +362,7 @@ _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: isinstance(v, dict) and all(_is_list(one, lambda n: _is_whole(n, 0, _COUNT)) for one in v.values()),
         "an object of lists of whole numbers",
     ),
-    "class_names": (lambda v: _is_list(v, lambda n: isinstance(n, str) and len(n) < _MAX_NAME), "a list of names"),
+    "class_names": (_is_names, "a list of names"),
+    "features": (_is_names, "a list of names"),
     "image_fit": (lambda v: v in ("crop", "stretch"), "crop, stretch"),
 }

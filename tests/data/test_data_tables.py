@@ -5,18 +5,23 @@ from __future__ import annotations
 import json
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+import torch
 from PIL import Image
 from pyarrow import parquet
 
+from fedprune_app import cli
 from fedprune_app.data import leaf, splits
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.errors import FileError
 from fedprune_app.data.splits import DataConfig, label_counts
+from fedprune_app.predicting import predictions
+from fedprune_app.results.load import load_model, read_export_info
 
 
 @pytest.fixture(autouse=True)
@@ -296,6 +301,56 @@ def test_a_run_on_a_table(fedprune, clinics, tmp_path, system):
     assert rows[-1]["accuracy_personal_mean"] > 0.75  # who is older is more often ill
     code, said = fedprune("check-data", *given[:3])
     assert code == 0, said
+
+
+ON_CLINICS = ("owner-column=clinic", "partition=owners", "--clients", "3", "--engine", "inprocess", "--out", "run")
+
+
+@pytest.mark.parametrize("whose", [("--client", "1"), ("--global",)])
+def test_a_table_is_predicted_by_the_names_of_its_columns(fedprune, clinics, tmp_path, whose, capsys):
+    run = fedprune("run", "system=fedavg", "dataset=table", f"data-dir={clinics}", "num-server-rounds=2", *ON_CLINICS)
+    assert run[0] == 0, run[1]
+    assert fedprune("export", "run", *whose, "-o", "net.safetensors")[0] == 0
+    info = read_export_info(tmp_path / "net.safetensors")
+    assert info.features == ("age", "pressure", "smokes")
+    rows = patients(1500, 5)  # more than go through the network together
+    rows[["smokes", "label", "pressure", "age"]].assign(name="Ann").to_csv("other order.csv", index=False)
+    rows.drop(columns=["label", "clinic"]).to_parquet("rows.parquet")
+    files = [Path("rows.parquet"), Path("other order.csv")]
+    found = predictions(tmp_path / "net.safetensors", files, top=2)
+    inputs = torch.tensor(rows[list(info.features)].to_numpy(dtype=np.float32))
+    network = load_model(tmp_path / "net.safetensors")
+    shares = network(((inputs - torch.tensor(info.mean)) / torch.tensor(info.std))[:, :, None, None]).softmax(1)
+    for file in files:
+        mine = [each for each in found if each.file == file]
+        assert [each.row for each in mine] == list(range(1, 1501))
+        ill = torch.tensor([dict(each.classes)["ill"] for each in mine])
+        torch.testing.assert_close(ill, shares[:, 0].detach(), rtol=1e-4, atol=1e-5)
+    capsys.readouterr()
+    cli.app(["predict", "net.safetensors", "rows.parquet", "--json"], standalone_mode=False)
+    by_file = json.loads(capsys.readouterr().out)
+    assert [len(each) for each in by_file["rows.parquet"]] == [1] * 1500
+    rows.drop(columns="age").to_csv("no age.csv", index=False)
+    for file, wrong in (
+        ("no age.csv", "'no age.csv' has no column 'age', which the training rows have"),
+        ("rows.txt", "file 'rows.txt' is no table, allowed: a file that ends in .csv or .parquet"),
+        ("none.csv", "table 'none.csv' does not exist"),
+    ):
+        code, said = fedprune("predict", "net.safetensors", file)
+        assert code == 2
+        assert wrong in " ".join(said.split())
+
+
+def test_a_run_does_not_go_on_with_columns_in_another_order(fedprune, clinics, tmp_path):
+    run = ("run", "system=fedavg", "dataset=table", f"data-dir={clinics}", *ON_CLINICS)
+    assert fedprune(*run, "num-server-rounds=1")[0] == 0
+    whole = [pd.read_csv(clinics / f"{part}.csv") for part in ("train", "test")]
+    for part, rows in zip(("train", "test"), whole, strict=True):
+        rows[["pressure", "age", *rows.columns[2:]]].to_csv(clinics / f"{part}.csv", index=False)
+    splits.forget()
+    code, said = fedprune(*run, "num-server-rounds=2", "--resume")
+    assert code != 0
+    assert "other columns than when the run began, or the same in another order" in " ".join(said.split()), said
 
 
 # --- LEAF -------------------------------------------------------------------------------------------------------------

@@ -185,15 +185,15 @@ def test_predict_knows_what_was_learnt(fedprune, tmp_path, capsys):
     write(tmp_path / "night.jpg", (30, 50), 25, mode="RGB")  # another size, and coloured
     write(tmp_path / "day.png", (8, 8), 220)
     found = predictions(tmp_path / "net.safetensors", [tmp_path / "night.jpg", tmp_path / "day.png"], top=2)
-    assert [best[0][0] for _, best in found] == ["dark", "light"]
-    for _, best in found:
-        assert sum(share for _, share in best) == pytest.approx(1)
+    assert [each.classes[0][0] for each in found] == ["dark", "light"]
+    for each in found:
+        assert sum(share for _, share in each.classes) == pytest.approx(1)
     assert fedprune("predict", "net.safetensors", "day.png", "--top", "5", "--json")[0] == 0
     code, text = fedprune("predict", "net.safetensors", "none.png", "day.png", "--json")
     assert (code, "image 'none.png' does not exist" in " ".join(text.split())) == (2, True), text
     deep = np.full((8, 8), 2000, dtype=np.uint16)  # a dark picture of 16 bits
     Image.fromarray(deep).save(tmp_path / "deep.png")
-    assert predictions(tmp_path / "net.safetensors", [tmp_path / "deep.png"])[0][1][0][0] == "dark"
+    assert predictions(tmp_path / "net.safetensors", [tmp_path / "deep.png"])[0].classes[0][0] == "dark"
     for given, said in (
         (("net.safetensors", "none.png"), "image 'none.png' does not exist"),
         (("net.safetensors", "shades"), "image 'shades' is a folder"),

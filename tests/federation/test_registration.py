@@ -50,14 +50,14 @@ def test_a_node_that_cannot_start_is_left_out_with_its_reason():
     assert "data-dir" in left_out[0]
 
 
-def introduced(*said: tuple[int, dict[str, object]], clients: int = 4):
+def introduced(*said: tuple[int, dict[str, object]], clients: int = 4, **more):
     """The roster, and who is left out of it, where these partitions say this of themselves."""
 
     def lie(request, reply, partition):
         reply.content["fields"].update(dict(said).get(partition, {}))
         return reply
 
-    return register_clients(InProcessGrid(tampered_app(query=lie), clients, DEFAULTS), 30, KEY)
+    return register_clients(InProcessGrid(tampered_app(query=lie), clients, DEFAULTS), 30, KEY, **more)
 
 
 def test_two_nodes_of_one_partition_are_both_left_out_and_the_others_go_on():
@@ -81,6 +81,8 @@ def test_two_nodes_of_one_partition_are_both_left_out_and_the_others_go_on():
         ({"labels-test": ["\x1b[2J" * 10**5] * 10}, "field 'labels-test' is"),
         ({"labels-test": ["\x1b[2J" * 10**6] * 10}, "its reply is refused: it has 1 records and 40000"),
         ({"classes": ["x"] * 10**6}, "field 'classes' is"),
+        ({"features": ["x"] * 63}, "field 'features' is"),
+        ({"features": [1] * 64}, "field 'features' is"),
         ({"normalisation-mean": [0.1, 0.2]}, "is [0.1, 0.2], allowed: 1 numbers, one per channel"),
         ({"normalisation-mean": [math.nan]}, "field 'normalisation-mean' is [nan], allowed: 1 numbers"),
         ({"normalisation-mean": [1e101]}, "field 'normalisation-mean' is"),
@@ -103,6 +105,32 @@ def test_who_says_of_itself_what_cannot_be_is_left_out_alone(lie, says):
     assert says in reason
     assert len(reason) < 600
     assert reason.isprintable()
+
+
+COLUMNS = [f"x{k}" for k in range(64)]
+
+
+@pytest.mark.parametrize(
+    ("usual", "other"),
+    [({"features": COLUMNS}, {"features": COLUMNS[::-1]}), ({"features-digest": "a"}, {"features-digest": "b"})],
+    ids=["names", "digests"],
+)
+def test_whose_table_has_its_columns_in_another_order_is_left_out(usual, other):
+    """A network tells columns apart by their place, so that the average of both would be of no use to anybody."""
+    roster, (reason,) = introduced((0, other), *((partition, usual) for partition in (1, 2)))
+    assert list(roster) == [1, 2, 3]  # client 3 tells no columns, as one of an earlier version
+    assert "client 0 is unlike most: has other columns, or the same in another order, allowed: the same" in reason
+
+
+def test_in_a_tie_of_own_tables_the_run_stops_and_names_both():
+    own = {"own-data": True, "classes": [], **NO_SCALE}
+    said = [(k, {**own, "data-dir": f"/{k}", "features-digest": str(k % 2)}) for k in range(2)]
+    grid = InProcessGrid(client_app.app, 2, DEFAULTS)
+    numbers = {node: context.node_config["partition-id"] for node, context in grid._contexts.items()}
+    with pytest.raises(ValueError, match="have other columns, or the same in another order") as error:
+        introduced(*said, clients=2, numbers=numbers)
+    assert "'/0'" in str(error.value)
+    assert "'/1'" in str(error.value)
 
 
 def test_who_divides_the_data_among_another_number_of_clients_is_left_out():
