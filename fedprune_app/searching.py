@@ -252,7 +252,8 @@ def search(
 ) -> Found:
     """Make all trials of a search, each by ``run(config, folder)``, and return what was found.
 
-    Trials that were made before, in the same ``out``, count. A trial whose run fails counts for nothing. Raises
+    Trials that were made before, in the same ``out``, count. A trial whose run fails counts for nothing, and one that
+    draws the settings of an earlier trial takes its value without a run. Raises
     :class:`LaunchError` if no trial succeeded, and :class:`ConfigError` if ``out`` has another search.
     """
     optuna = _optuna()
@@ -277,21 +278,35 @@ def search(
     while open_trial := _next_trial(optuna, study, asked, distributions):
         number, drawn = open_trial
         words = ", ".join(f"{key}={value}" for key, value in drawn.items())
-        say("", f"({number + 1}/{asked.trials}) {words}")
+        same = next((trial for trial in _different(optuna, study) if trial.params == drawn), None)
+        said = f": as trial {same.number + 1}, whose value counts" if same else ""
+        say("", f"({number + 1}/{asked.trials}) {words}{said}")
         try:
-            value = _value_of(asked, number, drawn, out, run)
+            value = same.value if same else _value_of(asked, number, drawn, out, run)
         except (LaunchError, ConfigError) as error:
             say("failed", f" trial {number + 1}: {' '.join(str(error).split())}")
             study.tell(number, state=optuna.trial.TrialState.FAIL)
         else:
             study.tell(number, value)
         _write_table(out / TABLE, study, asked)
-    done = [trial for trial in study.trials if trial.state == optuna.trial.TrialState.COMPLETE]
+    done = _different(optuna, study)
     if not done:
         raise LaunchError(f"none of {asked.trials} trials succeeded")
     _write_table(out / TABLE, study, asked)  # the process may have been killed before it wrote the last trial's row
     runs = [load_run(out / _name(trial.number, seed)) for trial in done for seed in asked.seeds]
     return Found(dict(study.best_params), float(study.best_value), tuple(runs), out / TABLE)
+
+
+def _different(optuna: Any, study: optuna.Study) -> list[Any]:
+    """Return the trials that have a value, of those with the same settings the first.
+
+    The same settings and seeds make the same run. A second one would cost its time, and count as another seed.
+    """
+    found: list[Any] = []
+    for trial in study.trials:
+        if trial.state == optuna.trial.TrialState.COMPLETE and all(trial.params != each.params for each in found):
+            found.append(trial)
+    return found
 
 
 def _next_trial(

@@ -78,6 +78,18 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_trials(tmp_path, monkeypa
     assert rows(tmp_path / "stopped") == rows(tmp_path / "whole")
 
 
+def test_settings_that_are_drawn_again_are_not_run_again_and_count_once(tmp_path):
+    search = {"trials": 5, "sampler": "random", "space": {"momentum": [0.0, 0.9]}}
+    runs = fedprune_app.sweep({**DOCUMENT, "search": search}, out=tmp_path / "s", **QUICK)
+    found = rows(tmp_path / "s")
+    assert [row["state"] for row in found] == ["complete"] * 5
+    values = {row["momentum"]: row["accuracy_validation_mean"] for row in found}
+    assert [row["accuracy_validation_mean"] for row in found] == [values[row["momentum"]] for row in found]
+    firsts = sorted(min(int(row["trial"]) for row in found if row["momentum"] == value) for value in values)
+    assert [run.folder.name for run in runs] == [f"trial{first:03d}-seed0" for first in firsts]
+    assert [path.name for path in sorted((tmp_path / "s").glob("trial*"))] == [run.folder.name for run in runs]
+
+
 def test_a_trial_that_fails_stops_no_other(tmp_path, monkeypatch):
     real, count = searching._value_of, []
 
