@@ -288,6 +288,13 @@ def test_a_run_is_resumed_and_exported_where_the_code_is_named_again(fedprune, f
     assert model(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
     Image.new("L", (8, 8), 9).save("one.png")
     assert fedprune("predict", "net.safetensors", "one.png", "--build", "mine.py:net")[0] == 0
+    write(
+        files / "other.py",
+        "from torch import nn\ndef net(shape, classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n",
+    )
+    code, said = fedprune("predict", "net.safetensors", "one.png", "--build", "other.py:net")
+    assert code == 2
+    assert "the network of build may be another than the one that was exported" in " ".join(said.split())
     code, said = fedprune("predict", "net.safetensors", "one.png", "--build", "mine.py:none")
     assert (code, "mine.py:none', allowed: file.py:function" in " ".join(said.split())) == (2, True)
 

@@ -165,7 +165,7 @@ def load_model(path: str | PathLike[str], *, build: Build | None = None, sparse:
     try:
         network = network_of(found.info, found.payload, build)
     except ValueError as error:
-        raise ValueError(f"exported model {str(path)!r}: {error}") from None
+        raise ValueError(f"exported model {str(path)!r}: {error}{_doubt(build)}") from None
     _check_digests(path, found)  # last, because a digest cannot say what is wrong
     if sparse:
         sparsify(network)
@@ -182,7 +182,7 @@ def network_of(info: ExportInfo, payload: Payload, build: Build | None = None) -
     build = build or BUILDERS.get(info.model)
     model = architecture(info.model, info.image_shape, info.classes, build)
     full = {name: tensor.shape for name, tensor in named_tensors(model).items()}
-    for name in full.keys() ^ payload.tensors.keys():
+    for name in sorted(full.keys() ^ payload.tensors.keys()):
         raise ValueError(f"tensor {name!r} is {'missing' if name in full else 'not in the model'}")
     for name, tensor in payload.tensors.items():
         _check_tensor(name, tensor, full[name], bool(info.channels))
@@ -270,13 +270,20 @@ def _read(path: Path, with_tensors: bool, build: Build | None = None) -> _Found:
         model = architecture(info.model, info.image_shape, info.classes, build)
         # the values, and one byte per element of a mask
         needed = sum(tensor.numel() * (tensor.element_size() + 1) for tensor in named_tensors(model).values())
-        payload = codec.decode({codec.KEY: body.numpy()}, max_bytes=min(needed, MAX_FILE_BYTES))
+        try:
+            payload = codec.decode({codec.KEY: body.numpy()}, max_bytes=min(needed, MAX_FILE_BYTES))
+        except ValueError as error:
+            raise ValueError(f"{error}{_doubt(build)}") from None
         return _Found(info, text, body, payload)
     except OSError as error:
         reason = "it is a folder, allowed: a file" if Path(path).is_dir() else error.strerror or error
         raise ValueError(f"exported model {str(path)!r} cannot be read: {reason}") from None
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"exported model {str(path)!r}: {str(error).splitlines()[0]}") from None
+
+
+def _doubt(build: Build | None) -> str:
+    return "; the network of build may be another than the one that was exported" if build else ""
 
 
 def _of(tensors: Mapping[str, Tensor], names: list[str]) -> dict[str, Tensor]:
