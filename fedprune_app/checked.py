@@ -12,7 +12,7 @@ import torch
 
 from clients.fedspallm import evaluation_texts, evaluation_windows, language_model
 from fedprune_app.config import Config
-from fedprune_app.data.datasets import Dataset
+from fedprune_app.data.datasets import Dataset, Images
 from fedprune_app.data.errors import shortened
 from fedprune_app.data.folders import unread
 from fedprune_app.data.names import OWNERS
@@ -69,6 +69,11 @@ def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
     rows.append(("values", f"{low:g} to {high:g}, {dataset.train_images.dtype}"))
     if low == high:
         doubts.append("all training examples are the same")
+    if dataset.image_shape[0] == 3 and dataset.train_images.dtype == np.uint8:
+        for part, images in (("training", dataset.train_images), ("test", dataset.test_images)):
+            coloured = sum(map(_coloured, np.array_split(images, len(images) // 1000 + 1)))
+            if 0 < coloured < len(images) / 2:
+                doubts.append(f"{coloured:,} of {len(images):,} {part} images are coloured, and the others are grey")
     if dataset.owners is not None:
         owners = np.bincount(dataset.owners[dataset.owners >= 0])
         each = f", with {_spread(owners.tolist())} training examples each" if len(owners) else ""
@@ -81,6 +86,11 @@ def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
     if twice := len(train) - len(set(train)):
         doubts.append(f"{twice:,} training examples are there more than once")
     return rows, doubts
+
+
+def _coloured(images: Images) -> int:
+    """Return how many images (N, 3, H, W) are not grey."""
+    return int((images[:, :1] != images[:, 1:]).any(axis=(1, 2, 3)).sum())
 
 
 def _texts_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:

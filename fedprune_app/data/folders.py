@@ -213,6 +213,7 @@ def _from_folder(
     owners: Sequence[str] | None = None,
 ) -> Dataset:
     train, test = splits if len(splits) == 2 else (splits[0], (splits[0][0][:0], splits[0][1][:0]))
+    train, test = _as_deep_as(test, train), _as_deep_as(train, test)
     if train[0].shape[1:] != test[0].shape[1:]:
         shapes = f"{train[0].shape[1:]} in train, {test[0].shape[1:]} in test"
         raise ValueError(f"data-dir '{folder}': images have shape {shapes} (channels, height, width)")
@@ -221,6 +222,12 @@ def _from_folder(
     elif len(mean) == 1:
         mean, std = mean * train[0].shape[1], std * train[0].shape[1]
     return Dataset(name, *train, *test, classes, mean, std, owned_by(owners)[0] if owners is not None else None)
+
+
+def _as_deep_as(other: Split, part: Split) -> Split:
+    """Return a part with three channels if the other part has them, as a part has of which one image is coloured."""
+    images, labels = part
+    return (np.repeat(images, 3, axis=1), labels) if (images.shape[1], other[0].shape[1]) == (1, 3) else part
 
 
 def _decoded(folder: Path, part: str, members: list[Member], form: Form) -> Split:

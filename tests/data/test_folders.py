@@ -61,6 +61,28 @@ def test_images_of_several_sizes_become_squares_of_one(mixed):
         assert load_dataset("image-folder", mixed, image_size=16, image_fit=fit).image_shape == (1, 16, 16)
 
 
+@pytest.mark.parametrize(("part", "other"), [("train", "test"), ("test", "train")])
+def test_one_coloured_image_gives_both_parts_three_channels(fedprune, tmp_path, part, other):
+    for each in ("train", "test"):
+        for name in ("cat", "dog"):
+            for k in range(3):
+                write(tmp_path / "data" / each / name / f"{k}.png")
+    Image.new("RGB", (8, 6), (200, 10, 10)).save(tmp_path / "data" / part / "dog" / "2.png")
+    data = load_dataset("image-folder", tmp_path / "data")
+    images = {"train": data.train_images, "test": data.test_images}
+    assert images[part].shape == images[other].shape == (6, 3, 6, 8)
+    assert (images[other] == images[other][:, :1]).all()
+    grey = np.asarray(Image.open(tmp_path / "data" / other / "dog" / "2.png"))
+    np.testing.assert_array_equal(images[other][5, 0], grey)
+    assert data.image_shape == (3, 6, 8)
+    assert len(data.mean) == len(data.std) == 3
+    code, said = fedprune("check-data", "dataset=image-folder", "data-dir=data")
+    assert code == 0, said
+    named = "training" if part == "train" else "test"
+    assert f"1 of 6 {named} images are coloured, and the others are grey" in " ".join(said.split())
+    assert "0 of 6" not in said
+
+
 def test_crop_cuts_around_the_middle_and_stretch_cuts_nothing(tmp_path):
     pixels = np.zeros((10, 30), np.uint8)
     pixels[:, 10:20] = 200  # the middle third is light
