@@ -121,14 +121,18 @@ class MLflow:
         number = experiment.experiment_id if experiment else self._client.create_experiment(name)
         # the run's key finds the run again when fedprune resumes it
         key = str(info.get("run_key") or folder.name)
+        settings = {name: str(value)[:6000] for name, value in _settings(info).items()}
         found = self._client.search_runs([number], f"tags.`fedprune.run_key` = '{key}'", max_results=1)
         if found:
             self._run = found[0].info.run_id
             self._client.update_run(self._run, status="RUNNING")
+            for name, value in settings.items():  # MLflow's parameters are written once
+                if found[0].data.params.get(name) != value:
+                    self._client.set_tag(self._run, f"fedprune.resumed.{name}", value)
             return
         tags = {"fedprune.run_key": key, "fedprune.folder": str(folder)}
         self._run = self._client.create_run(number, run_name=f"{info['system']} {folder.name}", tags=tags).info.run_id
-        params = [mlflow.entities.Param(key, str(value)[:6000]) for key, value in _settings(info).items()]
+        params = [mlflow.entities.Param(name, value) for name, value in settings.items()]
         for start in range(0, len(params), _AT_ONCE):
             self._client.log_batch(self._run, params=params[start : start + _AT_ONCE])
 

@@ -17,10 +17,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 CONFIG = {"system": "fedavg", "seed": 3, "learning-rate": 0.1, "data-dir": ""}
 
 
-def record(folder, kind, rounds=(1, 2), resume=0):
+def record(folder, kind, rounds=(1, 2), resume=0, settings=CONFIG):
     recorder = Recorder(folder, tracking=kind)
     if resume:
         recorder.reopen()
+        recorder.annotate(config=settings)
         recorder.resume(resume)
     else:
         recorder.start(CONFIG, 3, {"run_key": "0123456789abcdef"})
@@ -55,9 +56,13 @@ def test_mlflow_has_the_numbers_and_the_settings_and_goes_on_in_the_same_run(tmp
     assert run.info.status == "FINISHED"
     assert run.data.params == {"system": "fedavg", "seed": "3", "learning-rate": "0.1"}
     assert history(client, run) == [(1, 0.1), (2, 0.2)]
-    record(tmp_path / "run", "mlflow", rounds=[3], resume=2)
+    record(tmp_path / "run", "mlflow", rounds=[3], resume=2, settings={**CONFIG, "learning-rate": 0.2})
     (again,) = client.search_runs([number])
     assert history(client, again) == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    assert again.data.params == run.data.params
+    assert {name: value for name, value in again.data.tags.items() if name.startswith("fedprune.resumed.")} == {
+        "fedprune.resumed.learning-rate": "0.2"
+    }
 
 
 def test_trackio_has_the_numbers_and_the_settings(tmp_path):
