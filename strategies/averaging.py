@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -16,8 +15,6 @@ from fedprune_app.core.robust import BoundedMean, TrimmedMean
 from fedprune_app.federation.exchanges import Exchanges
 from fedprune_app.federation.round import Round, RunContext
 from strategies.base import FederatedStrategy
-
-log = logging.getLogger("flwr.fedprune")
 
 
 class AveragingStrategy(FederatedStrategy):
@@ -83,9 +80,6 @@ class AveragingStrategy(FederatedStrategy):
             and (stayed := mean.stayed)
         ):
             what = "" if len(stayed) == len(self.model) else f" in {len(stayed)} of the model's tensors"
-            note = (
-                f"too few replies for robust-trim {self.config.robust_trim:g} to leave any out: they move nothing{what}"
-            )
-            round.log.notes.append(note)
-            log.warning("round %d: %s", round.number, note)
+            trim = f"robust-trim {self.config.robust_trim:g}"
+            round.log.say(f"too few replies for {trim} to leave any out: they move nothing{what}")
         return super().after(round, exchanges)

@@ -23,7 +23,6 @@ Edge Computing", Algorithms 1 and 2. The client half is ``clients/fedltp.py``; t
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Mapping
 from itertools import groupby
@@ -47,7 +46,6 @@ from fedprune_app.federation.round import Outgoing, Round, RunContext
 from strategies.dpfed import DPFed
 from strategies.tickets import winning_ticket
 
-log = logging.getLogger("flwr.fedprune")
 _SCALES = 40  # how far noise may take a score: beyond with probability e^-40, or by a client that makes it up
 
 
@@ -165,9 +163,7 @@ class FedLTP(DPFed):
                 self.best, self.best_model = (round.number, score_now), self.model
         elif self.best[0] == 0:
             self.best_model = self.model
-            note = "no score of any round was accepted so far, so the newest model is evaluated and kept"
-            round.log.notes.append(note)
-            log.warning("%s", note)
+            round.log.say("no score of any round was accepted so far, so the newest model is evaluated and kept")
         up, down = round.log.bytes_up - bytes_before[0], round.log.bytes_down - bytes_before[1]
         columns |= {"validation_bytes_up": up, "validation_bytes_down": down, "best_round": self.best[0]}
         return columns

@@ -19,7 +19,6 @@ with ``fedspallm.expansion = "global"`` the means and counts of all layers wait 
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -59,8 +58,6 @@ from strategies.pruned_model import (
     together,
 )
 from strategies.recovery import Recovery
-
-log = logging.getLogger("flwr.fedprune")
 
 
 def _progress_in(folder: Path, run_key: str) -> VersionedStore:
@@ -235,9 +232,7 @@ class FedSpaLLM(FederatedStrategy):
         moved, total = (sum(row.get(key, 0) for row in rows) for key in ("moved", "weights"))
         if all("moved" in row for row in rows) and moved <= _LITTLE * total:
             said = "every layer had its density before, and only a lower density would prune more"
-            note = f"round {round.number} changed {moved:,} of {total:,} weights: {said}"
-            round.log.notes.append(note)
-            log.warning("%s", note)
+            round.log.say(f"round {round.number} changed {moved:,} of {total:,} weights: {said}")
 
     def _prune_layer(self, round: Round, layer: int, exchanges: Exchanges) -> None:
         self._layer, pruners = layer, self._pruners[layer]
@@ -336,9 +331,7 @@ class FedSpaLLM(FederatedStrategy):
             return
         mean = self._mean.mean()
         if not mean.tensors:
-            note = f"decoder layer {layer} was pruned by nobody in round {round.number}: it stays as it was"
-            round.log.notes.append(note)
-            log.warning("%s", note)
+            round.log.say(f"decoder layer {layer} was pruned by nobody in round {round.number}: it stays as it was")
             return
         entries = sum(mask.numel() for mask in mean.masks.values())
         row |= {

@@ -70,7 +70,10 @@ class RoundLog:
 
     def note(self, client: int, text: str) -> None:
         """Record, once, what a client lost or what was left out because of it."""
-        line = f"client {client}: {wire.one_line(text)[:_NOTE]}"
+        self.say(f"client {client}: {wire.one_line(text)[:_NOTE]}")
+
+    def say(self, line: str) -> None:
+        """Record, once, a line on the round that its numbers do not tell, and log the line."""
         if line not in self.notes:
             self.notes.append(line)
             log.warning("%s", line)
