@@ -47,6 +47,7 @@ __all__ = [
     "load_run",
     "masks",
     "model",
+    "predict",
     "report",
     "run",
     "sparsify",
@@ -55,6 +56,8 @@ __all__ = [
 
 if TYPE_CHECKING:
     from fedprune_app.exporting import Exportable
+    from fedprune_app.models.vision import Build
+    from fedprune_app.predicting import Prediction
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -328,3 +331,22 @@ def export(
     form, trusted = format_of(path, format), _trusted(plugins)
     export_model(folder, client, form, path, force=force, state_dir=state, data_dir=data, trusted=trusted)
     return path
+
+
+@_in_python
+def predict(
+    model: AnyPath, files: AnyPath | Sequence[AnyPath], *, top: int = 1, build: Build | None = None
+) -> list[Prediction]:
+    """Return the ``top`` likeliest classes of each image, or of each row of a table, by a ``model`` of :func:`export`.
+
+    The files are images; for a model that was trained on a table they are CSV or Parquet files, whose columns are found
+    by their names. A prediction has the ``file``, the ``row`` from 1 on, which is None for an image, and ``classes``,
+    pairs of a name and a probability with the likeliest first. ``build`` is as for :func:`load_model`. Raises
+    ``ValueError`` naming the file that cannot be classified.
+    """
+    from fedprune_app.predicting import predictions
+
+    if not isinstance(top, Integral) or isinstance(top, bool) or top < 1:
+        raise ValueError(f"top is {top!r}, allowed: a whole number, at least 1")
+    several = [files] if isinstance(files, str | PathLike) else files
+    return predictions(_path("model", model), [_path("files", each) for each in several], int(top), build)

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 from pyarrow import parquet
 
+import fedprune_app
 from fedprune_app import cli
 from fedprune_app.data import leaf, splits
 from fedprune_app.data.datasets import load_dataset
@@ -321,6 +322,7 @@ def test_a_table_is_predicted_by_the_names_of_its_columns(fedprune, clinics, tmp
     inputs = torch.tensor(rows[list(info.features)].to_numpy(dtype=np.float32))
     network = load_model(tmp_path / "net.safetensors")
     shares = network(((inputs - torch.tensor(info.mean)) / torch.tensor(info.std))[:, :, None, None]).softmax(1)
+    assert fedprune_app.predict("net.safetensors", "rows.parquet", top=2) == found[:1500]
     for file in files:
         mine = [each for each in found if each.file == file]
         assert [each.row for each in mine] == list(range(1, 1501))
