@@ -84,10 +84,11 @@ def claims(sections: Mapping[str, Sequence[Bar]]) -> Figure:
 
 def course(found: Sequence[Series]) -> Figure:
     """Left: mean accuracy of the personal models by round. Right: the last one, by megabytes of the busiest node."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    by_round, by_bytes = figure.subplots(1, 2, sharey=True)
+    figure = Figure(figsize=(10, 3.6 + 0.17 * -(-len(found) // 3)), layout="constrained")
+    by_round, by_bytes = figure.subplots(1, 2)
     for number, series in enumerate(found):
-        colour, dash = COLOURS[number % len(COLOURS)], ("-", "--", ":")[number // len(COLOURS)]
+        colour, again = COLOURS[number % len(COLOURS)], number // len(COLOURS)
+        dash, marker = ("-", "--", ":")[again], ("o", "s", "^")[again]
         points: dict[int, list[float]] = {}
         for seed in series.course.values():
             by_round.plot(*zip(*seed, strict=True), color=colour, linewidth=0.8, alpha=0.4, linestyle=dash)
@@ -95,11 +96,17 @@ def course(found: Sequence[Series]) -> Figure:
                 points.setdefault(when, []).append(value)
         means = sorted((when, sum(values) / len(values)) for when, values in points.items())
         by_round.plot(*zip(*means, strict=True), color=colour, linewidth=2, linestyle=dash, label=series.label)
-        by_bytes.plot(*zip(*series.last.values(), strict=True), marker="o", color=colour, **DOT_STYLE | {"alpha": 0.9})
+        by_bytes.plot(
+            *zip(*series.last.values(), strict=True), marker=marker, color=colour, **DOT_STYLE | {"alpha": 0.9}
+        )
     by_round.set_xlabel("round")
-    by_round.set_ylabel("personal accuracy, %, mean of the clients")
+    by_round.set_ylabel("personal accuracy, %, mean of clients")
     by_bytes.set_xlabel("busiest node, MB a round")
-    by_bytes.tick_params(labelleft=True)
+    megabytes = [point[0] for series in found for point in series.last.values()]
+    if min(megabytes) > 0 and max(megabytes) > 30 * min(megabytes):  # else one system pushes all others together
+        by_bytes.set_xscale("log")
+        by_bytes.xaxis.set_major_formatter("{x:g}")
+    by_bytes.set_ylabel("last personal accuracy, %, mean of clients")
     figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
@@ -109,7 +116,7 @@ def drawn_from(figure: Figure) -> str:
     said: list[Any] = []
     for panel in figure.axes:
         ticks = [label.get_text() for label in panel.get_yticklabels()] if panel.get_title(loc="left") else []
-        said.append([panel.get_title(loc="left"), panel.get_xlabel(), panel.get_ylabel(), ticks])
+        said.append([panel.get_title(loc="left"), panel.get_xlabel(), panel.get_ylabel(), panel.get_xscale(), ticks])
         for line in panel.lines:
             points = [[round(float(value), 6) for value in axis] for axis in (line.get_xdata(), line.get_ydata())]
             said.append([points, line.get_color(), line.get_linestyle(), line.get_marker(), line.get_label()])

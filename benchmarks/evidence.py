@@ -290,7 +290,8 @@ def _series(name: str) -> list[drawn.Series]:
     rows = sorted(read(name), key=_by_setting)
     found = {}
     for row, settings in zip(rows, differing(rows), strict=True):
-        shown = (f"{key.rpartition('.')[2]} {value}" for key, value in settings if value != "")
+        told = [(key, value) for key, value in settings if key not in OF_FEW_ROWS or key == "drop-probability"]
+        shown = (f"{key.rpartition('.')[2]} {value}" for key, value in told if value != "")
         found[row["settings"]] = drawn.Series(", ".join([row["system"], *shown]))
     for row in read(f"{name}.rounds"):
         point = int(row["round"]), float(row["personal"])
@@ -306,6 +307,10 @@ def _by_setting(row: Row) -> tuple[str, str, int]:
     return row["system"], row["settings"], int(row["seed"])
 
 
+OF_FEW_ROWS = {"dispfl.dropped", "dispfl.topology", "drop-probability"}
+"""These settings are left out of the names of rows that have their defaults."""
+
+
 def differing(rows: Sequence[Row]) -> list[list[tuple[str, Any]]]:
     """Of each row those settings in which the rows of its system differ."""
     found = []
@@ -314,7 +319,8 @@ def differing(rows: Sequence[Row]) -> list[list[tuple[str, Any]]]:
         keys = sorted({key for settings in of_system for key in settings})
         values = {key: {json.dumps(each.get(key, DEFAULTS[key])) for each in of_system} for key in keys}
         own = json.loads(row["settings"])
-        found.append([(key, own.get(key, DEFAULTS[key])) for key in keys if len(values[key]) > 1])
+        shown = [key for key in keys if len(values[key]) > 1 and not (key in OF_FEW_ROWS and key not in own)]
+        found.append([(key, own.get(key, DEFAULTS[key])) for key in shown])
     return found
 
 
