@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import zip_longest
@@ -81,15 +82,12 @@ def _normalisation(context: RunContext) -> dict[str, list[float]]:
 def _columns(context: RunContext) -> dict[str, Any]:
     """Return what run.json tells of a table's columns: their names, or a digest of them where clients keep the names.
 
-    They are the same for all clients that tell them. Raises :class:`ConfigError` where a run is resumed with other
-    ones, or with the same ones in another order.
+    They are what most clients tell, so that a single client cannot make a table of images. Raises
+    :class:`ConfigError` where a run is resumed with other columns, or with the same ones in another order.
     """
     infos = [info for info in context.clients.values() if isinstance(info, ImageClientInfo)]
-    told = {
-        "features": next((list(info.features) for info in infos if info.features), None),
-        "features_digest": next((info.features_digest for info in infos if info.features_digest), None),
-    }
-    found = {key: value for key, value in told.items() if value}
+    ((names, digest), _), *_ = Counter((info.features, info.features_digest) for info in infos).most_common(1)
+    found = {key: value for key, value in (("features", list(names)), ("features_digest", digest)) if value}
     before = context.recorder.info.get("model") or {}
     if any(before.get(key, value) != value for key, value in found.items()):
         raise ConfigError(

@@ -548,10 +548,11 @@ def test_a_private_run_tells_no_normalisation_since_its_own_does_not_follow_from
     refused(run.folder, None, tmp_path, "has the class 'dog', allowed in its place: 'cat'")
 
 
-def test_a_client_that_lies_about_normalisation_does_not_change_what_the_run_records(of_shades):
+def test_a_client_that_lies_about_its_data_does_not_change_what_the_run_records(of_shades):
     def lie(request, reply, partition):
         if partition == 0:
-            reply.content["fields"].update({"normalisation-mean": [0.0], "normalisation-std": [9.0]})
+            lies = {"normalisation-mean": [0.0], "normalisation-std": [9.0], "features": [f"x{k}" for k in range(64)]}
+            reply.content["fields"].update(lies)
         return reply
 
     run, folder = of_shades(tampered_app(query=lie))
@@ -560,6 +561,7 @@ def test_a_client_that_lies_about_normalisation_does_not_change_what_the_run_rec
         "mean": pytest.approx([pixels.mean()]),
         "std": pytest.approx([pixels.std()]),
     }
+    assert "features" not in run.info["model"]
 
 
 def test_a_run_does_not_go_on_with_images_that_are_normalised_otherwise(of_shades):
