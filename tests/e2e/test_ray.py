@@ -121,10 +121,11 @@ def test_clients_that_die_raise_or_never_answer_are_left_out_and_the_run_goes_on
 @pytest.mark.programs
 def test_an_interrupted_run_stops_everything_it_started_and_resumes_to_the_same_models(tmp_path):
     out, whole = tmp_path / "cut", tmp_path / "whole"
-    settings = ["num-server-rounds=24", "local-epochs=2", "evaluate-every=8"]
+    settings = ["local-epochs=2", "evaluate-every=8"]
     options = ["--clients", "6", "--workers", "1"]
+    many = "num-server-rounds=5000"  # minutes, so that the run cannot end before it is killed
     process = subprocess.Popen(
-        [*COMMAND, "run", *settings, *options, "--out", str(out)], stderr=subprocess.PIPE, text=True
+        [*COMMAND, "run", *settings, many, *options, "--out", str(out)], stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 1000
     while not (out / "rounds.jsonl").exists() or len(read(out, "rounds.jsonl")) < 3:
@@ -135,12 +136,14 @@ def test_an_interrupted_run_stops_everything_it_started_and_resumes_to_the_same_
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     assert not psutil.wait_procs(family, timeout=200)[1], "processes are left behind"
-    assert len(read(out, "rounds.jsonl")) < 24, "the killed run went on to its end"
-    resumed = [*COMMAND, "run", "--resume", "--engine", "inprocess", *options[:2], "--out", str(out)]
+    assert run_info(out)["status"] == "running", "the killed run went on to its end"
+    rounds = len(read(out, "rounds.jsonl")) + 5
+    settings.append(f"num-server-rounds={rounds}")
+    resumed = [*COMMAND, "run", "--resume", settings[-1], "--engine", "inprocess", *options[:2], "--out", str(out)]
     done = subprocess.run(resumed, capture_output=True, text=True, timeout=1000)
     assert done.returncode == 0, done.stderr
     assert run_info(out)["status"] == "completed"
-    assert [row["round"] for row in read(out, "rounds.jsonl")] == list(range(1, 25))
+    assert [row["round"] for row in read(out, "rounds.jsonl")] == list(range(1, rounds + 1))
     command = [*COMMAND, "run", *settings, "--engine", "inprocess", *options[:2], "--out", str(whole)]
     subprocess.run(command, check=True, capture_output=True, timeout=1000)
     assert run_info(out)["final_sha256"] == run_info(whole)["final_sha256"]
@@ -149,7 +152,7 @@ def test_an_interrupted_run_stops_everything_it_started_and_resumes_to_the_same_
 @pytest.mark.programs
 def test_ctrl_c_ends_everything_the_run_started_and_says_so(tmp_path):
     out = tmp_path / "run"
-    command = [*COMMAND, "run", "num-server-rounds=500", "--clients", "4", "--workers", "1", "--out", str(out)]
+    command = [*COMMAND, "run", "num-server-rounds=5000", "--clients", "4", "--workers", "1", "--out", str(out)]
     # whoever runs the tests in the background has SIGINT ignored, and so would the child
     listens = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=listens)
