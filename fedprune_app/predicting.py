@@ -56,6 +56,7 @@ def predictions(
     found = []
     for path in files:
         try:
+            _check_file(path, "table" if info.features else "image")
             examples = _rows(path, info) if info.features else _pixels(path, info)[None]
         except ValueError as error:
             if refuse is None:
@@ -87,6 +88,12 @@ class _Classifier:
         return found
 
 
+def _check_file(path: Path, kind: str) -> None:
+    if not path.is_file():
+        why = "is a folder" if path.is_dir() else "does not exist"
+        raise ValueError(f"{kind} {str(path)!r} {why}, allowed: files of {kind}s")
+
+
 def _rows(path: Path, info: ExportInfo) -> Tensor:
     """Return a table's rows as float32 (N, C, H, W). Raises a one-line ``ValueError`` that names the file."""
     return torch.from_numpy(tables.rows(path, info.features)).view(-1, *info.image_shape)
@@ -94,7 +101,4 @@ def _rows(path: Path, info: ExportInfo) -> Tensor:
 
 def _pixels(path: Path, info: ExportInfo) -> Tensor:
     """Return an image as float32 (C, H, W) in [0, 1]. Raises a one-line ``ValueError`` that names the file."""
-    if not path.is_file():
-        why = "is a folder" if path.is_dir() else "does not exist"
-        raise ValueError(f"image {str(path)!r} {why}, allowed: files of images")
     return torch.from_numpy(np.array(read_image(path, info.image_shape, info.image_fit))).float().div_(255)

@@ -333,6 +333,7 @@ def test_a_table_is_predicted_by_the_names_of_its_columns(fedprune, clinics, tmp
     by_file = json.loads(capsys.readouterr().out)
     assert [len(each) for each in by_file["rows.parquet"]] == [1] * 1500
     rows.drop(columns="age").to_csv("no age.csv", index=False)
+    Path("rows.txt").write_text("age\n")
     for file, wrong in (
         ("no age.csv", "'no age.csv' has no column 'age', which the training rows have"),
         ("rows.txt", "file 'rows.txt' is no table, allowed: a file that ends in .csv or .parquet"),
