@@ -287,8 +287,12 @@ def _moved(state_dir: AnyPath, data_dir: AnyPath) -> tuple[str, str]:
 
 
 def _check_client(client: object) -> None:
-    if client is not None and (isinstance(client, bool) or not isinstance(client, Integral)):
+    if client is not None and not _is_whole(client):
         raise ConfigError(f"client is {client!r}, allowed: a whole number, or None for the global model")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _trusted(plugins: str | Sequence[str]) -> list[str]:
@@ -346,7 +350,7 @@ def predict(
     """
     from fedprune_app.predicting import predictions
 
-    if not isinstance(top, Integral) or isinstance(top, bool) or top < 1:
+    if not _is_whole(top) or top < 1:
         raise ValueError(f"top is {top!r}, allowed: a whole number, at least 1")
     several = [files] if isinstance(files, str | PathLike) else files
     return predictions(_path("model", model), [_path("files", each) for each in several], int(top), build)

@@ -195,12 +195,11 @@ def _inputs(
         dataset = _same_data(run, info, config, client, data_dir)
         told = {"mean": [*map(float, dataset.mean)], "std": [*map(float, dataset.std)]}
         model = {**model, "image_shape": list(dataset.image_shape), "features": list(dataset.features)}
-    model = {**model, "features": state.meta.get("features") or model.get("features", [])}
     fields = {
         "image-shape": model["image_shape"],
         "num-classes": model.get("classes"),
         "classes": model.get("class_names", []),
-        "features": model["features"],
+        "features": state.meta.get("features") or model.get("features", []),
         **{f"normalisation-{name}": values for name, values in told.items()},
     }
     try:
