@@ -220,9 +220,20 @@ def verdict(claim: Claim, apart: Difference | None, by_seed: Sequence[float]) ->
     return "undecided"
 
 
+def is_sure(claim: Claim, wider: Difference | None, said: str) -> bool:
+    """Whether the interval for other seeds agrees with the verdict for these seeds."""
+    if wider is None or said not in ("shown", "refuted"):
+        return False
+    floor = -claim.margin / 100
+    return wider.low > floor if said == "shown" else wider.high < floor
+
+
 def compared(claim: Claim, *, of_other_seeds: bool = False) -> tuple[Difference | None, list[float]]:
-    """How far ``better`` is ahead, with the interval for these seeds or for others, and the mean of each seed."""
-    rows = read(claim.data)
+    """How far ``better`` is ahead, with the interval for these seeds or for others, and the mean of each seed.
+
+    A claim's seeds are 0 to ``claim.seeds - 1``; rows of further seeds do not count.
+    """
+    rows = [row for row in read(claim.data) if int(row["seed"]) < claim.seeds]
     first = paired(claim.data, chosen(rows, claim.better), claim.measure)
     second = paired(claim.data, chosen(rows, claim.worse), claim.worse_measure or claim.measure)
     apart = difference(first, second, of_other_seeds=of_other_seeds)
@@ -237,12 +248,13 @@ def claims_table() -> str:
     ]
     for claim in CLAIMS:
         apart, by_seed = compared(claim)
-        numbers = ["–"] * 4
+        said, numbers = verdict(claim, apart, by_seed), ["–"] * 4
         if apart is not None:
             wider = compared(claim, of_other_seeds=True)[0] if len(by_seed) > 1 else None
             intervals = [f"{100 * each.low:+.2f} to {100 * each.high:+.2f}" if each else "–" for each in (apart, wider)]
             numbers = [f"{100 * apart.mean:+.2f}", *intervals, ", ".join(f"{100 * mean:+.2f}" for mean in by_seed)]
-        cells = [claim.name, claim.text, claim.source, claim.in_paper, *numbers, verdict(claim, apart, by_seed)]
+            said = f"**{said}**" if is_sure(claim, wider, said) else said
+        cells = [claim.name, claim.text, claim.source, claim.in_paper, *numbers, said]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

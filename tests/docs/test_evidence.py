@@ -63,6 +63,16 @@ def test_a_verdict_needs_the_interval_and_every_seed(low, high, by_seed, said):
     assert verdict(CLAIM, Difference((low + high) / 2, low, high, 0.5, 100), by_seed) == said
 
 
+def test_a_verdict_is_sure_where_the_interval_of_other_seeds_agrees():
+    wide = Difference(0.02, -0.005, 0.045, 0.5, 100)
+    assert evidence.is_sure(CLAIM, wide, "shown")  # the claim allows a point
+    assert not evidence.is_sure(CLAIM, replace(wide, low=-0.02), "shown")
+    assert not evidence.is_sure(CLAIM, wide, "refuted")
+    assert evidence.is_sure(CLAIM, Difference(-0.02, -0.03, -0.015, 0.5, 100), "refuted")
+    assert not evidence.is_sure(CLAIM, wide, "undecided")
+    assert not evidence.is_sure(CLAIM, None, "shown")
+
+
 def test_a_claim_finds_its_rows_and_no_others():
     def row(system, **settings):
         return {"system": system, "settings": json.dumps({k.replace("_", "."): v for k, v in settings.items()})}

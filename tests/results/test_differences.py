@@ -65,15 +65,25 @@ def of_seeds(means, rng, spread=0.05, clients=30):
     }
 
 
-def test_an_interval_of_other_seeds_holds_the_truth_where_seeds_differ_more_than_clients():
-    rng, held = np.random.default_rng(0), {True: 0, False: 0}
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+@pytest.mark.parametrize("spread", [0.0, 0.05])
+def test_an_interval_of_other_seeds_holds_the_truth_as_often_as_it_says(seeds, spread):
+    """However few the seeds are, and whether they differ more than their clients do or not at all."""
+    rng, held = np.random.default_rng(0), 0
+    for _ in range(400):
+        first = of_seeds(rng.normal(0.02, spread, seeds), rng)
+        found = difference(first, dict.fromkeys(first, 0.0), of_other_seeds=True)
+        held += found.low <= 0.02 <= found.high
+    assert 0.92 <= held / 400 <= 0.98
+
+
+def test_an_interval_of_these_seeds_is_too_narrow_for_others():
+    rng, held = np.random.default_rng(0), 0
     for _ in range(100):
         first = of_seeds(rng.normal(0.02, 0.05, 5), rng)
-        for wider in held:
-            found = difference(first, dict.fromkeys(first, 0.0), of_other_seeds=wider)
-            held[wider] += found.low <= 0.02 <= found.high
-    assert held[True] >= 80  # five seeds are few
-    assert held[False] <= 60
+        found = difference(first, dict.fromkeys(first, 0.0))
+        held += found.low <= 0.02 <= found.high
+    assert held <= 60
 
 
 def test_few_clients_and_seeds_that_disagree_leave_a_doubt():
@@ -106,6 +116,20 @@ def test_a_report_compares_each_system_with_the_best_on_the_same_data(make_run):
     ((label, rows),) = difference_tables(groups)
     assert label == best
     assert float(rows[0][1]) == pytest.approx(-100 * apart.mean, abs=0.005)
+
+
+def test_a_clear_difference_of_one_seed_says_so(make_run):
+    def rows_of(seeds):
+        runs = [
+            make_run(f"{name}{seed}-{len(seeds)}", name, seed, clients=12, plateau=plateau)
+            for seed in seeds
+            for name, plateau in (("fedavg", 0.9), ("dispfl", 0.3))
+        ]
+        ((_, ((*_, said),)),) = difference_tables(group_runs([load_run(folder) for folder in runs]))
+        return said
+
+    assert rows_of([0]) == "yes, for this seed"
+    assert rows_of([0, 1, 2]) == "yes"
 
 
 def test_a_run_that_did_not_end_is_compared_with_nothing(make_run):
