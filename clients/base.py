@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -19,7 +20,7 @@ from clients.node import Place
 from clients.reply_fields import ReplyFields
 from clients.scores import Scores, remember_scores, remembered_scores
 from clients.task import Task
-from fedprune_app.config import Config
+from fedprune_app.config import OPTIONS, Config, has_effect
 from fedprune_app.core import rng
 from fedprune_app.core.flops import sparse_flops
 from fedprune_app.core.payload import Payload
@@ -126,8 +127,8 @@ class ImageClient(ImageNode[Update]):
         return scores
 
     def evaluation_counts(self) -> int:
-        """This counts all accuracies of an evaluation: personal, received, global, validation, and a tested start."""
-        return 4 + (self.validates != "personal")
+        """This counts personal, received and validation accuracy, and the global one where masks make it another."""
+        return 3 + (type(self).masks is not ImageClient.masks)
 
     # --- local work ---------------------------------------------------------------------------------------------
 
@@ -177,7 +178,7 @@ class ImageClient(ImageNode[Update]):
         if self.privacy is not None:
             begin = vision.state_tensors(self.model, include_buffers=True)
             public = grouped(begin=begin, masks=how.get("masks") or how.get("active") or {})
-            settings = f"{sgd} {task.digest()} {depends_on}"
+            settings = f"{sgd} {task.digest()} {depends_on}{self._own_settings}"
             private = self.privacy.dpsgd(sgd.epochs, role, task.round, public, settings)
         result = train(
             self.model,
@@ -195,6 +196,21 @@ class ImageClient(ImageNode[Update]):
         if self.privacy is not None:
             self.privacy.charge_steps(result.num_steps, f"{role}, round {task.round}")
         return result
+
+    @cached_property
+    def _own_settings(self) -> str:
+        """These are the settings of systems that are not at their default: seeded noise is other noise with others."""
+        found = {
+            key: value
+            for key, value in self.config.to_dict().items()
+            if "." in key
+            and not key.startswith("dp.")
+            and value != (option := OPTIONS[key]).default
+            and option.changes_results
+            and not option.resumable  # a resumed run may have another value, and ends as if it had always had it
+            and has_effect(key, self.config)
+        }
+        return f" {sorted(found.items())}" if found else ""
 
     # --- what is told -------------------------------------------------------------------------------------------
 
@@ -244,6 +260,7 @@ class ImageClient(ImageNode[Update]):
             scores = {"accuracy-personal": self.test_accuracy(task, personal.tensors, personal.masks)}
             if self.privacy is None:
                 scores |= self._scores_by_class()
-            scores["accuracy-validation"] = self.accuracy(task, "validation")
+            if self.validates == "personal":  # a private client pays for every accuracy
+                scores["accuracy-validation"] = self.accuracy(task, "validation")
             remember_scores(path, digest, scores)
         return scores

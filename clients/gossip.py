@@ -41,10 +41,11 @@ class GossipClient(ImageClient):
     def begin(self, task: Task, state: State) -> dict[str, Tensor]:
         """This is ``w_{k,t+1/2}``: the average of the neighbour models and the client's own, under this round's masks.
 
-        A client that has nothing to average with goes on from its own model, at first the common initial one.
+        A client that has nothing to average with goes on from its own model, at first the common initial one. A client
+        that has not trained has no model to average, and keeps its initial weights where no neighbour has a weight.
         """
         own, start = state.group("weights"), self.own_model(state)
-        tensors, updates = task.payload.tensors, dict(task.peer_updates)
+        tensors, held, updates = task.payload.tensors, task.payload.masks, dict(task.peer_updates)
         if updates:
             if own:
                 updates[self.client_id] = Payload({name: own[name] for name in self.shared}, state.group("masks"))
@@ -54,7 +55,11 @@ class GossipClient(ImageClient):
                     mean.add(update)
                 except ValueError as error:  # finite, but too large to be summed
                     task.note_unusable(sender, error)
-            tensors = mean.mixed()
+            tensors, held = mean.mixed(), mean.held()
+        if not own:
+            tensors = {
+                name: torch.where(held[name], t, start[name]) if name in held else t for name, t in tensors.items()
+            }
         masks = self.start_masks(task, state)
         start = {**start, **tensors}
         return {name: torch.where(masks[name], t, 0) if name in masks else t for name, t in start.items()}

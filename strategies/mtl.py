@@ -12,7 +12,7 @@ server computes Ω anew every round. ε makes the inverse exist.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class MTL(Relay):
 
     def send(self, round: Round) -> Iterator[Outgoing]:
         models = {
-            client: torch.cat([tensor.reshape(-1) for tensor in self._model(update).values()])
+            client: self._flat(self._model(update))
             for client, update in self.updates_of(sorted(self.update_rounds), round.log).items()
         }
         members = list(models)
@@ -67,6 +67,10 @@ class MTL(Relay):
         omega = roots / roots.sum().clamp(min=1e-300)
         precision: Tensor = (vectors / (omega + self.config.mtl.ridge)) @ vectors.T
         return precision
+
+    def _flat(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """One vector of a client's tensors, in the order of the server's model, whatever order the client sent."""
+        return torch.cat([tensors[name].reshape(-1) for name in self.model])
 
     def _model(self, update: wire.EncodedArrays) -> dict[str, Tensor]:
         return dict(wire.from_arrays(update, wire.Schema.like(self.model).max_bytes).tensors)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -28,3 +30,21 @@ def generator(seed: int, role: str, partition: int = 0, round: int = 0) -> torch
 def numpy_generator(seed: int, role: str, partition: int = 0, round: int = 0) -> np.random.Generator:
     """Return the numpy counterpart of :func:`generator`, for index lists."""
     return np.random.Generator(np.random.PCG64(derive_seed(seed, role, partition, round)))
+
+
+@contextmanager
+def global_draws_of(rng: torch.Generator) -> Iterator[None]:
+    """Let a network that draws while it trains, as dropout does, draw by the seed of ``rng``.
+
+    Such layers take torch's global generators. That of the CPU is afterwards as it was.
+    """
+    # torch.manual_seed formats the whole stack for a device that is not there, which takes as long as a small step
+    of_cpu, seed = torch.default_generator, rng.initial_seed()
+    before = of_cpu.get_state()
+    of_cpu.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
+    try:
+        yield
+    finally:
+        of_cpu.set_state(before)

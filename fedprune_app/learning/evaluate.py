@@ -60,7 +60,9 @@ def evaluate(
                 logits = model(images[start : start + batch_size].to(device)).float()
             if not len(correct):
                 correct = correct.new_zeros(logits.shape[1])
-            correct.index_add_(0, label_batch, (logits.argmax(dim=1) == label_batch).long())
+            # argmax takes a NaN for the largest, which would predict the class in whose place the first one is
+            hits = (logits.argmax(dim=1) == label_batch) & ~logits.isnan().any(dim=1)
+            correct.index_add_(0, label_batch, hits.long())
             loss_sum += F.cross_entropy(logits, label_batch, reduction="sum")
     by_class = tuple(correct.tolist())
     return Evaluation(sum(by_class), len(labels), float(loss_sum), by_class)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypedDict
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedprune_app.core.cohort import together
 from fedprune_app.core.graphs import Recorder, RepeatedSteps
+from fedprune_app.core.rng import global_draws_of
 from fedprune_app.learning.device import fast_layout, module_mode, move_to_device
 from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names, write_masks
 from fedprune_app.learning.hooks import GradientHook, Objective, StepHook, cross_entropy
@@ -152,7 +153,7 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
             learner.take_place(flat, number)
         steps: Alone | Grouped = Alone(first, flat) if first.form is None else Grouped(trainings, flat)
         on.enter_context(steps)
-        on.enter_context(_own_draws(first.rng))
+        on.enter_context(global_draws_of(first.rng))  # a network that draws is a plug-in's, and trained alone
         has_hooks = any(training.adjust_gradients or training.after_step for training in trainings)
         repeated = RepeatedSteps(first.recorder) if first.recorder is not None and not has_hooks else None
         active = learners
@@ -178,25 +179,6 @@ def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
 
 def _plain_step(steps: Grouped, clients: int, sgd: SGD) -> None:
     sgd_step(steps.find_gradients(clients), sgd)
-
-
-@contextmanager
-def _own_draws(rng: torch.Generator) -> Iterator[None]:
-    """Let a network that draws while it trains, as dropout does, draw by the seed of its client's training.
-
-    Such networks are a plug-in's, and are trained alone: the grouped form has no layer that draws. The global generator
-    of the CPU is afterwards as it was.
-    """
-    # torch.manual_seed formats the whole stack for a device that is not there, which takes as long as a small step
-    of_cpu, seed = torch.default_generator, rng.initial_seed()
-    before = of_cpu.get_state()
-    of_cpu.manual_seed(seed)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(seed)
-    try:
-        yield
-    finally:
-        of_cpu.set_state(before)
 
 
 class _Learner:

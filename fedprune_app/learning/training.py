@@ -169,7 +169,8 @@ class Training:
     def result(self, loss_sum: float) -> TrainingResult:
         """This returns the result, once the training is over, from the sum of the examples' losses."""
         num_examples, private = len(self.labels), self.private is not None
-        finite = not private or all(bool(p.isfinite().all()) for p in self.model.parameters())
+        # a step may overflow after the last loss, which would not tell
+        finite = all(bool(p.isfinite().all()) for p in self.model.parameters())
         loss_mean = None if private else loss_sum / (self.sgd.epochs * self.sgd.examples_per_epoch(num_examples))
         return TrainingResult(loss_mean, self.num_steps, num_examples, finite)
 

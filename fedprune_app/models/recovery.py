@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedprune_app.core.payload import Payload
+from fedprune_app.core.rng import global_draws_of
 from fedprune_app.models.llm import LanguageModel, cast
 
 _CLIP = 1.0  # the largest norm of a gradient
@@ -58,20 +59,21 @@ def recovered(
     masks = {key: layers[key[0]].masks[key[1]].to(model.device) for key in matrices}
     optimizer = torch.optim.AdamW(matrices.values(), lr=schedule.learning_rate, betas=_BETAS, weight_decay=0.0)
     losses = []
-    for step, batch in zip(range(schedule.steps), _batches(segments, schedule.batch_size, draw), strict=False):
-        for group in optimizer.param_groups:
-            group["lr"] = schedule.rate(step)
-        ids = batch.to(model.device)
-        logits = whole(ids[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        for key, parameter in matrices.items():
-            assert parameter.grad is not None
-            parameter.grad.mul_(masks[key])  # a weight without gradients stays at zero
-        nn.utils.clip_grad_norm_(matrices.values(), _CLIP)
-        optimizer.step()
-        losses.append(loss.detach())
+    with global_draws_of(draw):  # for dropout, which some families have
+        for step, batch in zip(range(schedule.steps), _batches(segments, schedule.batch_size, draw), strict=False):
+            for group in optimizer.param_groups:
+                group["lr"] = schedule.rate(step)
+            ids = batch.to(model.device)
+            logits = whole(ids[:, :-1], use_cache=False).logits
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            for key, parameter in matrices.items():
+                assert parameter.grad is not None
+                parameter.grad.mul_(masks[key])  # a weight without gradients stays at zero
+            nn.utils.clip_grad_norm_(matrices.values(), _CLIP)
+            optimizer.step()
+            losses.append(loss.detach())
     mean = float(torch.stack(losses).mean())
     if not math.isfinite(mean):
         raise ValueError(f"the loss of recovery is {mean}, allowed: a finite one (fedspallm.recovery-learning-rate)")

@@ -542,6 +542,11 @@ def test_tied_parameters_are_trained_once():
 def test_divergence_is_told_and_not_raised():
     result = train(new_model(), *new_data(), SGD(1e20, epochs=2), rng=generator())
     assert result.diverged
+    overflow = train(
+        new_model(), *new_data(), SGD(1e20, batch_size=1000, weight_decay=1e30), rng=generator()
+    )  # in the only step
+    assert math.isfinite(overflow.loss_mean)
+    assert overflow.diverged
     assert not train(new_model(), *new_data(), SGD(0.01), rng=generator()).diverged
 
 
@@ -557,6 +562,13 @@ def test_evaluation_counts_what_a_hand_made_model_gets_right():
         assert (result.correct, result.total) == (3, 5)  # a tie goes to the first class
         assert result.loss_sum == pytest.approx(sum(losses), rel=1e-6)
         assert result.accuracy == 0.6
+
+
+def test_a_prediction_of_nan_is_wrong_whatever_the_label():
+    model = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[math.nan, 0.0], [0.0, 1.0]]))
+    assert evaluate(model, torch.ones(4, 2), torch.tensor([0, 0, 1, 1])).correct == 0
 
 
 def test_evaluation_is_that_of_the_model_in_eval_mode():

@@ -54,6 +54,17 @@ def test_the_same_draw_gives_the_same_weights(pruned):
     assert digests[0] != digests[2]
 
 
+def test_dropout_draws_by_the_seed_alone(tmp_path):
+    model = LanguageModel(tiny_checkpoint(tmp_path / "model", "opt", dropout=0.5))
+    tensors = {name: model.layer_tensors(1)[name] for name in model.prunable(1)}
+    layers = {1: Payload.pruned(tensors, {name: tensor > 0 for name, tensor in tensors.items()})}
+    losses = []
+    for seed in (0, 0, 1):
+        torch.rand(3)  # another client's work in the same process
+        losses.append(recovered(model, layers, tokens(2, 16), Schedule(1, 2, 1e-3), generator(seed))[1])
+    assert losses[0] == losses[1] != losses[2]
+
+
 def test_a_model_of_another_dtype_comes_back_in_it(tmp_path):
     model = LanguageModel(tiny_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16))
     tensors = {name: model.layer_tensors(1)[name] for name in model.prunable(1)}

@@ -17,7 +17,7 @@ DEVICES = ("cpu", pytest.param("cuda", marks=[pytest.mark.gpu, _NO_GPU]))
 """For parametrised tests: the CPU, and where there is one the GPU."""
 
 
-def tiny_model(family: str, num_layers: int = 3, seed: int = 0, vocabulary: int = 37):
+def tiny_model(family: str, num_layers: int = 3, seed: int = 0, vocabulary: int = 37, dropout: float = 0.0):
     """A transformers model of width 16; matrices, biases and norms are all away from their defaults."""
     transformers = import_transformers()
     if family == "opt":
@@ -29,7 +29,7 @@ def tiny_model(family: str, num_layers: int = 3, seed: int = 0, vocabulary: int 
             num_attention_heads=2,
             max_position_embeddings=64,
             word_embed_proj_dim=16,
-            dropout=0.0,
+            dropout=dropout,
         )
     else:
         kinds = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "phi": "Phi"}
@@ -51,9 +51,11 @@ def tiny_model(family: str, num_layers: int = 3, seed: int = 0, vocabulary: int 
     return model
 
 
-def tiny_checkpoint(folder: Path, family: str, num_layers: int = 3, dtype: torch.dtype = torch.float32) -> Path:
+def tiny_checkpoint(
+    folder: Path, family: str, num_layers: int = 3, dtype: torch.dtype = torch.float32, dropout: float = 0.0
+) -> Path:
     """Such a model in a folder."""
-    tiny_model(family, num_layers).to(dtype).save_pretrained(folder)
+    tiny_model(family, num_layers, dropout=dropout).to(dtype).save_pretrained(folder)
     return folder
 
 

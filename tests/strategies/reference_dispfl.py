@@ -163,6 +163,10 @@ class Federation:
             heard = [before[j] for j in {*senders[k], k} if j in before]
             client.masks = client.next_masks
             start = consensus(heard) if any(j in before for j in senders[k]) else client.tensors
+            if k not in before:  # has no model to average: its initial weights stay where nobody has one
+                for name in client.masks:
+                    held = torch.stack([masks[name] for _, masks in heard]).any(0) if heard else torch.tensor(False)
+                    start = {**start, name: torch.where(held, start[name], self.initial[name])}
             start = masked(start, client.masks)
             client.received_accuracy = self.accuracy(start, k)
             clip = options.clip if self.config.system == "dispfl" else "dense"

@@ -13,13 +13,16 @@ import pytest
 import torch
 from flwr.app import Message
 
+from clients.dispfl import DisPFLClient
 from clients.gossip import GossipClient
+from clients.node import Place
+from clients.task import Task
 from fedprune_app import server_app
 from fedprune_app.config import ConfigError, parse_config, read_toml
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import inprocess, wire
 from fedprune_app.engine.inprocess import run_in_process
-from fedprune_app.engine.store import VersionedStore, read_tensors
+from fedprune_app.engine.store import State, VersionedStore, read_tensors
 from fedprune_app.federation import exchanges, update_store
 from fedprune_app.federation.update_store import UpdateStore
 from fedprune_app.matrices import read_matrix
@@ -183,6 +186,27 @@ def test_no_client_ever_has_a_weight_outside_its_masks(federation, monkeypatch):
                 grown += sum(int((masks[n] & ~before.group("masks")[n] & (started[n] != 0)).sum()) for n in masks)
             before = state
     assert grown > 50  # what grew took its value from the neighbours
+
+
+@pytest.mark.parametrize("gossip", ["server", "client"])
+def test_a_client_without_a_model_keeps_its_initial_weights_where_no_neighbour_has_one(tmp_path, gossip):
+    config = parse_config({"system": "dispfl", "density": 0.3, "dispfl.gossip": gossip})
+    client, neighbour = (DisPFLClient(config, Place(k, 4, tmp_path / str(k))) for k in (0, 1))
+    initial = {name: parameter.detach().clone() for name, parameter in client.model.named_parameters()}
+    masks, held = client.initial_masks(), neighbour.initial_masks()
+    sent = Payload.pruned({name: tensor + 1 for name, tensor in initial.items()}, held)
+    task = Task(2, sent) if gossip == "server" else Task(2, peer_updates={1: sent})
+    start = client.begin(task, State())
+    alone = 0
+    for name, tensor in start.items():
+        if name in masks:
+            assert torch.equal(tensor[held[name] & masks[name]], (initial[name] + 1)[held[name] & masks[name]])
+            assert torch.equal(tensor[masks[name] & ~held[name]], initial[name][masks[name] & ~held[name]])
+            assert not tensor[~masks[name]].any()
+            alone += int((masks[name] & ~held[name]).sum())
+        else:
+            torch.testing.assert_close(tensor, initial[name] + 1)
+    assert alone > 50
 
 
 # --- clients that are away ------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from clients.base import ImageClient
+from clients.node import Place
 from clients.privacy import ClientPrivacy, Plan
 from fedprune_app.config import Config, ConfigError, check_resumable, parse_config
 from fedprune_app.data.splits import client_data, data_config
@@ -296,6 +297,27 @@ def test_noised_evaluations_are_charged_and_are_counts(federation):
         assert last[partition]["epsilon"] == pytest.approx(ledger(run, partition).epsilon(DELTA))
 
 
+@pytest.mark.parametrize("system", ADMISSIBLE)
+def test_an_evaluation_pays_for_what_it_tells_and_for_nothing_else(federation, tmp_path, system):
+    settings = {**DP, "num_server_rounds": 1, "dp_accuracies": "noised", "dp_count_scale": 4.0, **ADMISSIBLE[system]}
+    run = federation(system=system, **settings)
+    client = SYSTEMS[system].client(run.config, Place(0, 4, tmp_path))
+    for partition, row in run.rows(1).items():
+        kinds = [f"accuracy_{kind}" for kind in ("personal", "received", "global", "validation")]
+        told = {name: row[name] for name in kinds if row[name] is not None}
+        of_one_model = told.keys() >= {*kinds} and (row["density"] == 1 or system == "fedltp")
+        spent = ledger(run, partition).spent[Laplace(4.0, 1.0)]
+        assert spent == len(told) - of_one_model >= 2
+        assert spent <= client.evaluation_counts()
+
+
+def test_seeded_noise_is_other_noise_with_another_setting_of_the_system(federation):
+    """With equal noise the difference of two releases would tell of the data what the noise should hide."""
+    settings = {"system": "fedprox", **DP, "num_server_rounds": 1, "dp_noise_multiplier": 50.0}
+    models = [federation(**settings, fedprox_mu=mu).server for mu in (0.01, 0.02)]
+    assert sum(float((models[0][name] - models[1][name]).norm()) for name in models[0]) > 1
+
+
 def test_without_accuracies_none_is_told(federation):
     run = federation(system="dispfl", **DP | {"dp_accuracies": "none"}, **ADMISSIBLE["dispfl"])
     assert run.info["status"] == "completed"
@@ -348,7 +370,7 @@ TARGET = DP | {"num_server_rounds": 3, "fraction_train": 1.0, "dp_noise_multipli
     ("settings", "counts"),
     [
         (GATE, 3),
-        (NOISED | {"dp_count_scale": 12.0}, 3 * 4),
+        (NOISED | {"dp_count_scale": 12.0}, 3 * 3),
         (NOISED | {"system": "fedavg-ft", "dp_count_scale": 12.0, "evaluate_every": 2}, 2 * 3),
     ],
     ids=["gate", "evaluations", "fine-tuning"],
