@@ -48,7 +48,7 @@ class ImageNode(BudgetedNode[AnUpdate]):
     def __init__(self, config: Config, place: Place) -> None:
         super().__init__(config, place)
         self.data_config = data_config(config, place.has_own_data, self.split_secret())
-        self.dataset = dataset_of(self.data_config)
+        self.dataset = dataset_of(self.data_config, self.place.share[1])
         self.data = self.local_data()
         shape, num_classes = self.dataset.image_shape, self.dataset.num_classes
         self.model = initial_model(config.model, config.dataset, shape, num_classes, init=config.init, seed=config.seed)

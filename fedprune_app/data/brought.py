@@ -56,7 +56,8 @@ def dataset(name: str, load: Callable[[str], Any], data_dir: str, *, needs_test:
     if highest >= len(classes):
         raise _wrong(name, f"has the label {highest}", f"labels of its {len(classes)} classes")
     mean, std = scale(train[0], public_scale)
-    return Dataset(name, train[0], train[1], test[0], test[1], classes, mean, std)
+    measured = not public_scale
+    return Dataset(name, train[0], train[1], test[0], test[1], classes, mean, std, is_measured=measured)
 
 
 def on_disk(folder: Path, *, needs_test: bool, public_scale: bool) -> Dataset:
@@ -183,10 +184,19 @@ def _four_dimensions(name: str, which: str, examples: NDArray[Any]) -> NDArray[A
 def scale(examples: NDArray[Any], public_scale: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return the mean and the standard deviation by channel that examples are normalised with."""
     channels = examples.shape[1]
-    if examples.dtype == np.uint8:
-        return ((0.5,) * channels, (0.5,) * channels) if public_scale else channel_stats(examples)
     if public_scale:
-        return (0.0,) * channels, (1.0,) * channels
-    wide = examples.astype(np.float64)
+        centre, width = (0.5, 0.5) if examples.dtype == np.uint8 else (0.0, 1.0)
+        return (centre,) * channels, (width,) * channels
+    return measured_scale((examples, np.arange(len(examples))))
+
+
+def measured_scale(*parts: tuple[NDArray[Any], NDArray[np.int64]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation by channel: of images in [0, 1], or of numbers as they are.
+
+    A part has examples, and the positions of those that count.
+    """
+    if parts[0][0].dtype == np.uint8:
+        return channel_stats(*parts)
+    wide = np.concatenate([examples[positions] for examples, positions in parts]).astype(np.float64)
     mean, std = wide.mean(axis=(0, 2, 3)), wide.std(axis=(0, 2, 3))
     return tuple(map(float, mean)), tuple(float(each) or 1.0 for each in std)

@@ -40,7 +40,8 @@ class Dataset:
     for numbers as they are. ``owners`` (N,) says whose each training example is, as a number from 0 on, and -1 where it
     is nobody's; None where a dataset does not say that. Each number up to the highest one has an example.
     ``test_owners`` says that of the test examples, and is -1 for who has no training example. ``features`` are the
-    names of the C numbers of an example, in order, where numbers have names.
+    names of the C numbers of an example, in order, where numbers have names. ``is_measured`` says that ``mean`` and
+    ``std`` are those of the training examples, and no published constants.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Dataset:
     owners: NDArray[np.int64] | None = None
     test_owners: NDArray[np.int64] | None = None
     features: tuple[str, ...] = ()
+    is_measured: bool = False
 
     def __post_init__(self) -> None:
         for array in (self.train_images, self.train_labels, self.test_images, self.test_labels):
@@ -168,7 +170,7 @@ def _digits() -> Dataset:
     train, test = stratified_holdout(labels, 0.2, numpy_generator(0, "digits test split"))
     names = tuple(str(digit) for digit in range(10))
     return Dataset(
-        "digits", images[train], labels[train], images[test], labels[test], names, *channel_stats(images[train])
+        "digits", images[train], labels[train], images[test], labels[test], names, *channel_stats((images, train))
     )
 
 
@@ -307,14 +309,20 @@ def visible(folder: Path) -> list[os.DirEntry[str]]:
         return sorted((item for item in entries if not item.name.startswith(".")), key=lambda item: item.name)
 
 
-def channel_stats(images: Images) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the exact mean and standard deviation per channel of images scaled to [0, 1], from a histogram."""
+def channel_stats(*parts: tuple[Images, NDArray[np.int64]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the exact mean and standard deviation per channel of images scaled to [0, 1], from a histogram.
+
+    A part has images, and the positions of those that count. A thousand images at a time are read.
+    """
     levels = np.arange(256) / 255
     mean, std = [], []
-    for channel in range(images.shape[1]):
-        histogram = np.zeros(256, dtype=np.int64)
-        for start in range(0, len(images), 1000):
-            histogram += np.bincount(images[start : start + 1000, channel].ravel(), minlength=256)
+    histograms = np.zeros((parts[0][0].shape[1], 256), dtype=np.int64)
+    for images, positions in parts:
+        for start in range(0, len(positions), 1000):
+            block = images[positions[start : start + 1000]]
+            for channel, histogram in enumerate(histograms):
+                histogram += np.bincount(block[:, channel].ravel(), minlength=256)
+    for histogram in histograms:
         average = float(histogram @ levels / histogram.sum())
         mean.append(average)
         std.append(float(np.sqrt(histogram @ (levels - average) ** 2 / histogram.sum())) or 1.0)

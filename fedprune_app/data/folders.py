@@ -217,11 +217,13 @@ def _from_folder(
     if train[0].shape[1:] != test[0].shape[1:]:
         shapes = f"{train[0].shape[1:]} in train, {test[0].shape[1:]} in test"
         raise ValueError(f"data-dir '{folder}': images have shape {shapes} (channels, height, width)")
-    if not mean:
-        mean, std = channel_stats(train[0])
+    measured = not mean
+    if measured:
+        mean, std = channel_stats((train[0], np.arange(len(train[0]))))
     elif len(mean) == 1:
         mean, std = mean * train[0].shape[1], std * train[0].shape[1]
-    return Dataset(name, *train, *test, classes, mean, std, owned_by(owners)[0] if owners is not None else None)
+    whose = owned_by(owners)[0] if owners is not None else None
+    return Dataset(name, *train, *test, classes, mean, std, whose, is_measured=measured)
 
 
 def _as_deep_as(other: Split, part: Split) -> Split:

@@ -35,6 +35,7 @@ def femnist(folder: Path, *, public_scale: bool) -> Dataset:
         *(images, labels, test_images, test_labels, CLASSES, *scale(images, public_scale)),
         owners=owners,
         test_owners=test_owners,
+        is_measured=not public_scale,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -24,6 +24,8 @@ from fedprune_app.data.datasets import Dataset, Labels, load_dataset
 from fedprune_app.data.names import DEALERS, OWNERS, PARTITIONS
 from fedprune_app.data.partitions import Indices
 
+Scale = tuple[tuple[float, ...], tuple[float, ...]]
+"""A mean and a standard deviation by channel."""
 _CPU = torch.device("cpu")
 CLASS_ASSIGNMENTS = ("cyclic", "random")
 TEST_SPLITS: dict[str, str] = {
@@ -140,9 +142,16 @@ class ClientData:
         return len(self.train_labels)
 
 
-def dataset_of(config: DataConfig) -> Dataset:
-    """Return the dataset that is dealt out, or that a client has to itself."""
-    return _pool(config).dataset
+def dataset_of(config: DataConfig, num_clients: int = 0) -> Dataset:
+    """Return the dataset that is dealt out, or that a client has to itself.
+
+    With a number of clients the mean and the deviation are those with which these clients normalise their images.
+    """
+    dataset = _pool(config).dataset
+    if not num_clients:
+        return dataset
+    mean, std = _scale(config, num_clients)
+    return replace(dataset, mean=mean, std=std)
 
 
 def partition_indices(config: DataConfig, num_clients: int) -> list[Indices]:
@@ -203,7 +212,7 @@ def label_counts(config: DataConfig, partition_id: int, num_clients: int) -> dic
 def forget() -> None:
     """Drop all data that are kept, since a plug-in loads or deals others under their names."""
     datasets.forget()
-    for kept in (_client_data, _pool, _partition, _split_indices):
+    for kept in (_client_data, _pool, _partition, _split_indices, _scale):
         kept.cache_clear()
 
 
@@ -217,8 +226,11 @@ class _Pool:
         self._digests: dict[int, bytes] = {}
         self._on_device: dict[torch.device, tuple[Tensor, ...] | None] = {}
 
-    def images(self, indices: Indices, device: torch.device = _CPU) -> Tensor:
-        """Return images at sorted indices: float32 (N, C, H, W), scaled to [0, 1], then normalised."""
+    def images(self, indices: Indices, device: torch.device = _CPU, scale: Scale | None = None) -> Tensor:
+        """Return images at sorted indices: float32 (N, C, H, W), scaled to [0, 1], then normalised.
+
+        ``scale`` has the mean and the deviation by channel; without it they are the dataset's.
+        """
         train, test = np.split(indices, [np.searchsorted(indices, self.num_train)])
         parts = (self.dataset.train_images, train), (self.dataset.test_images, test - self.num_train)
         if (resident := self._resident(device)) is None:
@@ -226,7 +238,8 @@ class _Pool:
         else:
             chosen = [torch.from_numpy(chosen).to(device) for _, chosen in parts]
             pixels = torch.cat([images.index_select(0, at) for images, at in zip(resident, chosen, strict=True)])
-        mean, std = (torch.tensor(each, device=device).view(-1, 1, 1) for each in (self.dataset.mean, self.dataset.std))
+        constants = scale or (self.dataset.mean, self.dataset.std)
+        mean, std = (torch.tensor(each, device=device).view(-1, 1, 1) for each in constants)
         scaled = pixels.float()  # float32 numbers are not copied again: `pixels` is a copy
         if pixels.dtype == torch.uint8:
             scaled.div_(255)
@@ -270,14 +283,16 @@ class _StoredClientData(ClientData):
     _pool: _Pool
     _indices: dict[str, Indices]
     _device: torch.device
+    _scale: Scale
 
-    def __init__(self, pool: _Pool, indices: dict[str, Indices], device: torch.device) -> None:
+    def __init__(self, pool: _Pool, indices: dict[str, Indices], device: torch.device, scale: Scale) -> None:
         object.__setattr__(self, "_pool", pool)  # the class is frozen
         object.__setattr__(self, "_indices", indices)
         object.__setattr__(self, "_device", device)
+        object.__setattr__(self, "_scale", scale)
 
     def _images(self, part: str) -> Tensor:
-        return self._pool.images(self._indices[part], self._device)
+        return self._pool.images(self._indices[part], self._device, self._scale)
 
     def _labels(self, part: str) -> Tensor:
         return torch.from_numpy(self._pool.labels[self._indices[part]])
@@ -309,7 +324,8 @@ class _StoredClientData(ClientData):
 
 @lru_cache(maxsize=2)
 def _client_data(config: DataConfig, partition_id: int, num_clients: int, device: torch.device) -> ClientData:
-    return _StoredClientData(_pool(config), _split_indices(config, partition_id, num_clients), device)
+    indices = _split_indices(config, partition_id, num_clients)
+    return _StoredClientData(_pool(config), indices, device, _scale(config, num_clients))
 
 
 @lru_cache(maxsize=2)
@@ -417,7 +433,7 @@ def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> d
     pool, own = _pool(config), shares[partition_id]
     if config.is_own and len(pool.dataset.test_labels):
         test = np.arange(pool.num_train, len(pool.labels))
-    elif config.is_own or config.test_split == "holdout":
+    elif _holds_out_tests(config):
         own, test = _hold_out(own, config.test_fraction, "test split", config, partition_id)
     else:
         counts = np.bincount(pool.labels[own], minlength=pool.dataset.num_classes)
@@ -436,6 +452,32 @@ def _split_indices(config: DataConfig, partition_id: int, num_clients: int) -> d
             "at least one (more data for each client, or a smaller validation-fraction or test-fraction)"
         )
     return {"train": train, "validation": validation, "test": test}
+
+
+def _holds_out_tests(config: DataConfig) -> bool:
+    """Return whether each client's test examples are a share of the examples that it has."""
+    if config.is_own:
+        return not len(_pool(config).dataset.test_labels)
+    return config.test_split == "holdout"
+
+
+@lru_cache(maxsize=4)
+def _scale(config: DataConfig, num_clients: int) -> Scale:
+    """Return the mean and the deviation by channel with which all clients normalise.
+
+    They are published constants, or measured. No example that a client holds out for its test has a part in what is
+    measured.
+    """
+    pool = _pool(config)
+    data = pool.dataset
+    if not (data.is_measured and _holds_out_tests(config)):
+        return data.mean, data.std
+    shares = enumerate(_partition(config, num_clients))
+    kept = [_hold_out(own, config.test_fraction, "test split", config, client)[0] for client, own in shares]
+    train, test = np.split(joined := np.sort(np.concatenate(kept)), [np.searchsorted(joined, pool.num_train)])
+    if not len(joined):  # nothing is left to train on, which is said to each client
+        return data.mean, data.std
+    return brought.measured_scale((data.train_images, train), (data.test_images, test - pool.num_train))
 
 
 def _hold_out(own: Indices, share: float, use: str, config: DataConfig, partition_id: int) -> tuple[Indices, Indices]:

@@ -72,7 +72,8 @@ def table(
     owned = _owners(frames, columns.owner)
     mean, std = scale(arrays["train"], public_scale)
     names = tuple(features)
-    return Dataset("table", arrays["train"], coded["train"], *test, classes, mean, std, *owned, features=names)
+    arguments = (arrays["train"], coded["train"], *test, classes, mean, std, *owned)
+    return Dataset("table", *arguments, features=names, is_measured=not public_scale)
 
 
 def rows(path: Path, features: Sequence[str]) -> NDArray[np.float32]:

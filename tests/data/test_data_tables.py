@@ -20,7 +20,7 @@ from fedprune_app import cli
 from fedprune_app.data import leaf, splits
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.errors import FileError
-from fedprune_app.data.splits import DataConfig, label_counts
+from fedprune_app.data.splits import DataConfig, client_data, dataset_of, label_counts
 from fedprune_app.predicting import predictions
 from fedprune_app.results.load import load_model, read_export_info
 
@@ -149,6 +149,23 @@ def test_clinics_are_clients(clinics):
     config = DataConfig("table", str(clinics), partition="owners", test_split="holdout", owner_column="clinic")
     sizes = [sum(sum(part) for part in label_counts(config, client, 3).values()) for client in range(3)]
     assert sizes == [130, 130, 130]  # those of the test file too: the table says whose they are
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_rows_that_are_held_out_for_a_test_have_no_part_in_the_normalisation(clinics, is_own):
+    if is_own:
+        (clinics / "test.csv").unlink()
+    config = DataConfig(
+        "table", str(clinics), partition="owners", test_split="holdout", owner_column="clinic", is_own=is_own
+    )
+    count = 1 if is_own else 3
+    of_all = [client_data(config, client, count) for client in range(count)]
+    kept = torch.cat([part for data in of_all for part in (data.train_images, data.validation_images)]).double()
+    assert kept.mean(0).abs().max() < 1e-6
+    torch.testing.assert_close(kept.std(0, correction=0), torch.ones_like(kept[0]), rtol=1e-5, atol=0)
+    tested = torch.cat([data.test_images for data in of_all]).double()
+    assert tested.mean(0).abs().max() > 1e-3
+    assert dataset_of(config, count).mean != dataset_of(config).mean
 
 
 def test_somebody_who_has_test_rows_alone_is_no_client(clinics):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from fedprune_app.data import splits
@@ -49,6 +50,15 @@ def people(tmp_path):
                 write(tmp_path / name / label / f"{name}-{k}.png")
     write(tmp_path / "cleo" / "owl" / "only.png")
     return tmp_path
+
+
+def test_images_that_are_held_out_for_a_test_have_no_part_in_the_normalisation(people):
+    config = DataConfig("image-folder", str(people), partition="owners", test_split="holdout")
+    of_all = [client_data(config, client, 3) for client in range(3)]
+    kept = torch.cat([part for data in of_all for part in (data.train_images, data.validation_images)]).double()
+    assert kept.mean((0, 2, 3)).abs().max() < 1e-5
+    torch.testing.assert_close(kept.std((0, 2, 3), correction=0), torch.ones(1).double(), rtol=1e-4, atol=0)
+    assert torch.cat([data.test_images for data in of_all]).mean((0, 2, 3)).abs().max() > 1e-4
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------

@@ -244,7 +244,7 @@ def test_test_tensors_are_made_only_when_read(monkeypatch):
     monkeypatch.setattr(
         splits._Pool,
         "images",
-        lambda pool, indices, device: built.append(len(indices)) or images(pool, indices, device),
+        lambda pool, indices, *how: built.append(len(indices)) or images(pool, indices, *how),
     )
     splits._client_data.cache_clear()
     data = client_data(config(), 0, CLIENTS)
