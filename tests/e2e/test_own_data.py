@@ -123,7 +123,8 @@ def test_a_node_tells_nobody_how_its_images_are_normalised_and_exports_its_model
     mine = [shutil.copytree(folder, tmp_path / folder.name) for folder in folders[:2]]
     run = own(places(mine), node_ids=[1, 2], system="fedavg")
     assert "normalisation" not in run.info["model"]
-    then = [dataset_of(settings_of(folder)) for folder in mine]
+    then = [dataset_of(settings_of(folder), 1) for folder in mine]
+    all_of_it = dataset_of(settings_of(mine[1]))
     for path in mine[0].glob("train/*/*.png"):
         Image.fromarray(255 - np.asarray(Image.open(path))).save(path)
     splits.forget()
@@ -136,7 +137,7 @@ def test_a_node_tells_nobody_how_its_images_are_normalised_and_exports_its_model
     state = next(run.folder.glob("clients/00001/round-00003.safetensors"))
     whose = f"state of client 1 of run {run.info['run_key']}"
     write_tensors(state, read_tensors(state).tensors, round=3, owner=whose)  # of an earlier version
-    assert find_model(run.folder, 1, data_dir=str(mine[1])).info.mean == then[1].mean
+    assert find_model(run.folder, 1, data_dir=str(mine[1])).info.mean == all_of_it.mean
     with pytest.raises(ValueError, match=r"has other numbers of examples by class for client 1, allowed: as run '"):
         find_model(run.folder, 1, data_dir=str(mine[0]))
 

@@ -104,7 +104,7 @@ def test_what_is_remembered_of_arithmetic_changes_nothing(tmp_path, monkeypatch,
 def test_a_run_says_of_whom_it_has_no_final_model(simulated):
     """A client's ledger is damaged between the last checkpoint and the end of the run."""
     ledger = (3 + 0.4777) / 21  # the fourth of 21 files
-    damage = Stop(0.8355, after=False, later=Later.DAMAGED, which=ledger)
+    damage = Stop(0.83, after=False, later=Later.DAMAGED, which=ledger)
     schedule = Schedule(0, "fedspa", 0, (Stop(0.07, after=False), damage))
     told = simulated.told(schedule)
     assert told.law == ""
