@@ -176,6 +176,10 @@ def check_system(config: Config) -> Config:
         raise ConfigError(
             f"robust is {config.robust!r}, allowed with system {config.system!r}: none; its server averages no models"
         )
+    if config.dataset == "table" and config.augmentation != "none":
+        raise ConfigError(
+            f"augmentation is {config.augmentation!r}, allowed with dataset 'table': none; a row is no image"
+        )
     if config.dp.enabled and system.data != "text":
         _check_private(config)
     return config

@@ -23,7 +23,7 @@ def config_file(given: Path) -> Path:
 
     Raises :class:`ConfigError` for a name that is neither.
     """
-    if given.exists() or given.suffix or given.parent != Path():
+    if (given.exists() and not given.is_dir()) or given.suffix or given.parent != Path():
         return given
     shipped = shipped_configs()
     if str(given) not in shipped:

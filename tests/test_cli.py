@@ -45,6 +45,20 @@ def test_all_settings_are_listed_with_default_range_and_the_words_of_each_choice
         assert "common: all clients have the same mask per-client: each client has its own" in shown
 
 
+def test_a_level_of_the_log_may_be_in_small_letters_or_is_refused(fedprune, monkeypatch):
+    for level, code in (("debug", 0), ("", 0), ("foo", 2)):
+        monkeypatch.setenv("FEDPRUNE_LOG", level)
+        found, said = fedprune("list")
+        assert found == code, said
+    assert "FEDPRUNE_LOG is 'foo', allowed: CRITICAL," in " ".join(said.split())
+
+
+def test_a_folder_with_the_name_of_a_shipped_configuration_does_not_hide_it(fedprune, tmp_path):
+    (tmp_path / "fedp3").mkdir()
+    code, said = fedprune("check", "-c", "fedp3", "dataset=digits", "model=cnn-small", "partition=shards")
+    assert "cannot be read" not in said, code
+
+
 def test_a_run_in_a_process_of_its_own_leaves_its_folder_and_a_second_into_it_is_refused(fedprune, tmp_path):
     command = [sys.executable, "-m", "fedprune_app.cli", "run", "system=fedavg", *SMALL, *HERE, "--out", "runs/a"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1000, cwd=tmp_path)

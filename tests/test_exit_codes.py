@@ -24,6 +24,14 @@ HERE = ["--engine", "inprocess", "--clients", "4"]
         ),
         (["dataset=mnist", "data-dir=nowhere"], "does not exist; dataset 'mnist' is read from MNIST/raw"),
         (["dataset=image-folder", "data-dir=float"], "has floating-point numbers, allowed: 8 or 16 bits"),
+        (
+            ["dataset=table", "augmentation=crop-flip"],
+            "augmentation is 'crop-flip', allowed with dataset 'table': none",
+        ),
+        (
+            ["evaluate-every=9223372036854775808"],
+            "evaluate-every is a number of 19 digits, allowed: a whole number bel",
+        ),
         (["partition=classes", "classes-per-client=11"], "classes-per-client is 11, allowed: 1 to 10"),
         (["samples-per-client=100000"], "samples-per-client is 100000, allowed: at most"),
         (["shard-size=100000"], "1438 samples make 0 of shard-size 100000"),

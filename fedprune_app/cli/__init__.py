@@ -47,8 +47,8 @@ def main() -> None:
 
     The exit code is 2 for a wrong command or setting, and 1 for a failed run.
     """
-    logging.getLogger("flwr").setLevel(os.environ.get("FEDPRUNE_LOG", "ERROR"))  # the progress bar shows what matters
     try:
+        _set_log_level(os.environ.get("FEDPRUNE_LOG") or "ERROR")  # the progress bar shows what matters
         if "" in sys.argv[1:]:  # a variable of the shell was empty; as a path it would be the current folder
             raise ConfigError(f"argument {sys.argv.index('', 1)} is empty, allowed: a text, or no such argument")
         if empty := [each for each in sys.argv[1:] if each.startswith("--") and each.endswith("=")]:
@@ -74,6 +74,13 @@ def main() -> None:
     if code == _INTERRUPTED:
         say("; if the run had begun, `--resume` goes on from what is on disk", "interrupted", "yellow")
     sys.exit(code)
+
+
+def _set_log_level(name: str) -> None:
+    levels = logging.getLevelNamesMapping()
+    if name.upper() not in levels:
+        raise ConfigError(f"FEDPRUNE_LOG is {name!r}, allowed: {', '.join(levels)}")
+    logging.getLogger("flwr").setLevel(levels[name.upper()])
 
 
 def _one_line(error: Exception) -> str:

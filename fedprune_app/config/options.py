@@ -165,6 +165,9 @@ def option_of(item: Field[Any]) -> Option:
 _TYPE_NAMES: Mapping[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
+_TOO_LARGE = 1 << 63  # a record of the run could not be read with it
+
+
 def _as_type(key: str, value: object, kind: type[Scalar]) -> Scalar:
     if isinstance(value, int | float) and not isinstance(value, bool):
         if kind is float:
@@ -177,6 +180,8 @@ def _as_type(key: str, value: object, kind: type[Scalar]) -> Scalar:
         raise ConfigError(f"{key} is {value!r}, allowed: {_TYPE_NAMES[kind]}{meant}")
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{key} is {value!r}, allowed: a finite number")
+    if isinstance(value, int) and abs(value) >= _TOO_LARGE:
+        raise ConfigError(f"{key} is a number of {len(str(abs(value)))} digits, allowed: a whole number below 2^63")
     return value
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -62,6 +63,14 @@ def check_page_name(out: Path) -> None:
         raise ValueError(f"--output is {str(out)!r}, allowed: a file that ends in .html")
 
 
+def each_once(folders: Iterable[Path]) -> list[Path]:
+    """Return each folder by its first name alone: ``runs/latest`` is a link to a run that has a number, too."""
+    found: dict[str, Path] = {}
+    for folder in folders:
+        found.setdefault(os.path.realpath(folder), folder)
+    return list(found.values())
+
+
 def write_report(
     folders: Sequence[Path],
     out: Path,
@@ -78,6 +87,7 @@ def write_report(
     that exists and is no report, unless ``force`` says to replace it.
     """
     check_page_name(Path(out))
+    folders = each_once(folders)
     if not folders:
         raise ValueError("a report needs at least one run folder")
     if not force:

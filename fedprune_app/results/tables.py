@@ -426,11 +426,14 @@ def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:
 def _compared(run: Run) -> dict[str, Any]:
     """Return the number of clients, and the configuration without the seed and what does not change the result.
 
-    The folder of a dataset that is no published one is not left out: another folder holds other data.
+    Runs of a plug-in whose code has changed are runs of two systems. The folder of a dataset that is no published one
+    is not left out: another folder holds other data.
     """
     compared = {key: value for key, value in run.config.items() if key not in {"seed", *_BOOKKEEPING}}
     public = _place(run, "fedltp.public-dataset", "fedltp.public-data-dir")
-    return compared | place_of_data(run) | public | {"clients": len(run.info.get("partition") or ()) or None}
+    code = sorted(identity[:15] for identity in (run.info.get("plugins") or {}).values())  # a part of its SHA-256
+    clients = len(run.info.get("partition") or ()) or None
+    return compared | place_of_data(run) | public | {"clients": clients, **({"code": ", ".join(code)} if code else {})}
 
 
 def place_of_data(run: Run) -> dict[str, Any]:

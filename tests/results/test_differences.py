@@ -132,6 +132,12 @@ def test_a_clear_difference_of_one_seed_says_so(make_run):
     assert rows_of([0, 1, 2]) == "yes"
 
 
+def test_runs_whose_plugin_has_changed_are_no_seeds_of_one_setting(make_run):
+    code = {0: "sha256 " + "a" * 64, 1: "sha256 " + "b" * 64, 2: "sha256 " + "b" * 64}
+    folders = [make_run(f"n{seed}", "mine", seed, extra={"plugins": {"mine.py": code[seed]}}) for seed in code]
+    assert sorted(len(group.runs) for group in group_runs([load_run(folder) for folder in folders])) == [1, 2]
+
+
 def test_a_run_that_did_not_end_is_compared_with_nothing(make_run):
     folders = [make_run(name, name, 0, clients=12) for name in ("fedavg", "dispfl")]
     folders.append(make_run("ditto", "ditto", 0, clients=12, plateau=0.99, status="interrupted"))

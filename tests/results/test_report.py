@@ -16,7 +16,7 @@ from plotly.offline import get_plotlyjs
 from fedprune_app.results.figures import figures, losses
 from fedprune_app.results.figures.clients import by_class
 from fedprune_app.results.reader import load_run
-from fedprune_app.results.report import _packed_plotly, appearance, write_report
+from fedprune_app.results.report import _packed_plotly, appearance, each_once, write_report
 from fedprune_app.results.tables import columns, comma_separated, epsilon_remark, final_rows, group_runs
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>{{7*7}}\u2028\ud800'\""
@@ -555,3 +555,11 @@ def test_a_report_of_damaged_runs_alone_is_refused(make_run, tmp_path):
     with pytest.raises(ValueError, match=r"no run folder can be read: .*not valid JSON"):
         write_report([damaged], tmp_path / "r.html")
     assert not (tmp_path / "r.html").exists()
+
+
+def test_a_run_that_is_named_twice_is_shown_once(make_run, tmp_path):
+    folder, other = make_run("1"), make_run("2", seed=1)
+    (tmp_path / "latest").symlink_to(other)
+    assert each_once([folder, other, tmp_path / "latest", tmp_path / "x" / ".." / "1"]) == [folder, other]
+    page = write_report([folder, other, tmp_path / "latest"], tmp_path / "page.html").read_text()
+    assert "latest" not in page
