@@ -431,7 +431,8 @@ def _compared(run: Run) -> dict[str, Any]:
     """
     compared = {key: value for key, value in run.config.items() if key not in {"seed", *_BOOKKEEPING}}
     public = _place(run, "fedltp.public-dataset", "fedltp.public-data-dir")
-    code = sorted(identity[:15] for identity in (run.info.get("plugins") or {}).values())  # a part of its SHA-256
+    plugins = (run.info.get("plugins") or {}).values()
+    code = sorted(told[:15] if told.startswith("sha256 ") else told for told in plugins)  # a version is told whole
     clients = len(run.info.get("partition") or ()) or None
     return compared | place_of_data(run) | public | {"clients": clients, **({"code": ", ".join(code)} if code else {})}
 

@@ -136,6 +136,10 @@ def test_runs_whose_plugin_has_changed_are_no_seeds_of_one_setting(make_run):
     code = {0: "sha256 " + "a" * 64, 1: "sha256 " + "b" * 64, 2: "sha256 " + "b" * 64}
     folders = [make_run(f"n{seed}", "mine", seed, extra={"plugins": {"mine.py": code[seed]}}) for seed in code]
     assert sorted(len(group.runs) for group in group_runs([load_run(folder) for folder in folders])) == [1, 2]
+    released = [
+        make_run(f"v{seed}", "mine", seed, extra={"plugins": {"mine": f"plugin-of-mine {seed}.0"}}) for seed in (1, 2)
+    ]
+    assert len(group_runs([load_run(folder) for folder in released])) == 2
 
 
 def test_a_run_that_did_not_end_is_compared_with_nothing(make_run):
