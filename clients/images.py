@@ -17,7 +17,15 @@ from fedprune_app.config import Config
 from fedprune_app.core.flops import training_flops
 from fedprune_app.core.layers import layers_of
 from fedprune_app.data.augmentation import CropFlip, augmentation
-from fedprune_app.data.splits import ClientData, client_data, data_config, dataset_of, label_counts, record_digests
+from fedprune_app.data.splits import (
+    ClientData,
+    client_data,
+    content_sha256,
+    data_config,
+    dataset_of,
+    label_counts,
+    record_digests,
+)
 from fedprune_app.engine.store import State
 from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.evaluate import Evaluation, evaluate
@@ -28,6 +36,7 @@ from fedprune_app.models.initial import initial_model, layer_flops, shared_names
 _LABELS = frozenset({"labels-train", "labels-validation", "labels-test"})
 _NORMALISATION = frozenset({"normalisation-mean", "normalisation-std"})
 _FEATURES = frozenset({"features", "features-digest"})
+_CONTENT = frozenset({"data-sha256"})
 
 
 class ImageNode(BudgetedNode[AnUpdate]):
@@ -38,9 +47,9 @@ class ImageNode(BudgetedNode[AnUpdate]):
     """
 
     declares: ClassVar = ReplyFields(
-        introduction=_LABELS | _NORMALISATION | {"image-shape", "num-classes", "classes", "data-dir"} | _FEATURES,
-        # how many of which class is nobody's business then, and constants may follow from the images
-        withheld_when_private=_LABELS | _NORMALISATION,
+        introduction=_LABELS | _NORMALISATION | {"image-shape", "num-classes", "classes", "data-dir"} | _FEATURES | _CONTENT,
+        # how many of which class is nobody's business then, and the others may follow from the images
+        withheld_when_private=_LABELS | _NORMALISATION | _CONTENT,
     )
 
     state_waits_for_checkpoint = True
@@ -79,8 +88,8 @@ class ImageNode(BudgetedNode[AnUpdate]):
         """This tells the shape of the client's images and its label counts, and the classes if they have names.
 
         The columns of a dealt table are told, too. Of a client's own table only a digest of their names is told. How
-        images are normalised is told of dealt data, of which all clients have the same. For a client's own images this
-        stays with the client.
+        images are normalised, and a digest of all data, is told of dealt data, of which all clients have the same. For
+        a client's own images this stays with the client.
         """
         counts = {} if self.config.dp.enabled else label_counts(self.data_config, *self.place.share)
         names = list(self.dataset.classes)
@@ -93,7 +102,7 @@ class ImageNode(BudgetedNode[AnUpdate]):
             **self._told_features(),
             **({"data-dir": self.config.data_dir} if self.place.has_own_data else {}),
             **{f"labels-{part}": [int(n) for n in values] for part, values in counts.items()},
-            **({} if self.config.dp.enabled or self.place.has_own_data else self._told_normalisation()),
+            **({} if self.config.dp.enabled or self.place.has_own_data else self._told_of_all()),
         }
 
     def _normalisation(self) -> dict[str, list[float]]:
@@ -102,8 +111,9 @@ class ImageNode(BudgetedNode[AnUpdate]):
         both = {"mean": dataset.mean, "std": dataset.std}
         return {name: np.broadcast_to(np.asarray(values, float), depth).tolist() for name, values in both.items()}
 
-    def _told_normalisation(self) -> dict[str, list[float]]:
-        return {f"normalisation-{name}": values for name, values in self._normalisation().items()}
+    def _told_of_all(self) -> dict[str, Any]:
+        normalisation = {f"normalisation-{name}": values for name, values in self._normalisation().items()}
+        return {**normalisation, "data-sha256": content_sha256(self.data_config)}
 
     def _told_features(self) -> dict[str, Any]:
         if not self.dataset.features:

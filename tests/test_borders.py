@@ -31,7 +31,7 @@ JSON = st.recursive(
 )
 HONEST = {"partition": 1, "num-examples": 9, "image-shape": [1, 8, 8], "num-classes": 2, "layer-digests": ["0"]}
 SAID = (*HONEST, "capacity", "own-data", "labels-train", "labels-test", "classes", "data-dir", "documents")
-SAID += ("normalisation-mean", "normalisation-std")
+SAID += ("normalisation-mean", "normalisation-std", "data-sha256")
 
 
 def refusal(read: Callable[[], object]) -> str:

@@ -154,6 +154,11 @@ def dataset_of(config: DataConfig, num_clients: int = 0) -> Dataset:
     return replace(dataset, mean=mean, std=std)
 
 
+def content_sha256(config: DataConfig) -> str:
+    """Return a digest of the whole dataset that is dealt out, see :attr:`Dataset.content_sha256`."""
+    return _pool(config).dataset.content_sha256  # `dataset_of` makes copies, which would all read the images
+
+
 def partition_indices(config: DataConfig, num_clients: int) -> list[Indices]:
     """Return, per client, the sorted indices of its samples in the training set, validation share included.
 

@@ -53,6 +53,10 @@ class ClientInfo:
         """Describe the data that the client holds, for run.json."""
         return {}
 
+    def digest_of_data(self) -> str:
+        """Return a SHA-256 of all data that are dealt out; empty where the client does not tell it."""
+        return ""
+
     def common(self) -> tuple[Any, ...]:
         """Return the facts in which all clients of a run must agree."""
         return (self.own_data, self.num_partitions)
@@ -93,6 +97,7 @@ class ImageClientInfo(ClientInfo):
     std: tuple[float, ...] = ()
     features: tuple[str, ...] = ()  # the columns of a dealt table, in order; empty for images
     features_digest: str = ""  # of those of the client's own table
+    data_sha256: str = ""  # of all data that are dealt out; empty where this is not told
 
     @classmethod
     def facts(cls, fields: wire.Fields) -> dict[str, Any]:
@@ -126,6 +131,7 @@ class ImageClientInfo(ClientInfo):
             "features": features,
             "features_digest": str(fields.get("features-digest", ""))[:64],
             "data_dir": str(fields.get("data-dir", ""))[:1024],
+            "data_sha256": str(fields.get("data-sha256", ""))[:64],
             "mean": mean,
             "std": std,
         }
@@ -137,6 +143,9 @@ class ImageClientInfo(ClientInfo):
 
     def description(self) -> dict[str, Any]:
         return dict(self.label_counts)
+
+    def digest_of_data(self) -> str:
+        return self.data_sha256
 
     def contradicts(self, first: ClientInfo) -> str:
         assert isinstance(first, ImageClientInfo)

@@ -50,6 +50,7 @@ _INFO_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "error": ((str, type(None)), "text or null"),
     "versions": ((dict, type(None)), "an object or null"),
     "model": ((dict, type(None)), "an object or null"),
+    "data_sha256": ((str, type(None)), "text or null"),
 }
 
 

@@ -24,7 +24,7 @@ from fedprune_app.results.texts import own_models, tested_on, windows_of_text
 
 NOT_MEASURED = "–"
 _BEST = "Accuracy, best on validation (%)"
-_DATA = ("dataset", "data-dir", "partition", "clients", "model")
+_DATA = ("dataset", "data-dir", "data", "partition", "clients", "model")
 
 # Where a run lives and how it was executed; none of it changes what was computed.
 _BOOKKEEPING = frozenset(key for key, option in OPTIONS.items() if not option.changes_results)
@@ -426,8 +426,8 @@ def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:
 def _compared(run: Run) -> dict[str, Any]:
     """Return the number of clients, and the configuration without the seed and what does not change the result.
 
-    Runs of a plug-in whose code has changed are runs of two systems. The folder of a dataset that is no published one
-    is not left out: another folder holds other data.
+    Runs of a plug-in whose code has changed are runs of two systems. What tells a dataset that is no published one from
+    another is not left out.
     """
     compared = {key: value for key, value in run.config.items() if key not in {"seed", *_BOOKKEEPING}}
     public = _place(run, "fedltp.public-dataset", "fedltp.public-data-dir")
@@ -438,11 +438,13 @@ def _compared(run: Run) -> dict[str, Any]:
 
 
 def place_of_data(run: Run) -> dict[str, Any]:
-    """Return the key of the folder that decides which data the clients have, with its value.
+    """Return what tells the data of the clients from other data of the same dataset's name, by key.
 
-    Nothing is returned for a published dataset, which is the same in every folder.
+    That is a digest of the data, or their folder where no digest was told. Nothing is returned for a published dataset,
+    which is the same in every folder.
     """
-    return _place(run, "dataset", "data-dir")
+    place, digest = _place(run, "dataset", "data-dir"), run.info.get("data_sha256")
+    return {"data": str(digest)[:12]} if place and digest else place
 
 
 def _place(run: Run, dataset: str, folder: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import re
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,23 @@ def test_a_dataset_is_loaded_once_and_cannot_be_written_to():
 
 
 @pytest.mark.programs
+def test_a_digest_tells_data_from_other_data(monkeypatch):
+    digits = load_dataset("digits")
+
+    def changed(index):
+        images = digits.train_images.copy()
+        images[index, 0, 4, 4] ^= 1
+        return replace(digits, train_images=images)
+
+    digests = {each.content_sha256 for each in (digits, changed(0), changed(-1), replace(digits, classes=("a",) * 10))}
+    assert len(digests) == 4
+    relabelled = replace(digits, train_labels=digits.train_labels[::-1].copy())
+    assert relabelled.content_sha256 not in digests
+    assert replace(digits, train_images=digits.train_images.copy()).content_sha256 == digits.content_sha256
+    monkeypatch.setattr(datasets, "_MOST_DIGESTED", digits.train_images.nbytes // 10)  # then each tenth counts
+    assert changed(1).content_sha256 == changed(2).content_sha256 != changed(10).content_sha256
+
+
 def test_importing_and_digits_need_no_torchvision():
     code = (
         "import sys; from fedprune_app.data.datasets import load_dataset; load_dataset('digits');"

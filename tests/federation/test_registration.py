@@ -11,6 +11,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from fedprune_app import client_app
 from fedprune_app.config import DEFAULTS, ConfigError
+from fedprune_app.data import splits
 from fedprune_app.engine import inprocess
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.inprocess import InProcessGrid
@@ -317,6 +318,28 @@ def test_a_node_that_is_no_part_of_a_run_does_not_stop_its_resumption(federate, 
         "client 2 is no part of the run, allowed when resuming: the clients of run.json"
     ]
     assert resumed.sha256 == whole.sha256
+
+
+def test_a_run_goes_on_with_the_data_that_it_began_with_alone(federate, tmp_path):
+    """Rows of a table may change without a change of the counts of labels."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+
+    def write(first: float) -> None:
+        rows = [(first, 0), *((k / 40, int(k >= 20)) for k in range(1, 40))]
+        (folder / "train.csv").write_text("x,label\n" + "".join(f"{x},{label}\n" for x, label in rows))
+        splits.forget()
+
+    settings = {"clients": 2, "system": "standalone", "dataset": "table", "data_dir": str(folder)}
+    settings |= {"model": "mlp-small", "partition": "iid", "test_split": "holdout", "num_server_rounds": 1}
+    write(0.0)
+    federate(**settings)
+    more = settings | {"num_server_rounds": 2, "resume_from": str(tmp_path / "run")}
+    write(0.001)
+    with pytest.raises(ConfigError, match=r"the clients' data is not what it was when the run began, allowed"):
+        federate(**more)
+    write(0.0)
+    assert federate(**more).info["status"] == "completed"
 
 
 def test_a_resumed_run_is_asked_for_no_more_clients_than_it_has(federate, tmp_path):

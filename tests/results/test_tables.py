@@ -196,6 +196,17 @@ def test_seeds_on_other_folders_are_no_seeds_of_one_setting(dataset, rows):
     assert ("/data/0" in found[0]["System"]) == (rows == 2)
 
 
+def test_seeds_on_changed_tables_are_no_seeds_of_one_setting():
+    """The folder may hold other tables than before, and the same tables may have moved to another folder."""
+
+    def told(seed: int, digest: str, folder: str) -> Run:
+        found = run(seed=seed, dataset="table", **{"data-dir": folder})
+        return replace(found, info={**found.info, "data_sha256": digest * 64})
+
+    assert labels(told(1, "a", "/t"), told(2, "b", "/t")) == ["a · data aaaaaaaaaaaa", "a · data bbbbbbbbbbbb"]
+    assert labels(told(1, "a", "/t"), told(2, "a", "/moved")) == ["a"]
+
+
 def test_a_round_in_which_some_clients_told_no_accuracy_is_never_the_best():
     rows = (
         {"round": 1, "accuracy_validation_mean": 0.9, "accuracy_personal_mean": 0.9, "evaluated": 8, "clients": 8},
