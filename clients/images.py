@@ -47,7 +47,11 @@ class ImageNode(BudgetedNode[AnUpdate]):
     """
 
     declares: ClassVar = ReplyFields(
-        introduction=_LABELS | _NORMALISATION | {"image-shape", "num-classes", "classes", "data-dir"} | _FEATURES | _CONTENT,
+        introduction=_LABELS
+        | _NORMALISATION
+        | {"image-shape", "num-classes", "classes", "data-dir"}
+        | _FEATURES
+        | _CONTENT,
         # how many of which class is nobody's business then, and the others may follow from the images
         withheld_when_private=_LABELS | _NORMALISATION | _CONTENT,
     )

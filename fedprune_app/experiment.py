@@ -83,6 +83,9 @@ class Placement:
                 raise ConfigError(f"{option} is {value!r}, allowed: a whole number")
             if value < 1:
                 raise ConfigError(f"{option} is {value}, allowed: at least 1")
+        if self.num_workers is not None and (self.engine == "inprocess" or not self.is_simulation):
+            where = "with --engine inprocess" if self.is_simulation else "on real nodes"
+            raise ConfigError(f"--workers is {self.num_workers!r}, allowed {where}: nothing")
         object.__setattr__(self, "num_clients", int(self.num_clients))  # it may be a number of NumPy
 
 

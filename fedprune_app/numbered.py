@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 LATEST = Path("runs/latest")
 """The link to the run that was started last without a folder of its own."""
 
 
-def next_folder(parent: Path) -> Path:
-    """Return the folder ``parent/<number>``, numbered one above the largest number there is."""
-    taken = [int(path.name) for path in parent.glob("*") if path.name.isdecimal()]
-    return parent / str(max(taken, default=0) + 1)
+@contextmanager
+def next_folder(parent: Path) -> Iterator[Path]:
+    """Make the folder ``parent/<number>``, numbered one above the largest number there is, for this process alone.
+
+    If it is empty when the block ends, it is removed again, and so is an empty ``parent``.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        taken = [int(path.name) for path in parent.glob("*") if path.name.isdecimal()]
+        folder = parent / str(max(taken, default=0) + 1)
+        with suppress(FileExistsError):  # another process was faster
+            folder.mkdir()
+            break
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):
+            folder.rmdir()
+            parent.rmdir()
 
 
 def point_to(link: Path, folder: Path) -> None:

@@ -186,6 +186,8 @@ def search_of(document: Mapping[str, Any], common: Mapping[str, Any], seeds: lis
         raise ConfigError(f"{where}: space is {_short(space)}, allowed: a range or choices for each key")
     for key, each in space.items():
         _check_range(where, key, each)
+        if key in common:
+            raise ConfigError(f"{where}: {key} is in common and in space, allowed: in one of them")
     return Search(common, tuple(seeds), document.get("clients"), trials, sampler, objective, space, where)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -155,9 +154,7 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str,
     partition = [{"partition": k, **info.description()} for k, info in roster.items()]
     num_partitions = max(info.num_partitions for info in roster.values())  # all have the same
     began_with = before.get("num_partitions", num_partitions)
-    data = _digest_of_data(roster)
-    is_other = before.get("partition") not in (None, partition) or before.get("data_sha256") not in (None, "", data)
-    if is_other or began_with != num_partitions:
+    if before.get("partition") not in (None, partition) or began_with != num_partitions:
         then, now = began_with or len(ids), num_partitions or len(partition)
         counts = f" ({then} clients, now {now})" if then != now else ""
         raise ConfigError(
@@ -166,8 +163,6 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str,
         )
     if num_partitions:
         recorder.annotate(num_partitions=num_partitions)
-    if data:
-        recorder.annotate(data_sha256=data)
     # without partition-ids nothing else says which client has which data
     if any(info.own_data for info in roster.values()):
         recorder.annotate(nodes={str(info.node_id): k for k, info in roster.items()})
@@ -176,12 +171,6 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str,
         recorder.annotate(protected_examples=protected)
     recorder.annotate(paper_bytes_formula=system.strategy.paper_formula, partition=partition, clients_left_out=left_out)
     return roster
-
-
-def _digest_of_data(roster: Roster) -> str:
-    """Return the digest of the data that most clients tell; empty where the clients tell none."""
-    told = Counter(digest for info in roster.values() if (digest := info.digest_of_data()))
-    return next((digest for digest, _ in told.most_common(1)), "")
 
 
 def _go_on(recorder: Recorder, config: Config, before: Mapping[str, Any], choice: Choice, state: State | None) -> None:

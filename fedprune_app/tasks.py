@@ -42,6 +42,8 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
     shared = {name: tensors[name] for name in shared_names(model, config.batch_norm)}
     if config.batch_norm == "local" and len(shared) == len(tensors) and not config.resume_from:
         raise ConfigError("batch-norm is 'local', allowed with a model that has no BatchNorm layer: averaged")
+    if digest := _digest_of_data(context):
+        context.recorder.annotate(data_sha256=digest)
     context.recorder.annotate(
         model={
             "name": chosen_name(config.model, config.dataset),
@@ -92,6 +94,22 @@ def _columns(context: RunContext) -> dict[str, Any]:
     if any(before.get(key, value) != value for key, value in found.items()):
         raise ConfigError(
             "the clients' tables have other columns than when the run began, or the same in another order, "
+            "allowed when resuming: the same clients and data"
+        )
+    return found
+
+
+def _digest_of_data(context: RunContext) -> str:
+    """Return the digest of the dealt data that most clients tell; empty where clients tell none.
+
+    Raises :class:`ConfigError` where a run is resumed with other data, which may have the same labels.
+    """
+    infos = [info for info in context.clients.values() if isinstance(info, ImageClientInfo)]
+    ((found, _),) = Counter(info.data_sha256 for info in infos).most_common(1)
+    before = context.recorder.info.get("data_sha256") or found
+    if found and before != found:
+        raise ConfigError(
+            "the clients' data is not what it was when the run began (its digest differs), "
             "allowed when resuming: the same clients and data"
         )
     return found

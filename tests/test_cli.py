@@ -96,6 +96,9 @@ def test_a_ledger_folder_is_relative_to_where_the_command_was_typed(fedprune, tm
     assert len(list((tmp_path / "ledgers").glob("00000-*.jsonl"))) == 1
 
 
+PRIVATE = ("system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -108,6 +111,16 @@ def test_a_ledger_folder_is_relative_to_where_the_command_was_typed(fedprune, tm
         (["run", "--resume"], "holds no run to resume"),
         (["run", "out-dir=/x"], "out-dir is '/x', allowed here: --out DIR"),
         (["run", "--engine", "inprocess", "--superlink", "x"], "--superlink is 'x'"),
+        (
+            ["run", "--engine", "inprocess", "--workers", "2"],
+            "--workers is 2, allowed with --engine inprocess: nothing",
+        ),
+        (["deploy", "local", "--capacities", "5 1 1", "system=dispfl"], "--capacities has 5, allowed: numbers above 0"),
+        (["deploy", "local", "--capacities", "1 1 nan", "system=dispfl"], "--capacities has nan, allowed: numbers"),
+        (["simulate-faults", "system=fedavg"], "system is 'fedavg', allowed here: --system NAME"),
+        (["simulate-faults", "out-dir=/x"], "out-dir is '/x', allowed here: --out DIR"),
+        (["simulate-faults", "density=0.1"], "density is 0.1, which has no effect with system 'subfedavg'"),
+        (["audit", *PRIVATE, "--json", "/etc/passwd/audit.json"], "'/etc/passwd/audit.json' cannot be written"),
         (["run", "validation-fraction=0"], "validation-fraction is 0.0"),
         (["run", "seed"], "'seed' is not of the form key=value"),
         (["run", "seed=1", "seed=1"], "seed is given twice on the command line, allowed: once"),

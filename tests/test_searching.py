@@ -147,6 +147,7 @@ def test_a_search_whose_runs_are_gone_still_knows_its_number_of_clients(tmp_path
         ({"trials": 0}, "trials is 0, allowed: a whole number, at least 1"),
         ({"space": {}}, "space is {}, allowed: a range or choices for each key"),
         ({"space": {"lr": [1]}}, "unknown key 'lr': did you mean 'learning-rate'"),
+        ({"space": {"num-server-rounds": [1, 2]}}, "num-server-rounds is in common and in space, allowed: in one of"),
         ({"space": {"momentum": [0.5, 0.9, 0.5]}}, "momentum in space has the choice 0.5 twice, allowed: once"),
         ({"space": {"density": {"low": 1, "high": 0}}}, "density in space is .*, allowed: a list of choices, or"),
         ({"space": {"density": 0.5}}, "density in space is 0.5, allowed: a list of choices, or"),

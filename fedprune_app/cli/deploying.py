@@ -74,6 +74,9 @@ def local(
         borne = [float(word) for word in capacities.split()]
     except ValueError:
         raise ConfigError(f"--capacities is {capacities!r}, allowed: numbers separated by spaces") from None
+    for share in borne:
+        if not 0 < share <= 1:  # NaN is neither
+            raise ConfigError(f"--capacities has {share:g}, allowed: numbers above 0 and at most 1")
     if borne and len(borne) != nodes:
         raise ConfigError(f"--capacities has {len(borne)} numbers, allowed: one per node, {nodes}")
     places: list[dict[str, Scalar]] = [{"data-dir": str(each)} for each in folders]

@@ -201,7 +201,7 @@ def predict(
 
     function = plugins.function("build", str(Path(build).expanduser().absolute())) if build else None
     refused: list[ValueError] = []
-    found = predictions(model, files, top, function, refused.append)
+    found = predictions(model, list(dict.fromkeys(files)), top, function, refused.append)
     if as_json:
         by_file: dict[str, Any] = {}
         for file, row, classes in found:

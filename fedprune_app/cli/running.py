@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from fedprune_app.experiment import Placement
 
 app = typer.Typer()
+_MOST_LINES = 10  # of one kind, at the end of a run
 
 
 @app.command()
@@ -69,24 +71,22 @@ def run(
         raise ConfigError("--force is given, allowed with --superlink: nothing; the folder is on the server")
     if clients is not None and clients < 1:
         raise ConfigError(f"--clients is {clients}, allowed: at least 1")
-    numbered = out is None and not superlink
-    if out is None:
-        out = LATEST if resume or superlink else next_folder(LATEST.parent)
     check_accept_loss(accept_loss, resume)
-    before = recorded(out.expanduser().resolve(), superlink) if resume else None
-    given = given_in(config, overrides, plugin)
-    settings = placed(given, out, before, force=force, is_here=not superlink, accept_loss=accept_loss)
-    say_doubts(given, settings)
-    known = clients_of(before)
-    if clients is None:
-        clients = known or 20
-    if known not in (0, clients) and not superlink:
-        raise ConfigError(f"--clients is {clients}, allowed when resuming: {known}, as the run began")
-    from fedprune_app.experiment import Placement
+    is_numbered = out is None and not (superlink or resume)
+    with next_folder(LATEST.parent) if is_numbered else nullcontext(out or LATEST) as folder:
+        before = recorded(folder.expanduser().resolve(), superlink) if resume else None
+        given = given_in(config, overrides, plugin)
+        settings = placed(given, folder, before, force=force, is_here=not superlink, accept_loss=accept_loss)
+        say_doubts(given, settings)
+        known = clients_of(before)
+        if clients is None:
+            clients = known or 20
+        if known not in (0, clients) and not superlink:
+            raise ConfigError(f"--clients is {clients}, allowed when resuming: {known}, as the run began")
+        from fedprune_app.experiment import Placement
 
-    placement = Placement(engine, clients, workers, ray_address=ray_address, superlink=superlink)
-    link = LATEST if numbered and not resume else None
-    run_once(placement, settings, out, force and not resume, link)
+        placement = Placement(engine, clients, workers, ray_address=ray_address, superlink=superlink)
+        run_once(placement, settings, folder, force and not resume, LATEST if is_numbered else None)
 
 
 @app.command(name="check")
@@ -212,9 +212,12 @@ def run_once(placement: Placement, settings: Config, out: Path, force: bool, lin
 
     with Session(placement, console) as session:
         info = session.run(settings, folder, once_checked=make_way)
-    for kind, key in (("note", "notes"), ("lost", "losses")):
-        for line in (line for line in info.get(key, []) if line not in session.told):
+    for kind, key in (("note", "notes"), ("lost", "losses"), ("left out", "clients_left_out")):
+        lines = [line for line in info.get(key) or [] if line not in session.told]
+        for line in lines[:_MOST_LINES]:
             say(f" {line}", f"{kind}:", "yellow")
+        if (more := len(lines) - _MOST_LINES) > 0:
+            say(f" and {more} more, see run.json", f"{kind}:", "yellow")
     say(f" {info['rounds_completed']} rounds in {info.get('seconds', 0):.0f} s", "completed", "green")
     if "final_sha256" in info:
         say(f"final models: sha256 {info['final_sha256'][:16]}…  results: {out}")

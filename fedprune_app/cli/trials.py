@@ -67,8 +67,6 @@ def audit(
         check_json_file(json_file.expanduser().resolve(), JSON_KEYS)
     with console.status(Text(f"auditing {config.system}: {config.num_server_rounds} rounds of {clients} clients")):
         found = run_audit(config, question)
-    if json_file is not None:
-        replace_file(json_file.expanduser().resolve(), json.dumps(found.to_dict(), indent=1).encode())
     table = Table(box=None, show_header=False)
     for name, text in (
         ("lower bound on ε", f"{found.bound:.3f}"),
@@ -81,6 +79,8 @@ def audit(
     ):
         table.add_row(name, text)
     Console(**AS_IT_IS).print(table)
+    if json_file is not None:  # nothing is lost where it cannot be written
+        replace_file(json_file.expanduser().resolve(), json.dumps(found.to_dict(), indent=1).encode())
     if not found.holds:
         raise LaunchError(found.verdict)
     say(f": {found.verdict}", "passed", "green")
@@ -117,7 +117,7 @@ def simulate_faults(
     interrupted.
     The exit code is 1 if a schedule breaks a law.
     """
-    from fedprune_app.faults.campaign import COUNTED, Part, campaign, check_table, write_rows
+    from fedprune_app.faults.campaign import COUNTED, Part, campaign, check_settings, check_table, write_rows
 
     first, _, end = seeds.partition(":")
     if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
@@ -127,10 +127,11 @@ def simulate_faults(
     if table_file is not None:
         check_table(table_file)
     given = given_in([], settings or [], plugin)
-    if report is not None:
-        _show_schedule(system or ["subfedavg"], range(int(first), int(end)), given, report, force)
-        return
     names, chosen = list(dict.fromkeys(system or ["subfedavg"])), range(int(first), int(end))
+    check_settings(names, given.values)
+    if report is not None:
+        _show_schedule(names, chosen, given, report, force)
+        return
     done: dict[str, Part] = {}
     with Progress(*Progress.get_default_columns(), console=console, transient=True) as progress:
         task = progress.add_task("schedules", total=len(names) * len(chosen))

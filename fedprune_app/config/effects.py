@@ -20,7 +20,12 @@ _INSTEAD = {
 }
 """By key and system: the keys that a system has for the same quantity."""
 
-_ALSO: Mapping[tuple[str, str], Needs] = {("density", "fedltp"): {"fedltp.tickets": NoneOf((0,))}}
+_PRUNED_FOR_FEDCR = ("density", "fedp3.densities", "fedp3.assignment", "fedp3.prune-by", "fedp3.pruned-weights")
+_ALSO: Mapping[tuple[str, str], Needs] = {
+    ("density", "fedltp"): {"fedltp.tickets": NoneOf((0,))},
+    # of a client that trains all layers nothing is chosen or pruned
+    **{(key, "fedcr"): {"fedcr.layer-set": NoneOf(("all",))} for key in _PRUNED_FOR_FEDCR},
+}
 """By key and system: what a key of all systems needs beside, with one of them."""
 
 

@@ -84,7 +84,7 @@ class FedP3Options(Table):
         "",
         "The shares of the model's parameters that clients in turn can hold, with layer-set 'capacity': '0.5 0.8'."
         " Empty means the whole model.",
-        needs=_OF_BOTH,
+        needs={**_OF_FEDP3, ".layer-set": ("capacity",)},
     )
     densities: str = option(
         "",

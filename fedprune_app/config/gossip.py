@@ -9,7 +9,7 @@ from typing import ClassVar
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.lists import share_in_turn
-from fedprune_app.config.options import Kind, Needs, option
+from fedprune_app.config.options import Kind, Needs, NoneOf, option
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,7 @@ class DisPFLOptions(GossipOptions):
         "dense",
         "The gradient that max-grad-norm limits.",
         choices={"dense": "the gradient before masking, as in the released code", "masked": "the masked gradient"},
+        needs={"max-grad-norm": NoneOf((0.0,))},
     )
 
     def check(self, common: CommonOptions) -> None:

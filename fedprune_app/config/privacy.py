@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from fedprune_app.config.common import CommonOptions, Table
 from fedprune_app.config.errors import ConfigError
-from fedprune_app.config.options import Kind, Needs, option
+from fedprune_app.config.options import Kind, Needs, NoneOf, option
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class DPOptions(Table):
         0,
         "The number of rounds that a client is planned to join, for target-epsilon. 0 means all of num-server-rounds.",
         least=0,
+        needs={".target-epsilon": NoneOf((0.0,))},
     )
     clip_norm: float = option(
         1.0,

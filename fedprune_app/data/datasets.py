@@ -82,9 +82,9 @@ class Dataset:
         for images, labels in ((self.train_images, self.train_labels), (self.test_images, self.test_labels)):
             step = max(1, -(-images.nbytes // _MOST_DIGESTED))
             total.update(f"{images.shape} {images.dtype}".encode())
-            total.update(np.ascontiguousarray(labels))
+            total.update(np.ascontiguousarray(labels).data)
             for start in range(0, len(images), 1000 * step):  # a thousand images at a time are read
-                total.update(np.ascontiguousarray(images[start : start + 1000 * step : step]))
+                total.update(np.ascontiguousarray(images[start : start + 1000 * step : step]).data)
         return total.hexdigest()
 
     @property

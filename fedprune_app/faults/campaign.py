@@ -12,12 +12,14 @@ from pathlib import Path
 
 import torch
 
-from fedprune_app import __version__
-from fedprune_app.config import ConfigError, Scalar
+from fedprune_app import __version__, plugins
+from fedprune_app.config import ConfigError, Scalar, check_effects, has_effect
 from fedprune_app.faults.schedule import SAME_MESSAGES, Schedule
-from fedprune_app.faults.simulation import Simulation, Violation
+from fedprune_app.faults.simulation import Simulation, Violation, values_of
 from fedprune_app.faults.story import Kind
 from fedprune_app.files import append_lines, scratch_folder
+from fedprune_app.registry import check_names
+from fedprune_app.starting import check_no_place
 
 _MEMORY = Path("/dev/shm")
 _PARTS_PER_PROCESS = 40
@@ -79,6 +81,17 @@ def campaign(systems: Sequence[str], seeds: range, settings: Mapping[str, Scalar
 def scratch_place() -> Path | None:
     """Return the folder in memory where a simulated disk is fastest, or None where there is none."""
     return _MEMORY if _MEMORY.is_dir() else None
+
+
+def check_settings(systems: Sequence[str], settings: Mapping[str, Scalar]) -> None:
+    """Raise :class:`ConfigError` for a setting that a campaign decides, or that has no effect in any of its runs."""
+    if "system" in settings:
+        raise ConfigError(f"system is {settings['system']!r}, allowed here: --system NAME")
+    check_no_place(settings)
+    configs = [check_names(plugins.parse(values_of(system, settings))) for system in systems]
+    for key in settings:
+        if not any(has_effect(key, config) for config in configs):
+            check_effects([key], configs[0])
 
 
 def check_table(path: Path) -> None:

@@ -54,6 +54,13 @@ MOST_MEMORY_BYTES = 2 << 30
 """The process never holds more than this, whatever comes late, twice or out of order."""
 
 
+def values_of(system: str, settings: Mapping[str, Scalar]) -> dict[str, Scalar]:
+    """Return the values of a system's runs; ``settings`` are those that a user gives, whose plug-ins are loaded."""
+    named = {**settings, "system": system}
+    plugins.load(named)
+    return {**SETTINGS, **testing.NEEDED.get(system, {}), **named}
+
+
 class Unending(BaseException):
     """A run did not end within :data:`LIMIT_SECONDS`."""
 
@@ -134,12 +141,11 @@ class Simulation:
         return self._folder / "run"
 
     def _values(self, system: str) -> dict[str, Scalar]:
-        named = {**self._settings, "system": system}
-        plugins.load(named)
-        if system in SYSTEMS and SYSTEMS[system].data == "text" and not self._texts:
+        values = values_of(system, self._settings)
+        is_text = system in SYSTEMS and SYSTEMS[system].data == "text"
+        if is_text and not self._texts:
             self._texts = tiny_texts(self._folder / "texts")
-        texts = self._texts if system in SYSTEMS and SYSTEMS[system].data == "text" else {}
-        return {**SETTINGS, **testing.NEEDED.get(system, {}), **texts, **named}
+        return {**values, **self._texts, **self._settings} if is_text else values
 
     def _uninterrupted(self, system: str, messages: int) -> _Whole:
         key = system, messages

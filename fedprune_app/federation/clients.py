@@ -53,10 +53,6 @@ class ClientInfo:
         """Describe the data that the client holds, for run.json."""
         return {}
 
-    def digest_of_data(self) -> str:
-        """Return a SHA-256 of all data that are dealt out; empty where the client does not tell it."""
-        return ""
-
     def common(self) -> tuple[Any, ...]:
         """Return the facts in which all clients of a run must agree."""
         return (self.own_data, self.num_partitions)
@@ -143,9 +139,6 @@ class ImageClientInfo(ClientInfo):
 
     def description(self) -> dict[str, Any]:
         return dict(self.label_counts)
-
-    def digest_of_data(self) -> str:
-        return self.data_sha256
 
     def contradicts(self, first: ClientInfo) -> str:
         assert isinstance(first, ImageClientInfo)

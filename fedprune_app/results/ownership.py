@@ -133,6 +133,9 @@ def check_json_file(path: Path, keys: Collection[str]) -> None:
 def _check_file(path: Path) -> None:
     if path.is_dir():
         raise ValueError(f"{str(path)!r} is a folder, allowed: a file")
+    above = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
+    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):  # folders between are made
+        raise ValueError(f"{str(path)!r} cannot be written, allowed: a file in a folder in which you may write")
 
 
 def _exists(path: Path) -> ValueError:

@@ -177,8 +177,13 @@ class Run:
         return series[-1][1] if series else None
 
     def total(self, field: str) -> float | None:
-        """Return the sum over all rounds, or None unless every round has the number: a partial sum would mislead."""
+        """Return the sum over all rounds, or None unless every round has the number: a partial sum would mislead.
+
+        A run that went on without lost records has no rows of some rounds.
+        """
         values = [row.get(field) for row in self.rounds]
+        if self.rounds and len(values) < self.rounds[-1]["round"]:
+            return None
         known = [value for value in values if value is not None]
         return sum(known) if known and len(known) == len(values) else None
 

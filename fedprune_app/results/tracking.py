@@ -154,6 +154,7 @@ class Trackio:
 
     def __init__(self, folder: Path, info: Mapping[str, Any]) -> None:
         os.environ.setdefault("TRACKIO_DIR", str(folder / "trackio"))  # read when trackio is imported
+        Path(os.environ["TRACKIO_DIR"]).expanduser().mkdir(parents=True, exist_ok=True)  # trackio would say nothing
         trackio = _packages("trackio")
         name = f"{info['system']} {folder.name} {info.get('run_key', '')}".strip()
         with redirect_stdout(io.StringIO()):  # the terminal belongs to the run's progress

@@ -48,6 +48,26 @@ CONFIGS = Path(__file__).parents[2] / "configs"
             "dispfl.topology 'random' or 'random-in'",
         ),
         (
+            {"system": "fedcr", "density": 0.9},
+            "density is 0.9, which has no effect with fedcr.layer-set 'all'; density needs fedcr.layer-set other than "
+            "'all'",
+        ),
+        (
+            {"system": "fedp3", "fedp3.capacities": "0.5"},
+            "fedp3.capacities is '0.5', which has no effect with fedp3.layer-set 'lowerb'; fedp3.capacities needs "
+            "fedp3.layer-set 'capacity'",
+        ),
+        (
+            {"dp.enabled": True, "dp.noise-multiplier": 1.0, "dp.planned-rounds": 3},
+            "dp.planned-rounds is 3, which has no effect with dp.target-epsilon 0.0; dp.planned-rounds needs "
+            "dp.target-epsilon other than 0.0",
+        ),
+        (
+            {"system": "dispfl", "dispfl.clip": "masked"},
+            "dispfl.clip is 'masked', which has no effect with max-grad-norm 0.0; dispfl.clip needs max-grad-norm "
+            "other than 0.0",
+        ),
+        (
             {"dirichlet-alpha": 0.1},
             "dirichlet-alpha is 0.1, which has no effect with partition 'shards'; dirichlet-alpha needs partition "
             "'dirichlet-class' or 'dirichlet-client'",

@@ -346,7 +346,7 @@ def test_a_table_is_predicted_by_the_names_of_its_columns(fedprune, clinics, tmp
         ill = torch.tensor([dict(each.classes)["ill"] for each in mine])
         torch.testing.assert_close(ill, shares[:, 0].detach(), rtol=1e-4, atol=1e-5)
     capsys.readouterr()
-    cli.app(["predict", "net.safetensors", "rows.parquet", "--json"], standalone_mode=False)
+    cli.app(["predict", "net.safetensors", "rows.parquet", "rows.parquet", "--json"], standalone_mode=False)
     by_file = json.loads(capsys.readouterr().out)
     assert [len(each) for each in by_file["rows.parquet"]] == [1] * 1500
     rows.drop(columns="age").to_csv("no age.csv", index=False)

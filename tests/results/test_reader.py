@@ -160,3 +160,5 @@ def test_a_total_with_a_round_missing_is_not_measured(folder):
     assert run.total("bytes_down") is None
     assert run.last("bytes_up") == 5
     assert run.series("bytes_up") == [(1, 5)]
+    (folder / "rounds.jsonl").write_text('{"round": 1, "bytes_up": 5}\n{"round": 3, "bytes_up": 5}\n')
+    assert load_run(folder).total("bytes_up") is None  # the record of a round was lost

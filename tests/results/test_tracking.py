@@ -81,6 +81,13 @@ def test_trackio_has_the_numbers_and_the_settings(tmp_path):
     assert json.loads(settings)["learning-rate"] == 0.1
 
 
+def test_a_folder_in_which_trackio_cannot_write_is_an_error_at_once(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "file" / "trackio"))
+    with pytest.raises(NotADirectoryError):
+        tracking.open_tracker("trackio", tmp_path, {"config": {}, "system": "fedavg"})
+
+
 def test_a_tracker_that_fails_stops_no_run_and_is_not_asked_again(tmp_path, caplog, monkeypatch):
     calls = []
 
