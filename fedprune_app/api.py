@@ -64,6 +64,7 @@ T = TypeVar("T")
 _GIVEN = re.compile(
     r"--(clients|client|workers|engine|ray-address|out|resume|force|global|plugin|format|output|state-dir|data-dir)\b(?!-)"
 )
+_YES_OR_NO = {"resume", "force", "progress"}
 _ARGUMENTS = {"global": "client=None", "plugin": "plugins", "resume": "resume=True", "force": "force=True"}
 
 
@@ -73,6 +74,9 @@ def _in_python(function: Callable[P, T]) -> Callable[P, T]:
     @wraps(function)
     def call(*arguments: P.args, **named: P.kwargs) -> T:
         try:
+            for name in _YES_OR_NO & named.keys():
+                if not isinstance(named[name], bool):
+                    raise ConfigError(f"{name} is {named[name]!r}, allowed: True or False")
             return function(*arguments, **named)
         except (ValueError, LaunchError) as error:
             said = _GIVEN.sub(lambda found: _ARGUMENTS.get(found[1], found[1].replace("-", "_")), str(error))
@@ -297,7 +301,9 @@ def _is_whole(value: object) -> bool:
 
 def _trusted(plugins: str | Sequence[str]) -> list[str]:
     """Load the plug-ins of these names, and return them with absolute paths."""
-    names = [plugins] if isinstance(plugins, str) else list(plugins)
+    names = [plugins] if isinstance(plugins, str) else plugins
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"plugins is {plugins!r}, allowed: a text, or a list of texts")
     return names_in(with_plugins([], {}, names).values) if names else []
 
 
@@ -353,4 +359,6 @@ def predict(
     if not _is_whole(top) or top < 1:
         raise ValueError(f"top is {top!r}, allowed: a whole number, at least 1")
     several = [files] if isinstance(files, str | PathLike) else files
+    if not isinstance(several, Sequence):
+        raise ValueError(f"files is {files!r}, allowed: a path, or a list of paths")
     return predictions(_path("model", model), [_path("files", each) for each in several], int(top), build)

@@ -272,6 +272,13 @@ def test_a_process_that_ran_a_federation_keeps_nothing_of_it(tmp_path):
         (lambda api, _: api.load_run(5), "folder is 5, allowed: a path"),
         (lambda api, _: api.load_model(None), "path is None, allowed: a path"),
         (lambda api, _: api.predict(None, []), "model is None, allowed: a path"),
+        (lambda api, _: api.run(out="a", force="no"), "force is 'no', allowed: True or False"),
+        (lambda api, _: api.predict("a", None), "files is None, allowed: a path, or a list of paths"),
+        (lambda api, run: api.model(run, plugins=None), "plugins is None, allowed: a text, or a list of texts"),
+        (
+            lambda api, run: api.export(run, "m.onnx", plugins=[3]),
+            "plugins is [3], allowed: a text, or a list of texts",
+        ),
         (lambda api, _: api.predict("a", [5]), "files is 5, allowed: a path"),
         (lambda api, _: api.predict("a", "b", top=0), "top is 0, allowed: a whole number, at least 1"),
         (lambda api, _: api.load_packed(5), "folder is 5, allowed: a path"),

@@ -144,6 +144,12 @@ def test_a_users_mistake_is_one_line_and_nothing_is_written(arguments, says, fed
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_link_that_leads_to_itself_is_one_line(fedprune, tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    code, told = fedprune("run", "--out", "loop")
+    assert (code, told.count("\n"), "loop" in told) == (2, 1, True), told
+
+
 def test_what_the_server_refuses_is_one_line_too(fedprune):
     assert fedprune("run", "system=fedavg", *SMALL, *HERE, "--out", "a")[0] == 0
     code, told = fedprune("run", "--resume", "num-server-rounds=1", *HERE, "--out", "a")

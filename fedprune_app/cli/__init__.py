@@ -71,6 +71,11 @@ def main() -> None:
     except (ValueError, OSError) as error:
         say(f" {_one_line(error)}", "error:", "red")
         sys.exit(2)
+    except RuntimeError as error:  # pathlib's, up to Python 3.12
+        if not str(error).startswith("Symlink loop"):
+            raise
+        say(f" {_one_line(error)}", "error:", "red")
+        sys.exit(2)
     if code == _INTERRUPTED:
         say("; if the run had begun, `--resume` goes on from what is on disk", "interrupted", "yellow")
     sys.exit(code)

@@ -111,7 +111,9 @@ def certificates(
         list[str], typer.Option("--host", help="A name or address of the SuperLink. You may repeat the option.")
     ],
     out: Annotated[Path, typer.Option("--out", help="The folder for the three files.")] = Path("certificates"),
-    days: Annotated[int, typer.Option("--days", help="How many days the certificates are valid.", min=1)] = 365,
+    days: Annotated[
+        int, typer.Option("--days", help="How many days the certificates are valid.", min=1, max=36500)
+    ] = 365,
 ) -> None:
     """Make a certificate authority and the SuperLink's certificate.
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from fedprune_app.config.config import OPTIONS
 from fedprune_app.config.errors import ConfigError, told_of
 from fedprune_app.config.options import Scalar
 
@@ -43,7 +45,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 def parse_override(text: str) -> tuple[str, Scalar]:
     """Return key and value of ``text``, a ``key=value``; a value that is no TOML is plain text.
 
-    Raises :class:`ConfigError` for another form, and for a list or table.
+    The value of an option that takes a text is a text as it stands, or within quotes: ``data-dir=2024_01`` is a folder
+    and no number. Raises :class:`ConfigError` for another form, and for a list or table.
     """
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
@@ -52,7 +55,15 @@ def parse_override(text: str) -> tuple[str, Scalar]:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except (tomllib.TOMLDecodeError, RecursionError):
         parsed = value
-    if not isinstance(parsed, bool | int | float | str):
+    known = OPTIONS.get(key.strip())
+    if isinstance(parsed, str):
+        with suppress(ValueError):
+            if known and isinstance(known.default, float):
+                parsed = float(parsed)  # .1 and 1. are no TOML
+        return key.strip(), parsed
+    if known and isinstance(known.default, str):
+        return key.strip(), value.strip()
+    if not isinstance(parsed, bool | int | float):
         raise ConfigError(f"{key.strip()} is {value!r}, allowed: a number, true, false or a text")
     return key.strip(), parsed
 

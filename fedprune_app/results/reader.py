@@ -251,7 +251,7 @@ def is_sealed(folder: Path) -> bool:
     """Return whether a run.json has a digest, or cannot be read, which its reader will say."""
     try:
         return seals.KEY in read_info(folder)
-    except ValueError:
+    except (ValueError, OSError):
         return True
 
 

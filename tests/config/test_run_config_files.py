@@ -19,6 +19,13 @@ from fedprune_app.config import ConfigError, parse_override, read_toml, to_toml
         ("download=true", ("download", True)),
         ("dataset=cifar10", ("dataset", "cifar10")),
         ("data-dir=/a b/c", ("data-dir", "/a b/c")),
+        ("data-dir=2024_01", ("data-dir", "2024_01")),
+        ("data-dir=2024-01-02", ("data-dir", "2024-01-02")),
+        ('data-dir="2024_01"', ("data-dir", "2024_01")),
+        ("model=true", ("model", "true")),
+        ("label-column=1e3", ("label-column", "1e3")),
+        ("learning-rate=.1", ("learning-rate", 0.1)),
+        ("learning-rate=1.", ("learning-rate", 1.0)),
         ("subfedavg.target-rate=70", ("subfedavg.target-rate", 70)),
     ],
 )
