@@ -27,7 +27,6 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine.returned import returned
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.learning.device import recorder_of
-from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import HowToTrain, train
 from fedprune_app.learning.training import TrainingResult
 from fedprune_app.models import vision
@@ -162,14 +161,12 @@ class ImageClient(ImageNode[Update]):
         noise where this is other.
         """
         config = self.config
-        sgd = SGD(
-            learning_rate=config.learning_rates[task.round] if learning_rate is None else learning_rate,
+        sgd = self.sgd(
+            config.learning_rates[task.round] if learning_rate is None else learning_rate,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
-            batch_size=config.batch_size,
             epochs=config.local_epochs if epochs is None else epochs,
             max_grad_norm=config.max_grad_norm or None,
-            steps_per_epoch=config.steps_per_epoch,
         )
         draw = rng.generator(config.seed, role, self.client_id, task.round)
         images, labels = self.data.train_images.to(self.device), self.data.train_labels

@@ -31,7 +31,7 @@ from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.evaluate import Evaluation, evaluate
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.models import vision
-from fedprune_app.models.initial import initial_model, layer_flops, shared_names
+from fedprune_app.models.initial import initial_model, layer_flops, shared_names, trains_on_one
 
 _LABELS = frozenset({"labels-train", "labels-validation", "labels-test"})
 _NORMALISATION = frozenset({"normalisation-mean", "normalisation-std"})
@@ -184,13 +184,24 @@ class ImageNode(BudgetedNode[AnUpdate]):
         """These are the FLOPs of training for so many epochs, by default a round's, under these masks."""
         return training_flops(self.layer_flops(), self.examples_trained(epochs), masks)
 
+    def sgd(self, learning_rate: float, **more: Any) -> SGD:
+        """These are the run's settings of SGD with this learning rate; ``more`` are other fields."""
+        config, data = self.config, self.dataset
+        one = trains_on_one(config.model, config.dataset, data.image_shape, data.num_classes)
+        return SGD(
+            learning_rate,
+            batch_size=config.batch_size,
+            steps_per_epoch=config.steps_per_epoch,
+            skips_lone=not one,
+            **more,
+        )
+
     def examples_trained(self, epochs: int | None = None) -> int:
         """This is how many examples so many epochs take, by default a round's, counting one as often as it is taken.
 
         The batches of a private step differ in size. Their expected size is counted, which is public.
         """
-        config = self.config
-        sgd = SGD(config.learning_rate, batch_size=config.batch_size, steps_per_epoch=config.steps_per_epoch)
+        config, sgd = self.config, self.sgd(self.config.learning_rate)
         per_epoch = sgd.examples_per_epoch(self.num_examples)
         if self.privacy is not None:
             per_epoch = sgd.steps_of(self.num_examples) * min(config.batch_size, self.num_examples)

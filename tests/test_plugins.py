@@ -56,6 +56,29 @@ def test_a_network_of_ones_own_runs_with_every_kind_of_system(fedprune, files, s
     assert info["plugins"][str(files / "mine.py")].startswith("sha256 ")
 
 
+def test_a_network_that_needs_two_examples_is_trained_by_who_has_one_too_many(fedprune, tmp_path):
+    """BatchNorm of one value by channel refuses the last batch of 31 examples in batches of 10."""
+    write(
+        tmp_path / "normed.py",
+        "from torch import nn\n"
+        "def net(image_shape, num_classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, num_classes))\n",
+    )
+    given = (
+        "system=fedavg",
+        "model=normed.py:net",
+        "partition=iid",
+        "samples-per-client=31",
+        "validation-fraction=0.0",
+    )
+    code, said = fedprune("run", *given, *QUICK, "local-epochs=2", "batch-size=10", "--out", "run")
+    assert code == 0, said
+    (row,) = map(json.loads, (tmp_path / "run" / "rounds.jsonl").read_text().splitlines())
+    assert row["failures"] == 0
+    whole = 3 * 2 * (64 * 8 + 8 * 10) * 2 * 30  # three passes, of two FLOPs per weight, for 30 examples twice
+    assert row["flops"] == row["replies"] * whole
+
+
 def test_a_dataset_and_a_partition_of_ones_own_are_what_clients_learn_from(fedprune, files):
     given = ("dataset=mine.py:stripes", "model=mine.py:net", "partition=mine.py:halves", "system=fedavg")
     code, said = fedprune("run", *given, "num-server-rounds=3", *QUICK[1:], "--out", "run")

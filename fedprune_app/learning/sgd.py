@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,7 +18,9 @@ class SGD:
 
     ``max_grad_norm`` bounds the global L2 norm of the dense gradient, before masks act (Dis-PFL's code); None leaves
     the gradient alone. With ``steps_per_epoch`` an epoch has so many steps, however many times these go through the
-    examples. With 0 an epoch goes through the examples once. Raises ``ValueError`` for a value out of range.
+    examples. With 0 an epoch goes through the examples once. With ``skips_lone`` a last batch of one example is left
+    out, as for a network with BatchNorm that cannot be trained on one example. Raises ``ValueError`` for a value out of
+    range.
     """
 
     learning_rate: float
@@ -28,6 +30,7 @@ class SGD:
     epochs: int = 1
     max_grad_norm: float | None = None
     steps_per_epoch: int = 0
+    skips_lone: bool = field(default=False, repr=False)  # which follows from the network
 
     def __post_init__(self) -> None:
         for key in ("learning_rate", "momentum", "weight_decay"):
@@ -42,16 +45,22 @@ class SGD:
         if self.steps_per_epoch < 0:
             raise ValueError(f"steps_per_epoch is {self.steps_per_epoch}, allowed: an integer >= 0")
 
+    def _once_through(self, num_examples: int) -> tuple[int, int]:
+        """This returns the steps that go through all examples once, and how many examples these steps take."""
+        whole, rest = divmod(num_examples, self.batch_size)
+        if self.skips_lone and whole and rest == 1:
+            return whole, num_examples - 1
+        return whole + (rest > 0), num_examples
+
     def examples_per_epoch(self, num_examples: int) -> int:
         """This returns how many examples an epoch takes, counting one as often as it is taken."""
-        if not self.steps_per_epoch:
-            return num_examples
-        rounds, rest = divmod(self.steps_per_epoch, math.ceil(num_examples / self.batch_size))
-        return rounds * num_examples + min(rest * self.batch_size, num_examples)
+        steps, taken = self._once_through(num_examples)
+        rounds, rest = divmod(self.steps_per_epoch or steps, steps)
+        return rounds * taken + min(rest * self.batch_size, taken)
 
     def steps_of(self, num_examples: int) -> int:
         """This returns how many steps an epoch has."""
-        return self.steps_per_epoch or math.ceil(num_examples / self.batch_size)
+        return self.steps_per_epoch or self._once_through(num_examples)[0]
 
     def batches(
         self,
@@ -65,13 +74,13 @@ class SGD:
         With ``draws`` it yields what that makes of the positions of a batch. Each permutation goes to ``device`` whole,
         not batch by batch, with all that is drawn for it.
         """
-        left = self.steps_of(num_examples)
+        left, (steps, taken) = self.steps_of(num_examples), self._once_through(num_examples)
         while left > 0:
-            order = torch.randperm(num_examples, generator=rng)
+            order = torch.randperm(num_examples, generator=rng)[:taken]
             if draws is not None:
                 order = torch.cat([draws(batch) for batch in torch.split(order, self.batch_size)[:left]])
             yield from torch.split(order.to(device), self.batch_size)[:left]
-            left -= math.ceil(num_examples / self.batch_size)
+            left -= steps
 
 
 def sgd_step(work: Changes, sgd: SGD) -> None:

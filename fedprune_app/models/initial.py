@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -40,6 +41,24 @@ def _initial_model(
 def layer_flops(name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int) -> Mapping[str, int]:
     """Return the FLOPs of one example's forward pass through that network, by layer."""
     return forward_flops(architecture(chosen_name(name, dataset), image_shape, num_classes), image_shape)
+
+
+@lru_cache(maxsize=2)
+def trains_on_one(name: str, dataset: str, image_shape: tuple[int, int, int], num_classes: int) -> bool:
+    """Return whether that network can be trained on a batch of one example.
+
+    BatchNorm needs two values of each channel: it cannot where one example has one value of a channel.
+    """
+    network = architecture(chosen_name(name, dataset), image_shape, num_classes).train()
+    if not any(isinstance(layer, _BatchNorm) for layer in network.modules()):
+        return True
+    try:
+        network(torch.zeros(1, *image_shape, device="meta"))
+    except ValueError as error:
+        return "more than 1 value per channel" not in str(error)
+    except Exception:  # a network of a plug-in may not run without values
+        return True
+    return True
 
 
 @lru_cache(maxsize=2)
@@ -89,7 +108,7 @@ def _copies_itself(kind: type) -> bool:
 
 def forget() -> None:
     """Drop all networks that are kept, since a plug-in makes others under their names."""
-    for kept in (_initial_model, layer_flops, channels_of):
+    for kept in (_initial_model, layer_flops, channels_of, trains_on_one):
         kept.cache_clear()
 
 

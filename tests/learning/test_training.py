@@ -212,6 +212,20 @@ def test_an_epoch_can_have_its_number_of_steps_and_goes_through_the_examples_as_
     assert result.loss_mean == pytest.approx(sum(losses) / len(losses))
 
 
+@pytest.mark.parametrize(("num_examples", "sizes"), [(9, [4, 4]), (10, [4, 4, 2]), (8, [4, 4]), (1, [1])])
+@pytest.mark.parametrize("steps", [0, 5])
+def test_a_last_batch_of_one_example_is_left_out_where_a_network_needs_two(num_examples, sizes, steps):
+    sgd = SGD(0.1, batch_size=4, steps_per_epoch=steps, skips_lone=True)
+    batches = list(sgd.batches(num_examples, generator()))
+    asked = (sizes * 5)[: steps or len(sizes)]
+    assert [len(batch) for batch in batches] == asked
+    assert sgd.steps_of(num_examples) == len(asked)
+    assert sgd.examples_per_epoch(num_examples) == sum(asked)
+    assert len(set(torch.cat(batches[: len(sizes)]).tolist())) == sum(sizes)
+    whole = list(SGD(0.1, batch_size=4).batches(num_examples, generator()))
+    assert all(torch.equal(mine, its) for mine, its in zip(batches[: len(sizes)], whole, strict=False))
+
+
 def test_what_is_not_active_keeps_its_value_and_the_rest_trains_as_if_it_were_constant():
     model, (images, labels) = new_model(), new_data()
     active = {n: torch.rand(p.shape, generator=generator(3)) < 0.4 for n, p in model.named_parameters()}

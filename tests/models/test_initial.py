@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedprune_app.models.initial import copied, initial_model, layer_flops, shared_names
+from fedprune_app.models.initial import copied, initial_model, layer_flops, shared_names, trains_on_one
 from fedprune_app.models.vision import buffer_names, parameter_names
 
 PHOTOS = ("cifar10", (3, 32, 32), 10)
@@ -20,6 +20,13 @@ def test_group_norms_are_shared_and_are_no_batch_norms_that_could_stay(name):
 def test_batch_norms_of_every_kind_stay_on_the_client_if_local(norm):
     model = nn.Sequential(nn.Linear(4, 3), norm(3), nn.Linear(3, 2))
     assert shared_names(model, "local") == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def test_a_network_whose_batch_norm_sees_one_pixel_cannot_be_trained_on_one_example():
+    digits = ("digits", (1, 8, 8), 10)  # of which ResNet-18's last stage leaves one pixel
+    assert not trains_on_one("resnet18-bn", *digits)
+    assert trains_on_one("resnet18-gn", *digits)
+    assert trains_on_one("resnet18-bn", *PHOTOS)
 
 
 def test_batch_norms_and_their_statistics_stay_on_the_client_if_local():
