@@ -251,8 +251,10 @@ def log_in(address: str, secret: Path, home: Path) -> Path:
     """Let ``flwr`` show the secret to the SuperLink at ``address``, and return the file that says so.
 
     ``home`` is the ``FLWR_HOME`` of ``flwr``. What the file says of other SuperLinks stays. Raises
-    :class:`ConfigError` for a file that is no mapping, and for a secret that no SuperLink takes.
+    :class:`ConfigError` for an address without a port, for a file that is no mapping, and for a secret that no
+    SuperLink takes.
     """
+    _host_and_port(address)
     path = home / CREDENTIALS
     try:
         known = yaml.safe_load(path.read_text()) if path.exists() else {}
@@ -264,6 +266,15 @@ def log_in(address: str, secret: Path, home: Path) -> Path:
     home.mkdir(0o700, parents=True, exist_ok=True)
     _write_secret(path, json.dumps(known | more).encode())
     return path
+
+
+def _host_and_port(address: str) -> tuple[str, str]:
+    """Return the two parts of HOST:PORT. Raises :class:`ConfigError` for another form."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isascii() or not port.isdigit():
+        raise ConfigError(f"the SuperLink's address is {address!r}, allowed: HOST:PORT")
+    return host, port
 
 
 def superlink_command(options: Sequence[str]) -> list[str]:
@@ -278,10 +289,7 @@ def check_link(address: str, ca: Path) -> datetime.datetime:
     Raises :class:`LaunchError` with the reason where nobody answers, where there is no TLS, and where the authority of
     ``ca`` does not vouch for that name.
     """
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isascii() or not port.isdigit():
-        raise ConfigError(f"the SuperLink's address is {address!r}, allowed: HOST:PORT")
+    host, port = _host_and_port(address)
     valid_until(ca)
     context = ssl.create_default_context(cafile=ca)
     context.set_alpn_protocols(["h2", "http/1.1"])  # of gRPC, and of HTTP from Flower 1.40 on

@@ -131,6 +131,11 @@ PRIVATE = ("system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1")
         (["report", "", "-o", "r.html"], "argument 2 is empty, allowed: a text, or no such argument"),
         (["run", "--out="], "--out= is empty, allowed: a text behind it, or no such option"),
         (["run", "--out", "/etc/passwd"], "--out '/etc/passwd' is a file, allowed: a new folder"),
+        (
+            ["simulate-faults", "--seeds", "3:4", "--report", "x.pdf"],
+            "--report is 'x.pdf', allowed: a file that",
+        ),
+        (["deploy", "login", "localhost", "--secret", "x"], "address is 'localhost', allowed: HOST:PORT"),
         (["predict", ".", "image.png"], "cannot be read: it is a folder, allowed: a file"),
         (["deploy", "certificates", "--host", "bad host!"], "--host is 'bad host!', allowed: a name as"),
         (["deploy", "certificates", "--host", "-x"], "--host is '-x', allowed: a name as"),

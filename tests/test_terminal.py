@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -79,3 +82,11 @@ def test_the_progress_bar_shows_what_a_server_says_as_it_is(tmp_path, capsys):
     said = capsys.readouterr().out
     assert STRANGE in said
     assert "2 failed" in said
+
+
+def test_a_terminal_without_greek_letters_shows_the_settings():
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "fedprune_app.cli", "audit", "--help"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, encoding="ascii")
+    assert done.returncode == 0, done.stderr
+    assert r"lower bound on its \u03b5" in done.stdout

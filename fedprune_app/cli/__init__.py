@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -47,6 +48,9 @@ def main() -> None:
 
     The exit code is 2 for a wrong command or setting, and 1 for a failed run.
     """
+    for stream in (sys.stdout, sys.stderr):  # a terminal without ε or Chinese names shows them as escapes
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         _set_log_level(os.environ.get("FEDPRUNE_LOG") or "ERROR")  # the progress bar shows what matters
         if "" in sys.argv[1:]:  # a variable of the shell was empty; as a path it would be the current folder

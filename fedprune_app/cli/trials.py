@@ -165,9 +165,11 @@ def _show_schedule(systems: list[str], seeds: range, given: Given, out: Path, fo
     from fedprune_app.faults.tour import write_tour
     from fedprune_app.files import scratch_folder
     from fedprune_app.results.ownership import check_report_file
+    from fedprune_app.results.report import check_page_name
 
     if len(systems) != 1 or len(seeds) != 1:
         raise ConfigError("--report is given, allowed: with one --system and one seed, such as --seeds 3:4")
+    check_page_name(out, "--report")
     if not force:
         check_report_file(out)
     schedule = Schedule.drawn(seeds.start, systems[0])

@@ -57,10 +57,10 @@ class Series:
     status: str
 
 
-def check_page_name(out: Path) -> None:
-    """Raise ``ValueError`` for the name of a file that is no page."""
+def check_page_name(out: Path, option: str = "--output") -> None:
+    """Raise ``ValueError`` for the name of a file that is no page; an error calls the name by this ``option``."""
     if out.suffix.lower() not in ("", ".html", ".htm"):
-        raise ValueError(f"--output is {str(out)!r}, allowed: a file that ends in .html")
+        raise ValueError(f"{option} is {str(out)!r}, allowed: a file that ends in .html")
 
 
 def each_once(folders: Iterable[Path]) -> list[Path]:
