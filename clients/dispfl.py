@@ -90,8 +90,9 @@ class DisPFLClient(GossipClient):
             next_masks = self.search(tensors, masks, share, task.round)
         payload = Payload({name: tensors[name] for name in self.shared}, masks)
         state = State(grouped(weights=tensors, **{"masks": masks, "next-masks": next_masks}))
-        # those of a dense model; nothing is searched where no weight is replaced
-        search_flops = training_flops(self.layer_flops(), self._search_batch()) if share else 0.0
+        # those of the dense gradient, which is needed where weights are replaced, and not replaced at random
+        needs_gradient = share and self.config.dispfl.growth == "gradient"
+        search_flops = training_flops(self.layer_flops(), self._search_batch()) if needs_gradient else 0.0
         return Update(payload, state, result, self.training_flops(masks) + search_flops, metrics)
 
     def share_replaced(self, round: int) -> float:

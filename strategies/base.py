@@ -173,7 +173,8 @@ class FederatedStrategy(StreamedStrategy):
         """Return the columns of an evaluation from the clients' rows, which may change."""
         for client, row in rows.items():
             row |= measures.from_training(row, round.log.clients.get(client, {}))
-        return measures.over_clients(rows.values(), Reply.EVALUATION)
+        others = [row for client, row in round.log.clients.items() if client not in rows]
+        return measures.over_clients(rows.values(), Reply.EVALUATION, others)
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         """Return the (down, up) bytes of a round by the paper's own formula, to compare with the measured ones."""

@@ -726,8 +726,12 @@ def row_of(
 
 def from_training(row: Row, trained: Row) -> dict[str, Any]:
     """The training of a round may have told numbers that the ``row`` of its evaluation lacks."""
-    both = (name for name, each in MEASURES.of_clients.items() if {Reply.TRAINING, Reply.EVALUATION} <= each.replies)
+    both = (name for name, each in MEASURES.of_clients.items() if _is_of_either(each))
     return {name: trained.get(name) for name in both if row[name] is None}
+
+
+def _is_of_either(each: Measure) -> bool:
+    return {Reply.TRAINING, Reply.EVALUATION} <= each.replies
 
 
 def recorded_of_client(row: Row) -> dict[str, Any]:
@@ -739,25 +743,31 @@ def recorded_of_client(row: Row) -> dict[str, Any]:
     }
 
 
-def over_clients(rows: Iterable[Row], reply: Reply) -> dict[str, Any]:
+def over_clients(rows: Iterable[Row], reply: Reply, others: Sequence[Row] = ()) -> dict[str, Any]:
     """The clients' rows of one kind of reply make these columns of the round, by name.
 
     A client that lacks a number is left out of its columns. Numbers by layer or class become a column of numbers by
-    name, in the order in which the clients tell of the names.
+    name, in the order in which the clients tell of the names. ``others`` are the training rows of clients that were not
+    evaluated in the round: what either reply may tell is taken over them, too.
     """
     rows = list(rows)
     found: dict[str, Any] = {}
     for each in MEASURES.told_in(reply):
         if each.is_evaluated and not reply.is_evaluation:
             continue
-        values = [row[each.name] for row in rows if row.get(each.name) is not None]
+        values = [row[each.name] for row in _telling(each, rows, others)]
         for column in each.columns:
             if column.take is not None:
                 found[column.name] = _by_name(values, column.take) if each.by else column.take(values)
-    return found | (_of_fewer(rows) if reply is Reply.EVALUATION else {})
+    return found | (_of_fewer(rows, others) if reply is Reply.EVALUATION else {})
 
 
-def _of_fewer(rows: Sequence[Row]) -> dict[str, Any]:
+def _telling(each: Measure, rows: Sequence[Row], others: Sequence[Row]) -> list[Row]:
+    asked = (*rows, *others) if _is_of_either(each) else rows
+    return [row for row in asked if row.get(each.name) is not None]
+
+
+def _of_fewer(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
     """A column of accuracies that some of the clients did not tell has an entry in each of two columns.
 
     One says how many clients told the number. The other has the noise in their mean, where they told how much of it is
@@ -766,8 +776,8 @@ def _of_fewer(rows: Sequence[Row]) -> dict[str, Any]:
     clients: dict[str, float] = {}
     noises: dict[str, float | None] = {}
     for each in (each for each in MEASURES.told_in(Reply.EVALUATION) if each.may_be_noised):
-        telling = [row for row in rows if row.get(each.name) is not None]
-        if 0 < len(telling) < len(rows):
+        telling = _telling(each, rows, others)
+        if len(telling) not in (0, len(rows)):
             clients |= {column.name: len(telling) for column in each.columns if column.remark}
             if found := [row["accuracy_noise"] for row in telling if row.get("accuracy_noise") is not None]:
                 noises |= {column.name: noise_of_mean(found) for column in each.columns if column.is_noised_mean}

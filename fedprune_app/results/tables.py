@@ -128,7 +128,19 @@ def _declared(is_cost: bool) -> Iterator[Column]:
 def _last_remark(runs: Sequence[Run], column: measures.Column) -> str:
     """Return the remark on the last number that each run has in this column."""
     last = [[row for row in run.rounds if row.get(column.name) is not None][-1:] for run in runs]
-    return column.remarked(*itertools.chain.from_iterable(last))
+    remark = column.remarked(*itertools.chain.from_iterable(last))
+    if not column.name.startswith("accuracy"):
+        return remark
+    # a privacy budget may bear one accuracy of a client and no other
+    judged = [max((round for round, _ in run.series(run.headline)), default=0) for run in runs]
+    earlier = {row["round"] for rows, end in zip(last, judged, strict=True) for row in rows if row["round"] < end}
+    return _together(remark, *(f"of round {round}" for round in sorted(earlier)))
+
+
+def _together(remark: str, *more: str) -> str:
+    """Return a remark in brackets with more of them, or an empty text."""
+    said = [*filter(None, [remark[2:-1]]), *more]
+    return f" ({', '.join(said)})" if said else ""
 
 
 def _headline_remark(runs: Sequence[Run]) -> str:
@@ -164,41 +176,54 @@ def own_perplexity(run: Run, name: str) -> float | None:
 def best_on_validation(run: Run) -> float | None:
     """Return the headline (test) accuracy of the round that has the best validation accuracy.
 
-    The round is chosen without a look at test accuracy; of equal rounds it is the earliest. Rounds in which only drawn
-    clients were evaluated, or some told no accuracy, are not among them, since the luckiest draw would win. The result
-    is None if validation was not measured.
+    The round is chosen without a look at test accuracy; of equal rounds it is the earliest. Of all evaluations only
+    those are compared in which most clients told both accuracies, since of fewer clients the luckiest would win. The
+    result is None if validation was not measured.
     """
-    best = _best_round(run)
+    best, _ = _best_round(run)
     return None if best is None else float(best[run.headline])
 
 
-def _best_round(run: Run) -> Row | None:
-    """Return the row of the round that has the best validation accuracy, of the rounds that can be compared."""
+def _best_round(run: Run) -> tuple[Row | None, str]:
+    """Return the row of the round that has the best validation accuracy, of the rounds that can be compared.
+
+    Beside it is what a reader must know of the choice, or an empty text.
+    """
     names = ("accuracy_validation_mean", run.headline)
-    rows = [
-        row
-        for row in run.rounds
-        if all(row.get(name) is not None for name in names)
-        and not {*names} & (row.get("clients_by_column") or {}).keys()
-        and not _is_of_a_draw(run, row)
-    ]
-    return max(rows, key=lambda row: (row["accuracy_validation_mean"], -row["round"]), default=None)
+    measured = [row for row in run.rounds if all(row.get(name) is not None for name in names)]
+    most = max((_telling(row, names) for row in measured), default=(0, 0))
+    rows = [row for row in measured if _telling(row, names) == most]
+    if run.config.get("evaluate-clients") and most[0] < len(run.info.get("partition") or ()):
+        return None, ""  # each evaluation asked clients of its own
+    said = [f"best of {len(rows)} of {len(measured)} evaluations"] if len(rows) < len(measured) else []
+    if any(row.get("accuracy_noise") is not None for row in rows):
+        said.append("chosen by noised accuracies")
+    return max(rows, key=lambda row: (row["accuracy_validation_mean"], -row["round"]), default=None), ", ".join(said)
+
+
+def _telling(row: Row, names: Sequence[str]) -> tuple[int, int]:
+    """Return how many clients were evaluated, and how many of them told all of these means."""
+    evaluated = int(row.get("evaluated") or 0)
+    fewer = row.get("clients_by_column") or {}
+    return evaluated, min(int(fewer.get(name, evaluated)) for name in names)
 
 
 def _best_remark(runs: Sequence[Run]) -> str:
-    """Return the remark on the headlines of the best rounds."""
+    """Return the remarks on the headlines of the best rounds, and on how these rounds were chosen."""
     column = measures.MEASURES.columns.get(runs[0].headline)
-    best = [row for run in runs if (row := _best_round(run)) is not None]
-    return "" if column is None else column.remarked(*best)
-
-
-def _is_of_a_draw(run: Run, row: Row) -> bool:
-    drawn, clients = run.config.get("evaluate-clients") or 0, len(run.info.get("partition") or ())
-    return 0 < (row.get("evaluated") or 0) <= drawn < clients
+    found = [_best_round(run) for run in runs]
+    best = [row for row, _ in found if row is not None]
+    said = sorted({text for row, text in found if row is not None and text})
+    return _together("" if column is None else column.remarked(*best), *said)
 
 
 def paper_bytes(run: Run) -> float | None:
-    """Return the bytes that the paper's own formula charges for the whole run, in the directions that it counts."""
+    """Return the bytes that the paper's own formula charges for the whole run, in the directions that it counts.
+
+    Between peers a link counts once: what one of them sends is what the other one receives.
+    """
+    if run.total("peer_bytes") is not None:
+        return run.total("paper_bytes_up")
     directions = [run.total("paper_bytes_up"), run.total("paper_bytes_down")]
     counted = [value for value in directions if value is not None]
     return sum(counted) if counted else None

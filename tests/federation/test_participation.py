@@ -43,3 +43,19 @@ def test_a_mean_of_received_models_says_how_many_clients_received_one(federate):
         ]
         assert row["accuracy_received_clients"] == len(received) == 3
         assert row["evaluated"] == 6
+
+
+@pytest.mark.parametrize("system", ["dispfl", "dpsgd-ft", "fedavg"])
+def test_what_clients_received_is_taken_over_all_that_tell_it_in_training_or_in_an_evaluation(federate, system):
+    more = {f"{system.removesuffix('-ft')}.neighbours": 2} if system != "fedavg" else {}
+    run = federate(system=system, evaluate_clients=2, num_server_rounds=2, evaluate_every=1, local_epochs=1, **more)
+    first, last = run.rounds
+    assert (first["evaluated"], last["evaluated"]) == (2, 6)
+    for row in run.rounds:
+        told = [
+            client["accuracy_received"]
+            for client in run.clients
+            if client["round"] == row["round"] and client.get("accuracy_received") is not None
+        ]
+        assert row["accuracy_received_clients"] == len(told)
+        assert row["accuracy_received_mean"] == pytest.approx(sum(told) / len(told))

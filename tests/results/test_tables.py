@@ -215,8 +215,57 @@ def test_a_round_in_which_some_clients_told_no_accuracy_is_never_the_best():
     )
     rows[0]["clients_by_column"] = {"accuracy_validation_mean": 1}
     (found,) = table(Run(Path("x"), run().info, rows, ()))
-    assert found["Accuracy, best on validation (%)"] == "70.00"
+    assert found["Accuracy, best on validation (%)"] == "70.00 (best of 1 of 3 evaluations)"
     assert found["Accuracy, last round (%)"] == "50.00 (4 of 8 clients)"
+
+
+def test_an_accuracy_of_an_earlier_round_than_the_main_one_says_so():
+    rows = (
+        {"round": 1, "accuracy_personal_mean": 0.4, "accuracy_global": 0.3, "evaluated": 4, "clients": 4},
+        {"round": 2, "accuracy_personal_mean": 0.5, "evaluated": 4, "clients": 4},
+    )
+    (found,) = table(Run(Path("x"), run().info, rows, ()))
+    assert found["Personal (%)"] == "50.00"
+    assert found["Global model (%)"] == "30.00 (of round 1)"
+
+
+def test_a_client_without_validation_images_takes_the_best_round_from_nobody():
+    rows = tuple(
+        {
+            "round": k,
+            "accuracy_validation_mean": value,
+            "accuracy_personal_mean": value,
+            "evaluated": 4,
+            "clients": 4,
+            "clients_by_column": {"accuracy_validation_mean": 3},
+        }
+        for k, value in enumerate((0.5, 0.7, 0.6), 1)
+    )
+    assert best_on_validation(Run(Path("x"), run().info, rows, ())) == 0.7
+
+
+def test_a_best_round_that_noise_chose_says_so():
+    rows = tuple(
+        {
+            "round": k,
+            "accuracy_validation_mean": k / 10,
+            "accuracy_personal_mean": 0.5,
+            "accuracy_noise": 0.03,
+            "evaluated": 4,
+            "clients": 4,
+        }
+        for k in (1, 2)
+    )
+    (found,) = table(Run(Path("x"), run().info, rows, ()))
+    assert found["Accuracy, best on validation (%)"] == "50.00 (noise ± 3.0, chosen by noised accuracies)"
+
+
+def test_between_peers_the_papers_formula_counts_a_link_once():
+    rows = ({"round": 1, "paper_bytes_up": 5e6, "paper_bytes_down": 5e6, "peer_bytes": 4e6},)
+    (found,) = table(Run(Path("x"), run().info, rows, ()))
+    assert found["MB, paper's formula"] == "5.00"
+    (star,) = table(Run(Path("x"), run().info, ({"round": 1, "paper_bytes_up": 5e6, "paper_bytes_down": 5e6},), ()))
+    assert star["MB, paper's formula"] == "10.00"
 
 
 def test_without_validation_there_is_no_best_round():

@@ -328,15 +328,16 @@ def test_the_paper_charges_every_link_for_the_senders_kept_parameters(federation
         assert row["paper_busiest_bytes"] == pytest.approx(max(heard + said))
 
 
-def test_a_client_counts_its_sparse_training_and_one_dense_batch(federation):
-    run = federation(system="dispfl", clients=5, dispfl_topology="ring", **MIXED, **QUICK)
+@pytest.mark.parametrize(("growth", "batches"), [("gradient", 1), ("random", 0)])
+def test_a_client_counts_its_sparse_training_and_the_dense_batch_of_a_gradient(federation, growth, batches):
+    run = federation(system="dispfl", clients=5, dispfl_topology="ring", dispfl_growth=growth, **MIXED, **QUICK)
     dense = {"conv1": 2 * 16 * 9 * 64, "conv2": 2 * 32 * 16 * 9 * 16, "fc1": 2 * 128 * 10}
     for partition, row in run.rows(3).items():
         masks = run.client(partition)[1].group("masks")
         sparse = sum(flops * float(masks[f"{layer}.weight"].double().mean()) for layer, flops in dense.items())
         assert row["num_examples"] == 72
         (flops,) = {m["flops"] for m in replies(run, 3, partition)}
-        assert flops == pytest.approx(3 * 72 * sparse + 3 * 10 * sum(dense.values()))
+        assert flops == pytest.approx(3 * 72 * sparse + batches * 3 * 10 * sum(dense.values()))
 
 
 def test_nothing_is_searched_or_charged_once_the_masks_stand_still(federation):

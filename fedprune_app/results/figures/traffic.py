@@ -51,8 +51,10 @@ def _bytes_variants(groups: Sequence[Group]) -> list[Variant]:
     for index, group in enumerate(groups):
         totals = {name: Statistic.of(run.total(name) for run in group.runs) for name in bars}
         relayed = " relayed" if totals["peer_bytes"] else ""
+        if totals["peer_bytes"]:  # what one peer sends is what another one receives
+            totals["paper_bytes_down"] = None
         known = [
-            (total.mean / MEGABYTE, bars[name] + (relayed if name in ("bytes_up", "bytes_down") else ""))
+            (total.mean / MEGABYTE, _bar_name(bars[name], name, relayed))
             for name, total in totals.items()
             if total is not None
         ]
@@ -79,6 +81,12 @@ def _bytes_variants(groups: Sequence[Group]) -> list[Variant]:
         )
     x_axis = {"title": {"text": "MB (10⁶ bytes)"}, "range": [0, longest * 1.5 or 1]}  # room for the bars' texts
     return [Variant("Traffic", traces, {"xaxis": x_axis, "yaxis": row_axis(groups)})] if traces else []
+
+
+def _bar_name(title: str, name: str, relayed: str) -> str:
+    if not relayed:
+        return title
+    return title + relayed if name in ("bytes_up", "bytes_down") else title.replace("↑", "⇄")
 
 
 def _layer_set_variants(groups: Sequence[Group]) -> list[Variant]:
