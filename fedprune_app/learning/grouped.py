@@ -19,14 +19,19 @@ from functools import partial
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from fedprune_app.core.flops import forward_flops
+from fedprune_app.learning.device import module_mode
 
 Weights = Mapping[str, Tensor]
 _Operation = Callable[[Weights, int, Sequence[Tensor]], Tensor]
 _ALIGNED_ROWS = 16  # so many rows of whatever length are a multiple of 64 bytes
 _ELEMENTWISE = (nn.ReLU, nn.Identity, nn.Tanh, nn.Sigmoid, nn.GELU, nn.ELU, nn.LeakyReLU, nn.SiLU)
 _BY_CHANNEL = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
+
+
+_KNOWN = ("torch.nn.", "torchvision.", "fedprune_app.")
 
 
 class NoGroupedForm(ValueError):
@@ -73,9 +78,14 @@ def grouped_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm:
     """This derives the grouped form of a network that maps a batch of such examples to logits.
 
     Networks of the same structure have one form. Raises :class:`NoGroupedForm` for a network with other parts than
-    convolutions, linear layers, group norms, pooling, activations, flattening and sums.
+    convolutions, linear layers, group norms, pooling, activations, flattening and sums, and for one with hooks.
     """
+    modules = list(model.modules())
+    if any(_has_hooks(module) for module in modules):
+        raise NoGroupedForm("a part of it has hooks, a forward of its own, or parameters that are computed")
     structure = f"{model} {tuple(example_shape)}"
+    if not all(_tells_what_it_does(module) for module in modules):
+        structure += _graph_of(model)
     if structure not in _forms:
         if len(_forms) == _MOST_FORMS:
             _forms.pop(next(iter(_forms)))
@@ -86,11 +96,38 @@ def grouped_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm:
     return form
 
 
+def _has_hooks(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or parametrize.is_parametrized(module) or "forward" in vars(module)
+
+
+def _tells_what_it_does(module: nn.Module) -> bool:
+    """This says whether a module's text, as of ``str``, decides its computation.
+
+    That of a user's class does not show what its ``forward`` does.
+    """
+    return type(module).__module__.startswith(_KNOWN)
+
+
+def _graph_of(model: nn.Module) -> str:
+    """This returns the operations of a network in their order, or an empty text where torch.fx cannot follow it."""
+    try:
+        return str(_traced(model))
+    except Exception:  # torch.fx may raise anything
+        return ""
+
+
+def _traced(model: nn.Module) -> fx.Graph:
+    """This returns the operations of a network in training, which may be others than in a test."""
+    with module_mode(model, training=True):
+        return fx.Tracer().trace(model)
+
+
 def _derived(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm | str:
     names = {name for name, _ in model.named_parameters()}
     steps, at = list[_Step](), dict[fx.Node, int]()
     try:
-        for node in fx.Tracer().trace(model).nodes:
+        for node in _traced(model).nodes:
             inputs = tuple(at[each] for each in node.all_input_nodes)
             if node.op == "output":
                 if inputs != (len(steps),):

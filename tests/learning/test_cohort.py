@@ -276,6 +276,51 @@ def test_a_network_without_a_grouped_form_says_which_layer_has_none(model, reaso
         grouped_form(model, (3, 2, 2))
 
 
+class Branching(nn.Module):
+    """A network whose text does not show its forward pass."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.second, self.how = nn.Linear(12, 12), nn.Linear(12, 2), how
+
+    def forward(self, images):
+        hidden = torch.relu(self.first(torch.flatten(images, 1)))
+        if self.how == "skip":
+            return self.second(hidden + torch.flatten(images, 1))
+        if self.how == "scales in training" and self.training:
+            return self.second(hidden * 2)
+        return self.second(hidden)
+
+
+def test_networks_of_one_text_that_compute_otherwise_have_forms_of_their_own():
+    forms = {how: grouped_form(Branching(how), (3, 2, 2)) for how in ("plain", "skip")}
+    assert forms["plain"] is not forms["skip"]
+    assert grouped_form(Branching("plain"), (3, 2, 2)) is forms["plain"]
+    for how, form in forms.items():
+        model, images = Branching(how), torch.randn(1, 4, 3, 2, 2, generator=generator(0))
+        weights = {name: value[None] if value.dim() == 2 else value for name, value in model.named_parameters()}
+        torch.testing.assert_close(form(weights, images)[0], model(images[0]))
+    with pytest.raises(NoGroupedForm):
+        grouped_form(Branching("scales in training").eval(), (3, 2, 2))
+
+
+@pytest.mark.parametrize("which", ["hook", "pre-hook", "parametrization", "forward of its own"])
+def test_a_network_whose_layers_compute_more_than_they_say_has_no_form_of_another(which):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.ReLU(), nn.Linear(4, 2))
+    grouped_form(model, (3, 2, 2))
+    if which == "hook":
+        model[1].register_forward_hook(lambda _module, _inputs, output: output * 0)
+    elif which == "pre-hook":
+        model[1].register_forward_pre_hook(lambda _module, inputs: inputs[0] * 0)
+    elif which == "parametrization":
+        nn.utils.parametrizations.weight_norm(model[1])
+    else:
+        plain = model[1].forward
+        model[1].forward = lambda images: plain(images) * 0
+    with pytest.raises(NoGroupedForm):
+        grouped_form(model, (3, 2, 2))
+
+
 @pytest.mark.parametrize("name", [*SHAPES, "lenet5-bn"])
 def test_a_process_keeps_no_network_that_was_trained(name):
     kept = []
