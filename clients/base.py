@@ -226,6 +226,12 @@ class ImageClient(ImageNode[Update]):
         """This tells accuracies of the personal, received and global model, on this client's own data."""
         masks = returned(self.masks(task, state), dict, self, "masks")
         personal = Payload(returned(self.personal_model(task, state), dict, self, "personal_model"), masks)
+        for name, mask in masks.items():  # else the record would tell of a sparse model, and a dense one would answer
+            if bool(personal.tensors[name].masked_select(~mask.to(personal.tensors[name].device)).any()):
+                raise ValueError(
+                    f"{type(self).__name__}.masks() says that weights of {name!r} are pruned, and personal_model() has "
+                    "others than 0 there; allowed: to train with masks=..."
+                )
         told: dict[str, Any] = {"digest": personal.digest(), "density": self.density(masks)}
         for name in self.prunable:
             told[f"density/{name}"] = float(masks[name].double().mean()) if name in masks else 1.0

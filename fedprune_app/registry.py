@@ -12,7 +12,7 @@ from clients import __name__ as CLIENTS  # in a wheel these packages are below f
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.config.meant import not_allowed
 from fedprune_app.data.names import DATASETS, PARTITIONS, TEXTS
-from fedprune_app.models.names import MODELS, chosen_name
+from fedprune_app.models.names import BUILDERS, MODELS, chosen_name
 from strategies import __name__ as STRATEGIES
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def check_names(config: Config) -> Config:
 def check_system(config: Config) -> Config:
     """Return ``config`` if its names are registered and its system can run so, else raise :class:`ConfigError`."""
     system = SYSTEMS[check_names(config).system]
-    if config.dp.enabled and (reason := system.client.why_not_private(config)):
+    if config.dp.enabled and (reason := why_not_private(config)):
         raise ConfigError(reason)
     if config.robust != "none" and not system.strategy.averages:
         raise ConfigError(
@@ -183,6 +183,30 @@ def check_system(config: Config) -> Config:
     if config.dp.enabled and system.data != "text":
         _check_private(config)
     return config
+
+
+def why_not_private(config: Config) -> str:
+    """Return why the system of ``config`` cannot be private, or an empty text if it can.
+
+    A plug-in's class of clients that changes what its base class does has to say so itself, since what the base class
+    says is of the base class alone.
+    """
+    kind = SYSTEMS[config.system].client
+    for each in kind.__mro__:
+        if "why_not_private" in vars(each):
+            break
+        changed = [name for name, value in vars(each).items() if _is_method(name, value)]
+        if changed and not each.__module__.startswith(("clients.", "fedprune_app.")):
+            return (
+                f"dp.enabled is true, allowed with system {config.system!r}: false; {each.__name__} changes "
+                f"{', '.join(sorted(changed))} and does not say by why_not_private that this is private"
+            )
+    return kind.why_not_private(config)
+
+
+def _is_method(name: str, value: object) -> bool:
+    is_special = name.startswith("__") and name != "__init__"
+    return not is_special and (callable(value) or isinstance(value, property | classmethod | staticmethod))
 
 
 def unprotected(config: Config) -> str:
@@ -209,6 +233,8 @@ def _check_private(config: Config) -> None:
     from fedprune_app.models.vision import architecture
 
     name = chosen_name(config.model, config.dataset)
+    if name in BUILDERS:  # it may take images of one shape alone: each client looks at it
+        return
     layers = architecture(name, (3, 64, 64), 2).modules()  # the size of the images does not matter here
     if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in layers):
         raise ConfigError(

@@ -22,7 +22,9 @@ from fedprune_app.errors import LaunchError
 from fedprune_app.federation.clients import ImageClientInfo, Roster
 from fedprune_app.federation.round import RunContext
 from fedprune_app.files import scratch_folder
+from fedprune_app.learning.device import module_mode
 from fedprune_app.models.llm import open_model
+from fedprune_app.models.names import chosen_name
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.results.tracking import check_tracker
@@ -85,6 +87,12 @@ def _make_both(config: Config, num_clients: int, folder: Path) -> list[str]:
     system = SYSTEMS[config.system]
     client = system.client(config, Place(0, num_clients, folder / "clients"))
     assert isinstance(client, ImageClient)
+    if client.privacy is not None:
+        from fedprune_app.privacy.dpsgd import check_independence, check_model  # Opacus takes seconds to import
+
+        with module_mode(client.model, training=True):
+            check_model(client.model, str(chosen_name(config.model, config.dataset)))
+            check_independence(client.model, client.dataset.image_shape)
     sizes = [client.num_examples] * num_clients
     if config.dp.enabled:  # what is promised depends on how many examples each has
         sizes = [sum(label_counts(client.data_config, k, num_clients)["train"]) for k in range(num_clients)]

@@ -39,7 +39,7 @@ from fedprune_app.engine import exchange, inprocess, wire
 from fedprune_app.engine.flower_private import set_answered_id
 from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
 from fedprune_app.files import scratch_folder
-from fedprune_app.registry import SYSTEMS
+from fedprune_app.registry import SYSTEMS, why_not_private
 from fedprune_app.registry import check_system as check_settings
 from fedprune_app.results.measures import MEASURES, Kind
 
@@ -352,7 +352,7 @@ class _Laws:
         config = plugins.parse(self._settings)
         client = SYSTEMS[config.system].client
         runs = {config.dp.enabled: self._whole}
-        if not config.dp.enabled and not client.why_not_private(plugins.parse({**self._settings, **PRIVATE})):
+        if not config.dp.enabled and not why_not_private(plugins.parse({**self._settings, **PRIVATE})):
             runs[True] = self._run({**_ALL_REPLY, **PRIVATE})
         for is_private, run in runs.items():
             for kind, replies in run.replies.items():

@@ -697,3 +697,62 @@ def test_a_reply_with_an_undeclared_field_ends_the_laws_with_its_name(tmp_path):
     path = write(tmp_path / "broken.py", BROKEN.format(strategy="pass", client=client))
     with pytest.raises(Exception, match="field 'diary' is in a reply"):
         check_system("broken", plugins=path)
+
+
+# --- what the record and the ledger would say wrongly -----------------------------------------------------------------
+
+UNTRUE = """
+import torch
+from fedprune_app.extend import FedAvg, FedAvgClient, register_system
+
+class Half(FedAvgClient):
+    def masks(self, task, state):
+        weights = self.model.state_dict()
+        return {name: torch.arange(weights[name].numel()).view(weights[name].shape) % 2 == 0 for name in self.prunable}
+
+class Own(FedAvgClient):
+    def train(self, task, **how):
+        return super().train(task, **how)
+
+class Said(Own):
+    @classmethod
+    def why_not_private(cls, config):
+        return ""
+
+for name, client in (("half", Half), ("own", Own), ("said", Said)):
+    register_system(name, strategy=FedAvg, client=client, summary=name)
+"""
+PRIVATELY = ("dp.enabled=true", "dp.noise-multiplier=1", "dp.delta=0.001")
+
+
+def test_a_client_whose_model_is_not_as_sparse_as_its_masks_say_is_an_error(fedprune, tmp_path):
+    write(tmp_path / "untrue.py", UNTRUE)
+    code, said = fedprune("run", "--plugin", "untrue.py", "system=half", *QUICK, "--out", "run")
+    assert code == 1
+    assert re.search(r"Half\.masks\(\) says that weights of '.*' are pruned, and personal_model\(\) has others", said)
+
+
+def test_a_client_that_changes_a_private_one_has_to_say_whether_it_is_private(fedprune, tmp_path):
+    write(tmp_path / "untrue.py", UNTRUE)
+    code, said = fedprune("run", "--plugin", "untrue.py", "system=own", *PRIVATELY, *QUICK, "--out", "run")
+    assert code == 2
+    assert "Own changes train and does not say by why_not_private that this is private" in said
+    code, said = fedprune("run", "--plugin", "untrue.py", "system=said", *PRIVATELY, *QUICK, "--out", "said")
+    assert code == 0, said
+
+
+def test_a_private_run_takes_a_network_of_one_shape_and_refuses_one_that_mixes_before_it_starts(fedprune, tmp_path):
+    write(
+        tmp_path / "nets.py",
+        "import torch\nfrom torch import nn\n"
+        "class Mixed(nn.Sequential):\n"
+        "    def forward(self, images):\n        return super().forward(images - images.mean(0))\n"
+        "def fixed(shape, classes):\n    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))\n"
+        "def mixed(shape, classes):\n    return Mixed(nn.Flatten(), nn.Linear(64, classes))\n",
+    )
+    given = ("system=fedavg", *PRIVATELY, *QUICK)
+    code, said = fedprune("run", "model=nets.py:fixed", *given, "--out", "a")
+    assert code == 0, said
+    code, said = fedprune("run", "model=nets.py:mixed", *given, "--out", "b")
+    assert (code, "the network mixes the examples of a batch" in said) == (2, True), said
+    assert not (tmp_path / "b").exists()

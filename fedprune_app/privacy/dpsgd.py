@@ -14,7 +14,7 @@ come about; this choice changes speed alone:
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -90,6 +90,11 @@ class DPSGD:
             start += gradient.numel()
             gradient.copy_(noised(gradient, part, std)).mul_(kept[name]).div_(expected_batch)
 
+    def check(self, model: nn.Module, example_shape: Sequence[int]) -> None:
+        """Raise ``ValueError`` for a network that cannot be trained privately."""
+        check_model(model)
+        check_independence(model, example_shape)
+
     @contextmanager
     def attached(
         self, model: nn.Module, gradients: Mapping[str, Tensor], kept: Mapping[str, Tensor]
@@ -159,9 +164,59 @@ def check_model(model: nn.Module, name: str = "") -> None:
         )
     if errors := ModuleValidator.validate(model, strict=False):
         raise ValueError(f"the model cannot be trained privately: {errors[0]}")
+    owners: dict[int, str] = {}
     for key, layer in model.named_modules():
+        for parameter in layer.parameters(recurse=False):
+            if (other := owners.setdefault(id(parameter), key)) != key:
+                raise ValueError(
+                    f"layers {other!r} and {key!r} share a parameter, allowed with dp.enabled: networks whose layers "
+                    "have parameters of their own"
+                )
         if any(True for _ in layer.parameters(recurse=False)) and type(layer) not in RULES:
             raise ValueError(f"layer '{key}' of type {type(layer).__name__} has no rule for gradients per example")
+
+
+def check_independence(model: nn.Module, example_shape: Sequence[int]) -> None:
+    """Raise ``ValueError``, one line, for a network that passes something of an example on to another one.
+
+    Clipping then bounds nobody's part. The network computes on two examples of noise. The output of each must depend on
+    that example alone, and a buffer or parameter that the network changes in its forward pass is refused: it would
+    leave the client without noise. The global generators are afterwards as they were. The model has to be in the mode
+    of training.
+    """
+    device = next(model.parameters()).device
+    before = {name: (id(tensor), tensor._version) for name, tensor in _tensors_of(model)}
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        images = torch.randn(2, *example_shape, device=device, requires_grad=True)
+        outputs = model(images * 1)  # a network may overwrite what it takes
+        mixes = False
+        for one, other in ((0, 1), (1, 0)):
+            if outputs.requires_grad:
+                (gradient,) = torch.autograd.grad(outputs[one].sum(), images, retain_graph=True, allow_unused=True)
+                mixes |= gradient is not None and bool(gradient[other].any())
+        with torch.no_grad():
+            again, once_more = model(images * 1), model(images * 1)
+            if torch.equal(again, once_more):  # else it draws, and examples are drawn for in turn
+                alone = torch.cat([model(images[k : k + 1] * 1) for k in (0, 1)])
+                scale = float(again.abs().max())
+                mixes |= not torch.allclose(again, alone, rtol=1e-3, atol=1e-3 * scale)
+    for name, tensor in _tensors_of(model):
+        if before.get(name) != (id(tensor), tensor._version):
+            raise ValueError(
+                f"the network changes {name!r} as it computes, allowed with dp.enabled: networks that change nothing "
+                "of theirs, which would leave the client without noise"
+            )
+    if mixes:
+        raise ValueError(
+            "the network mixes the examples of a batch, allowed with dp.enabled: networks in which the output for an "
+            "example depends on that example alone"
+        )
+
+
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_buffers()
+    yield from model.named_parameters()
 
 
 @contextmanager

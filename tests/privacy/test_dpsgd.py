@@ -22,7 +22,7 @@ from fedprune_app.learning.train import train
 from fedprune_app.models.names import MODELS
 from fedprune_app.models.vision import architecture, build_model, prunable_names
 from fedprune_app.privacy.accounting import ACCOUNTANTS
-from fedprune_app.privacy.dpsgd import DPSGD, GRAD_SAMPLES, check_model
+from fedprune_app.privacy.dpsgd import DPSGD, GRAD_SAMPLES, check_independence, check_model
 from fedprune_app.privacy.noise import KeyedNoise, Noise
 from fedprune_app.privacy.per_example import clip_factors, windows
 
@@ -575,3 +575,67 @@ def test_a_method_that_knows_whole_networks_alone_refuses_parts(method):
             network(), images, labels, SGD(0.1), rng=generator(4, "order"), part=lambda _: Part(),
             private=dp(grad_sample=method),
         )  # fmt: skip
+
+
+# --- networks that would break the promise ----------------------------------------------------------------------------
+
+
+class Mixing(nn.Module):
+    """A network that subtracts the mean over a batch, with or without its gradient."""
+
+    def __init__(self, is_detached):
+        super().__init__()
+        self.last, self.is_detached = nn.Linear(12, 2), is_detached
+
+    def forward(self, images):
+        mean = images.mean(0)
+        return self.last(torch.flatten(images - (mean.detach() if self.is_detached else mean), 1))
+
+
+class Counting(nn.Module):
+    """A network that keeps a running mean of its inputs."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.last, self.in_place = nn.Linear(12, 2), in_place
+        self.register_buffer("mean", torch.zeros(12))
+
+    def forward(self, images):
+        flat = torch.flatten(images, 1)
+        if self.in_place:
+            self.mean.add_(flat.mean(0).detach())
+        else:
+            self.mean = self.mean + flat.mean(0).detach()
+        return self.last(flat)
+
+
+@pytest.mark.parametrize("is_detached", [False, True])
+def test_a_network_that_mixes_the_examples_of_a_batch_is_refused(is_detached):
+    with pytest.raises(ValueError, match=r"^the network mixes the examples of a batch, allowed with dp\.enabled"):
+        check_independence(Mixing(is_detached), (3, 2, 2))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_network_that_writes_down_what_it_sees_is_refused(in_place):
+    with pytest.raises(ValueError, match=r"^the network changes 'mean' as it computes, allowed with dp\.enabled"):
+        check_independence(Counting(in_place), (3, 2, 2))
+
+
+@pytest.mark.parametrize("name", PRIVATE_MODELS)
+def test_networks_that_may_be_private_mix_nothing_and_the_check_draws_nothing(name):
+    model = build_model(name, (3, 32, 32), 10, rng=generator(0, "init")).train()
+    before = torch.random.get_rng_state()
+    check_independence(model, (3, 32, 32))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_network_that_draws_is_no_network_that_mixes():
+    check_independence(nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.Dropout(), nn.Linear(8, 2)).train(), (3, 2, 2))
+
+
+def test_layers_that_share_a_parameter_are_refused():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 12), nn.ReLU(), nn.Linear(12, 12))
+    model[3].weight = model[1].weight
+    with pytest.raises(ValueError, match=r"^layers '1' and '3' share a parameter, allowed with dp\.enabled"):
+        check_model(model)
