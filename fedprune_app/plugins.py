@@ -269,11 +269,16 @@ def located() -> Iterator[None]:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        place = _place_in_plugin(error)
-        if not place:
+        if not _place_in_plugin(error):
             raise
         log.debug("a plug-in failed", exc_info=True)
-        raise RuntimeError(f"{' '.join(f'{type(error).__name__}: {error}'.split())} ({place})") from error
+        raise RuntimeError(told(error)) from error
+
+
+def told(error: BaseException) -> str:
+    """Return an error in one line, with the place in a plug-in's code where it was raised, if there is one."""
+    place = _place_in_plugin(error)
+    return " ".join(f"{type(error).__name__}: {error}".split()) + (f" ({place})" if place else "")
 
 
 def _place_in_plugin(error: BaseException) -> str:

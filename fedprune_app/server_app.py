@@ -180,6 +180,9 @@ def _go_on(recorder: Recorder, config: Config, before: Mapping[str, Any], choice
     code, began_with = plugins.described(values), before.get("plugins", {})
     other = [name for name, found in code.items() if began_with.get(name, found) != found]
     notes = [*choice.notes, *(f"plug-in {name!r} is not the code that the run began with" for name in other)]
+    if other:
+        since = {"round": choice.rounds_completed, **{name: code[name] for name in other}}
+        changed["plugins_since"] = [*before.get("plugins_since", []), since]
     if notes:
         changed["notes"] = [*before.get("notes", []), *notes]
     if choice.losses:

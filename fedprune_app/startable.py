@@ -14,9 +14,10 @@ import torch
 from clients import private_text
 from clients.base import ImageClient
 from clients.node import Place
+from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError, written_below
 from fedprune_app.core.bounds import least_said
-from fedprune_app.data.splits import label_counts
+from fedprune_app.data.splits import check_repeatable, label_counts
 from fedprune_app.engine.store import VersionedStore
 from fedprune_app.errors import LaunchError
 from fedprune_app.federation.clients import ImageClientInfo, Roster
@@ -52,6 +53,10 @@ def check_startable(config: Config, num_clients: int) -> list[str]:
         raise
     except (ValueError, ImportError) as error:
         raise ConfigError(" ".join(str(error).split())) from None
+    except Exception as error:
+        if not plugins.described(config.to_dict()) or isinstance(error, LaunchError):
+            raise
+        raise ConfigError(plugins.told(error)) from error
 
 
 def forget_text() -> None:
@@ -87,6 +92,7 @@ def _make_both(config: Config, num_clients: int, folder: Path) -> list[str]:
     system = SYSTEMS[config.system]
     client = system.client(config, Place(0, num_clients, folder / "clients"))
     assert isinstance(client, ImageClient)
+    check_repeatable(client.data_config, num_clients)
     if client.privacy is not None:
         from fedprune_app.privacy.dpsgd import check_independence, check_model  # Opacus takes seconds to import
 

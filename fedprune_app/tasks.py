@@ -13,6 +13,7 @@ from typing import Any
 
 from clients.fedspallm import language_model, perplexities, segment_noise
 from fedprune_app.config import ConfigError
+from fedprune_app.engine.simulated import is_simulated
 from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, TextClientInfo
 from fedprune_app.federation.round import RunContext
 from fedprune_app.learning.device import device_of
@@ -106,6 +107,11 @@ def _digest_of_data(context: RunContext) -> str:
     """
     infos = [info for info in context.clients.values() if isinstance(info, ImageClientInfo)]
     ((found, _),) = Counter(info.data_sha256 for info in infos).most_common(1)
+    if is_simulated() and len({info.data_sha256 for info in infos}) > 1:
+        raise ConfigError(
+            f"dataset is {context.config.dataset!r}, and clients read other data under this name, allowed: a dataset "
+            "that is the same each time, such as a function that draws by a seed of its own"
+        )
     before = context.recorder.info.get("data_sha256") or found
     if found and before != found:
         raise ConfigError(

@@ -328,6 +328,11 @@ def test_a_run_says_if_its_plugin_has_changed_since_it_began(fedprune, files):
     code, said = fedprune("run", "--resume", "--plugin", "mine.py", "num-server-rounds=2", *QUICK[3:], "--out", "run")
     assert code == 0, said
     assert "is not the code that the run began with" in " ".join(said.split())
+    info = json.loads((files / "run" / "run.json").read_text())
+    (began_with,), (since,) = info["plugins"].items(), info["plugins_since"]
+    assert since["round"] == 1
+    assert since[began_with[0]].startswith("sha256 ")
+    assert since[began_with[0]] != began_with[1]
 
 
 def test_the_python_interface_takes_them_too(files):
@@ -756,3 +761,103 @@ def test_a_private_run_takes_a_network_of_one_shape_and_refuses_one_that_mixes_b
     code, said = fedprune("run", "model=nets.py:mixed", *given, "--out", "b")
     assert (code, "the network mixes the examples of a batch" in said) == (2, True), said
     assert not (tmp_path / "b").exists()
+
+
+# --- ordinary networks, datasets and partitions that cannot be used as they are ---------------------------------------
+
+ODD = """
+import numpy as np
+import torch
+from torch import nn
+from fedprune_app.data.datasets import Dataset
+
+def layers(classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, classes))
+
+def tied(shape, classes):
+    model = layers(classes)
+    model[3].weight = model[1].weight
+    return model
+
+def double(shape, classes):
+    return layers(classes).double()
+
+def lazy(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
+
+def part(shape, kind=np.uint8, classes=2):
+    return np.arange(np.prod((20, *shape))).reshape(20, *shape).astype(kind), np.arange(20) % classes
+
+def made(shape=(1, 8, 8), classes=2, std=0.5, **more):
+    return Dataset("made", *part(shape, classes=classes), *part(shape), ("a", "b"), (0.5,), (std,), **more)
+
+def flat(folder):
+    return made((8, 8))
+
+def labelled(folder):
+    return made(classes=4)
+
+def even(folder):
+    return made(std=0.0)
+
+def tracked(folder):
+    return (torch.zeros(20, 1, 8, 8, requires_grad=True), np.zeros(20, int)), part((1, 8, 8))
+
+def unseeded(labels, num_clients, rng):
+    return np.array_split(np.random.default_rng().permutation(len(labels)), num_clients)
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        ("model=odd.py:double", "has the parameter '1.weight' of type float64, allowed: float32"),
+        ("model=odd.py:lazy", "has the lazy parameter '1.weight', allowed: layers that know their sizes"),
+        ("dataset=odd.py:flat", "has training examples of shape (20, 8, 8) and labels of shape (20,)"),
+        ("dataset=odd.py:labelled", "has training labels from 0 to 3, allowed: labels of its 2 classes, from 0 on"),
+        ("dataset=odd.py:even", "the deviation (0.0,), allowed: 1 numbers each, deviations above 0"),
+        ("dataset=odd.py:tracked", "has a training part that is no array: Can't call numpy() on Tensor that requires"),
+        ("partition=odd.py:unseeded", "deals other data each time, allowed: a function that draws by the generator"),
+    ],
+)
+def test_what_cannot_be_used_as_it_is_is_one_line_before_the_start(fedprune, tmp_path, setting, says):
+    write(tmp_path / "odd.py", ODD)
+    model = () if setting.startswith("model") else ("model=mlp-small",)
+    code, said = fedprune("check", "system=fedavg", "--clients", "2", setting, *model)
+    assert (code, says in said, said.count("\n")) == (2, True, 1), said
+
+
+def test_a_weight_that_layers_share_is_pruned_as_one(fedprune, tmp_path):
+    write(tmp_path / "odd.py", ODD)
+    code, said = fedprune("run", "model=odd.py:tied", "system=dispfl", "dispfl.neighbours=2", *QUICK, "--out", "run")
+    assert code == 0, said
+    assert fedprune("check", "model=odd.py:tied", "system=fedavg", "--clients", "2")[0] == 0
+
+
+def test_a_private_run_takes_public_constants_in_place_of_measured_ones():
+    names = {}
+    exec(ODD, names)
+    found = brought.dataset(
+        "odd", lambda _: names["made"](std=0.3, is_measured=True), "", needs_test=True, public_scale=True
+    )
+    assert (found.mean, found.std, found.is_measured) == ((0.5,), (0.5,), False)
+    own = brought.dataset("odd", lambda _: names["made"](std=0.3), "", needs_test=True, public_scale=True)
+    assert (own.mean, own.std) == ((0.5,), (0.3,))
+
+
+def test_square_images_of_floats_may_have_their_channels_last():
+    images = np.random.default_rng(0).random((6, 8, 8, 3))
+    found = brought.dataset("x", lambda _: ((images, np.arange(6) % 2), None), "", needs_test=False, public_scale=False)
+    assert found.image_shape == (3, 8, 8)
+    assert np.array_equal(found.train_images, images.transpose(0, 3, 1, 2).astype(np.float32))
+
+
+def test_a_client_that_cannot_be_made_is_one_line(fedprune, tmp_path):
+    text = (
+        "from fedprune_app.extend import FedAvg, FedAvgClient, register_system\n"
+        "class Other(FedAvgClient):\n    def __init__(self, one):\n        pass\n"
+        "register_system('other', strategy=FedAvg, client=Other, summary='x')\n"
+    )
+    write(tmp_path / "other.py", text)
+    code, said = fedprune("check", "--plugin", "other.py", "system=other", "--clients", "2")
+    assert (code, "Other.__init__()" in said, said.count("\n")) == (2, True, 1), said

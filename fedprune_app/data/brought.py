@@ -15,6 +15,7 @@ a row of a table, which becomes an image of F channels and one pixel.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def dataset(name: str, load: Callable[[str], Any], data_dir: str, *, needs_test:
     except (Exception, SystemExit) as error:  # a user's function raises what it likes
         raise ValueError(f"dataset '{name}' cannot be loaded: {type(error).__name__}: {error}") from error
     if isinstance(found, Dataset):
-        return found
+        return _checked(name, found, public_scale)
     parts = [found.get("train"), found.get("test")] if isinstance(found, Mapping) else found
     if not isinstance(parts, Sequence) or len(parts) != 2 or parts[0] is None:
         raise _wrong(name, f"returns a {type(found).__name__}", "a pair of training and test part, or a Dataset")
@@ -107,6 +108,29 @@ def dealt(
     return parts
 
 
+def _checked(name: str, found: Dataset, public_scale: bool) -> Dataset:
+    """Return a dataset that a plug-in made itself, if it is as all others are.
+
+    With ``public_scale`` constants that were measured are replaced by public ones.
+    """
+    parts = ("training", found.train_images, found.train_labels), ("test", found.test_images, found.test_labels)
+    for which, images, labels in parts:
+        if images.ndim != 4 or labels.ndim != 1 or len(images) != len(labels):
+            shapes = f"examples of shape {images.shape} and labels of shape {labels.shape}"
+            raise _wrong(name, f"has {which} {shapes}", "(N, C, H, W) and (N,)")
+        if len(labels) and not (labels.min() >= 0 and labels.max() < found.num_classes):
+            ends = f"{which} labels from {labels.min()} to {labels.max()}"
+            raise _wrong(name, f"has {ends}", f"labels of its {found.num_classes} classes, from 0 on")
+    depth = found.train_images.shape[1]
+    if not (len(found.mean) == len(found.std) and len(found.mean) in (1, depth) and min(found.std) > 0):
+        constants = f"the mean {found.mean} and the deviation {found.std}"
+        raise _wrong(name, f"has {constants}", f"{depth} numbers each, deviations above 0")
+    if public_scale and found.is_measured:
+        mean, std = scale(found.train_images, public_scale)
+        return replace(found, mean=mean, std=std, is_measured=False)
+    return found
+
+
 def _wrong(name: str, found: str, allowed: str) -> ValueError:
     return ValueError(f"dataset '{name}' {found}, allowed: {allowed}")
 
@@ -114,7 +138,10 @@ def _wrong(name: str, found: str, allowed: str) -> ValueError:
 def _part(name: str, which: str, part: Any) -> Part:
     is_pair = isinstance(part, tuple | list) and len(part) == 2 and hasattr(part[0], "shape")
     examples, labels, classes = (*part, ()) if is_pair else _items(name, which, part)
-    examples, labels = np.asarray(examples), np.asarray(labels)
+    try:
+        examples, labels = np.asarray(examples), np.asarray(labels)
+    except (TypeError, ValueError, RuntimeError) as error:  # as of tensors that need a gradient
+        raise _wrong(name, f"has a {which} part that is no array: {error}", "arrays of NumPy") from error
     if labels.ndim != 1 or len(labels) != len(examples) or not len(labels):
         raise _wrong(
             name, f"has {len(labels)} {which} labels for {len(examples)} examples", "one label for each, at least one"
@@ -176,7 +203,12 @@ def _four_dimensions(name: str, which: str, examples: NDArray[Any]) -> NDArray[A
         numbers = examples.astype(np.float32)
         if not np.isfinite(numbers).all():
             raise _wrong(name, f"has {which} examples with NaN or infinity", "finite numbers")
-        return numbers[:, :, None, None] if numbers.ndim == 2 else numbers
+        if numbers.ndim == 2:
+            return numbers[:, :, None, None]
+        _, first, second, last = numbers.shape
+        if last in _CHANNELS and first not in _CHANNELS and first == second:  # squares, with their channels last
+            return np.ascontiguousarray(numbers.transpose(0, 3, 1, 2))
+        return numbers
     found = f"{which} examples of shape {examples.shape} and type {examples.dtype}"
     raise _wrong(name, f"has {found}", "uint8 images with 1 or 3 channels, or floating-point (N, C, H, W) or (N, F)")
 

@@ -159,6 +159,18 @@ def content_sha256(config: DataConfig) -> str:
     return _pool(config).dataset.content_sha256  # `dataset_of` makes copies, which would all read the images
 
 
+def check_repeatable(config: DataConfig, num_clients: int) -> None:
+    """Raise ``ValueError`` where a plug-in's partition deals other data each time: processes deal for themselves."""
+    if config.partition not in DEALERS or config.is_own:
+        return
+    first, second = _partition(config, num_clients), _partition.__wrapped__(config, num_clients)
+    if not all(map(np.array_equal, first, second)):
+        raise ValueError(
+            f"partition '{config.partition}' deals other data each time, allowed: a function that draws by the "
+            "generator that it is given"
+        )
+
+
 def partition_indices(config: DataConfig, num_clients: int) -> list[Indices]:
     """Return, per client, the sorted indices of its samples in the training set, validation share included.
 

@@ -232,6 +232,12 @@ def _brought(build: Build, name: str, image_shape: ImageShape, num_classes: int)
 
 def _checked(name: str, model: nn.Module, image_shape: ImageShape, num_classes: int) -> nn.Module:
     """Return a network of a plug-in, on the meta device, if it maps two images to their logits."""
+    for key, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"model '{name}' has the lazy parameter '{key}', allowed: layers that know their sizes")
+        if parameter.dtype != torch.float32:
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise ValueError(f"model '{name}' has the parameter '{key}' of type {kind}, allowed: float32")
     if not prunable_names(model):
         raise ValueError(f"model '{name}' has no layer that can be pruned, allowed: one with nn.Conv2d or nn.Linear")
     try:
@@ -304,12 +310,13 @@ def _kaiming_(layer: nn.Conv2d | nn.Linear, rng: torch.Generator) -> None:
 
 
 def prunable_names(model: nn.Module) -> list[str]:
-    """Return the names of the weight tensors of convolutions and linear layers, in order: no bias, no norm."""
-    return [
-        f"{name}.weight" if name else "weight"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Conv2d | nn.Linear)
-    ]
+    """Return the names of the weight tensors of convolutions and linear layers, in order: no bias, no norm.
+
+    A weight that layers share has its first name alone. One that is computed from parameters is none of them.
+    """
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    names = {name for name, _ in model.named_parameters()}
+    return [weight for name in layers if (weight := f"{name}.weight" if name else "weight") in names]
 
 
 def parameter_names(model: nn.Module) -> list[str]:

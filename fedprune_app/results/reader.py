@@ -51,6 +51,8 @@ _INFO_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "versions": ((dict, type(None)), "an object or null"),
     "model": ((dict, type(None)), "an object or null"),
     "data_sha256": ((str, type(None)), "text or null"),
+    "plugins": ((dict, type(None)), "an object or null"),
+    "plugins_since": ((list, type(None)), "a list or null"),
 }
 
 

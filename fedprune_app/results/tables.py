@@ -456,7 +456,9 @@ def _compared(run: Run) -> dict[str, Any]:
     """
     compared = {key: value for key, value in run.config.items() if key not in {"seed", *_BOOKKEEPING}}
     public = _place(run, "fedltp.public-dataset", "fedltp.public-data-dir")
-    plugins = (run.info.get("plugins") or {}).values()
+    plugins = [*(run.info.get("plugins") or {}).values()]
+    for since in run.info.get("plugins_since") or ():  # the run went on with other code
+        plugins += [str(found) for name, found in dict(since).items() if name != "round"]
     code = sorted(told[:15] if told.startswith("sha256 ") else told for told in plugins)  # a version is told whole
     clients = len(run.info.get("partition") or ()) or None
     return compared | place_of_data(run) | public | {"clients": clients, **({"code": ", ".join(code)} if code else {})}
