@@ -74,11 +74,23 @@ def write_tensors(
 ) -> None:
     """Write tensors, and plain JSON values beside them, as one safetensors file with its digest, in one step.
 
-    Where it is not ``durable``, the power must not go before :func:`fedprune_app.files.make_durable`.
+    Where it is not ``durable``, the power must not go before :func:`fedprune_app.files.make_durable`. Raises
+    ``ValueError`` for values that are no JSON.
     """
-    contiguous = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    contiguous: dict[str, Tensor] = {}
+    places: set[int] = set()
+    for name, tensor in tensors.items():
+        whole = tensor.detach().cpu().contiguous()
+        # a tensor may stand there under two names, and a file of safetensors holds no memory twice
+        contiguous[name] = whole.clone() if whole.data_ptr() in places and whole.numel() else whole
+        places.add(whole.data_ptr())
     about = {"round": round, "owner": owner or "", "meta": dict(meta or {}), "tensors": Payload(contiguous).digest()}
-    replace_file(path, save(contiguous, metadata={_KEY: json.dumps(sealed_json(about))}), durable=durable)
+    try:
+        text = json.dumps(sealed_json(about))
+    except (TypeError, ValueError) as error:
+        allowed = "texts, numbers, lists, and tables with texts for keys"
+        raise ValueError(f"a state's meta cannot be written as JSON: {error}; allowed: {allowed}") from error
+    replace_file(path, save(contiguous, metadata={_KEY: text}), durable=durable)
 
 
 def read_tensors(path: Path, *, round: int | None = None, owner: str | None = None) -> State:

@@ -79,7 +79,7 @@ def test_a_writer_that_dies_leaves_the_old_file_whole(tmp_path):
     store.save(1, state(1))
     (tmp_path / ".writing-abc").write_bytes(b"half")
     assert store.rounds() == [1]
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="cannot be written as JSON"):
         store.save(1, State({"x": torch.zeros(1)}, {"unserialisable": object()}))
     assert store.load()[1].group("weights")["w"][0] == 1
 
@@ -95,3 +95,18 @@ def test_a_folder_belongs_to_one_process_at_a_time(tmp_path):
         refused = subprocess.run(command, capture_output=True, text=True)
     assert "in use by another process" in refused.stderr
     assert subprocess.run(command, capture_output=True, text=True).stdout == "held\n"
+
+
+def test_a_tensor_may_stand_under_two_names(tmp_path):
+    twice = torch.arange(3.0)
+    write_tensors(tmp_path / "state", {"a": twice, "b": twice, "c": twice[:0]})
+    found = read_tensors(tmp_path / "state").tensors
+    assert torch.equal(found["a"], twice)
+    assert torch.equal(found["b"], twice)
+
+
+@pytest.mark.parametrize("meta", [{"a": {1, 2}}, {"a": {"b": object()}}, {1: 2, "a": 3}])
+def test_values_that_are_no_json_are_named(tmp_path, meta):
+    with pytest.raises(ValueError, match=r"^a state's meta cannot be written as JSON: .*; allowed: texts, numbers"):
+        write_tensors(tmp_path / "state", {}, meta)
+    assert not (tmp_path / "state").exists()
