@@ -26,7 +26,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from fedprune_app import demo, launch
+from fedprune_app import demo, launch, plugins
 from fedprune_app.config import Config, ConfigError, Scalar, refused, with_carrier
 from fedprune_app.deploy import local_deployment
 from fedprune_app.engine.store import exclusive
@@ -138,6 +138,8 @@ class Session:
 
         What makes a run less than its settings seem to say is printed, once in a session.
         """
+        if self.placement.engine != "inprocess" or not self.placement.is_simulation:
+            plugins.check_reachable(config.to_dict())
         if self.placement.num_clients < config.min_clients and not self.placement.superlink:
             raise ConfigError(
                 f"min-clients is {config.min_clients}, allowed with {self.placement.num_clients} clients: at most that"

@@ -223,6 +223,17 @@ def check_named(values: Mapping[str, object], named: Mapping[str, object]) -> No
         raise ConfigError(f"this run used code that is not named: add {options} if you trust that code")
 
 
+def check_reachable(values: Mapping[str, object]) -> None:
+    """Raise :class:`ConfigError` for a name that the script or notebook itself registered: no other process has it."""
+    for key in GROUPS:
+        name = str(values.get(key) or DEFAULTS[key])
+        if _origins.get((key, name)) == "__main__":
+            raise ConfigError(
+                f"{key} is {name!r}, which was registered in this script or notebook, allowed with --engine inprocess; "
+                "or put it in a file, and name that in plugins"
+            )
+
+
 def described(values: Mapping[str, object]) -> dict[str, str]:
     """Return for all plug-ins that ``values`` name which code they are: a version, or the SHA-256 of the file."""
     found = {code.target: _identity(code.target) for code in code_in(values)}

@@ -861,3 +861,21 @@ def test_a_client_that_cannot_be_made_is_one_line(fedprune, tmp_path):
     write(tmp_path / "other.py", text)
     code, said = fedprune("check", "--plugin", "other.py", "system=other", "--clients", "2")
     assert (code, "Other.__init__()" in said, said.count("\n")) == (2, True, 1), said
+
+
+def test_a_system_of_a_script_runs_in_the_scripts_own_process_alone(tmp_path):
+    """Ray's workers do not run the script."""
+    write(
+        tmp_path / "script.py",
+        "import fedprune_app\n"
+        "from fedprune_app.extend import FedAvg, FedAvgClient, register_system\n"
+        "register_system('mine', strategy=FedAvg, client=FedAvgClient, summary='x')\n"
+        "quick = {'system': 'mine', 'num_server_rounds': 1, 'clients': 2, 'progress': False}\n"
+        "print(fedprune_app.run(out='a', engine='inprocess', **quick).status)\n"
+        "try:\n    fedprune_app.run(out='b', **quick)\n"
+        "except fedprune_app.ConfigError as error:\n    print(error)\n",
+    )
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
+    first, second = done.stdout.splitlines()
+    assert first == "completed", done.stderr
+    assert second.startswith("system is 'mine', which was registered in this script or notebook, allowed with engine")
