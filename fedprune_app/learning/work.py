@@ -44,8 +44,9 @@ class Alone:
     def __enter__(self) -> Self:
         if (private := self._training.private) is not None:
             model, whole = self._training.model, self._whole
-            private.check(model, self._training.images.shape[1:])
-            self._private_step = self._on.enter_context(private.attached(model, whole.named_gradients, whole.trained()))
+            shape = self._training.images.shape[1:]
+            attached = private.attached(model, whole.named_gradients, whole.trained(), shape)
+            self._private_step = self._on.enter_context(attached)
         return self
 
     def __exit__(self, *error: object) -> None:

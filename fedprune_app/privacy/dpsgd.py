@@ -90,22 +90,24 @@ class DPSGD:
             start += gradient.numel()
             gradient.copy_(noised(gradient, part, std)).mul_(kept[name]).div_(expected_batch)
 
-    def check(self, model: nn.Module, example_shape: Sequence[int]) -> None:
-        """Raise ``ValueError`` for a network that cannot be trained privately."""
-        check_model(model)
-        check_independence(model, example_shape)
-
     @contextmanager
     def attached(
-        self, model: nn.Module, gradients: Mapping[str, Tensor], kept: Mapping[str, Tensor]
+        self,
+        model: nn.Module,
+        gradients: Mapping[str, Tensor],
+        kept: Mapping[str, Tensor],
+        example_shape: Sequence[int] | None = None,
     ) -> Iterator[_Step]:
         """Give an object that puts private gradients into ``gradients``, for the time of a training.
 
         The names of ``gradients`` are the trained parameters. ``kept`` are 1 or 0 by name, in the gradients' shapes.
         Raises ``ValueError`` for a model that cannot be trained privately. One whose own code overwrites what a layer
-        took or gave is refused as soon as it is seen to.
+        took or gave is refused as soon as it is seen to. With the shape of an example the network is tried, see
+        :func:`check_independence`.
         """
         check_model(model)
+        if example_shape is not None:
+            check_independence(model, example_shape)
         parameters = dict(model.named_parameters())
         trained = {name: parameters[name] for name in gradients}
         masks = _masks(kept)
