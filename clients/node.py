@@ -20,6 +20,7 @@ from fedprune_app.engine.simulated import is_beside_server
 from fedprune_app.engine.store import State, VersionedStore, client_store
 from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.device import device_of
+from fedprune_app.results import own_measures
 
 _NO_STATE = State()
 
@@ -143,9 +144,19 @@ class Node(NumPyClient, Generic[AnUpdate]):
         """
         return never_private(config, "nobody has examined what it releases")
 
+    @classmethod
+    def reply_fields(cls, system: str) -> ReplyFields:
+        """This returns which fields the replies of these clients may have in a run of the system."""
+        own = own_measures.of_system(system)
+        return declared(cls) | ReplyFields(
+            training=frozenset(each.name for each in own if each.told == "training"),
+            evaluation=frozenset(each.name for each in own if each.told == "evaluation"),
+            withheld_when_private=frozenset(each.name for each in own if not each.public),
+        )
+
     def check_reply(self, kind: Kind, fields: Iterable[str]) -> None:
         """Raise ``ValueError`` for a field that this class of clients does not declare in a reply of this kind."""
-        allowed = declared(type(self)).allowed(kind, self.config.dp.enabled)
+        allowed = self.reply_fields(self.config.system).allowed(kind, self.config.dp.enabled)
         if unknown := undeclared(fields, allowed):
             raise ValueError(f"field '{unknown[0]}' is in a reply, allowed in {kind}: {', '.join(sorted(allowed))}")
 
@@ -182,13 +193,27 @@ class Node(NumPyClient, Generic[AnUpdate]):
         kept = returned(self.kept_state(update), State, self, "kept_state")
         self.store.save(task.round, kept, accepted=task.state_round, durable=durable)
         spent = {} if self.config.dp.enabled else {"seconds": time.monotonic() - started}
-        return update.payload, {**told, **spent, **update.metrics, **_notes(task, lost)}
+        return update.payload, self._with_own({**told, **spent, **update.metrics, **_notes(task, lost)})
 
     def answer_evaluation(self, task: Task) -> tuple[int, dict[str, Any]]:
         """This loads the state, evaluates it, and returns the reply: how many examples, and what was found."""
         state, lost = self.load_state(task, before=task.round + 1)
         num_examples, told = returned(self.evaluation(task, state), tuple, self, "evaluation")
-        return num_examples, {**told, **_notes(task, lost)}
+        return num_examples, self._with_own({**told, **_notes(task, lost)})
+
+    def _with_own(self, told: dict[str, Any]) -> dict[str, Any]:
+        """The numbers that a plug-in's system declares are checked; those that are None are left out.
+
+        A private client leaves out all of them that may depend on its data.
+        """
+        for each in own_measures.of_system(self.config.system):
+            if each.name not in told:
+                continue
+            if told[each.name] is None or (self.config.dp.enabled and not each.public):
+                del told[each.name]
+            else:
+                told[each.name] = each.number(told[each.name], f"{type(self).__name__} tells that")
+        return told
 
     def load_state(self, task: Task, before: int) -> tuple[State, str]:
         """This returns the state after the round that the server last took in from this client (``task.state_round``).

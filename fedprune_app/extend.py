@@ -21,6 +21,7 @@ from fedprune_app.federation.round import Outgoing, Round, RunContext
 from fedprune_app.learning.hooks import proximal
 from fedprune_app.learning.training import TrainingResult
 from fedprune_app.plugins import register_dataset, register_model, register_partition, register_system
+from fedprune_app.results.own_measures import OwnMeasure
 from strategies.averaging import AveragingStrategy
 from strategies.base import FederatedStrategy
 from strategies.dispfl import DisPFL
@@ -41,6 +42,7 @@ __all__ = [
     "ImageClient",
     "LocalTraining",
     "Outgoing",
+    "OwnMeasure",
     "Payload",
     "ReplyFields",
     "Round",

@@ -22,7 +22,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,6 +34,8 @@ from fedprune_app.config import DEFAULTS, Config, ConfigError, Table, check_uses
 from fedprune_app.data.names import DATASETS, DEALERS, LOADERS, PARTITIONS
 from fedprune_app.models.names import AUTO, BUILDERS, MODELS
 from fedprune_app.registry import SYSTEMS, System
+from fedprune_app.results import own_measures
+from fedprune_app.results.own_measures import OwnMeasure
 
 log = logging.getLogger("flwr.fedprune")
 GROUPS = {
@@ -93,6 +95,7 @@ def register_system(
     summary: str,
     options: type[Table] | None = None,
     uses: Collection[str] = (),
+    measures: Iterable[OwnMeasure] = (),
 ) -> None:
     """Add a system: its server half ``strategy`` and its client half ``client``.
 
@@ -100,6 +103,7 @@ def register_system(
     * ``options`` is a frozen dataclass that extends Table, with a field for each option. The option ``mu`` is the key
       ``name.mu``; the halves read it as ``self.config.table(Options).mu``.
     * ``uses`` are keys and tables of other systems that this one reads as well: ``("density", "dispfl")``.
+    * ``measures`` are numbers that the system reports beside fedprune's own.
 
     Raises :class:`ConfigError` for a name that is taken.
     """
@@ -113,6 +117,7 @@ def register_system(
     if options is not None:
         register_table(name, options)
     uses_of[name] = check_uses(name, uses)
+    own_measures.declare(name, measures)
     SYSTEMS[name] = System(strategy, client, summary)
 
 

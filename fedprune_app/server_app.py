@@ -22,6 +22,7 @@ from fedprune_app.federation.registration import register_clients
 from fedprune_app.federation.round import RunContext
 from fedprune_app.learning.device import prepare_torch
 from fedprune_app.registry import SYSTEMS, check_system, unprotected
+from fedprune_app.results import own_measures
 from fedprune_app.results.reader import file_sha256, marks_of, read_info
 from fedprune_app.results.recorder import Recorder, Status
 from fedprune_app.resuming import Choice
@@ -65,7 +66,9 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
         recorder.reopen()
     else:
         values = config.to_dict()
-        code = {"plugins": plugins.described(values)}
+        code: dict[str, Any] = {"plugins": plugins.described(values)}
+        if own := own_measures.described(config.system):
+            code["measures"] = own
         recorder.start(values, config.seed, {"headline": system.strategy.headline, "run_key": new_run_key(), **code})
     _at_work.add(recorder)
     _close_before_exit()
@@ -177,6 +180,8 @@ def _go_on(recorder: Recorder, config: Config, before: Mapping[str, Any], choice
     """Open the run folder again: from this call on the run differs from the run that stopped."""
     values = config.to_dict()
     changed: dict[str, Any] = {"config": {**values, "resume-from": "", "accept-loss": False}}
+    if own := own_measures.described(config.system):
+        changed["measures"] = own
     code, began_with = plugins.described(values), before.get("plugins", {})
     other = [name for name, found in code.items() if began_with.get(name, found) != found]
     notes = [*choice.notes, *(f"plug-in {name!r} is not the code that the run began with" for name in other)]

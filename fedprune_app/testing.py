@@ -30,7 +30,7 @@ from flwr.app import Array, ArrayRecord, Error, Message, MessageType
 from rich.console import Console
 
 from clients.reply_fields import Kind as ReplyKind
-from clients.reply_fields import declared, undeclared
+from clients.reply_fields import undeclared
 from fedprune_app import client_app, plugins, server_app
 from fedprune_app.config import Scalar, paths_from_here, with_carrier
 from fedprune_app.core import codec
@@ -41,7 +41,8 @@ from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
 from fedprune_app.files import scratch_folder
 from fedprune_app.registry import SYSTEMS, why_not_private
 from fedprune_app.registry import check_system as check_settings
-from fedprune_app.results.measures import MEASURES, Kind
+from fedprune_app.results import own_measures
+from fedprune_app.results.measures import MEASURES, Kind, Measures
 
 CLIENTS, ROUNDS = 5, 3
 QUICK: Mapping[str, Scalar] = {
@@ -301,9 +302,9 @@ def lasting(recorded: Any) -> Any:
     return {key: lasting(each) for key, each in recorded.items() if not re.search("seconds|bytes|epsilon", key)}
 
 
-def misrecorded(rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> list[str]:
+def misrecorded(rows: Iterable[Mapping[str, Any]], columns: Iterable[str], declared: Measures = MEASURES) -> list[str]:
     """Return the names in recorded ``rows`` that are not declared as ``columns``, or not of the declared kind."""
-    kinds = {name: kind for kind, names in MEASURES.kinds.items() for name in names}
+    kinds = {name: kind for kind, names in declared.kinds.items() for name in names}
     known = set(columns)
     return sorted(
         {name for row in rows for name, value in row.items() if name not in known or not _is_one(value, kinds[name])}
@@ -343,9 +344,17 @@ class _Laws:
         _must(
             evaluated == set(range(CLIENTS)), "all clients are evaluated in the end", f"only {sorted(evaluated)} were"
         )
-        wrong = misrecorded(run.rounds, MEASURES.columns)
-        wrong += misrecorded(run.clients, {"round", "partition", *MEASURES.of_clients})
+        system = str(self._settings["system"])
+        known = own_measures.all_of(system)
+        wrong = misrecorded(run.rounds, known.columns, known)
+        wrong += misrecorded(run.clients, {"round", "partition", *known.of_clients}, known)
         _must(not wrong, "all that is recorded is declared", f"{', '.join(wrong)} is not")
+        lacking = [
+            each.name
+            for each in own_measures.of_system(system)
+            if all(row.get(each.column) is None for row in run.rounds)
+        ]
+        _must(not lacking, "every number that the system declares is recorded", f"{', '.join(lacking)} is not")
 
     def replies_are_declared(self) -> None:
         """Replies hold what the client's class declares; a private client's as much as any other's."""
@@ -356,7 +365,7 @@ class _Laws:
             runs[True] = self._run({**_ALL_REPLY, **PRIVATE})
         for is_private, run in runs.items():
             for kind, replies in run.replies.items():
-                allowed = declared(client).allowed(_KINDS[kind], is_private)
+                allowed = client.reply_fields(config.system).allowed(_KINDS[kind], is_private)
                 wrong = undeclared(set().union(*replies), allowed)
                 _must(not wrong, f"a reply of {_KINDS[kind]} holds declared fields", f"{', '.join(wrong)} is not")
 

@@ -31,7 +31,7 @@ from fedprune_app.federation.exchanges import Exchanges, Rows
 from fedprune_app.federation.flower import StreamedStrategy
 from fedprune_app.federation.participation import Participation, check_min_replies
 from fedprune_app.federation.round import Outgoing, Round, RunContext
-from fedprune_app.results import measures
+from fedprune_app.results import measures, own_measures
 from fedprune_app.results.measures import Reply
 
 log = logging.getLogger("flwr.fedprune")
@@ -62,6 +62,7 @@ class FederatedStrategy(StreamedStrategy):
         self.budgets = Budgets(self.config.dp.enabled)
         self.participation = Participation(self.config, self.clients, self.budgets)
         check_min_replies(self.config, self.most_asked(), len(self.clients))
+        self.measures = own_measures.all_of(self.config.system)
         self.state_rounds: dict[int, int] = {}  # by client, the round of the last update taken in from it
         self.digests: dict[int, str] = {}  # by client, of its model in the latest evaluation
 
@@ -144,7 +145,7 @@ class FederatedStrategy(StreamedStrategy):
         exchanges.train(f"round {round.number}", round, self.send(round), self.reply_bytes(round))
         good = round.log.replies + len(round.log.declined)
         require(good, self.config.min_replies, f"round {round.number}", round.log.failures)
-        return reports.of_training(round, self.budgets)
+        return reports.of_training(round, self.budgets, self.measures)
 
     def after(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
         """Exchange what else the system exchanges once the round is closed; return columns of the round's record."""
@@ -155,9 +156,20 @@ class FederatedStrategy(StreamedStrategy):
 
     # --- what clients report, and what a round costs -----------------------------------------------------------------
 
+    def tell(self, round: Round, name: str, value: object) -> None:
+        """Record a number of the round that the system declares as an ``OwnMeasure`` with ``told="server"``.
+
+        Raises ``ValueError`` for another name, and for a value out of the declared bounds.
+        """
+        own = {each.name: each for each in own_measures.of_system(self.config.system) if each.told == "server"}
+        if name not in own:
+            allowed = ", ".join(own) or "none here"
+            raise ValueError(f"tell() has {name!r}, allowed: the system's measures with told='server', {allowed}")
+        round.log.told[name] = own[name].number(value, f"{type(self).__name__} tells that")
+
     def training_row(self, round: Round, client: int, fields: wire.Fields) -> dict[str, Any]:
         """Check what a client says of its training; return the columns of its row."""
-        return measures.row_of(Reply.TRAINING, fields, private=self.config.dp.enabled)
+        return measures.row_of(Reply.TRAINING, fields, private=self.config.dp.enabled, declared=self.measures)
 
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
         """Yield what each client evaluates as the received model: by default the server's."""
@@ -167,14 +179,15 @@ class FederatedStrategy(StreamedStrategy):
         """Check what a client says of its evaluation; return the columns of its row."""
         private, info = self.config.dp.enabled, self.clients[client]
         classes = info.num_classes if isinstance(info, ImageClientInfo) else 0
-        return measures.row_of(Reply.EVALUATION, fields, private=private, layers=self.prunable, num_classes=classes)
+        asked: dict[str, Any] = {"layers": self.prunable, "num_classes": classes, "declared": self.measures}
+        return measures.row_of(Reply.EVALUATION, fields, private=private, **asked)
 
     def evaluation_metrics(self, round: Round, rows: Rows) -> dict[str, Any]:
         """Return the columns of an evaluation from the clients' rows, which may change."""
         for client, row in rows.items():
             row |= measures.from_training(row, round.log.clients.get(client, {}))
         others = [row for client, row in round.log.clients.items() if client not in rows]
-        return measures.over_clients(rows.values(), Reply.EVALUATION, others)
+        return measures.over_clients(rows.values(), Reply.EVALUATION, others, self.measures)
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         """Return the (down, up) bytes of a round by the paper's own formula, to compare with the measured ones."""

@@ -23,6 +23,7 @@ from fedprune_app.data import names as data_names
 from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.learning import training
 from fedprune_app.models import names as model_names
+from fedprune_app.results import own_measures
 from fedprune_app.testing import FinishedRun as Finished
 from tests import leftovers
 from tests.leftovers import pytest_unconfigure
@@ -105,6 +106,7 @@ REGISTRIES: tuple[dict[Any, Any], ...] = (
     *(registry.SYSTEMS, data_names.DATASETS, data_names.LOADERS, data_names.PARTITIONS, data_names.DEALERS),
     *(model_names.MODELS, model_names.BUILDERS, model_names.AUTO),
     *(configuration._OPTIONS, plugged._TABLES, plugged.uses_of, plugins._files, plugins._origins),
+    own_measures._of_systems,
 )
 
 
@@ -127,7 +129,7 @@ def own_form(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def federate(tmp_path: Path) -> Callable[..., Finished]:
-    """``federate(system="fedavg", name="run", clients=6, app=None, **settings)`` runs and returns the folder."""
+    """``federate(name="run", clients=6, app=None, **settings)`` runs and returns the folder."""
 
     def run(name: str = "run", clients: int = 6, app: ClientApp | None = None, **settings: Any) -> Finished:
         folder = tmp_path / name

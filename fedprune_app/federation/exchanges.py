@@ -23,6 +23,7 @@ from fedprune_app.federation.messages import messages
 from fedprune_app.federation.participation import Participation
 from fedprune_app.federation.round import Outgoing, Round, RoundLog, RunContext
 from fedprune_app.results import measures
+from fedprune_app.results.measures import Measures
 
 Rows = Mapping[int, dict[str, Any]]
 """Columns by client, ascending."""
@@ -37,6 +38,7 @@ class Hooks(Protocol):
     state_rounds: dict[int, int]
     digests: dict[int, str]
     model: dict[str, Tensor]
+    measures: Measures
 
     def lines_of_doubt(self) -> list[str]: ...
     def prepare(self) -> None: ...

@@ -51,7 +51,7 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
             strategy.end(round)
             _check_model(strategy, "end")
         columns |= strategy.after(round, exchanges)
-        columns = {**reports.of_exchange(round), **strategy.traffic(round), **columns}
+        columns = {**reports.of_exchange(round), **strategy.traffic(round), **columns, **round.log.told}
         row: dict[str, Any] = {"round": number, "seconds": time.monotonic() - started, **columns}
 
         # 5. Have clients evaluate.
@@ -70,7 +70,7 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
         strategy.context.checkpoints.save(number, _vouched(strategy))
         if failed is not None:
             raise failed
-        log.info("round %d/%d: %s", number, num_rounds, summary_line(row))
+        log.info("round %d/%d: %s", number, num_rounds, summary_line(row, strategy.measures))
 
     _require_somebody(strategy, last)
     if not strategy.digests:  # killed after its last checkpoint: only the final models' digests are lacking

@@ -12,15 +12,15 @@ from fedprune_app.engine import wire
 from fedprune_app.federation.budgets import Budgets
 from fedprune_app.federation.round import Round, RoundLog
 from fedprune_app.results import measures
-from fedprune_app.results.measures import Reply
+from fedprune_app.results.measures import Measures, Reply
 
 _REASONS_KEPT = 20  # per round, in the record
 
 
-def of_training(round: Round, budgets: Budgets) -> dict[str, Any]:
-    """Return the columns of a round's training, over the clients that trained."""
+def of_training(round: Round, budgets: Budgets, declared: Measures) -> dict[str, Any]:
+    """Return the columns of a round's training, over the clients that trained; ``declared`` are all numbers."""
     rows = [row for _, row in sorted(round.log.clients.items())]
-    return {**measures.over_clients(rows, Reply.TRAINING), **budgets.columns()}
+    return {**measures.over_clients(rows, Reply.TRAINING, declared=declared), **budgets.columns()}
 
 
 def of_exchange(round: Round) -> dict[str, Any]:

@@ -10,7 +10,7 @@ measure says here
 
 A number that the server itself counts or measures is a :class:`Column` alone. The order of the declarations is the
 order of the columns in both files. All numbers are shares in [0, 1], bytes, seconds or counts, and null where they were
-not measured.
+not measured. A plug-in declares its own numbers by ``results/own_measures.py``.
 """
 
 from __future__ import annotations
@@ -709,18 +709,25 @@ def told(name: str, fields: Row, *, about: str | None = None, most: float | None
 
 
 def row_of(
-    reply: Reply, fields: Row, *, private: bool = False, layers: Iterable[str] = (), num_classes: int = 0
+    reply: Reply,
+    fields: Row,
+    *,
+    private: bool = False,
+    layers: Iterable[str] = (),
+    num_classes: int = 0,
+    declared: Measures | None = None,
 ) -> dict[str, Any]:
     """The row of a reply holds the numbers of this kind of reply by name, each checked.
 
     An optional number that is not told is None. In a ``private`` run what is withheld is None whatever the reply says.
-    Numbers by layer are asked of ``layers`` alone, and numbers by class of so many classes. ``ValueError`` names the
-    first field that is missing or out of bounds.
+    Numbers by layer are asked of ``layers`` alone, and numbers by class of so many classes. ``declared`` are all
+    numbers that there are, by default fedprune's own. ``ValueError`` names the first field that is missing or out of
+    bounds.
     """
     names = {"layer": sorted(layers), "class": [str(number) for number in range(min(num_classes, MOST_CLASSES))]}
     return {
         each.name: None if private and each.withheld else each.found(fields, reply, names, private)
-        for each in MEASURES.told_in(reply)
+        for each in (declared or MEASURES).told_in(reply)
     }
 
 
@@ -743,16 +750,19 @@ def recorded_of_client(row: Row) -> dict[str, Any]:
     }
 
 
-def over_clients(rows: Iterable[Row], reply: Reply, others: Sequence[Row] = ()) -> dict[str, Any]:
+def over_clients(
+    rows: Iterable[Row], reply: Reply, others: Sequence[Row] = (), declared: Measures | None = None
+) -> dict[str, Any]:
     """The clients' rows of one kind of reply make these columns of the round, by name.
 
     A client that lacks a number is left out of its columns. Numbers by layer or class become a column of numbers by
     name, in the order in which the clients tell of the names. ``others`` are the training rows of clients that were not
-    evaluated in the round: what either reply may tell is taken over them, too.
+    evaluated in the round: what either reply may tell is taken over them, too. ``declared`` are all numbers that there
+    are, by default fedprune's own.
     """
     rows = list(rows)
     found: dict[str, Any] = {}
-    for each in MEASURES.told_in(reply):
+    for each in (declared or MEASURES).told_in(reply):
         if each.is_evaluated and not reply.is_evaluation:
             continue
         values = [row[each.name] for row in _telling(each, rows, others)]
@@ -796,11 +806,15 @@ def _by_name(rows: Iterable[Mapping[str, float]], take: Take) -> dict[str, float
 # --- the line that tells of a round -----------------------------------------------------------------------------
 
 
-def summary_line(row: Row) -> str:
-    """The log tells of a round in one line: replies, what training told, what it cost, what the evaluation told."""
+def summary_line(row: Row, declared: Measures | None = None) -> str:
+    """The log tells of a round in one line: replies, what training told, what it cost, what the evaluation told.
+
+    ``declared`` are all numbers that there are, by default fedprune's own.
+    """
 
     def words(of_training: bool) -> list[str]:
-        of_kind = [(column, line) for column, line, trained in MEASURES.lines if trained == of_training]
+        lines = (declared or MEASURES).lines
+        of_kind = [(column, line) for column, line, trained in lines if trained == of_training]
         shown = [(column, line, row.get(column.name)) for column, line in of_kind]
         return [
             f"{line.log} {line.number(value)}{column.remarked(row)}"

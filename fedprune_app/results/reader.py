@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -22,9 +23,10 @@ from numpy.typing import NDArray
 
 from fedprune_app.core import seals
 from fedprune_app.files import as_path
-from fedprune_app.results import measures
+from fedprune_app.results import measures, own_measures
 from fedprune_app.results.lock import is_held
 from fedprune_app.results.measures import Kind
+from fedprune_app.results.own_measures import OwnMeasure
 
 Row = Mapping[str, Any]
 STATUSES = ("running", "completed", "failed", "interrupted")
@@ -152,6 +154,11 @@ class Run:
         config: Mapping[str, Any] = self.info["config"]
         return config
 
+    @cached_property
+    def own_measures(self) -> tuple[OwnMeasure, ...]:
+        """The numbers of its own that the system declared, where the system is a plug-in's."""
+        return own_measures.from_info(self.info, str(self.folder / "run.json"))
+
     def frame(self, which: str = "rounds") -> Any:
         """Return the rows of "rounds" or of "clients" as a pandas DataFrame, with NaN where a number does not apply.
 
@@ -221,7 +228,10 @@ def marks_of(found: object, where: str) -> dict[str, Mark]:
 
 def _recorded_rows(folder: Path, name: str, info: Mapping[str, Any]) -> Iterator[tuple[bytes, dict[str, Any]]]:
     path, mark = folder / name, marks_of(info.get("records"), str(folder / "run.json")).get(name)
-    yield from read_rows(path, mark)
+    own = {name for each in own_measures.from_info(info, str(folder / "run.json")) for name in (each.name, each.column)}
+    for number, (line, row) in enumerate(read_rows(path, mark), start=1):
+        _check_numbers([(key, row[key]) for key in own & row.keys()], f"{path} line {number}")
+        yield line, row
     if mark is not None and info["status"] == "completed" and (more := path.stat().st_size - mark.size):
         raise ValueError(f"{path} is damaged: {more} bytes follow its last row")
 
@@ -274,6 +284,7 @@ def read_info(folder: Path) -> dict[str, Any]:
     for key, values in {"status": STATUSES, "headline": (*measures.MEASURES.headlines, None)}.items():
         if info.get(key) not in values:
             raise ValueError(f"{path}: '{key}' is {_short(info[key])}, allowed: {', '.join(map(str, values))}")
+    own_measures.from_info(info, str(path))
     partition = info.get("partition")
     for row in [] if partition is None else partition if isinstance(partition, list) else [partition]:
         _check_partition(row, path)
@@ -409,6 +420,10 @@ def _check_row(row: dict[str, Any], where: str) -> None:
         numbers += [(f"{key}/{name}", value) for each in table.values() for name, value in each.items()]
     if not all(name.isdecimal() for name in row.get("layers") or {}):
         raise ValueError(f"{where}: 'layers' is {_short(row['layers'])}, allowed: an object by layer number")
+    _check_numbers(numbers, where)
+
+
+def _check_numbers(numbers: Iterable[tuple[str, Any]], where: str) -> None:
     for key, value in numbers:
         # Python reads integers of any length; beyond 1e300 they no longer become a float.
         is_number = type(value) in (int, float) and abs(value) < 1e300

@@ -135,7 +135,7 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
         left_out=left_out,
         runs_asked=len(runs) + len(left_out),
         tables={
-            "Final numbers": _table(groups, outcome(), is_first=True),
+            "Final numbers": _table(groups, outcome(groups), is_first=True),
             "Perplexity": _perplexity_table(groups),
             "What it cost": _table(groups, cost()),
         },
@@ -221,7 +221,7 @@ def _facts(runs: Sequence[Run]) -> list[str]:
 
 
 def _card(group: Group) -> dict[str, Any]:
-    numbers, column = statistics_of(group), {column.key: column for column in columns()}
+    numbers, column = statistics_of(group), {column.key: column for column in columns([group])}
     judged_by = "perplexity" if group.runs[0].headline.startswith("perplexity") else "accuracy"
     shown: dict[str, Any] = {"number": formatted(numbers[judged_by], column[judged_by]), "judged_by": judged_by}
 

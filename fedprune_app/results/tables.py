@@ -19,6 +19,7 @@ from fedprune_app.config.common import PUBLISHED
 from fedprune_app.files import replace_file
 from fedprune_app.results import measures
 from fedprune_app.results.measures import MEGABYTE
+from fedprune_app.results.own_measures import OwnMeasure
 from fedprune_app.results.reader import Row, Run
 from fedprune_app.results.texts import own_models, tested_on, windows_of_text
 
@@ -80,8 +81,11 @@ class Column:
     of_headline: bool = False  # it shows what each system is judged by, which is not the same for all
 
 
-def outcome() -> tuple[Column, ...]:
-    """Return the columns of the table of final numbers: those that are declared, and those made of several numbers."""
+def outcome(groups: Sequence[Group]) -> tuple[Column, ...]:
+    """Return the columns of the table of final numbers: those that are declared, and those made of several numbers.
+
+    The systems of the ``groups`` may have declared numbers of their own.
+    """
     standalone, own = own_models(1), own_models(2)
     of_some = partial(_last_remark, column=measures.MEASURES.columns["perplexity_personal_mean"])
     made = (
@@ -100,7 +104,7 @@ def outcome() -> tuple[Column, ...]:
         Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0, measures.LAST),
         Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1, measures.LAST),
     )
-    return _in_order(*_declared(is_cost=False), *made)
+    return _in_order(*_declared(is_cost=False), *_own(groups), *made)
 
 
 def cost() -> tuple[Column, ...]:
@@ -112,9 +116,9 @@ def cost() -> tuple[Column, ...]:
     return _in_order(*_declared(is_cost=True), *made)
 
 
-def columns() -> tuple[Column, ...]:
+def columns(groups: Sequence[Group]) -> tuple[Column, ...]:
     """Return the columns of both tables."""
-    return (*outcome(), *cost())
+    return (*outcome(groups), *cost())
 
 
 def _declared(is_cost: bool) -> Iterator[Column]:
@@ -123,6 +127,31 @@ def _declared(is_cost: bool) -> Iterator[Column]:
             value = partial(_OF_ROUNDS[shown.of_rounds], field=name)
             remark = partial(_last_remark, column=column)
             yield Column(shown.key, shown.title, value, shown.scale, shown.decimals, shown.place, remark)
+
+
+def own_measures_of(groups: Sequence[Group]) -> dict[str, OwnMeasure]:
+    """Return the numbers that the systems of these groups declared, each under a key of its own.
+
+    Where systems declared different numbers of one name, the keys of the later ones end in ``_2`` and so on.
+    """
+    found = dict.fromkeys(each for group in groups for run in group.runs for each in run.own_measures)
+    keys: dict[str, OwnMeasure] = {}
+    for each in found:
+        others = (f"{each.name}_{number}" for number in itertools.count(2))
+        keys[next(key for key in itertools.chain([each.name], others) if key not in keys)] = each
+    return keys
+
+
+def _own(groups: Sequence[Group]) -> Iterator[Column]:
+    for key, own in own_measures_of(groups).items():
+        if shown := own.shown.table:
+            value = partial(_own_value, own=own)
+            yield Column(key, shown.title, value, shown.scale, shown.decimals, shown.place)
+
+
+def _own_value(run: Run, own: OwnMeasure) -> float | None:
+    """Return the number of a run whose system declared it so; another system may give the name another meaning."""
+    return _OF_ROUNDS[own.over_rounds](run, own.column) if own in run.own_measures else None
 
 
 def _last_remark(runs: Sequence[Run], column: measures.Column) -> str:
@@ -151,7 +180,7 @@ def _headline_remark(runs: Sequence[Run]) -> str:
 
 def epsilon_remark(groups: Sequence[Group]) -> str:
     """Return what a reader must know of the epsilons of all these runs, to stand behind a title; empty if nothing."""
-    (column,) = (column for column in outcome() if column.key == "epsilon")
+    (column,) = (column for column in outcome(groups) if column.key == "epsilon")
     return column.remark([run for group in groups for run in group.runs])
 
 
@@ -271,9 +300,12 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     ]
 
 
-def statistics_of(group: Group) -> dict[str, Statistic | None]:
-    """Return a group's final numbers by the key of a column; a number that a run did not measure is None."""
-    return {column.key: Statistic.of(column.value(run) for run in group.runs) for column in columns()}
+def statistics_of(group: Group, shown: Iterable[Column] = ()) -> dict[str, Statistic | None]:
+    """Return a group's final numbers by the key of a column, of all columns or of those ``shown``.
+
+    A number that a run did not measure is None.
+    """
+    return {column.key: Statistic.of(column.value(run) for run in group.runs) for column in shown or columns([group])}
 
 
 def formatted(statistic: Statistic | None, column: Column) -> str:
@@ -288,8 +320,9 @@ def formatted(statistic: Statistic | None, column: Column) -> str:
 
 def final_rows(groups: Sequence[Group], shown: Sequence[Column] = ()) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of the final table, of all columns or of those ``shown``, without empty columns."""
-    numbers = [statistics_of(group) for group in groups]
-    measured = [column for column in shown or columns() if any(row[column.key] for row in numbers)]
+    shown = shown or columns(groups)
+    numbers = [statistics_of(group, shown) for group in groups]
+    measured = [column for column in shown if any(row[column.key] for row in numbers)]
     header = ["System", "Dataset", "Partition", "Seeds", *(column.title for column in measured)]
     judged_by = {group.label: headline_words(group) for group in groups}
     several = len(set(judged_by.values()) - {""}) > 1
@@ -393,7 +426,7 @@ def markdown(groups: Sequence[Group]) -> str:
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], num_texts: int) -> str:
     alignment = ["---"] * num_texts + ["---:"] * (len(header) - num_texts)
-    lines = [header, alignment, *([_markdown_cell(cell) for cell in row] for row in rows)]
+    lines = [list(map(_markdown_cell, header)), alignment, *([_markdown_cell(cell) for cell in row] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -411,7 +444,7 @@ def comma_separated(groups: Sequence[Group]) -> str:
 
     ``epsilon_remark`` says of every ε of the row what its noise was, if it was not the operating system's.
     """
-    shown = columns()
+    shown = columns(groups)
     keys = [f"{column.key}_{part}" for column in shown for part in ("mean", "std")]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
@@ -419,7 +452,7 @@ def comma_separated(groups: Sequence[Group]) -> str:
     for group in groups:
         cells: list[object] = [_csv_text(cell) for cell in (group.label, group.system, *_data(group))]
         cells += [group.status, len(group.runs)]
-        for column, statistic in zip(shown, statistics_of(group).values(), strict=True):
+        for column, statistic in zip(shown, statistics_of(group, shown).values(), strict=True):
             scale = 1.0 if column.scale == 100 else column.scale  # accuracies stay shares
             parts = (statistic.mean, statistic.std) if statistic else (None, None)
             cells += ["" if value is None else value * scale for value in parts]

@@ -294,7 +294,7 @@ def test_every_epsilon_of_seeded_noise_is_marked_where_people_read_it(make_run, 
     }
     for share, mark in ((0.0, ""), (0.5, " (partly simulated)"), (1.0, " (simulated)")):
         groups = group_runs([load_run(folder) for folder in folders[share]])
-        header, ((*_, cell),) = final_rows(groups, [column for column in columns() if column.key == "epsilon"])
+        header, ((*_, cell),) = final_rows(groups, [column for column in columns([]) if column.key == "epsilon"])
         assert header[-1] == "ε"
         assert cell.endswith(mark)
         assert ("(" in cell) == bool(mark)
@@ -315,7 +315,7 @@ def test_noised_accuracies_stand_beside_the_noise_of_the_mean_over_clients_and_s
     ]
     in_the_open = make_run("open", seed=1, **private)
     keys = ("accuracy", "personal_accuracy", "received_accuracy")
-    shown = [column for column in columns() if column.key in keys]
+    shown = [column for column in columns([]) if column.key in keys]
 
     def remarks(*folders):
         _, ((*_, first, second, third),) = final_rows(group_runs([load_run(folder) for folder in folders]), shown)

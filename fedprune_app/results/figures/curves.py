@@ -5,13 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fedprune_app.results import measures
 from fedprune_app.results.figures.common import Figure, Trace, Variant, text_of
 from fedprune_app.results.measures import MEGABYTE
+from fedprune_app.results.own_measures import OwnMeasure
 from fedprune_app.results.reader import Run
-from fedprune_app.results.tables import Group, epsilon_remark
+from fedprune_app.results.tables import Group, epsilon_remark, own_measures_of
 
 Curve = Mapping[int, tuple[float, float]]  # round -> (x, y)
 _MARKERS_UP_TO = 25  # points; more of them would hide the line
@@ -49,7 +51,10 @@ def privacy(groups: Sequence[Group]) -> Figure:
 
 
 def declared(groups: Sequence[Group]) -> Iterator[Figure]:
-    """Yield a figure by round for each number that is declared with a curve of its own."""
+    """Yield a figure by round for each number that is declared with a curve of its own.
+
+    The systems of the ``groups`` may have declared numbers of their own.
+    """
     share = {"tickformat": ".0%", "hoverformat": ".1%"}
     own = ((column.name, column.curve) for column in measures.MEASURES.columns.values() if column.curve)
     for name, curve in sorted(own, key=lambda each: each[1].place):
@@ -57,6 +62,15 @@ def declared(groups: Sequence[Group]) -> Iterator[Figure]:
         yield unless_a_point(
             Figure(curve.key, curve.title, curve.caption, lines(groups, by_round, name, curve.view, axes))
         )
+    for key, each in own_measures_of(groups).items():
+        if own_curve := each.shown.curve:
+            axes = {"x": "Round", "y": share if own_curve.is_share else {}}
+            views = lines(groups, partial(_own_by_round, own=each), each.column, own_curve.view, axes)
+            yield unless_a_point(Figure(f"own-{key}", own_curve.title, own_curve.caption, views))
+
+
+def _own_by_round(run: Run, name: str, own: OwnMeasure) -> Curve:
+    return by_round(run, name) if own in run.own_measures else {}
 
 
 def unless_a_point(figure: Figure) -> Figure:

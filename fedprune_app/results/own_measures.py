@@ -1,0 +1,209 @@
+"""Numbers that a plug-in's system reports beside those of ``results/measures.py``.
+
+A plug-in declares them with ``register_system(..., measures=[...])``. A run writes the declarations into its run.json.
+So a report of the run shows the numbers where the plug-in is not installed, and imports no code.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+from fedprune_app.config import ConfigError
+from fedprune_app.core.bounds import LARGEST_SAID, bounded
+from fedprune_app.results import measures
+from fedprune_app.results.measures import Column, Curve, InLine, InTable, Measure, Measures, Recorded, Reply
+
+Told = Literal["training", "evaluation", "server"]
+OverRounds = Literal["last", "total", "mean"]
+MOST_MEASURES = 100
+"""A system declares so many numbers of its own at most."""
+_NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+_REPLIES: Mapping[str, Reply] = {"training": Reply.TRAINING, "evaluation": Reply.EVALUATION}
+_PLACE = 600  # in tables, behind fedprune's own outcomes
+
+
+@dataclass(frozen=True)
+class OwnMeasure:
+    """A number that a plug-in's system reports.
+
+    ``name`` is the number's name in replies and in clients.jsonl. The mean over clients is the column ``name_mean`` of
+    rounds.jsonl. ``title`` names the number in tables and figures.
+
+    * ``told`` says where the number comes from. With "training" or "evaluation" each client tells it, in what its
+      method ``report`` or ``evaluation`` returns. With "server" the strategy tells it by ``self.tell(round, name,
+      value)``, and ``name`` itself is the column.
+    * ``least`` and ``most`` bound the number. A reply with another number is refused.
+    * ``percent`` says that the number is a share in [0, 1], and is shown in percent.
+    * ``decimals`` is how many decimals are shown.
+    * ``over_rounds`` says what the table shows of all rounds: the "last" number, their "total" or their "mean". Total
+      and mean are shown where every round has the number.
+    * ``public`` says that the number does not depend on a client's data. A private run drops all other numbers before
+      the reply leaves the client.
+
+    Raises :class:`ConfigError` for a name that is taken, and for other values than these.
+    """
+
+    name: str
+    title: str
+    told: Told = "training"
+    least: float = -LARGEST_SAID
+    most: float = LARGEST_SAID
+    percent: bool = False
+    decimals: int = 2
+    over_rounds: OverRounds = "last"
+    public: bool = False
+
+    def __post_init__(self) -> None:
+        where = f"measure {self.name!r}"
+        if not (isinstance(self.name, str) and len(self.name) <= 60 and _NAME.fullmatch(self.name)):
+            raise ConfigError(f"{where}, allowed: a name of at most 60 lower-case letters, digits and single '_'")
+        if {self.name, self.column} & _taken():
+            raise ConfigError(f"{where} is a name of fedprune's own numbers, allowed: another name")
+        if not (isinstance(self.title, str) and 0 < len(self.title.strip()) <= 100 and self.title.isprintable()):
+            raise ConfigError(f"title of {where} is {self.title!r}, allowed: a line of at most 100 characters")
+        for key, value, values in (
+            ("told", self.told, get_args(Told)),
+            ("over_rounds", self.over_rounds, get_args(OverRounds)),
+            ("percent", self.percent, (False, True)),
+            ("public", self.public, (False, True)),
+        ):
+            if value not in values or (isinstance(value, bool) is not isinstance(values[0], bool)):
+                raise ConfigError(f"{key} of {where} is {value!r}, allowed: {', '.join(map(str, values))}")
+        for key, bound in (("least", self.least), ("most", self.most)):
+            if not (_is_number(bound) and abs(bound) <= LARGEST_SAID):
+                raise ConfigError(f"{key} of {where} is {bound!r}, allowed: a number up to {LARGEST_SAID:g}")
+        if not self.least < self.most:
+            raise ConfigError(f"least of {where} is {self.least!r}, allowed: less than most, {self.most!r}")
+        if self.told == "evaluation" and self.over_rounds != "last":
+            raise ConfigError(
+                f"over_rounds of {where} is {self.over_rounds!r}, allowed with told='evaluation': last; not every "
+                "round evaluates"
+            )
+        if type(self.decimals) is not int or not 0 <= self.decimals <= 9:
+            raise ConfigError(f"decimals of {where} is {self.decimals!r}, allowed: 0 to 9")
+
+    @property
+    def column(self) -> str:
+        """The column of rounds.jsonl has this name."""
+        return self.name if self.told == "server" else f"{self.name}_mean"
+
+    @cached_property
+    def shown(self) -> Column:
+        """This is how tables, figures and the log show the number."""
+        scale, unit = (100.0, " %") if self.percent else (1.0, "")
+        title = f"{self.title} (%)" if self.percent else self.title
+        whose = "" if self.told == "server" else "Mean over the clients that told it."
+        return Column(
+            self.column,
+            None if self.told == "server" else measures.mean,
+            Recorded.WHERE_MEASURED,
+            table=InTable(self.name, title, self.decimals, scale, self.over_rounds, place=_PLACE),
+            curve=Curve(self.name, f"{self.title} by round", whose, self.title, self.percent),
+            line=InLine(self.title, format=f".{self.decimals}f", scale=scale, unit=unit),
+        )
+
+    @cached_property
+    def declaration(self) -> Measure | Column:
+        """The number is declared like fedprune's own, but no reply has to tell it."""
+        if self.told == "server":
+            return self.shown
+        return Measure(
+            self.name,
+            self.name,
+            optional=frozenset({_REPLIES[self.told]}),
+            least=self.least,
+            most=self.most,
+            withheld=not self.public,
+            recorded=Recorded.WHERE_MEASURED,
+            columns=(self.shown,),
+        )
+
+    def number(self, value: object, who: str) -> float:
+        """Return a value as a checked float; tensors and arrays of one number are numbers. ``who`` told it.
+
+        Raises ``ValueError``.
+        """
+        item = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
+        return float(bounded(item, f"{who} {self.name!r}", self.least, self.most))
+
+
+def _is_number(value: object) -> bool:
+    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_real and math.isfinite(float(value))  # type: ignore[arg-type]
+
+
+def _taken() -> set[str]:
+    """Return the names that files and tables have for fedprune's own numbers."""
+    declared = measures.MEASURES
+    fields = {each.wire_name for each in declared.of_clients.values()}
+    titles = {column.table.key for column in declared.columns.values() if column.table}
+    return {*declared.of_clients, *declared.columns, *fields, *titles, *_OTHER_NAMES}
+
+
+_OTHER_NAMES = frozenset(
+    {"partition", "note", "lost", "declined", "digest"}
+    | {"accuracy", "best_accuracy", "standalone_perplexity", "own_perplexity", "minutes", "rounds"}
+    | {"paper_megabytes", "gigaflops", "epsilon_remark", "label", "system", "dataset", "status", "seeds"}
+)
+
+
+# --- of a system --------------------------------------------------------------------------------------------------
+
+_of_systems: dict[str, tuple[OwnMeasure, ...]] = {}
+
+
+def declare(system: str, own: Iterable[OwnMeasure]) -> None:
+    """Declare the numbers that a plug-in's ``system`` reports. Raises :class:`ConfigError`."""
+    where = f"measures of system {system!r}"
+    if isinstance(own, str | OwnMeasure) or not isinstance(own, Iterable):
+        raise ConfigError(f"{where} is {own!r}, allowed: a list of OwnMeasure")
+    found = tuple(own)
+    for each in found:
+        if not isinstance(each, OwnMeasure):
+            raise ConfigError(f"{where} has {each!r}, allowed: OwnMeasure(name, title)")
+    names = [name for each in found for name in {each.name, each.column}]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{where} has {twice[0]!r} twice, allowed: each name once")
+    if len(found) > MOST_MEASURES:
+        raise ConfigError(f"{where} has {len(found)} numbers, allowed: at most {MOST_MEASURES}")
+    _of_systems[system] = found
+
+
+def of_system(system: str) -> tuple[OwnMeasure, ...]:
+    """Return the numbers of a plug-in's system; a system of fedprune has none beside :data:`measures.MEASURES`."""
+    return _of_systems.get(system, ())
+
+
+def all_of(system: str) -> Measures:
+    """Return all numbers that a run of the system may report."""
+    own = of_system(system)
+    return Measures((*measures.MEASURES, *(each.declaration for each in own))) if own else measures.MEASURES
+
+
+# --- in run.json --------------------------------------------------------------------------------------------------
+
+
+def described(system: str) -> list[dict[str, Any]]:
+    """Return the declarations of a system's own numbers for run.json."""
+    return [asdict(each) for each in of_system(system)]
+
+
+def from_info(info: Mapping[str, Any], where: str) -> tuple[OwnMeasure, ...]:
+    """Return the declarations in a run.json, checked.
+
+    Raises a one-line ``ValueError`` that says ``where`` they are wrong.
+    """
+    found = info.get("measures") or []
+    if not isinstance(found, list) or len(found) > MOST_MEASURES or not all(isinstance(each, dict) for each in found):
+        raise ValueError(f"{where}: 'measures' is no list of at most {MOST_MEASURES} objects")
+    known = {each.name for each in fields(OwnMeasure)}
+    try:
+        return tuple(OwnMeasure(**{key: value for key, value in each.items() if key in known}) for each in found)
+    except (TypeError, ConfigError) as error:
+        raise ValueError(f"{where}: 'measures': {error}") from None
