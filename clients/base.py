@@ -226,6 +226,11 @@ class ImageClient(ImageNode[Update]):
         """This tells accuracies of the personal, received and global model, on this client's own data."""
         masks = returned(self.masks(task, state), dict, self, "masks")
         personal = Payload(returned(self.personal_model(task, state), dict, self, "personal_model"), masks)
+        own = {name for name in (*self.sizes, *vision.buffer_names(self.model)) if name not in self.unshared}
+        if lacking := sorted(own - personal.tensors.keys()):  # what the network holds by chance would be tested
+            raise ValueError(
+                f"{type(self).__name__}.personal_model() lacks tensor {lacking[0]!r}, allowed: all tensors"
+            )
         for name, mask in masks.items():  # else the record would tell of a sparse model, and a dense one would answer
             if bool(personal.tensors[name].masked_select(~mask.to(personal.tensors[name].device)).any()):
                 raise ValueError(

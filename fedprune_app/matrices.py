@@ -109,7 +109,8 @@ class _GivenTwice(yaml.YAMLError):
 class _Loader(yaml.SafeLoader):
     """This loader is safe, and refuses a key that a table has twice, of which PyYAML takes the last one.
 
-    It reads ``1e-4`` as a number, as YAML 1.2 does; for YAML 1.1 that is a text.
+    It reads ``1e-4`` as a number, as YAML 1.2 does; for YAML 1.1 that is a text. ``010`` and ``1:30`` are texts, which
+    no number is written like; for YAML 1.1 they are 8 and 90.
     """
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
@@ -126,9 +127,18 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
-)
+_WHOLE, _SCIENTIFIC = r"[-+]?(0|[1-9][0-9_]*)", r"[eE][-+]?[0-9]+"
+_POINT = rf"({_WHOLE}\.[0-9_]*|[-+]?\.[0-9][0-9_]*)"
+_NUMBERS = {
+    "tag:yaml.org,2002:int": re.compile(rf"{_WHOLE}$"),
+    "tag:yaml.org,2002:float": re.compile(rf"({_POINT}({_SCIENTIFIC})?|{_WHOLE}{_SCIENTIFIC}|[-+]?\.inf|\.nan)$"),
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag not in _NUMBERS]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in _NUMBERS.items():
+    _Loader.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
 
 
 def read_matrix(path: Path) -> Matrix | Search:

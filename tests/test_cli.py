@@ -345,6 +345,16 @@ def test_numbers_in_a_matrix_are_read_as_in_yaml_1_2(tmp_path):
     assert (config.learning_rate, config.weight_decay) == (1e-4, 5e-4)
 
 
+@pytest.mark.parametrize("text", ["010", "0x1F", "1:30", "1e5x", "1.2.3"])
+def test_what_no_person_reads_as_a_number_is_none_in_a_matrix(tmp_path, text):
+    """YAML 1.1 reads 010 as 8, and 1:30 as 90."""
+    from fedprune_app.matrices import read_matrix
+
+    (tmp_path / "m.yaml").write_text(f"systems: [fedavg]\nseeds: [{text}]")
+    with pytest.raises(ValueError, match=rf"seeds is \['{text}'\], allowed: a list of whole numbers"):
+        read_matrix(tmp_path / "m.yaml")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -163,13 +163,20 @@ def test_an_error_in_ones_own_code_is_told_with_its_place(fedprune, tmp_path, mo
         ("Client.report(self, task, update): pass", "Client.report() returns nothing, allowed: dict"),
         ("Client.evaluation(self, task, state): pass", "Client.evaluation() returns nothing, allowed: tuple"),
         ("Client.personal_model(self, task, state): pass", "Client.personal_model() returns nothing, allowed: dict"),
+        ("Client.personal_model(self, task, state): return {}", "Client.personal_model() lacks tensor 'conv1.bias'"),
+        ("Server.send(self, round): yield Outgoing(99)", "Server.send() yields a message to client 99, allowed: those"),
+        ("Server.send(self, round): yield from [Outgoing(0)] * 2", "Server.send() yields two messages to client 0"),
+        ("Server.send(self, round): yield Outgoing(0, self.model)", "with a payload of type dict, allowed: Payload"),
+        ("Server.send(self, round): yield Outgoing(0, Payload({'a': [1]}))", "'a' of a payload is of type list"),
+        ("Server.send(self, round): yield Outgoing(0, fields={'x': None})", "field 'x' of a message is None, allowed"),
+        ("Client.report(self, task, update): return {'loss': None}", "field 'loss' of a message is None, allowed: a n"),
     ],
 )
 def test_a_wrong_value_of_ones_own_code_is_told_with_its_class_and_method(
     fedprune, tmp_path, monkeypatch, method, said
 ):
     monkeypatch.chdir(tmp_path)
-    head = "from fedprune_app.extend import FedAvg, FedAvgClient, register_system\n"
+    head = "from fedprune_app.extend import FedAvg, FedAvgClient, Outgoing, Payload, register_system\n"
     classes = "class Server(FedAvg): pass\nclass Client(FedAvgClient): pass\n"
     kind, _, rest = method.partition(".")
     own = f"class {kind}({kind}):\n    def {rest}"
@@ -510,6 +517,13 @@ LABELS = np.array([0, 1, 0, 1, 0, 1])
         (((GREY, LABELS[:3]), (GREY, LABELS)), "has 3 training labels for 6 examples"),
         (((GREY, LABELS.astype(float)), (GREY, LABELS)), "training labels of type float64"),
         (((GREY, LABELS - 1), (GREY, LABELS)), "allowed: whole numbers from 0 on"),
+        (
+            ((GREY, LABELS + 1), (GREY, LABELS + 1)),
+            "labels up to 2 and no example with the label 0, allowed: l",
+        ),
+        (((GREY, LABELS), (GREY, LABELS * 10**9)), "labels up to 1000000000 and no example with the label 2"),
+        (((GREY, np.eye(2)[LABELS]), (GREY, LABELS)), r"training labels of shape \(6, 2\) for 6 .* argmax\(axis=1\)"),
+        (((GREY, LABELS.astype(str)), (GREY, LABELS)), "whole numbers from 0 on; numpy.unique"),
         (((GREY.astype(int), LABELS), (GREY, LABELS)), r"training examples of shape \(6, 4, 4\) and type int64"),
         (((GREY[:, None, :, :].repeat(2, 1), LABELS), (GREY, LABELS)), "allowed: uint8 images with 1 or 3 channels"),
         (((GREY, LABELS), (GREY[:, :3], LABELS)), "allowed: parts of one shape and type"),
@@ -537,7 +551,8 @@ def test_images_of_every_form_are_the_same_images():
 
             return Image.fromarray(colours[i]), int(labels[i])
 
-    forms = [(colours, labels), (colours.transpose(0, 3, 1, 2), labels), Items()]
+    named = {"image": colours, "label": labels[:, None]}
+    forms = [(colours, labels), (colours.transpose(0, 3, 1, 2), labels == 1), named, Items()]
     loaded = [
         brought.dataset(
             "mine", lambda _, part=part: {"train": part, "test": part}, "", needs_test=True, public_scale=False
@@ -548,7 +563,7 @@ def test_images_of_every_form_are_the_same_images():
         np.testing.assert_array_equal(each.train_images, colours.transpose(0, 3, 1, 2))
         np.testing.assert_array_equal(each.test_labels, labels)
         assert each.mean == loaded[0].mean
-    assert [each.classes for each in loaded] == [("0", "1"), ("0", "1"), ("cat", "dog")]
+    assert [each.classes for each in loaded] == [("0", "1"), ("0", "1"), ("0", "1"), ("cat", "dog")]
 
 
 def test_numbers_of_a_table_are_normalised_but_not_where_each_row_is_private():

@@ -24,7 +24,8 @@ class Payload:
     False (:meth:`pruned` sets these zeros). A zero alone does not say that a weight is pruned: a weight just grown is 0
     and kept.
 
-    Raises ``ValueError`` for a mask without tensor, of another shape, or not boolean.
+    Raises ``ValueError`` for a mask without tensor, of another shape, or not boolean, and ``TypeError`` for what is no
+    tensor.
 
     >>> payload = Payload.pruned({"w": torch.tensor([3.0, 4.0])}, {"w": torch.tensor([True, False])})
     >>> payload.tensors["w"].tolist(), payload.density()
@@ -35,6 +36,9 @@ class Payload:
     masks: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name, tensor in (*self.tensors.items(), *self.masks.items()):
+            if not isinstance(tensor, Tensor):
+                raise TypeError(f"'{name}' of a payload is of type {type(tensor).__name__}, allowed: a tensor")
         for name, mask in self.masks.items():
             if name not in self.tensors:
                 raise ValueError(f"mask '{name}' has no tensor of that name")

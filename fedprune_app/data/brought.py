@@ -6,10 +6,11 @@ A function that loads a dataset is called with the key ``data-dir`` and returns 
 * a pair of a training part and a test part, of which the test part may be None;
 * a mapping with the parts "train" and "test", as Hugging Face's DatasetDict is one.
 
-A part is a pair of arrays (examples, labels), or a dataset in the manner of PyTorch whose items are (example, label),
-or a ``datasets.Dataset`` of Hugging Face with an image column and a label column. Examples are images of 8 bits as
-(H, W), (H, W, C) or (C, H, W) with 1 or 3 channels, images of Pillow, or floating-point numbers: (C, H, W), or (F,) for
-a row of a table, which becomes an image of F channels and one pixel.
+A part is a pair of arrays (examples, labels), or a mapping with the arrays "image" and "label", or a dataset in the
+manner of PyTorch whose items are (example, label), or a ``datasets.Dataset`` of Hugging Face with an image column and a
+label column. Labels are whole numbers, or truth values. They count from 0 without gaps where nothing names the classes.
+Examples are images of 8 bits as (H, W), (H, W, C) or (C, H, W) with 1 or 3 channels, images of Pillow, or
+floating-point numbers: (C, H, W), or (F,) for a row of a table, which becomes an image of F channels and one pixel.
 """
 
 from __future__ import annotations
@@ -52,7 +53,12 @@ def dataset(name: str, load: Callable[[str], Any], data_dir: str, *, needs_test:
     if train[0].shape[1:] != test[0].shape[1:] or train[0].dtype != test[0].dtype:
         shapes = f"examples of {train[0].shape[1:]} {train[0].dtype} and {test[0].shape[1:]} {test[0].dtype}"
         raise _wrong(name, f"has training and test {shapes}", "parts of one shape and type")
-    highest = int(max(train[1].max(), test[1].max(initial=0)))
+    found_labels = np.unique(np.concatenate([train[1], test[1]]))
+    highest = int(found_labels[-1])
+    if not (train[2] or test[2]) and highest >= len(found_labels):
+        unused = int(np.argmax(found_labels != np.arange(len(found_labels))))
+        allowed = "labels that count from 0 without gaps, or a Dataset that names its classes"
+        raise _wrong(name, f"has labels up to {highest} and no example with the label {unused}", allowed)
     classes = train[2] or test[2] or tuple(str(label) for label in range(max(highest + 1, 2)))
     if highest >= len(classes):
         raise _wrong(name, f"has the label {highest}", f"labels of its {len(classes)} classes")
@@ -136,18 +142,28 @@ def _wrong(name: str, found: str, allowed: str) -> ValueError:
 
 
 def _part(name: str, which: str, part: Any) -> Part:
+    if isinstance(part, Mapping) and {"image", "label"} <= part.keys():
+        part = part["image"], part["label"]
     is_pair = isinstance(part, tuple | list) and len(part) == 2 and hasattr(part[0], "shape")
     examples, labels, classes = (*part, ()) if is_pair else _items(name, which, part)
     try:
         examples, labels = np.asarray(examples), np.asarray(labels)
     except (TypeError, ValueError, RuntimeError) as error:  # as of tensors that need a gradient
         raise _wrong(name, f"has a {which} part that is no array: {error}", "arrays of NumPy") from error
-    if labels.ndim != 1 or len(labels) != len(examples) or not len(labels):
+    if labels.ndim == 2 and labels.shape[1] == 1:  # a column of a table
+        labels = labels[:, 0]
+    if labels.dtype == np.bool_:
+        labels = labels.astype(np.int64)
+    if labels.ndim != 1:
+        found = f"has {which} labels of shape {labels.shape} for {len(examples)} examples"
+        raise _wrong(name, found, "one whole number for each example; argmax(axis=1) makes them of one-hot labels")
+    if len(labels) != len(examples) or not len(labels):
         raise _wrong(
             name, f"has {len(labels)} {which} labels for {len(examples)} examples", "one label for each, at least one"
         )
     if not np.issubdtype(labels.dtype, np.integer):
-        raise _wrong(name, f"has {which} labels of type {labels.dtype}", "whole numbers from 0 on")
+        hint = "; numpy.unique(labels, return_inverse=True) makes them of texts" if labels.dtype.kind in "UO" else ""
+        raise _wrong(name, f"has {which} labels of type {labels.dtype}", f"whole numbers from 0 on{hint}")
     if labels.min() < 0:
         raise _wrong(name, f"has the {which} label {labels.min()}", "whole numbers from 0 on")
     return _four_dimensions(name, which, examples), labels.astype(np.int64), tuple(map(str, classes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -82,13 +83,31 @@ def _codec_bytes(name: str, array: Array) -> bytes:
 def pack(
     arrays: ArrayRecord | None, fields: Fields, peer_updates: Mapping[int, ArrayRecord] | None = None
 ) -> RecordDict:
-    """Return a message's content: named values, an encoded payload if any, and other clients' payloads by client."""
-    record = RecordDict({"fields": ConfigRecord(dict(fields))})
+    """Return a message's content: named values, an encoded payload if any, and other clients' payloads by client.
+
+    Raises ``TypeError`` for a field whose value no message can hold.
+    """
+    record = RecordDict({"fields": _record_of(fields)})
     if arrays is not None:
         record[PAYLOAD] = arrays
     for client, update in (peer_updates or {}).items():
         record[peer_update_name(client)] = update
     return record
+
+
+def _record_of(fields: Fields) -> ConfigRecord:
+    try:
+        return ConfigRecord(dict(fields))
+    except TypeError:
+        for name, value in fields.items():
+            try:
+                ConfigRecord({name: value})
+            except TypeError:
+                raise TypeError(
+                    f"field {name!r} of a message is {reprlib.repr(value)}, allowed: a number, a text, bytes, true or "
+                    "false, or a list of one of these"
+                ) from None
+        raise
 
 
 def num_bytes(content: RecordDict) -> int:

@@ -12,6 +12,7 @@ from flwr.app import MessageType, RecordDict
 from flwr.serverapp import Grid
 from torch import Tensor
 
+from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import Answer, exchange, require
 from fedprune_app.engine.returned import yielded
@@ -84,7 +85,7 @@ class Exchanges:
             strategy.state_rounds[client] = round.number
             return row
 
-        sent = yielded(outgoing, Outgoing, strategy, "send")
+        sent = self._checked(outgoing, "send")
         answers = self._answers(round, sent, MessageType.TRAIN, reply_bytes)
         collect(name, answers, round.log, self._charged(round, read))
 
@@ -115,7 +116,7 @@ class Exchanges:
             return {}
 
         evaluators = strategy.participation.evaluators(round.number)
-        sent = yielded(strategy.send_to_evaluate(round), Outgoing, strategy, "send_to_evaluate")
+        sent = self._checked(strategy.send_to_evaluate(round), "send_to_evaluate")
         outgoing = (each for each in sent if each.client in evaluators)
         collect(name, self._answers(round, outgoing, MessageType.EVALUATE), log, read)
         require(len(found), strategy.context.config.min_replies, name, log.failures)
@@ -133,6 +134,21 @@ class Exchanges:
         for client, row in rows.items():
             round.log.clients.setdefault(client, {}).update(row)
         return columns
+
+    def _checked(self, outgoing: Iterable[Outgoing], method: str) -> Iterator[Outgoing]:
+        """Yield messages of a strategy's method, which a plug-in may have got wrong. Raises ``TypeError``."""
+        who, clients = f"{type(self.strategy).__name__}.{method}()", self.strategy.context.clients
+        sent_to: set[int] = set()
+        for each in yielded(outgoing, Outgoing, self.strategy, method):
+            if each.client not in clients:
+                raise TypeError(f"{who} yields a message to client {each.client!r}, allowed: those in self.clients")
+            if each.client in sent_to:
+                raise TypeError(f"{who} yields two messages to client {each.client}, allowed: one in an exchange")
+            if not isinstance(each.payload, Payload):
+                found = type(each.payload).__name__
+                raise TypeError(f"{who} yields a message with a payload of type {found}, allowed: Payload")
+            sent_to.add(each.client)
+            yield each
 
     def _answers(self, round: Round, outgoing: Iterable[Outgoing], kind: str, reply_bytes: int = 0) -> Iterator[Answer]:
         strategy, context = self.strategy, self.strategy.context

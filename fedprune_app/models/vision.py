@@ -95,10 +95,10 @@ def conv_net(
     smallest = _smallest_side(strides, pooled, kernel_size, padding)
     depth, height, width = image_shape
     if min(height, width) < smallest:
-        given = "x".join(map(str, image_shape))
+        given, other = "x".join(map(str, image_shape)), "mlp-small" if height == width == 1 else "cnn-small"
         raise ValueError(
             f"image shape {given} is too small for this model, allowed: sides >= {smallest}, or another model such as "
-            "cnn-small"
+            f"{other}"
         )
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for i, (out_channels, stride, pools) in enumerate(zip(channels, strides, pooled, strict=True), start=1):
