@@ -22,7 +22,7 @@ from fedprune_app.learning.hooks import adam
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
 from fedprune_app.models import vision
-from fedprune_app.models.initial import initial_model
+from fedprune_app.models.initial import initial_model, trains_on_one
 from fedprune_app.models.names import chosen_name
 
 log = logging.getLogger("flwr.fedprune")
@@ -52,12 +52,13 @@ def winning_ticket(config: Config, shape: tuple[int, int, int], num_classes: int
             f"fedltp.public-head 'same': one of {num_classes}, as the private data"
         )
     network = chosen_name(config.model, config.dataset)
+    public_network = config.model, config.dataset, shape, public_classes
     tickets, counts = [], []
     for j in range(options.tickets):
         draw = rng.generator(config.seed, "ticket", j)
         model = vision.build_model(network, shape, public_classes, rng=draw, init=config.init)
         before = vision.state_tensors(model, include_buffers=True)  # w_0
-        _train(config, model, images, labels, j)
+        _train(config, model, images, labels, j, skips_lone=not trains_on_one(*public_network))
         trained = vision.state_tensors(model, include_buffers=True)  # w_j
         masks = ticket_masks({name: trained[name] for name in weights}, config.density, options.rule)
         vision.load_state_tensors(model, Payload.pruned(trained, masks).tensors)
@@ -82,7 +83,7 @@ def winning_ticket(config: Config, shape: tuple[int, int, int], num_classes: int
     return Ticket(start, trained, masks, about, frozenset(head))
 
 
-def _train(config: Config, model: nn.Module, images: Tensor, labels: Tensor, ticket: int) -> None:
+def _train(config: Config, model: nn.Module, images: Tensor, labels: Tensor, ticket: int, *, skips_lone: bool) -> None:
     """Train for k steps, which is line 4 of the algorithm.
 
     The text's learning rate is 1.2e-3. With Adam this is what Frankle and Carbin train with.
@@ -94,6 +95,7 @@ def _train(config: Config, model: nn.Module, images: Tensor, labels: Tensor, tic
         momentum=0.0 if is_adam else config.momentum,
         batch_size=options.ticket_batch_size,
         steps_per_epoch=options.ticket_iterations,
+        skips_lone=skips_lone,
     )
     draw = rng.generator(config.seed, "ticket training", ticket)
     hook = adam() if is_adam else None
