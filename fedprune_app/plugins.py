@@ -108,16 +108,23 @@ def register_system(
     Raises :class:`ConfigError` for a name that is taken.
     """
     from clients.node import Node
+    from clients.reply_fields import declared
     from strategies.base import FederatedStrategy
 
     for what, half, base in (("strategy", strategy, FederatedStrategy), ("client", client, Node)):
         if not (isinstance(half, type) and issubclass(half, base)):
             raise ConfigError(f"{what} of system {name!r} is {half!r}, allowed: a class that extends {base.__name__}")
+    own = own_measures.checked(name, measures)
+    declares = declared(client)
+    for each in own:
+        if each.name in declares.introduction | declares.training | declares.evaluation:
+            where = f"measure {each.name!r} of system {name!r} is a field that {client.__name__} declares"
+            raise ConfigError(f"{where}, allowed: another name, or the measure alone")
     _claim("system", name)
     if options is not None:
         register_table(name, options)
     uses_of[name] = check_uses(name, uses)
-    own_measures.declare(name, measures)
+    own_measures.declare(name, own)
     SYSTEMS[name] = System(strategy, client, summary)
 
 

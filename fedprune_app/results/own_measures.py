@@ -39,7 +39,7 @@ class OwnMeasure:
       method ``report`` or ``evaluation`` returns. With "server" the strategy tells it by ``self.tell(round, name,
       value)``, and ``name`` itself is the column.
     * ``least`` and ``most`` bound the number. A reply with another number is refused.
-    * ``percent`` says that the number is a share in [0, 1], and is shown in percent.
+    * ``percent`` says that the number is a share, of which 1 is shown as 100 %.
     * ``decimals`` is how many decimals are shown.
     * ``over_rounds`` says what the table shows of all rounds: the "last" number, their "total" or their "mean". Total
       and mean are shown where every round has the number.
@@ -158,8 +158,8 @@ _OTHER_NAMES = frozenset(
 _of_systems: dict[str, tuple[OwnMeasure, ...]] = {}
 
 
-def declare(system: str, own: Iterable[OwnMeasure]) -> None:
-    """Declare the numbers that a plug-in's ``system`` reports. Raises :class:`ConfigError`."""
+def checked(system: str, own: object) -> tuple[OwnMeasure, ...]:
+    """Return the numbers that a plug-in gives for its ``system``. Raises :class:`ConfigError` for what are none."""
     where = f"measures of system {system!r}"
     if isinstance(own, str | OwnMeasure) or not isinstance(own, Iterable):
         raise ConfigError(f"{where} is {own!r}, allowed: a list of OwnMeasure")
@@ -172,7 +172,12 @@ def declare(system: str, own: Iterable[OwnMeasure]) -> None:
         raise ConfigError(f"{where} has {twice[0]!r} twice, allowed: each name once")
     if len(found) > MOST_MEASURES:
         raise ConfigError(f"{where} has {len(found)} numbers, allowed: at most {MOST_MEASURES}")
-    _of_systems[system] = found
+    return found
+
+
+def declare(system: str, own: Iterable[OwnMeasure]) -> None:
+    """Declare the numbers that a plug-in's ``system`` reports. Raises :class:`ConfigError`."""
+    _of_systems[system] = checked(system, own)
 
 
 def of_system(system: str) -> tuple[OwnMeasure, ...]:

@@ -185,6 +185,17 @@ def test_a_list_of_numbers_that_cannot_be_is_refused(measures, said):
     assert own_measures.of_system("x") == ()
 
 
+def test_a_field_of_the_client_is_no_name_for_a_number(run):
+    text = DRIFT.replace("FedAvg, FedAvgClient", "FedAvg, FedAvgClient, ReplyFields").replace(
+        "class DriftClient(FedAvgClient):\n",
+        "class DriftClient(FedAvgClient):\n    declares = ReplyFields(training=frozenset({'drift'}))\n\n",
+    )
+    with pytest.raises(
+        ValueError, match="measure 'drift' of system 'fedavg-drift' is a field of DriftClient's replies"
+    ):
+        run(text=text)
+
+
 @pytest.mark.parametrize(
     ("measures", "said"),
     [
