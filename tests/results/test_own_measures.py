@@ -186,13 +186,10 @@ def test_a_list_of_numbers_that_cannot_be_is_refused(measures, said):
 
 
 def test_a_field_of_the_client_is_no_name_for_a_number(run):
-    text = DRIFT.replace("FedAvg, FedAvgClient", "FedAvg, FedAvgClient, ReplyFields").replace(
-        "class DriftClient(FedAvgClient):\n",
-        "class DriftClient(FedAvgClient):\n    declares = ReplyFields(training=frozenset({'drift'}))\n\n",
-    )
-    with pytest.raises(
-        ValueError, match="measure 'drift' of system 'fedavg-drift' is a field of DriftClient's replies"
-    ):
+    declares = "declares = ReplyFields(training=frozenset({'drift'}))"
+    text = DRIFT.replace("FedAvg, FedAvgClient", "FedAvg, FedAvgClient, ReplyFields")
+    text = text.replace("class DriftClient(FedAvgClient):\n", f"class DriftClient(FedAvgClient):\n    {declares}\n\n")
+    with pytest.raises(ValueError, match="'drift' of system 'fedavg-drift' is a field that DriftClient declares, allo"):
         run(text=text)
 
 
