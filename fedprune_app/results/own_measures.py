@@ -6,8 +6,6 @@ So a report of the run shows the numbers where the plug-in is not installed, and
 
 from __future__ import annotations
 
-import math
-import numbers
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -76,8 +74,10 @@ class OwnMeasure:
             if value not in values or (isinstance(value, bool) is not isinstance(values[0], bool)):
                 raise ConfigError(f"{key} of {where} is {value!r}, allowed: {', '.join(map(str, values))}")
         for key, bound in (("least", self.least), ("most", self.most)):
-            if not (_is_number(bound) and abs(bound) <= LARGEST_SAID):
-                raise ConfigError(f"{key} of {where} is {bound!r}, allowed: a number up to {LARGEST_SAID:g}")
+            try:
+                bounded(bound, f"{key} of {where}")
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
         if not self.least < self.most:
             raise ConfigError(f"least of {where} is {self.least!r}, allowed: less than most, {self.most!r}")
         if self.told == "evaluation" and self.over_rounds != "last":
@@ -131,11 +131,6 @@ class OwnMeasure:
         """
         item = value.item() if hasattr(value, "item") and getattr(value, "ndim", 0) == 0 else value
         return float(bounded(item, f"{who} {self.name!r}", self.least, self.most))
-
-
-def _is_number(value: object) -> bool:
-    is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return is_real and math.isfinite(float(value))  # type: ignore[arg-type]
 
 
 def _taken() -> set[str]:
