@@ -62,6 +62,7 @@ lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy fuzz/fuzz.py
 
 # A million inputs of what a model travels in, two minutes of everything else.
 FUZZ := reply reply_object introduction statement state export run_config matrix jsonl run_info image_folder text_folder

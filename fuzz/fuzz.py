@@ -27,14 +27,14 @@ with atheris.instrument_imports(
     from fedprune_app.config import DEFAULTS, ConfigError, parse_config, read_toml, to_toml
     from fedprune_app.core import codec
     from fedprune_app.core.payload import Payload
-    from fedprune_app.data.datasets import _image_folder
+    from fedprune_app.data import folders
     from fedprune_app.data.text import own_documents
     from fedprune_app.engine import replies, wire
     from fedprune_app.engine.store import State, read_tensors, write_tensors
     from fedprune_app.federation import reports
     from fedprune_app.federation.budgets import Budgets
     from fedprune_app.federation.clients import ImageClientInfo, TextClientInfo
-    from fedprune_app.matrices import read_matrix
+    from fedprune_app.matrices import Matrix, read_matrix
     from fedprune_app.models.vision import build_model, state_tensors
     from fedprune_app.results import measures
     from fedprune_app.results.load import ExportInfo, encode_export, full_density, load_model, read_export_info
@@ -108,6 +108,9 @@ def records() -> Iterable[bytes]:
 
 def infos() -> Iterable[bytes]:
     yield b'{"status": "completed", "rounds_completed": 2, "seconds": 3, "config": {"system": "fedavg"}}'
+    own = {"name": "drift", "title": "Drift", "told": "server", "least": 0, "percent": True, "over_rounds": "total"}
+    info = {"status": "completed", "rounds_completed": 2, "seconds": 3, "seed": 0, "system": "mine", "config": {}}
+    yield json.dumps({**info, "measures": [own]}).encode()
     yield b'{"round": 2, "partitions": [0, 1], "distance": [[0, 0.5], [0.5, 0]]}'
 
 
@@ -264,7 +267,9 @@ def run_config(data: bytes) -> None:
 @target(matrices)
 def matrix(data: bytes) -> None:
     path = written("matrix.yaml", data)
-    read_matrix(path).cells(FOLDER, {}, resume=False)
+    found = read_matrix(path)
+    if isinstance(found, Matrix):  # a search draws its runs one after the other
+        found.cells(FOLDER, {}, resume=False)
 
 
 @target(records)
@@ -327,7 +332,7 @@ def image_folder(data: bytes) -> None:
         (folder / "train" / name).mkdir(parents=True, exist_ok=True)
         written(f"images/train/{name}/x.png", content)
     try:
-        dataset = _image_folder("image-folder", folder, needs_test=False)
+        dataset = folders.image_folder("image-folder", folder, form=folders.Form(needs_test=False))
         assert len(dataset.train_images) == len(dataset.train_labels) == 2
     finally:
         shutil.rmtree(folder)
