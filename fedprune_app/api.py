@@ -12,9 +12,12 @@ Errors are those of the command line, in which an option is called by the argume
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial, wraps
 from numbers import Integral
 from os import PathLike
@@ -32,8 +35,9 @@ from fedprune_app.models.saving import load_packed
 from fedprune_app.models.sparse import sparsify
 from fedprune_app.plugins import names_in
 from fedprune_app.results.load import load_model
-from fedprune_app.results.reader import Run, load_run
-from fedprune_app.results.report import write_report
+from fedprune_app.results.reader import Run
+from fedprune_app.results.reader import load_run as read_run
+from fedprune_app.results.report import run_folders, write_report
 from fedprune_app.shipped import config_file
 from fedprune_app.starting import Given, check_clients, clients_of, placed, recorded, with_plugins
 
@@ -62,7 +66,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T")
 _GIVEN = re.compile(
-    r"--(clients|client|workers|engine|ray-address|out|resume|force|global|plugin|format|output|state-dir|data-dir)\b(?!-)"
+    r"--(config|clients|client|workers|engine|ray-address|out|resume|force|global|plugin|format|output|state-dir|data-dir)\b(?!-)"
 )
 _YES_OR_NO = {"resume", "force", "progress"}
 _ARGUMENTS = {"global": "client=None", "plugin": "plugins", "resume": "resume=True", "force": "force=True"}
@@ -80,6 +84,7 @@ def _in_python(function: Callable[P, T]) -> Callable[P, T]:
             return function(*arguments, **named)
         except (ValueError, LaunchError) as error:
             said = _GIVEN.sub(lambda found: _ARGUMENTS.get(found[1], found[1].replace("-", "_")), str(error))
+            said = said.replace("is given on the command line", "is given in the call")
             if said != str(error):
                 error.args = (said,)
             raise
@@ -157,14 +162,15 @@ def sweep(
     says, or 20.
 
     Raises :class:`ConfigError` for a wrong setting, before anything is written, and :class:`LaunchError` at the end if
-    a run failed.
+    a run of the matrix failed, which says why; the folders of the other runs are whole. A trial of a search that fails
+    counts for nothing, and :class:`LaunchError` says that none succeeded.
     """
     from fedprune_app.experiment import Placement
     from fedprune_app.matrices import Matrix, matrix_of, read_matrix
     from fedprune_app.sweeping import num_clients_of, run_matrix, run_search
 
     read = (
-        matrix_of(_plain(matrix), "in memory")
+        matrix_of(_dashed(_plain(matrix)), "in memory")
         if isinstance(matrix, Mapping)
         else read_matrix(_path("matrix", matrix, ", or a mapping with its entries"))
     )
@@ -180,7 +186,7 @@ def sweep(
         swept = run_matrix(read, *place, resume=resume, force=force)
     else:
         swept = run_search(read, *place, resume=resume, force=force)
-    swept.check()
+    swept.check(with_reasons=not progress)
     return list(swept.runs)
 
 
@@ -201,35 +207,77 @@ def _flat(settings: Settings) -> dict[str, Scalar]:
         if key in flat:
             raise ConfigError(f"{key} is given twice, with _ and with -, allowed: once")
         flat[key] = _plain(value)
+    if isinstance(names := flat.get("plugins"), list) and all(isinstance(name, str) for name in names):
+        flat["plugins"] = ",".join(names)
     return flat
 
 
+def _dashed(matrix: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a matrix whose settings have keys with dashes, as files have them."""
+
+    def keyed(settings: Any) -> Any:
+        if not isinstance(settings, Mapping):
+            return settings
+        return {str(key).replace("_", "-"): keyed(value) for key, value in settings.items()}
+
+    found = dict(matrix)
+    for section in ("systems", "datasets"):
+        if isinstance(found.get(section), list):
+            found[section] = [keyed(each) for each in found[section]]
+    found |= {section: keyed(found[section]) for section in ("common",) if section in found}
+    if isinstance(search := found.get("search"), Mapping) and isinstance(space := search.get("space"), Mapping):
+        found["search"] = {**search, "space": {str(key).replace("_", "-"): each for key, each in space.items()}}
+    return found
+
+
 def _plain(value: Any) -> Any:
-    """Return a value as a file of settings has it: a number of NumPy is a number, and a path is a text."""
+    """Return a value as a file of settings has it.
+
+    A number of NumPy is a number, an array or a range is a list, and a path is a text.
+    """
     if isinstance(value, Mapping):
         return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | range):
         return [_plain(each) for each in value]
-    if isinstance(value, np.generic):
-        return value.item()
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
     return os.fspath(value) if isinstance(value, PathLike) else value
 
 
 def _path(name: str, value: object, more: str = "") -> Path:
     if not isinstance(value, str | PathLike):
         raise ConfigError(f"{name} is {value!r}, allowed: a path{more}")
-    return as_path(name, value)
+    if "\0" in str(value):
+        raise ConfigError(f"{name} is {str(value)!r}, allowed: a path without null characters")
+    try:
+        return as_path(name, value)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+@_in_python
+def load_run(folder: AnyPath) -> Run:
+    """Read the run recorded in ``folder``; a last line of a record that a crash cut short is left out.
+
+    The run's folder is an absolute path, so that it stays the same run where the current folder changes. Raises a
+    one-line ``ValueError`` that names the file for a folder without a run, and for a damaged one.
+    """
+    run = read_run(_path("folder", folder))
+    return replace(run, folder=run.folder.absolute())
 
 
 @_in_python
 def report(runs: Run | AnyPath | Sequence[Run | AnyPath], output: AnyPath, *, force: bool = False) -> Path:
     """Compare runs, or run folders, in one self-contained HTML file, and return its path.
 
-    A folder that is damaged is left out, and the page names it. Raises ``ValueError`` where none can be read. An
-    ``output`` that exists and is no report is replaced with ``force`` alone.
+    A folder of run folders stands for these. A folder that is damaged is left out; a warning and the page name it.
+    Raises ``ValueError`` for a folder without a run, and where none can be read. An ``output`` that exists and is no
+    report is replaced with ``force`` alone.
     """
     several = list(runs) if isinstance(runs, Iterable) and not isinstance(runs, str) else [runs]
-    return write_report([_folder("runs", each) for each in several], _path("output", output), force=force)
+    found = [run_folders(_folder("runs", each)) for each in several]
+    page, warn = _path("output", output), logging.getLogger("fedprune").warning
+    return write_report([*itertools.chain(*found)], page, force=force, on_left_out=partial(warn, "left out: %s"))
 
 
 @_in_python
@@ -262,7 +310,8 @@ def masks(
 ) -> dict[str, Tensor]:
     """Return the masks of that model by the names of its tensors: True where a weight is kept.
 
-    A tensor without a mask is dense. The arguments and errors are those of :func:`model`.
+    A tensor without a mask is dense. Where channels were removed (Sub-FedAvg (Hy)) the masks are those of the small
+    network, so clients' masks have other shapes. The arguments and errors are those of :func:`model`.
     """
     return dict(_exportable(run, client, state_dir, data_dir, plugins).payload.masks)
 
@@ -276,9 +325,8 @@ def _exportable(
 ) -> Exportable:
     from fedprune_app.exporting import find_model
 
-    _check_client(client)
     state, data = _moved(state_dir, data_dir)
-    return find_model(_folder("run", run), client, state_dir=state, data_dir=data, trusted=_trusted(plugins))
+    return find_model(_folder("run", run), _client(client), state_dir=state, data_dir=data, trusted=_trusted(plugins))
 
 
 def _moved(state_dir: AnyPath, data_dir: AnyPath) -> tuple[str, str]:
@@ -290,9 +338,12 @@ def _moved(state_dir: AnyPath, data_dir: AnyPath) -> tuple[str, str]:
     return place("state_dir", state_dir), place("data_dir", data_dir)
 
 
-def _check_client(client: object) -> None:
-    if client is not None and not _is_whole(client):
+def _client(client: Any) -> int | None:
+    if client is None:
+        return None
+    if not _is_whole(client):
         raise ConfigError(f"client is {client!r}, allowed: a whole number, or None for the global model")
+    return int(client)
 
 
 def _is_whole(value: object) -> bool:
@@ -329,7 +380,7 @@ def export(
     from fedprune_app.exporting import export_model, format_of
     from fedprune_app.packing import is_language_model, pack_model
 
-    _check_client(client)
+    client = _client(client)
     path, folder = _path("output", output), _folder("run", run)
     if is_language_model(folder):
         if client is not None or format not in ("", "sparse"):

@@ -114,6 +114,8 @@ def register_system(
     for what, half, base in (("strategy", strategy, FederatedStrategy), ("client", client, Node)):
         if not (isinstance(half, type) and issubclass(half, base)):
             raise ConfigError(f"{what} of system {name!r} is {half!r}, allowed: a class that extends {base.__name__}")
+    if not isinstance(summary, str):
+        raise ConfigError(f"summary of system {name!r} is {summary!r}, allowed: a text of one line")
     own = own_measures.checked(name, measures)
     declares = declared(client)
     for each in own:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +27,19 @@ Say = Callable[[str, str], object]
 
 @dataclass(frozen=True)
 class Swept:
-    """A sweep has these finished runs in the order of the matrix, files of tables, and names of runs that failed."""
+    """A sweep has these finished runs in the order of the matrix, files of tables, and why runs failed, by name."""
 
     runs: tuple[Run, ...]
     tables: tuple[Path, ...]
-    failed: tuple[str, ...] = ()
+    failed: Mapping[str, str] = field(default_factory=dict)
 
-    def check(self) -> None:
-        """Raise :class:`LaunchError` if a run failed."""
+    def check(self, *, with_reasons: bool = False) -> None:
+        """Raise :class:`LaunchError` if a run failed; ``with_reasons`` for those who have not been told yet."""
         if self.failed:
             count = len(self.runs) + len(self.failed)
-            raise LaunchError(f"{len(self.failed)} of {count} runs failed: {', '.join(self.failed)}")
+            told = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
+            said = told if with_reasons else ", ".join(self.failed)
+            raise LaunchError(f"{len(self.failed)} of {count} runs failed: {said}")
 
 
 def num_clients_of(read: Matrix | Search, out: Path, asked: int | None, say: Say, *, resume: bool) -> int:
@@ -124,7 +126,7 @@ def run_matrix(
                 check_free(out / cell.name)
     count = placement.num_clients
     left = [cell for cell in cells if not is_complete(out / cell.name, cell.config, count)]
-    failed = []
+    failed: dict[str, str] = {}
     with Session(placement, console) as session:
         for line in dict.fromkeys(unprotected(cell.config) for cell in left):
             if line:
@@ -146,8 +148,8 @@ def run_matrix(
             try:
                 session.run(cell.config, folder, checked=True)
             except (LaunchError, ConfigError) as error:
-                failed.append(cell.name)
-                say("failed", f" {cell.name}: {' '.join(str(error).split())}")
+                failed[cell.name] = " ".join(str(error).split())
+                say("failed", f" {cell.name}: {failed[cell.name]}")
     done = [load_run(out / cell.name) for cell in cells if is_complete(out / cell.name, cell.config, count)]
     tables = write_tables(done, out) if done else []
-    return Swept(tuple(done), tuple(tables), tuple(failed))
+    return Swept(tuple(done), tuple(tables), failed)

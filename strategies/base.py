@@ -187,6 +187,12 @@ class FederatedStrategy(StreamedStrategy):
         for client, row in rows.items():
             row |= measures.from_training(row, round.log.clients.get(client, {}))
         others = [row for client, row in round.log.clients.items() if client not in rows]
+        by_layer = (row.get("density_by_layer") or {} for row in rows.values())
+        empty = sorted({name for densities in by_layer for name, kept in densities.items() if not kept})
+        self.recorder.note(
+            f"a client keeps no weight of {name!r}: if nothing bypasses this layer, every image has the same answer"
+            for name in empty
+        )
         return measures.over_clients(rows.values(), Reply.EVALUATION, others, self.measures)
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:

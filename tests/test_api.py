@@ -22,6 +22,7 @@ from fedprune_app.predicting import predictions
 from fedprune_app.results.load import read_export_info
 from fedprune_app.results.recorder import write_info
 from tests.models.tiny_llm import tiny_checkpoint
+from tests.results.conftest import made_up_run
 
 QUICK = {"clients": 3, "engine": "inprocess", "progress": False}
 
@@ -196,6 +197,59 @@ def test_a_run_is_read_as_frames(finished):
     assert len(clients) == len(finished.clients)
     with pytest.raises(ValueError, match="frame is 'masks', allowed: rounds, clients"):
         finished.frame("masks")
+    with pytest.raises(ValueError, match=r"frame is \[\], allowed: rounds, clients"):
+        finished.frame([])
+    unmeasured = clients["epsilon"]  # of no client
+    assert unmeasured.dtype == float
+    assert unmeasured.isna().all()
+
+
+def test_a_run_without_rows_has_frames_with_columns(tmp_path):
+    run = fedprune_app.load_run(made_up_run(tmp_path / "none", rounds=0))
+    assert not len(run.frame())
+    assert {"round", "accuracy_personal_mean"} <= set(run.frame().columns)
+    assert "partition" in run.frame("clients").columns
+
+
+def test_a_run_stays_the_run_that_it_is_where_the_current_folder_changes(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(finished.folder.parent)
+    run = fedprune_app.load_run(finished.folder.name)
+    monkeypatch.chdir(tmp_path)
+    assert fedprune_app.masks(run, 1).keys() == fedprune_app.masks(finished, 1).keys()
+
+
+def test_a_run_is_short_to_read_and_a_key(finished):
+    assert repr(finished) == f"Run('{finished.folder}': dispfl, seed 0, 1 round, completed)"
+    assert {finished: "first"}[finished] == "first"
+
+
+def test_a_client_of_a_frame_is_a_client_to_export(finished, tmp_path):
+    client = finished.frame("clients")["partition"].iloc[0]
+    assert fedprune_app.export(finished, tmp_path / "net.safetensors", client=client).exists()
+
+
+def test_a_report_takes_a_folder_of_runs_and_tells_what_is_left_out(tmp_path, caplog):
+    runs = tmp_path / "runs"
+    for seed, name in enumerate("ab"):
+        made_up_run(runs / name, seed=seed)
+    (runs / "b" / "run.json").write_text("{")
+    page = fedprune_app.report(runs, tmp_path / "page.html")
+    assert page.exists()
+    assert "left out: " in caplog.text
+    with pytest.raises(fedprune_app.ConfigError, match="is no run folder, nor does it hold any"):
+        fedprune_app.report([runs / "a", tmp_path / "typo"], tmp_path / "page.html")
+
+
+def test_another_file_than_safetensors_is_said_to_be_none(tmp_path):
+    (tmp_path / "net.onnx").write_bytes(b"\x08\x08\x12\x07pytorch" * 9)
+    with pytest.raises(ValueError, match=r"net.onnx': it is no file of safetensors"):
+        fedprune_app.load_model(tmp_path / "net.onnx")
+
+
+def test_a_sweep_that_fails_says_why(tmp_path):
+    matrix = {"systems": ["fedavg"], "common": {"num_server_rounds": 1, "local_epochs": 1, "learning_rate": 1e30}}
+    with pytest.raises(fedprune_app.LaunchError, match="1 of 1 runs failed: fedavg-digits-seed0: round 1 had 0 good"):
+        fedprune_app.sweep(matrix, out=tmp_path / "s", **QUICK)
 
 
 def test_a_clients_model_and_masks_are_those_of_its_last_round(finished):
@@ -301,6 +355,9 @@ def test_an_argument_of_a_wrong_type_is_a_value_error_that_names_the_argument(
 
 def test_numbers_of_numpy_and_paths_are_settings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    matrix = {"systems": [{"system": "fedavg", "local_epochs": 1}], "seeds": range(1)}
+    (swept,) = fedprune_app.sweep(matrix, num_server_rounds=1, learning_rate=np.array(0.5), out="s", **QUICK)
+    assert (swept.config["local-epochs"], swept.config["learning-rate"]) == (1, 0.5)
     run = fedprune_app.run(
         {"system": "fedavg", "num-server-rounds": np.int64(1)},
         out=Path("a"),

@@ -67,12 +67,9 @@ def _watch(folders: list[Path], output: Path, force: bool) -> None:
 
 
 def _run_folders(folder: Path) -> list[Path]:
-    if (folder / "run.json").exists():
-        return [folder]
-    below = sorted(path.parent for path in folder.glob("*/run.json"))
-    if not below:
-        raise ConfigError(f"{str(folder)!r} is no run folder, nor does it hold any (no run.json)")
-    return below
+    from fedprune_app.results.report import run_folders
+
+    return run_folders(folder)
 
 
 @app.command()

@@ -278,7 +278,11 @@ def _read(path: Path, with_tensors: bool, build: Build | None = None) -> _Found:
     except OSError as error:
         reason = "it is a folder, allowed: a file" if Path(path).is_dir() else error.strerror or error
         raise ValueError(f"exported model {str(path)!r} cannot be read: {reason}") from None
-    except (SafetensorError, ValueError) as error:
+    except SafetensorError as error:
+        reason = str(error).splitlines()[0]
+        wrong = f"it is no file of safetensors ({reason}), allowed: one that `fedprune export` wrote as safetensors"
+        raise ValueError(f"exported model {str(path)!r}: {wrong}") from None
+    except ValueError as error:
         raise ValueError(f"exported model {str(path)!r}: {str(error).splitlines()[0]}") from None
 
 

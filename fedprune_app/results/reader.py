@@ -112,7 +112,7 @@ class Mark:
         raise ValueError(f"{where}: {_short(value)}, allowed: rows, size and sha256 of a file")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Run:
     """A run is the content of one run folder.
 
@@ -125,6 +125,10 @@ class Run:
     rounds: tuple[Row, ...]
     clients: tuple[Row, ...]
     masks: Masks | None = None
+
+    def __repr__(self) -> str:
+        rounds = f"{len(self.rounds)} rounds" if len(self.rounds) != 1 else "1 round"
+        return f"Run({str(self.folder)!r}: {self.system}, seed {self.seed}, {rounds}, {self.status})"
 
     @property
     def system(self) -> str:
@@ -162,14 +166,21 @@ class Run:
     def frame(self, which: str = "rounds") -> Any:
         """Return the rows of "rounds" or of "clients" as a pandas DataFrame, with NaN where a number does not apply.
 
-        Raises ``ValueError`` for another name, and ``ImportError`` where pandas is not installed.
+        A run without rows has the columns that every run has. Raises ``ValueError`` for another name, and
+        ``ImportError`` where pandas is not installed.
         """
         tables = {"rounds": self.rounds, "clients": self.clients}
-        if which not in tables:
+        if not isinstance(which, str) or which not in tables:
             raise ValueError(f"frame is {which!r}, allowed: {', '.join(tables)}")
         import pandas
 
-        return pandas.DataFrame.from_records([dict(row) for row in tables[which]])
+        known = measures.MEASURES
+        empty = {"rounds": known.round_fields, "clients": known.client_fields}[which]
+        rows = [dict(row) for row in tables[which]]
+        frame = pandas.DataFrame.from_records(rows, columns=None if rows else list(empty))
+        own = {name for each in self.own_measures for name in (each.name, each.column)}
+        numbers = [name for name in frame if name in known.kinds[Kind.NUMBER] | own and frame[name].dtype == object]
+        return frame.astype(dict.fromkeys(numbers, "float64"))  # else what no row measured would be None
 
     @property
     def headline(self) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from fedprune_app.config import ConfigError
 from fedprune_app.files import replace_file
 from fedprune_app.results import measures
 from fedprune_app.results.differences import difference_tables
@@ -69,6 +70,19 @@ def each_once(folders: Iterable[Path]) -> list[Path]:
     for folder in folders:
         found.setdefault(os.path.realpath(folder), folder)
     return list(found.values())
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """Return the folder, if it holds a run, or else the run folders in it.
+
+    Raises :class:`ConfigError` where there is none.
+    """
+    if (folder / "run.json").exists():
+        return [folder]
+    below = sorted(path.parent for path in folder.glob("*/run.json"))
+    if not below:
+        raise ConfigError(f"{str(folder)!r} is no run folder, nor does it hold any (no run.json)")
+    return below
 
 
 def write_report(
