@@ -14,6 +14,7 @@ what its operator allows with ``allowed-plugins``.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import importlib
 import importlib.metadata
@@ -209,6 +210,20 @@ def load(values: Mapping[str, object], *, allows: Callable[[Code], None] | None 
         name = str(values.get(key) or DEFAULTS[key])
         if name not in ("auto", *_NAMES[key]):
             _load_entry_point(key, group, name)
+            _check_meant(key, name)
+
+
+def _check_meant(key: str, name: str) -> None:
+    """Raise :class:`ConfigError` for a name that nothing registers if an installed plug-in's was probably meant."""
+    if name in _NAMES[key]:
+        return
+    known = _all_declared(_places())[key]
+    close = difflib.get_close_matches(name, [*_NAMES[key], *known], n=1, cutoff=0.7)
+    if close and close[0] not in _NAMES[key]:
+        raise ConfigError(
+            f"{key} is {name!r}, allowed: a name that `fedprune list` shows; did you mean {close[0]!r}, of the plug-in "
+            f"{known[close[0]]}?"
+        )
 
 
 def idle(values: Mapping[str, object]) -> list[str]:
@@ -413,6 +428,11 @@ def _places() -> tuple[tuple[str, int], ...]:
         with suppress(OSError):
             found.append((place, os.stat(place or ".").st_mtime_ns))
     return tuple(found)
+
+
+@lru_cache(maxsize=4)  # as above
+def _all_declared(places: tuple[tuple[str, int], ...]) -> dict[str, dict[str, str]]:
+    return installed()
 
 
 def installed() -> dict[str, dict[str, str]]:

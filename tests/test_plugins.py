@@ -402,6 +402,12 @@ def test_an_installed_plugin_is_listed(installed):
     assert plugins.installed()["model"] == {"flat": "prox_package.flat"}
 
 
+def test_a_name_of_an_installed_plugin_that_is_mistyped_is_told(installed):
+    with pytest.raises(ConfigError, match=r"system is 'my-porx', .* did you mean 'my-prox', of the plug-in prox_p"):
+        plugins.load({"system": "my-porx"})
+    plugins.load({"system": "fedporx"})  # which is nearer to fedprox: the settings' check says so
+
+
 def test_an_entry_point_that_registers_nothing_is_told(installed):
     (installed / "prox_package" / "flat.py").write_text("")
     with pytest.raises(ConfigError, match=r"model is 'flat', which prox_package\.flat declares and does not register"):
