@@ -68,7 +68,7 @@ T = TypeVar("T")
 _GIVEN = re.compile(
     r"--(config|clients|client|workers|engine|ray-address|out|resume|force|global|plugin|format|output|state-dir|data-dir)\b(?!-)"
 )
-_YES_OR_NO = {"resume", "force", "progress"}
+_YES_OR_NO = {"resume", "force", "progress", "full"}
 _ARGUMENTS = {"global": "client=None", "plugin": "plugins", "resume": "resume=True", "force": "force=True"}
 
 
@@ -304,6 +304,7 @@ def masks(
     run: Run | AnyPath,
     client: int | None = None,
     *,
+    full: bool = False,
     state_dir: AnyPath = "",
     data_dir: AnyPath = "",
     plugins: str | Sequence[str] = (),
@@ -311,9 +312,11 @@ def masks(
     """Return the masks of that model by the names of its tensors: True where a weight is kept.
 
     A tensor without a mask is dense. Where channels were removed (Sub-FedAvg (Hy)) the masks are those of the small
-    network, so clients' masks have other shapes. The arguments and errors are those of :func:`model`.
+    network, so clients' masks have other shapes. With ``full`` they are those of the network before that, where removed
+    channels are False: two clients' masks can be compared. The other arguments and errors are those of :func:`model`.
     """
-    return dict(_exportable(run, client, state_dir, data_dir, plugins).payload.masks)
+    found = _exportable(run, client, state_dir, data_dir, plugins)
+    return dict(found.masks if full else found.payload.masks)
 
 
 def _folder(name: str, run: object) -> Path:

@@ -31,9 +31,10 @@ from clients.finetune import FineTuned
 from fedprune_app import plugins
 from fedprune_app.config import Config
 from fedprune_app.core.flops import forward_flops, sparse_flops
+from fedprune_app.core.masks import full_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
-from fedprune_app.core.structured import gather
+from fedprune_app.core.structured import coordinate_masks, gather
 from fedprune_app.data.datasets import Dataset
 from fedprune_app.data.names import LOADERS
 from fedprune_app.data.splits import data_config, dataset_of, label_counts
@@ -56,13 +57,15 @@ Runner = Callable[[Tensor], Any]
 class Exportable:
     """An exportable model of a run has its tensors, the network that they make, and the full network.
 
-    The tensors and their network are small where channels are gone.
+    The tensors and their network are small where channels are gone. ``masks`` are those of the full network's tensors,
+    where removed channels are False.
     """
 
     info: ExportInfo
     payload: Payload
     network: nn.Module
     full: nn.Module
+    masks: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -394,7 +397,11 @@ def _exportable(run: Path, config: Config, inputs: _Inputs, client: int | None, 
         inputs=_kind_of_inputs(config),
         features=inputs.features,
     )
-    return Exportable(info, payload, network_of(info, payload, BUILDERS.get(name)), full)
+    if kept:
+        shapes = {name: weights[name].shape for name in prunable_names(full)}
+        cut = full_masks(shapes) | coordinate_masks(groups, kept, shapes)
+        masks = {name: cut[name] & masks[name] if name in masks else cut[name] for name in shapes}
+    return Exportable(info, payload, network_of(info, payload, BUILDERS.get(name)), full, masks)
 
 
 # --- formats ------------------------------------------------------------------------------------------------------

@@ -264,6 +264,20 @@ def test_a_clients_model_and_masks_are_those_of_its_last_round(finished):
         fedprune_app.model(finished)
 
 
+def test_masks_of_removed_channels_are_there_for_the_full_network(tmp_path):
+    settings = {"model": "cnn-small-bn", "num_server_rounds": 2, "local_epochs": 2, "fraction_train": 1.0}
+    options = {"accuracy_threshold": 0.0, "channel_distance": 0.0, "fc_mask_distance": 0.0}
+    found = fedprune_app.run(system="subfedavg-hy", subfedavg=options, out=tmp_path / "run", **settings, **QUICK)
+    (row,) = (row for row in found.clients if row["partition"] == 1 and row["round"] == 2)
+    small, full = fedprune_app.masks(found, 1), fedprune_app.masks(found, 1, full=True)
+    densities = {name: float(mask.double().mean()) for name, mask in full.items()}
+    assert densities == pytest.approx(row["density_by_layer"])
+    assert densities["conv2.weight"] < 1
+    shapes = {name: tensor.shape for name, tensor in fedprune_app.model(found, 1).named_parameters()}
+    assert all(mask.shape == shapes[name] for name, mask in small.items())
+    assert all(int(mask.sum()) == int(full[name].sum()) for name, mask in small.items())
+
+
 def test_a_sweep_returns_its_runs_and_goes_on(tmp_path):
     matrix = {"systems": ["fedavg", "standalone"], "seeds": [0, 1], "common": {"local-epochs": 1}}
     quick = {"clients": 2, "engine": "inprocess", "progress": False, "num_server_rounds": 1}
