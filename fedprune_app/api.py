@@ -215,10 +215,13 @@ def _flat(settings: Settings) -> dict[str, Scalar]:
 def _dashed(matrix: Mapping[str, Any]) -> dict[str, Any]:
     """Return a matrix whose settings have keys with dashes, as files have them."""
 
+    def dashed(key: Any) -> Any:
+        return key.replace("_", "-") if isinstance(key, str) else key  # what is none is refused where it is read
+
     def keyed(settings: Any) -> Any:
         if not isinstance(settings, Mapping):
             return settings
-        return {str(key).replace("_", "-"): keyed(value) for key, value in settings.items()}
+        return {dashed(key): keyed(value) for key, value in settings.items()}
 
     found = dict(matrix)
     for section in ("systems", "datasets"):
@@ -226,7 +229,7 @@ def _dashed(matrix: Mapping[str, Any]) -> dict[str, Any]:
             found[section] = [keyed(each) for each in found[section]]
     found |= {section: keyed(found[section]) for section in ("common",) if section in found}
     if isinstance(search := found.get("search"), Mapping) and isinstance(space := search.get("space"), Mapping):
-        found["search"] = {**search, "space": {str(key).replace("_", "-"): each for key, each in space.items()}}
+        found["search"] = {**search, "space": {dashed(key): each for key, each in space.items()}}
     return found
 
 

@@ -109,7 +109,7 @@ def test_a_search_does_not_go_on_with_other_settings(tmp_path):
     fedprune_app.sweep(DOCUMENT, out=tmp_path / "s", **QUICK)
     with pytest.raises(ConfigError, match="has a search with other settings, allowed: the same, or a new folder"):
         fedprune_app.sweep(DOCUMENT, out=tmp_path / "s", resume=True, momentum=0.9, **QUICK)
-    with pytest.raises(ConfigError, match="learning-rate is given on the command line"):
+    with pytest.raises(ConfigError, match="learning-rate is given in the call, allowed"):
         fedprune_app.sweep(DOCUMENT, out=tmp_path / "t", learning_rate=0.1, **QUICK)
 
 
