@@ -221,15 +221,20 @@ def _dashed(matrix: Mapping[str, Any]) -> dict[str, Any]:
     def keyed(settings: Any) -> Any:
         if not isinstance(settings, Mapping):
             return settings
-        return {dashed(key): keyed(value) for key, value in settings.items()}
+        found = {}
+        for key, value in settings.items():
+            if dashed(key) in found:
+                raise ConfigError(f"{dashed(key)} is given twice, with _ and with -, allowed: once")
+            found[dashed(key)] = keyed(value)
+        return found
 
     found = dict(matrix)
     for section in ("systems", "datasets"):
         if isinstance(found.get(section), list):
             found[section] = [keyed(each) for each in found[section]]
     found |= {section: keyed(found[section]) for section in ("common",) if section in found}
-    if isinstance(search := found.get("search"), Mapping) and isinstance(space := search.get("space"), Mapping):
-        found["search"] = {**search, "space": {dashed(key): each for key, each in space.items()}}
+    if isinstance(search := found.get("search"), Mapping) and isinstance(search.get("space"), Mapping):
+        found["search"] = {**search, "space": keyed(search["space"])}  # a range's own keys have no underscores
     return found
 
 

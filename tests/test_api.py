@@ -295,6 +295,9 @@ def test_a_sweep_returns_its_runs_and_goes_on(tmp_path):
         fedprune_app.sweep(matrix, out=tmp_path / "s", **quick)
     with pytest.raises(fedprune_app.ConfigError, match="run 'standalone-digits-seed0': min-clients is 9, allowed"):
         fedprune_app.sweep({"systems": ["standalone"]}, min_clients=9, out=tmp_path / "t", **quick)
+    twice = {"systems": ["fedavg"], "common": {"local_epochs": 1, "local-epochs": 2}}
+    with pytest.raises(fedprune_app.ConfigError, match="local-epochs is given twice, with _ and with -, allowed: once"):
+        fedprune_app.sweep(twice, out=tmp_path / "t", **quick)
     with pytest.raises(fedprune_app.ConfigError, match="matrix 'in memory' has unknown entry 'system'"):
         fedprune_app.sweep({"system": "fedavg"}, out=tmp_path / "t", **quick)
 
