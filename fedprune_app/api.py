@@ -201,38 +201,38 @@ def _given(config: AnyPath | Settings | None, settings: Settings) -> Given:
 
 def _flat(settings: Settings) -> dict[str, Scalar]:
     """Return settings by key; the keys' types are checked where they are parsed."""
-    flat: dict[str, Scalar] = {}
-    for name, value in flatten(dict(settings)).items():
-        key = str(name).replace("_", "-")
-        if key in flat:
-            raise ConfigError(f"{key} is given twice, with _ and with -, allowed: once")
-        flat[key] = _plain(value)
+    named = {str(name): value for name, value in flatten(dict(settings)).items()}
+    flat: dict[str, Scalar] = {key: _plain(value) for key, value in _with_dashes(named).items()}
     if isinstance(names := flat.get("plugins"), list) and all(isinstance(name, str) for name in names):
         flat["plugins"] = ",".join(names)
     return flat
 
 
+def _with_dashes(settings: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return settings under keys with dashes; a key that is no text is refused where it is read."""
+    found: dict[Any, Any] = {}
+    for name, value in settings.items():
+        key = name.replace("_", "-") if isinstance(name, str) else name
+        if key in found:
+            raise ConfigError(f"{key} is given twice, with _ and with -, allowed: once")
+        found[key] = value
+    return found
+
+
 def _dashed(matrix: Mapping[str, Any]) -> dict[str, Any]:
     """Return a matrix whose settings have keys with dashes, as files have them."""
-
-    def dashed(key: Any) -> Any:
-        return key.replace("_", "-") if isinstance(key, str) else key  # what is none is refused where it is read
 
     def keyed(settings: Any) -> Any:
         if not isinstance(settings, Mapping):
             return settings
-        found = {}
-        for key, value in settings.items():
-            if dashed(key) in found:
-                raise ConfigError(f"{dashed(key)} is given twice, with _ and with -, allowed: once")
-            found[dashed(key)] = keyed(value)
-        return found
+        return {key: keyed(value) for key, value in _with_dashes(settings).items()}
 
     found = dict(matrix)
     for section in ("systems", "datasets"):
         if isinstance(found.get(section), list):
             found[section] = [keyed(each) for each in found[section]]
-    found |= {section: keyed(found[section]) for section in ("common",) if section in found}
+    if "common" in found:
+        found["common"] = keyed(found["common"])
     if isinstance(search := found.get("search"), Mapping) and isinstance(search.get("space"), Mapping):
         found["search"] = {**search, "space": keyed(search["space"])}  # a range's own keys have no underscores
     return found

@@ -38,12 +38,12 @@ def report(
     Each DIR is a run folder, or a folder of run folders.
     A run folder that is damaged is left out, and the report names it.
     """
-    from fedprune_app.results.report import check_page_name, each_once, write_report
+    from fedprune_app.results.report import check_page_name, each_once, run_folders, write_report
 
     check_page_name(output)
     if watch:
         _watch(folders, output, force)
-    found = each_once(each for folder in folders for each in _run_folders(folder))
+    found = each_once(each for folder in folders for each in run_folders(folder))
     say_unsealed(found)
     left_out: list[str] = []
     write_report(found, output, force=force, on_left_out=left_out.append)
@@ -55,21 +55,15 @@ def report(
 
 def _watch(folders: list[Path], output: Path, force: bool) -> None:
     """Write a page that a browser loads anew, again and again, until no run in ``folders`` is going on."""
-    from fedprune_app.results.report import each_once, is_any_running, write_report
+    from fedprune_app.results.report import each_once, is_any_running, run_folders, write_report
 
     quiet = 0  # so many times in a row no run was going on: between the runs of a sweep there is none for a moment
     with suppress(KeyboardInterrupt), console.status(Text(f"watching; open {output.resolve()}")):
         while quiet < _QUIET_LOOKS:
-            found = each_once(each for folder in folders for each in _run_folders(folder))
+            found = each_once(each for folder in folders for each in run_folders(folder))
             write_report(found, output, force=force, refresh_seconds=_LOOK_SECONDS)
             quiet = 0 if is_any_running(found) else quiet + 1
             time.sleep(_LOOK_SECONDS if quiet < _QUIET_LOOKS else 0)
-
-
-def _run_folders(folder: Path) -> list[Path]:
-    from fedprune_app.results.report import run_folders
-
-    return run_folders(folder)
 
 
 @app.command()

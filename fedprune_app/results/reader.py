@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -240,9 +240,7 @@ def marks_of(found: object, where: str) -> dict[str, Mark]:
 def _recorded_rows(folder: Path, name: str, info: Mapping[str, Any]) -> Iterator[tuple[bytes, dict[str, Any]]]:
     path, mark = folder / name, marks_of(info.get("records"), str(folder / "run.json")).get(name)
     own = {name for each in own_measures.from_info(info, str(folder / "run.json")) for name in (each.name, each.column)}
-    for number, (line, row) in enumerate(read_rows(path, mark), start=1):
-        _check_numbers([(key, row[key]) for key in own & row.keys()], f"{path} line {number}")
-        yield line, row
+    yield from read_rows(path, mark, own)
     if mark is not None and info["status"] == "completed" and (more := path.stat().st_size - mark.size):
         raise ValueError(f"{path} is damaged: {more} bytes follow its last row")
 
@@ -350,12 +348,14 @@ def read_masks(folder: Path, info: Mapping[str, Any] | None = None) -> Masks | N
         raise ValueError(f"{path}: {error}") from None
 
 
-def read_rows(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def read_rows(
+    path: Path, mark: Mark | None = None, own: Collection[str] = ()
+) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield every complete line of a jsonl file as (line, row); a file that is missing has none.
 
     A line counts once its newline is on disk: what follows the last newline was cut short and is skipped. With a
-    ``mark``, the lines are those that it vouches for. Raises ``ValueError`` naming the file where these are not what
-    was written, at the latest after the last of them.
+    ``mark``, the lines are those that it vouches for. ``own`` are the numbers of a plug-in's system. Raises
+    ``ValueError`` naming the file where these are not what was written, at the latest after the last of them.
     """
     if not path.is_file():
         if mark is not None and mark.rows:
@@ -368,7 +368,7 @@ def read_rows(path: Path, mark: Mark | None = None) -> Iterator[tuple[bytes, dic
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n") or (mark is not None and size >= mark.size):
                 break
-            row = _row(line, f"{path} line {number}")
+            row = _row(line, f"{path} line {number}", own)
             total.update(line)
             rows, size = number, size + len(line)
             yield line, row
@@ -387,9 +387,9 @@ def readable_lines(path: Path, last_round: int, mark: Mark | None = None) -> Ite
                 yield line
 
 
-def _row(line: bytes, where: str) -> dict[str, Any]:
+def _row(line: bytes, where: str, own: Collection[str] = ()) -> dict[str, Any]:
     row = _parse(line, where)
-    _check_row(row, where)
+    _check_row(row, where, own)
     return row
 
 
@@ -414,11 +414,11 @@ def _int64(text: str) -> int | None:
     return value if abs(value) < 1 << 63 else None  # beyond this, computations with it overflow
 
 
-def _check_row(row: dict[str, Any], where: str) -> None:
+def _check_row(row: dict[str, Any], where: str, own: Collection[str]) -> None:
     if not _is_count(row.get("round")):
         raise ValueError(f"{where}: 'round' is {_short(row.get('round'))}, allowed: an integer")
     kinds = measures.MEASURES.kinds
-    numbers = [(key, value) for key, value in row.items() if key in kinds[Kind.NUMBER]]
+    numbers = [(key, value) for key, value in row.items() if key in kinds[Kind.NUMBER] or key in own]
     for key in kinds[Kind.BY_NAME] & row.keys():
         by_name = row[key] or {}
         if not isinstance(by_name, dict):
@@ -431,10 +431,6 @@ def _check_row(row: dict[str, Any], where: str) -> None:
         numbers += [(f"{key}/{name}", value) for each in table.values() for name, value in each.items()]
     if not all(name.isdecimal() for name in row.get("layers") or {}):
         raise ValueError(f"{where}: 'layers' is {_short(row['layers'])}, allowed: an object by layer number")
-    _check_numbers(numbers, where)
-
-
-def _check_numbers(numbers: Iterable[tuple[str, Any]], where: str) -> None:
     for key, value in numbers:
         # Python reads integers of any length; beyond 1e300 they no longer become a float.
         is_number = type(value) in (int, float) and abs(value) < 1e300

@@ -180,7 +180,7 @@ def _headline_remark(runs: Sequence[Run]) -> str:
 
 def epsilon_remark(groups: Sequence[Group]) -> str:
     """Return what a reader must know of the epsilons of all these runs, to stand behind a title; empty if nothing."""
-    (column,) = (column for column in outcome(groups) if column.key == "epsilon")
+    (column,) = (column for column in _declared(is_cost=False) if column.key == "epsilon")
     return column.remark([run for group in groups for run in group.runs])
 
 

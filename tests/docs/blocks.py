@@ -133,7 +133,7 @@ class Checker:
             self.monkeypatch.setattr(f"fedprune_app.{name}", started)
         self.monkeypatch.setattr(cli.running, "recorded", lambda out, superlink="": {})
         self.monkeypatch.setattr(cli.deploying, "recorded", lambda out: {})
-        self.monkeypatch.setattr(cli.looking, "_run_folders", lambda folder: [folder])
+        self.monkeypatch.setattr("fedprune_app.results.report.run_folders", lambda folder: [folder])
         self.monkeypatch.setattr("fedprune_app.launch.check_ray_address", lambda address: None)
         self.monkeypatch.setattr("fedprune_app.launch.check_superlink", lambda name: None)
         self.monkeypatch.setattr(Path, "is_dir", _is_dir(Path.is_dir))
