@@ -7,7 +7,8 @@ Examples:
 
 Errors are those of the command line, in which an option is called by the argument's name:
 :class:`~fedprune_app.config.ConfigError` (a ``ValueError``) for a wrong setting,
-:class:`~fedprune_app.errors.LaunchError` (a ``RuntimeError``) for a run that fails.
+:class:`~fedprune_app.errors.LaunchError` (a ``RuntimeError``) for a run that fails. Where the file system refuses a path,
+the error is Python's ``OSError``.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ __all__ = [
     "ConfigError",
     "LaunchError",
     "Run",
+    "RunsFailed",
     "export",
     "load_model",
     "load_packed",
@@ -90,6 +92,18 @@ def _in_python(function: Callable[P, T]) -> Callable[P, T]:
             raise
 
     return call
+
+
+class RunsFailed(LaunchError):
+    """Runs of a sweep have failed.
+
+    ``runs`` are those that have finished, in the order of the matrix. ``failed`` says by a run's name why it failed.
+    """
+
+    def __init__(self, message: str, runs: Sequence[Run], failed: Mapping[str, str]) -> None:
+        super().__init__(message)
+        self.runs = list(runs)
+        self.failed = dict(failed)
 
 
 Settings = Mapping[str, object]
@@ -161,9 +175,9 @@ def sweep(
     that have finished before are kept. By default there are as many ``clients`` as a resumed sweep has, as the matrix
     says, or 20.
 
-    Raises :class:`ConfigError` for a wrong setting, before anything is written, and :class:`LaunchError` at the end if
-    a run of the matrix failed, which says why; the folders of the other runs are whole. A trial of a search that fails
-    counts for nothing, and :class:`LaunchError` says that none succeeded.
+    Raises :class:`ConfigError` for a wrong setting, before anything is written, and :class:`RunsFailed` at the end if
+    a run of the matrix failed. That error says why, and has the other runs. A trial of a search that fails counts for
+    nothing, and :class:`LaunchError` says that none succeeded.
     """
     from fedprune_app.experiment import Placement
     from fedprune_app.matrices import Matrix, matrix_of, read_matrix
@@ -186,7 +200,10 @@ def sweep(
         swept = run_matrix(read, *place, resume=resume, force=force)
     else:
         swept = run_search(read, *place, resume=resume, force=force)
-    swept.check(with_reasons=not progress)
+    try:
+        swept.check(with_reasons=not progress)
+    except LaunchError as error:
+        raise RunsFailed(str(error), swept.runs, swept.failed) from None
     return list(swept.runs)
 
 

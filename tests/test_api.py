@@ -246,10 +246,15 @@ def test_another_file_than_safetensors_is_said_to_be_none(tmp_path):
         fedprune_app.load_model(tmp_path / "net.onnx")
 
 
-def test_a_sweep_that_fails_says_why(tmp_path):
-    matrix = {"systems": ["fedavg"], "common": {"num_server_rounds": 1, "local_epochs": 1, "learning_rate": 1e30}}
-    with pytest.raises(fedprune_app.LaunchError, match="1 of 1 runs failed: fedavg-digits-seed0: round 1 had 0 good"):
+def test_a_sweep_that_fails_says_why_and_has_the_other_runs(tmp_path):
+    common = {"num_server_rounds": 1, "local_epochs": 1}
+    matrix = {"systems": [{"system": "fedavg", "learning_rate": 1e30}, "standalone"], "common": common}
+    with pytest.raises(fedprune_app.RunsFailed, match="1 of 2 runs failed: .*: round 1 had 0 good") as failure:
         fedprune_app.sweep(matrix, out=tmp_path / "s", **QUICK)
+    (run,), (reason,) = failure.value.runs, failure.value.failed.values()
+    assert (run.system, run.status) == ("standalone", "completed")
+    assert reason in str(failure.value)
+    assert isinstance(failure.value, fedprune_app.LaunchError)
 
 
 def test_a_clients_model_and_masks_are_those_of_its_last_round(finished):
