@@ -38,6 +38,7 @@ def list_(
     from fedprune_app.models.names import MODELS
     from fedprune_app.plugins import installed
     from fedprune_app.registry import SYSTEMS
+    from fedprune_app.results import own_measures
 
     if plugin or system not in ("", *SYSTEMS):
         given_in(None, [f"system={system}"] if system else None, plugin)
@@ -57,12 +58,13 @@ def list_(
     for key, names in installed().items():
         for name, module in names.items():
             kinds[f"{key}s"].setdefault(name, f"of the installed plug-in {module}")
+    told = {name: own_measures.described(name) for name in SYSTEMS if own_measures.of_system(name)}
     if as_json:
         settings = {
             key: {"default": each.default, "help": each.help, "range": each.range, "choices": dict(each.choices)}
             for key, each in options.items()
         }
-        typer.echo(json.dumps({**kinds, "keys": settings}, indent=1))
+        typer.echo(json.dumps({**kinds, "measures": told, "keys": settings}, indent=1))
         return
     out = Console(**AS_IT_IS)
     if keys:
@@ -73,6 +75,8 @@ def list_(
         table.add_row(Text(kind, "bold"), "")
         for name, line in entries.items():
             table.add_row(f"  {name}", line)
+            if kind == "systems" and name in told:
+                table.add_row("", f"own numbers: {', '.join(each['name'] for each in told[name])}")
     out.print(table)
 
 

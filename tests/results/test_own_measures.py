@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fedprune_app
+from fedprune_app import cli
 from fedprune_app.config import ConfigError
 from fedprune_app.results import own_measures
 from fedprune_app.results.figures import figures
@@ -98,6 +99,16 @@ def test_a_private_client_keeps_what_may_tell_of_its_data(run):
 def test_the_numbers_of_the_page_keep_the_laws(run, tmp_path):
     Path("drift.py").write_text(DRIFT)
     check_system("fedavg-drift", plugins="drift.py")
+
+
+def test_they_are_listed(run, capsys):
+    Path("drift.py").write_text(DRIFT)
+    cli.app(["list", "--plugin", "drift.py"], standalone_mode=False)
+    assert "own numbers: drift, gain, server_step" in capsys.readouterr().out
+    cli.app(["list", "--plugin", "drift.py", "--json"], standalone_mode=False)
+    listed = json.loads(capsys.readouterr().out)["measures"]
+    assert [each["title"] for each in listed["fedavg-drift"]][2] == "Step of the server"
+    assert listed.keys() == {"fedavg-drift"}
 
 
 def test_a_number_that_nobody_tells_breaks_a_law(run):
