@@ -60,6 +60,8 @@ def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
     if dataset.features:
         rows.append(("features", shortened(dataset.features)))
     doubts = list(_unread(config))
+    if dataset.num_classes < 2:
+        doubts.append("there is one class, and a run needs at least two")
     for part, labels in (("training", dataset.train_labels), ("test", dataset.test_labels)):
         counts = np.bincount(labels, minlength=dataset.num_classes)
         rows.append((f"{part} examples of a class", _spread(counts.tolist())))

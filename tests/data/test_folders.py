@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -265,6 +266,18 @@ def test_check_data_counts_what_lies_in_an_image_folder_and_is_not_read(fedprune
     assert code == 0, said
     assert "images in other places than the folders of the classes are not read: 3" in said
     assert "files of types that are not read as images: 1 without a type, 2 .heic" in said
+
+
+def test_check_data_notes_images_of_one_class(fedprune, mixed):
+    given = ("check-data", "dataset=image-folder", f"data-dir={mixed}", "image-size=8")
+    note = "note: there is one class, and a run needs at least two"
+    code, said = fedprune(*given)
+    assert (code, note in said) == (0, False), said
+    for part in ("train", "test"):
+        shutil.rmtree(mixed / part / "dog")
+    splits.forget()
+    code, said = fedprune(*given)
+    assert (code, note in " ".join(said.split())) == (0, True), said
 
 
 def test_check_data_knows_the_folders_of_owners(fedprune, people):
