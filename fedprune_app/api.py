@@ -7,8 +7,8 @@ Examples:
 
 Errors are those of the command line, in which an option is called by the argument's name:
 :class:`~fedprune_app.config.ConfigError` (a ``ValueError``) for a wrong setting,
-:class:`~fedprune_app.errors.LaunchError` (a ``RuntimeError``) for a run that fails. Where the file system refuses a path,
-the error is Python's ``OSError``.
+:class:`~fedprune_app.errors.LaunchError` (a ``RuntimeError``) for a run that fails. Where the file system refuses a
+path, the error is Python's ``OSError``.
 """
 
 from __future__ import annotations

@@ -249,7 +249,7 @@ def test_another_file_than_safetensors_is_said_to_be_none(tmp_path):
 def test_a_sweep_that_fails_says_why_and_has_the_other_runs(tmp_path):
     common = {"num_server_rounds": 1, "local_epochs": 1}
     matrix = {"systems": [{"system": "fedavg", "learning_rate": 1e30}, "standalone"], "common": common}
-    with pytest.raises(fedprune_app.RunsFailed, match="1 of 2 runs failed: .*: round 1 had 0 good") as failure:
+    with pytest.raises(fedprune_app.RunsFailed, match=r"1 of 2 runs failed: .*: round 1 had 0 good") as failure:
         fedprune_app.sweep(matrix, out=tmp_path / "s", **QUICK)
     (run,), (reason,) = failure.value.runs, failure.value.failed.values()
     assert (run.system, run.status) == ("standalone", "completed")
