@@ -180,8 +180,9 @@ def sweep(
     nothing, and :class:`LaunchError` says that none succeeded.
     """
     from fedprune_app.experiment import Placement
-    from fedprune_app.matrices import Matrix, matrix_of, read_matrix
-    from fedprune_app.sweeping import num_clients_of, run_matrix, run_search
+    from fedprune_app.matrices import matrix_of, read_matrix
+    from fedprune_app.sweeping import num_clients_of
+    from fedprune_app.sweeping import sweep as make
 
     read = (
         matrix_of(_dashed(_plain(matrix)), "in memory")
@@ -195,11 +196,8 @@ def sweep(
 
     folder, given = _path("out", out).resolve(), with_plugins([], _flat(settings)).on_command_line
     count = num_clients_of(read, folder, clients, tell, resume=resume)
-    place = folder, given, Placement(engine, count, workers, ray_address=ray_address), console, tell
-    if isinstance(read, Matrix):
-        swept = run_matrix(read, *place, resume=resume, force=force)
-    else:
-        swept = run_search(read, *place, resume=resume, force=force)
+    placement = Placement(engine, count, workers, ray_address=ray_address)
+    swept = make(read, folder, given, placement, console, tell, resume=resume, force=force)
     try:
         swept.check(with_reasons=not progress)
     except LaunchError as error:

@@ -30,7 +30,7 @@ from fedprune_app.config import (
 from fedprune_app.registry import check_names, check_system
 from fedprune_app.results.reader import read_info
 from fedprune_app.results.recorder import holds_run
-from fedprune_app.searching import Search, search_of
+from fedprune_app.searching import Entry, Searches, searches_of
 from fedprune_app.starting import check_clients, check_no_place
 
 _SECTIONS = ("clients", "common", "systems", "datasets", "seeds", "search")
@@ -141,7 +141,24 @@ for _tag, _pattern in _NUMBERS.items():
     _Loader.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
 
 
-def read_matrix(path: Path) -> Matrix | Search:
+class _Dumper(yaml.SafeDumper):
+    """This dumper quotes a text that the loader, or a loader of YAML 1.1, would take for another value."""
+
+
+_Dumper.yaml_implicit_resolvers = {
+    first: list(found) for first, found in yaml.SafeDumper.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in _NUMBERS.items():
+    _Dumper.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
+
+
+def to_yaml(document: Mapping[str, Any]) -> str:
+    """Return the text of a matrix file, which :func:`read_matrix` reads as this document."""
+    text: str = yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def read_matrix(path: Path) -> Matrix | Searches:
     """Read a matrix file, see :func:`matrix_of`.
 
     Raises :class:`ConfigError` naming the file and the entry.
@@ -159,8 +176,8 @@ def read_matrix(path: Path) -> Matrix | Search:
     return matrix_of(document, path)
 
 
-def matrix_of(document: object, path: Path | str) -> Matrix | Search:
-    """Return the matrix, or the search, that a document describes; ``path`` names it in errors.
+def matrix_of(document: object, path: Path | str) -> Matrix | Searches:
+    """Return the matrix, or the searches, that a document describes; ``path`` names it in errors.
 
     The document's entries are:
 
@@ -168,7 +185,7 @@ def matrix_of(document: object, path: Path | str) -> Matrix | Search:
     * ``systems`` and ``datasets``: lists of settings. Each entry has at least the key ``system`` or ``dataset``.
     * ``seeds``: a list of whole numbers.
     * ``clients``: a number.
-    * ``search``: settings to draw from, in place of systems and datasets; see :mod:`fedprune_app.searching`.
+    * ``search``: settings to draw from, see :mod:`fedprune_app.searching`.
 
     Raises :class:`ConfigError` naming the entry.
     """
@@ -189,7 +206,7 @@ def matrix_of(document: object, path: Path | str) -> Matrix | Search:
             f"matrix {str(path)!r}: clients is {_short(num_clients)}, allowed: a whole number, at least 1"
         )
     if "search" in document:
-        return search_of(document, common, seeds, path)
+        return searches_of(document, common, seeds, path, _entries(path, document))
     for key in ("system", "dataset", "seed"):
         if key in common:
             raise ConfigError(f"matrix {str(path)!r}: common sets {key!r}, allowed: in {key}s")
@@ -198,7 +215,9 @@ def matrix_of(document: object, path: Path | str) -> Matrix | Search:
     settings = []
     for system, dataset, seed in itertools.product(systems, datasets, seeds):
         values = {**common, **dataset, **system, "seed": seed}
-        settings.append((_folder(f"{_name(system, 'system')}-{_name(dataset, 'dataset')}", f"-seed{seed}"), values))
+        of_seed = f"-seed{seed}"
+        name = _cut(f"{_name(system, 'system')}-{_name(dataset, 'dataset')}", _LONGEST - len(of_seed))
+        settings.append((name + of_seed, values))
     names = [name for name, _ in settings]
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -207,6 +226,7 @@ def matrix_of(document: object, path: Path | str) -> Matrix | Search:
 
 
 _LONGEST = 255  # characters of a folder's name, all of which are ASCII
+_LONGEST_OF_A_SEARCH = 200  # of a system's name, to which trial and seed are added
 _short = reprlib.repr  # a few lines of YAML aliases can stand for billions of entries
 
 
@@ -234,6 +254,25 @@ def _variants(path: Path | str, section: str, key: str, entries: Any) -> Sequenc
     return variants
 
 
+def _entries(path: Path | str, document: Mapping[str, Any]) -> list[Entry]:
+    """Return the entries of ``systems`` beside a search, each of which may have a ``space``; none if there are none."""
+    if "systems" not in document:
+        return []
+    entries, spaces = document["systems"], []
+    if isinstance(entries, list):
+        spaces = [each.get("space") if isinstance(each, dict) else None for each in entries]
+        entries = [
+            {key: value for key, value in each.items() if key != "space"} if isinstance(each, dict) else each
+            for each in entries
+        ]
+    variants = _variants(path, "systems", "system", entries)
+    names = [_cut(_name(variant, "system"), _LONGEST_OF_A_SEARCH) for variant in variants]
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"matrix {str(path)!r} has two systems named {twice!r}, allowed: distinct settings")
+    return [Entry(*each) for each in zip(names, variants, spaces, strict=True)]
+
+
 def _name(variant: Mapping[str, Any], key: str) -> str:
     """Return a folder name with the settings that distinguish a variant, such as ``subfedavg-target-rate50``."""
     parts = [str(variant[key])]
@@ -242,12 +281,12 @@ def _name(variant: Mapping[str, Any], key: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", "-".join(parts))
 
 
-def _folder(name: str, seed: str) -> str:
-    """Return the name of a run's folder; a name that is too long for a file system ends with a digest of the whole."""
-    if len(name) + len(seed) <= _LONGEST:
-        return name + seed
+def _cut(name: str, longest: int) -> str:
+    """Return a name for a file or folder; one that is too long for a file system ends with a digest of the whole."""
+    if len(name) <= longest:
+        return name
     digest = "-" + hashlib.sha256(name.encode()).hexdigest()[:16]
-    return name[: _LONGEST - len(digest) - len(seed)] + digest + seed
+    return name[: longest - len(digest)] + digest
 
 
 def is_complete(folder: Path, config: Config, num_clients: int) -> bool:

@@ -14,9 +14,17 @@ A search file is a matrix file with the entry ``search`` in place of ``systems``
         local-epochs: {low: 1, high: 10}
         dispfl.topology: [ring, random]
 
+With ``systems`` beside ``search``, each of these is searched by itself, with as many trials. Its entry may have
+settings and a ``space`` of its own, which win over ``common`` and the space of the search::
+
+    systems:
+      - fedavg
+      - {system: dispfl, space: {density: [0.2, 0.5]}}
+
 Each trial is a run for each seed, and counts with the mean of the objective in the last evaluated round. Optuna's study
 is in ``optuna.db`` in the sweep's folder, so that a search that was stopped goes on. The draws of a trial derive from
-its number and the first seed, whatever was interrupted before.
+its number and the first seed, whatever was interrupted before. What was best is written as a matrix, ``best.yaml``, and
+as a run-config file for each system.
 """
 
 from __future__ import annotations
@@ -28,7 +36,7 @@ import math
 import reprlib
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +48,7 @@ from fedprune_app.config import (
     ConfigError,
     Scalar,
     check_effects,
+    has_effect,
     paths_from_here,
     told_of,
 )
@@ -51,21 +60,21 @@ from fedprune_app.results.recorder import holds_run
 from fedprune_app.starting import check_no_place
 
 if TYPE_CHECKING:
-    import optuna
+    from optuna import Study
 
 OBJECTIVES = {"accuracy_validation_mean": "maximize", "loss_mean": "minimize"}
 """What a search may go by, and where better is; no number of test data, which nothing may be decided by."""
 _SAMPLERS = ("tpe", "random")
 _ENTRIES = ("trials", "sampler", "objective", "space")
-TABLE = "search.csv"
 STUDY = "optuna.db"
+BEST = "best.yaml"
 
 
 @dataclass(frozen=True)
 class Search:
     """A search draws ``trials`` settings from ``space``: for each key its choices, or its low and high end.
 
-    ``where`` names the file in errors.
+    ``where`` names the file in errors. ``name`` tells the searches of several systems apart; alone it is empty.
     """
 
     common: Mapping[str, Scalar]
@@ -76,6 +85,22 @@ class Search:
     objective: str
     space: Mapping[str, Mapping[str, Any] | list[Scalar]]
     where: str = "matrix"
+    name: str = ""
+
+    @property
+    def table(self) -> str:
+        """The file of all trials has this name."""
+        return f"search-{self.name}.csv" if self.name else "search.csv"
+
+    @property
+    def best(self) -> str:
+        """The run-config file of the best settings has this name."""
+        return f"best-{self.name}.toml" if self.name else "best.toml"
+
+    def folder(self, number: int, seed: int) -> str:
+        """Return the name of the folder of a trial's run."""
+        trial = f"trial{number + 1:03d}-seed{seed}"
+        return f"{self.name}-{trial}" if self.name else trial
 
     def config(self, drawn: Mapping[str, Scalar], seed: int, place: Mapping[str, Scalar] | None = None) -> Config:
         """Return the settings of one run, checked."""
@@ -83,12 +108,14 @@ class Search:
             check_names(plugins.parse(paths_from_here({**self.common, **drawn, "seed": seed, **(place or {})})))
         )
 
-    def check(self) -> None:
+    def check(self) -> list[Config]:
         """Raise :class:`ConfigError` for settings that cannot be, in each range and for each choice.
 
-        So are settings with which the objective is not measured, and what Optuna cannot draw from.
+        So are settings with which the objective is not measured, and what Optuna cannot draw from. Return the settings
+        that were checked.
         """
         self.distributions(_optuna())
+        checked = []
         first = {key: _values(each)[0] for key, each in self.space.items()}
         with told_of(self.where):
             check_no_place({**self.common, **first})
@@ -98,7 +125,9 @@ class Search:
                 for value in _values(each):
                     config = self.config({**first, key: value}, self.seeds[0])
                     self._check_measured(config)
+                    checked.append(config)
             check_effects(self.space, config)
+        return checked
 
     def _check_measured(self, config: Config) -> None:
         """Raise :class:`ConfigError` where no run with ``config`` measures the objective."""
@@ -145,7 +174,7 @@ class Search:
 
     def folders(self, out: Path) -> list[Path]:
         """Return the folders of the trials' runs that are below ``out``."""
-        return sorted(out.glob("trial*-seed*"))
+        return sorted(out.glob(f"{self.name}-trial*-seed*" if self.name else "trial*-seed*"))
 
     @property
     def asked(self) -> str:
@@ -155,14 +184,76 @@ class Search:
         )
 
 
-def search_of(document: Mapping[str, Any], common: Mapping[str, Any], seeds: list[int], path: Path | str) -> Search:
-    """Return the search that a matrix file describes. Raises :class:`ConfigError` naming the file and the entry."""
+@dataclass(frozen=True)
+class Searches:
+    """A file asks for these searches, one for each of its systems."""
+
+    each: tuple[Search, ...]
+    num_clients: int | None
+
+    def folders(self, out: Path) -> list[Path]:
+        """Return the folders of all trials' runs that are below ``out``."""
+        return [folder for search in self.each for folder in search.folders(out)]
+
+
+def check_searches(several: Sequence[Search]) -> None:
+    """Raise :class:`ConfigError` for settings that cannot be, and for one that has an effect in no search that has it.
+
+    See :meth:`Search.check`.
+    """
+    checked = [(asked, asked.check()) for asked in several]
+    for key in dict.fromkeys(key for asked in several for key in asked.common):
+        having = [(asked, configs) for asked, configs in checked if key in asked.common]
+        if not any(has_effect(key, config) for _, configs in having for config in configs):
+            asked, configs = having[0]
+            with told_of(asked.where):
+                check_effects([key], configs[0])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry of ``systems`` beside a search has settings, and a ``space`` as it stands in the file, or None."""
+
+    name: str
+    settings: Mapping[str, Scalar]
+    space: object
+
+
+def searches_of(
+    document: Mapping[str, Any], common: Mapping[str, Any], seeds: list[int], path: Path | str, entries: Sequence[Entry]
+) -> Searches:
+    """Return the searches that a matrix file describes: one for each entry of ``systems``, or one if there is none.
+
+    Raises :class:`ConfigError` naming the file and the entry.
+    """
     where = f"matrix {str(path)!r}"
-    for section in ("systems", "datasets"):
-        if section in document:
-            raise ConfigError(f"{where} has {section} beside search, allowed: common, seeds, clients and search")
-    if "system" not in common:
-        raise ConfigError(f"{where}: common has no system, allowed with search: one system")
+    if "datasets" in document:
+        raise ConfigError(f"{where} has datasets beside search, allowed: common, systems, seeds, clients and search")
+    if entries and "system" in common:
+        raise ConfigError(f"{where}: common sets 'system', allowed: in systems")
+    if not entries and "system" not in common:
+        raise ConfigError(f"{where}: common has no system, allowed with search: one system, or the entry systems")
+    found = _search_of(document, common, seeds, where, needs_space=not entries)
+    if not entries:
+        return Searches((found,), found.num_clients)
+    several = []
+    for entry in entries:
+        place = f"{where}: {entry.name!r} in systems"
+        own = {} if entry.space is None else entry.space
+        if not isinstance(own, dict):
+            raise ConfigError(f"{place}: space is {_short(own)}, allowed: a range or choices for each key")
+        _check_space(place, own, entry.settings, "the entry")
+        space = {key: each for key, each in {**found.space, **own}.items() if key not in entry.settings}
+        if not space:
+            raise ConfigError(f"{place} has nothing to draw, allowed: a space in search or in the entry")
+        settings = {key: value for key, value in {**common, **entry.settings}.items() if key not in space}
+        several.append(replace(found, common=settings, space=space, name=entry.name, where=place))
+    return Searches(tuple(several), found.num_clients)
+
+
+def _search_of(
+    document: Mapping[str, Any], common: Mapping[str, Any], seeds: list[int], where: str, *, needs_space: bool
+) -> Search:
     if "seed" in common:
         raise ConfigError(f"{where}: common sets 'seed', allowed: in seeds")
     found = document["search"]
@@ -171,10 +262,10 @@ def search_of(document: Mapping[str, Any], common: Mapping[str, Any], seeds: lis
     for key in found:
         if key not in _ENTRIES:
             raise ConfigError(f"{where}: search has unknown entry {_short(key)}, allowed: {', '.join(_ENTRIES)}")
-    if "space" not in found:
+    if needs_space and "space" not in found:
         raise ConfigError(f"{where}: search lacks the entry 'space', allowed: a range or choices for each key")
     trials, sampler = found.get("trials", 20), found.get("sampler", "tpe")
-    objective, space = found.get("objective", "accuracy_validation_mean"), found["space"]
+    objective, space = found.get("objective", "accuracy_validation_mean"), found.get("space", {})
     if type(trials) is not int or trials < 1:
         raise ConfigError(f"{where}: trials is {_short(trials)}, allowed: a whole number, at least 1")
     if sampler not in _SAMPLERS:
@@ -182,16 +273,21 @@ def search_of(document: Mapping[str, Any], common: Mapping[str, Any], seeds: lis
     if not isinstance(objective, str) or objective not in OBJECTIVES:
         allowed = f"{', '.join(OBJECTIVES)}; nothing may be decided by test data"
         raise ConfigError(f"{where}: objective is {_short(objective)}, allowed: {allowed}")
-    if not isinstance(space, dict) or not space:
+    if not isinstance(space, dict) or ("space" in found and not space):
         raise ConfigError(f"{where}: space is {_short(space)}, allowed: a range or choices for each key")
-    for key, each in space.items():
-        _check_range(where, key, each)
-        if key in common:
-            raise ConfigError(f"{where}: {key} is in common and in space, allowed: in one of them")
+    _check_space(where, space, common, "common")
     return Search(common, tuple(seeds), document.get("clients"), trials, sampler, objective, space, where)
 
 
 _short = reprlib.repr  # a few lines of YAML aliases can stand for billions of entries
+
+
+def _check_space(where: str, space: Mapping[Any, Any], settings: Mapping[str, Scalar], place: str) -> None:
+    """Raise :class:`ConfigError` for what is no range, and for a key that ``settings``, those of a ``place``, fix."""
+    for key, each in space.items():
+        _check_range(where, key, each)
+        if key in settings:
+            raise ConfigError(f"{where}: {key} is in {place} and in space, allowed: in one of them")
 
 
 def _check_range(where: str, key: object, each: Any) -> None:
@@ -246,22 +342,15 @@ class Found:
     table: Path
 
 
-def search(
-    asked: Search,
-    out: Path,
-    run: Callable[[Config, Path], object],
-    say: Callable[[str, str], object],
-) -> Found:
-    """Make all trials of a search, each by ``run(config, folder)``, and return what was found.
+def study_of(asked: Search, out: Path) -> Study:
+    """Return the search's study in ``out``, which may hold trials that were made before.
 
-    Trials that were made before, in the same ``out``, count. A trial whose run fails counts for nothing, and one that
-    draws the settings of an earlier trial takes its value without a run. Raises
-    :class:`LaunchError` if no trial succeeded, and :class:`ConfigError` if ``out`` has another search.
+    Raises :class:`ConfigError` if ``out`` has another search.
     """
     optuna = _optuna()
-    study = optuna.create_study(
+    study: Study = optuna.create_study(
         storage=f"sqlite:///{out / STUDY}",
-        study_name="fedprune",
+        study_name=asked.name or "fedprune",
         direction=OBJECTIVES[asked.objective],
         load_if_exists=True,
     )
@@ -276,30 +365,49 @@ def search(
         )
     study.set_user_attr("asked", asked.asked)
     study.set_user_attr("clients", asked.num_clients)
+    return study
+
+
+def search(
+    asked: Search,
+    study: Study,
+    out: Path,
+    run: Callable[[Config, Path], object],
+    say: Callable[[str, str], object],
+) -> Found:
+    """Make all trials of a search, each by ``run(config, folder)``, and return what was found.
+
+    Trials that the ``study`` has from before count; their runs are in ``out``. A trial whose run fails counts for
+    nothing, and one that draws the settings of an earlier trial takes its value without a run. Raises
+    :class:`LaunchError` if no trial succeeded.
+    """
+    optuna = _optuna()
+    prefix = f"{asked.name} " if asked.name else ""
     distributions = asked.distributions(optuna)
     while open_trial := _next_trial(optuna, study, asked, distributions):
         number, drawn = open_trial
         words = ", ".join(f"{key}={value}" for key, value in drawn.items())
         same = next((trial for trial in _different(optuna, study) if trial.params == drawn), None)
         said = f": as trial {same.number + 1}, whose value counts" if same else ""
-        say("", f"({number + 1}/{asked.trials}) {words}{said}")
+        say("", f"{prefix}({number + 1}/{asked.trials}) {words}{said}")
         try:
             value = same.value if same else _value_of(asked, number, drawn, out, run)
         except (LaunchError, ConfigError) as error:
-            say("failed", f" trial {number + 1}: {' '.join(str(error).split())}")
+            say("failed", f" {prefix}trial {number + 1}: {' '.join(str(error).split())}")
             study.tell(number, state=optuna.trial.TrialState.FAIL)
         else:
             study.tell(number, value)
-        _write_table(out / TABLE, study, asked)
+        _write_table(out / asked.table, study, asked)
     done = _different(optuna, study)
     if not done:
         raise LaunchError(f"none of {asked.trials} trials succeeded")
-    _write_table(out / TABLE, study, asked)  # the process may have been killed before it wrote the last trial's row
-    runs = [load_run(out / _name(trial.number, seed)) for trial in done for seed in asked.seeds]
-    return Found(dict(study.best_params), float(study.best_value), tuple(runs), out / TABLE)
+    # the process may have been killed before it wrote the last trial's row
+    _write_table(out / asked.table, study, asked)
+    runs = [load_run(out / asked.folder(trial.number, seed)) for trial in done for seed in asked.seeds]
+    return Found(dict(study.best_params), float(study.best_value), tuple(runs), out / asked.table)
 
 
-def _different(optuna: Any, study: optuna.Study) -> list[Any]:
+def _different(optuna: Any, study: Study) -> list[Any]:
     """Return the trials that have a value, of those with the same settings the first.
 
     The same settings and seeds make the same run. A second one would cost its time, and count as another seed.
@@ -312,7 +420,7 @@ def _different(optuna: Any, study: optuna.Study) -> list[Any]:
 
 
 def _next_trial(
-    optuna: Any, study: optuna.Study, asked: Search, distributions: Mapping[str, Any]
+    optuna: Any, study: Study, asked: Search, distributions: Mapping[str, Any]
 ) -> tuple[int, dict[str, Scalar]] | None:
     """Return number and settings of a trial that is not over: one that was interrupted, else a new one."""
     for trial in study.trials:
@@ -333,7 +441,7 @@ def _value_of(
 ) -> float:
     values = []
     for seed in asked.seeds:
-        folder = out / _name(number, seed)
+        folder = out / asked.folder(number, seed)
         place: dict[str, Scalar] = {"out-dir": str(folder)}
         if holds_run(folder):
             place["resume-from"] = str(folder)
@@ -347,10 +455,6 @@ def _value_of(
     return statistics.fmean(values)
 
 
-def _name(number: int, seed: int) -> str:
-    return f"trial{number + 1:03d}-seed{seed}"
-
-
 def _distribution(optuna: Any, each: Mapping[str, Any] | list[Scalar]) -> Any:
     if isinstance(each, list):
         return optuna.distributions.CategoricalDistribution(each)
@@ -360,7 +464,7 @@ def _distribution(optuna: Any, each: Mapping[str, Any] | list[Scalar]) -> Any:
     )
 
 
-def _write_table(path: Path, study: optuna.Study, asked: Search) -> None:
+def _write_table(path: Path, study: Study, asked: Search) -> None:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["trial", *asked.space, asked.objective, "state"])
@@ -388,3 +492,34 @@ def with_overrides(asked: Search, overrides: Mapping[str, Scalar]) -> Search:
         if key in asked.space or key == "seed":
             raise ConfigError(f"{key} is given on the command line, allowed: what the search does not draw")
     return replace(asked, common={**asked.common, **overrides})
+
+
+# --- what was best ------------------------------------------------------------------------------------------------
+
+
+def best_settings(asked: Search, found: Found) -> dict[str, Scalar]:
+    """Return the settings of a run with what a search found, but for the seed; paths are absolute."""
+    settings: dict[str, Scalar] = paths_from_here({**asked.common, **found.best})
+    return settings
+
+
+def best_matrix(several: Sequence[tuple[Search, Found]], num_clients: int) -> dict[str, Any]:
+    """Return the document of a matrix that compares what searches found.
+
+    It has as many seeds as the searches, and none of theirs: settings that were chosen with a seed are luckier there.
+    """
+    settings = [best_settings(*each) for each in several]
+    first, _ = several[0]
+    shared = {
+        key: value
+        for key, value in settings[0].items()
+        if key in first.common and key != "system" and all(each.get(key) == value for each in settings)
+    }
+    systems = [
+        {"system": each["system"], **{key: value for key, value in each.items() if key not in {"system", *shared}}}
+        for each in settings
+    ]
+    datasets = {"datasets": [shared.pop("dataset")]} if "dataset" in shared else {}
+    unused = max(first.seeds) + 1
+    seeds = list(range(unused, unused + len(first.seeds)))
+    return {"clients": num_clients, "common": shared, "systems": systems, **datasets, "seeds": seeds}

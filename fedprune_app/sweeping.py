@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,26 @@ from typing import Any
 from rich.console import Console
 
 from fedprune_app import demo, searching
-from fedprune_app.config import ConfigError, Scalar
+from fedprune_app.config import Config, ConfigError, Scalar, to_toml, told_of
 from fedprune_app.errors import LaunchError
 from fedprune_app.experiment import Placement, Session
-from fedprune_app.matrices import Matrix, is_complete
+from fedprune_app.files import replace_file
+from fedprune_app.matrices import Matrix, is_complete, to_yaml
 from fedprune_app.registry import unprotected
 from fedprune_app.results.ownership import check_free, check_marked, clear_the_way, mark
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import TABLES, write_tables
-from fedprune_app.searching import STUDY, TABLE, Search, with_overrides
+from fedprune_app.searching import (
+    BEST,
+    STUDY,
+    Found,
+    Search,
+    Searches,
+    best_matrix,
+    best_settings,
+    check_searches,
+    with_overrides,
+)
 from fedprune_app.starting import check_clients, recorded_clients
 
 Say = Callable[[str, str], object]
@@ -27,22 +38,28 @@ Say = Callable[[str, str], object]
 
 @dataclass(frozen=True)
 class Swept:
-    """A sweep has these finished runs in the order of the matrix, files of tables, and why runs failed, by name."""
+    """A sweep has these finished runs in the order of the matrix, and files of tables.
+
+    ``failed`` says by name why runs failed, or searches, of ``count`` together. ``best`` is the matrix of what searches
+    found.
+    """
 
     runs: tuple[Run, ...]
     tables: tuple[Path, ...]
     failed: Mapping[str, str] = field(default_factory=dict)
+    count: int = 0
+    of: str = "runs"
+    best: Path | None = None
 
     def check(self, *, with_reasons: bool = False) -> None:
         """Raise :class:`LaunchError` if a run failed; ``with_reasons`` for those who have not been told yet."""
         if self.failed:
-            count = len(self.runs) + len(self.failed)
             told = "; ".join(f"{name}: {reason}" for name, reason in self.failed.items())
             said = told if with_reasons else ", ".join(self.failed)
-            raise LaunchError(f"{len(self.failed)} of {count} runs failed: {said}")
+            raise LaunchError(f"{len(self.failed)} of {self.count} {self.of} failed: {said}")
 
 
-def num_clients_of(read: Matrix | Search, out: Path, asked: int | None, say: Say, *, resume: bool) -> int:
+def num_clients_of(read: Matrix | Searches, out: Path, asked: int | None, say: Say, *, resume: bool) -> int:
     """Return how many clients the runs of a sweep have.
 
     It is the number ``asked``; else, with ``resume``, the number that the runs in ``out`` began with; else that of the
@@ -61,8 +78,8 @@ def _check_new(out: Path, resume: bool) -> None:
         raise ConfigError(f"--out {str(out)!r} is not empty, allowed: a new folder, or --resume")
 
 
-def run_search(
-    asked: Search,
+def sweep(
+    read: Matrix | Searches,
     out: Path,
     overrides: Mapping[str, Scalar],
     placement: Placement,
@@ -72,28 +89,84 @@ def run_search(
     resume: bool = False,
     force: bool = False,
 ) -> Swept:
-    """Make all trials of a search in folders below ``out``, and say what was best; tables are as for a matrix.
+    """Make the runs that a matrix file asks for, see :func:`run_matrix` and :func:`run_searches`."""
+    place = out, overrides, placement, console, say
+    if isinstance(read, Matrix):
+        return run_matrix(read, *place, resume=resume, force=force)
+    return run_searches(read, *place, resume=resume, force=force)
 
-    The arguments and errors are those of :func:`run_matrix`. With ``resume`` trials that were made before count.
+
+def run_searches(
+    read: Searches,
+    out: Path,
+    overrides: Mapping[str, Scalar],
+    placement: Placement,
+    console: Console,
+    say: Say,
+    *,
+    resume: bool = False,
+    force: bool = False,
+) -> Swept:
+    """Make all trials of all searches in folders below ``out``, and write what was best; tables are as for a matrix.
+
+    The arguments and errors are those of :func:`run_matrix`. With ``resume`` trials that were made before count. A
+    search in which no trial succeeds stops no other; alone it raises :class:`LaunchError`.
     """
     _check_new(out, resume)
-    asked = replace(with_overrides(asked, overrides), num_clients=placement.num_clients)
-    asked.check()
-    for folder in asked.folders(out):
-        check_clients(folder, placement.num_clients)
+    count = placement.num_clients
+    several = [replace(with_overrides(each, overrides), num_clients=count) for each in read.each]
+    check_searches(several)
+    for asked in several:
+        for folder in asked.folders(out):
+            check_clients(folder, count)
     if not force:
-        check_marked(out, "sweep", (*TABLES, TABLE, STUDY))
-    first = asked.config({key: _first(each) for key, each in asked.space.items()}, asked.seeds[0])
+        check_marked(
+            out, "sweep", (*TABLES, STUDY, BEST, *(name for each in several for name in (each.table, each.best)))
+        )
+    found: list[tuple[Search, Found]] = []
+    failed: dict[str, str] = {}
     with Session(placement, console) as session:
+        demo.prepare_models([_checked(asked, session, placement) for asked in several], console)
+        mark(out, "sweep")
+        studies = [searching.study_of(asked, out) for asked in several]
+        for asked, study in zip(several, studies, strict=True):
+            try:
+                best = searching.search(asked, study, out, lambda config, folder: session.run(config, folder), say)
+            except LaunchError as error:
+                if not asked.name:
+                    raise
+                failed[asked.name] = str(error)
+                say("failed", f" {asked.name}: {error}")
+                continue
+            found.append((asked, best))
+            words = ", ".join(f"{key}={value}" for key, value in best.best.items())
+            say("", f"{asked.name and f'{asked.name} '}best: {words}  {asked.objective} {best.value:.4f}")
+            replace_file(out / asked.best, to_toml(best_settings(asked, best)).encode())
+    runs = tuple(run for _, each in found for run in each.runs)
+    tables = (*(each.table for _, each in found), *(write_tables(runs, out) if runs else ()))
+    return Swept(runs, tables, failed, len(several), "searches", _write_best(found, count, out))
+
+
+def _checked(asked: Search, session: Session, placement: Placement) -> Config:
+    """Return the settings of a first trial, with which the search can be made.
+
+    Raises :class:`ConfigError` before anything is written.
+    """
+    first = asked.config({key: _first(each) for key, each in asked.space.items()}, asked.seeds[0])
+    with told_of(asked.where):
         session.check(first)
         if placement.shares_data:
             asked.check_data(first)
-        demo.prepare_models([first], console)
-        mark(out, "sweep")
-        found = searching.search(asked, out, lambda config, folder: session.run(config, folder), say)
-    words = ", ".join(f"{key}={value}" for key, value in found.best.items())
-    say("", f"best: {words}  {asked.objective} {found.value:.4f}")
-    return Swept(found.runs, (found.table, *write_tables(found.runs, out)))
+    return first
+
+
+def _write_best(found: Sequence[tuple[Search, Found]], num_clients: int, out: Path) -> Path | None:
+    """Write the matrix that compares what was found with seeds that no search used, and return its path."""
+    if not found:
+        return None
+    said = "# The best settings of a search, and seeds that the search did not use: fedprune sweep best.yaml\n"
+    replace_file(out / BEST, (said + to_yaml(best_matrix(found, num_clients))).encode())
+    return out / BEST
 
 
 def _first(each: Any) -> Scalar:
@@ -152,4 +225,4 @@ def run_matrix(
                 say("failed", f" {cell.name}: {failed[cell.name]}")
     done = [load_run(out / cell.name) for cell in cells if is_complete(out / cell.name, cell.config, count)]
     tables = write_tables(done, out) if done else []
-    return Swept(tuple(done), tuple(tables), failed)
+    return Swept(tuple(done), tuple(tables), failed, len(cells))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import math
 import shutil
@@ -13,8 +14,8 @@ import yaml
 
 import fedprune_app
 from fedprune_app import searching
-from fedprune_app.config import ConfigError
-from fedprune_app.matrices import matrix_of
+from fedprune_app.config import ConfigError, read_toml
+from fedprune_app.matrices import matrix_of, read_matrix, to_yaml
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SPACE = {
@@ -30,8 +31,8 @@ DOCUMENT = {
 QUICK = {"engine": "inprocess", "progress": False}
 
 
-def rows(folder):
-    with (folder / "search.csv").open() as file:
+def rows(folder, name="search.csv"):
+    with (folder / name).open() as file:
         return list(csv.DictReader(file))
 
 
@@ -193,6 +194,10 @@ def test_a_search_that_cannot_be_is_refused_before_anything_is_written(tmp_path,
     [
         ({"common": {**DOCUMENT["common"], "seed": 1}}, "common sets 'seed', allowed: in seeds"),
         ({"common": {**DOCUMENT["common"], "foo": 1}}, "unknown key 'foo'"),
+        (
+            {"common": {**DOCUMENT["common"], "density": 0.5}},
+            "density is 0.5, which has no effect with system 'fedprox'",
+        ),
         ({"common": {**DOCUMENT["common"], "resume-from": "q"}}, "resume-from is 'q', allowed here: out DIR"),
         ({"seeds": [0, 0]}, r"seeds is \[0, 0\], allowed: each whole number once"),
         ({"seeds": [0, -1]}, "seed is -1, allowed: at least 0"),
@@ -260,8 +265,122 @@ def test_a_folder_of_a_search_without_a_trial_takes_other_settings(tmp_path, mon
     assert len(fedprune_app.sweep({**DOCUMENT, "search": search}, out=tmp_path / "s", resume=True, **QUICK)) == 1
 
 
-def test_a_search_is_of_one_system(tmp_path):
-    with pytest.raises(ConfigError, match="has systems beside search"):
-        matrix_of({**DOCUMENT, "systems": ["fedavg"]}, "x")
-    with pytest.raises(ConfigError, match="common has no system"):
+SEVERAL = {
+    "clients": 3,
+    "common": {"num-server-rounds": 1, "evaluate-every": 1},
+    "seeds": [0, 4],
+    "systems": ["fedavg", {"system": "fedprox", "local-epochs": 1, "space": {"fedprox.mu": [0.0, 0.1]}}],
+    "search": {"trials": 2, "space": {"local-epochs": [1, 2], "momentum": {"low": 0.0, "high": 0.9}}},
+}
+
+
+def test_several_systems_are_searched_and_compared_with_seeds_that_no_search_used(fedprune, tmp_path):
+    (tmp_path / "data").mkdir()
+    lines = [f"{number % 7},{number % 2}" for number in range(120)]
+    for part in ("train", "test"):
+        (tmp_path / "data" / f"{part}.csv").write_text("\n".join(["size,label", *lines]))
+    table = {"dataset": "table", "data-dir": "data", "model": "mlp-small", "partition": "iid"}
+    common = {**SEVERAL["common"], **table}
+    (tmp_path / "search.yaml").write_text(yaml.safe_dump({**SEVERAL, "common": common}))
+    code, said = fedprune("sweep", "search.yaml", "--engine", "inprocess", "--out", "found")
+    assert code == 0, said
+    folder = tmp_path / "found"
+    names = {"fedavg": ["local-epochs", "momentum"], "fedprox-local-epochs1": ["momentum", "fedprox.mu"]}
+    for name, keys in names.items():
+        table = rows(folder, f"search-{name}.csv")
+        assert list(table[0]) == ["trial", *keys, "accuracy_validation_mean", "state"]
+        best = max(table, key=lambda row: float(row["accuracy_validation_mean"]))
+        kept = read_toml(folder / f"best-{name}.toml")
+        assert {key: str(kept[key]) for key in keys} == {key: best[key] for key in keys}
+        assert f"{name} best: " in said
+        for number, seed in itertools.product(("001", "002"), (0, 4)):
+            assert (folder / f"{name}-trial{number}-seed{seed}" / "run.json").exists()
+    document = yaml.safe_load((folder / "best.yaml").read_text())
+    assert document["seeds"] == [5, 6]
+    assert document["common"]["data-dir"] == str(tmp_path / "data")
+    assert [entry["system"] for entry in document["systems"]] == ["fedavg", "fedprox"]
+    before = (folder / "best.yaml").read_bytes()
+    code, said = fedprune("sweep", "search.yaml", "--engine", "inprocess", "--out", "found", "--resume")
+    assert (code, (folder / "best.yaml").read_bytes()) == (0, before), said
+    code, said = fedprune("sweep", "found/best.yaml", "--engine", "inprocess", "--out", "compared")
+    assert code == 0, said
+    compared = fedprune_app.load_run(next((tmp_path / "compared").glob("fedprox-*-seed5")))
+    kept = read_toml(folder / "best-fedprox-local-epochs1.toml")
+    assert all(compared.config[key] == value for key, value in kept.items())
+    assert len(compared.info["partition"]) == 3
+
+
+def test_a_search_in_which_no_trial_succeeds_stops_no_other(tmp_path):
+    broken = {"system": "standalone", "learning-rate": 1e30}
+    document = {**SEVERAL, "seeds": [0], "systems": [broken, "fedavg"]}
+    with pytest.raises(
+        fedprune_app.RunsFailed, match=r"1 of 2 searches failed: standalone.*: none of 2 trials"
+    ) as error:
+        fedprune_app.sweep(document, out=tmp_path / "s", **QUICK)
+    assert {run.system for run in error.value.runs} == {"fedavg"}
+    document = yaml.safe_load((tmp_path / "s" / "best.yaml").read_text())
+    assert [entry["system"] for entry in document["systems"]] == ["fedavg"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"datasets": ["digits"]}, "has datasets beside search, allowed: common, systems, seeds, clients and search"),
+        ({"common": {"system": "fedavg"}}, "common sets 'system', allowed: in systems"),
+        ({"systems": None}, "systems is None, allowed: a list of settings"),
+        ({"systems": []}, r"systems is \[\], allowed: a list of settings"),
+        ({"systems": ["fedavg", "fedavg"]}, "has two systems named 'fedavg', allowed: distinct settings"),
+        ({"systems": ["fedavgg"]}, ".*did you mean 'fedavg'"),
+        ({"systems": [{"system": "fedavg", "space": 3}]}, ": 'fedavg' in systems: space is 3, allowed: a range or"),
+        ({"systems": [{"system": "fedavg", "space": {"density": [0.5]}}]}, ".*no effect with system 'fedavg'"),
+        (
+            {"systems": [{"system": "fedavg", "lr-decay": 0.9, "space": {"lr-decay": [0.9]}}]},
+            ": 'fedavg-lr-decay0.9' in systems: lr-decay is in the entry and in space, allowed: in one of them",
+        ),
+        (
+            {"systems": [{"system": "fedavg", "momentum": 0.5, "local-epochs": 1}]},
+            ": 'fedavg-momentum0.5-local-epochs1' in systems has nothing to draw, allowed: a space in search or in",
+        ),
+        ({"search": {"trials": 1}}, ": 'fedavg' in systems has nothing to draw"),
+    ],
+)
+def test_searches_that_cannot_be_are_refused_before_anything_is_written(tmp_path, change, said):
+    with pytest.raises(ConfigError, match=f"^matrix 'in memory'.*{said}"):
+        fedprune_app.sweep({**SEVERAL, **change}, out=tmp_path / "s", **QUICK)
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_search_alone_has_one_system(tmp_path):
+    with pytest.raises(
+        ConfigError, match="common has no system, allowed with search: one system, or the entry systems"
+    ):
         matrix_of({"search": DOCUMENT["search"]}, "x")
+
+
+TEXTS = [
+    "1e5",
+    "010",
+    "1:30",
+    "yes",
+    "null",
+    "~",
+    "2024-01-01",
+    "a: b",
+    "",
+    ".5",
+    "1_000",
+    "# no",
+    "'",
+    "é\n",
+    "=",
+    ".inf",
+]
+
+
+@pytest.mark.parametrize("value", [*TEXTS, 1e-5, 0.1, 3, -2.5e300, True, False, math.inf, 2**62])
+def test_a_matrix_that_is_written_is_read_as_it_was(tmp_path, value):
+    document = {"systems": [{"system": "fedavg", "data-dir": value}], "seeds": [3]}
+    (tmp_path / "matrix.yaml").write_text(to_yaml(document), encoding="utf-8")
+    ((_, settings),) = read_matrix(tmp_path / "matrix.yaml").settings
+    assert (settings["data-dir"], type(settings["data-dir"])) == (value, type(value))
+    assert yaml.safe_load(to_yaml(document)) == document

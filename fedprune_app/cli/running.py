@@ -175,8 +175,8 @@ def sweep(
         if key not in OPTIONS:
             raise unknown_key(key, OPTIONS)
     from fedprune_app.experiment import Placement
-    from fedprune_app.matrices import Matrix
-    from fedprune_app.sweeping import num_clients_of, run_matrix, run_search
+    from fedprune_app.sweeping import num_clients_of
+    from fedprune_app.sweeping import sweep as make
 
     def tell(label: str, text: str) -> None:
         say(text, label, "red")
@@ -184,13 +184,11 @@ def sweep(
     folder = out.expanduser().resolve()
     count = num_clients_of(read, folder, clients, tell, resume=resume)
     placement = Placement(engine, count, workers, ray_address=ray_address)
-    place = folder, settings, placement, console, tell
-    if isinstance(read, Matrix):
-        swept = run_matrix(read, *place, resume=resume, force=force)
-    else:
-        swept = run_search(read, *place, resume=resume, force=force)
+    swept = make(read, folder, settings, placement, console, tell, resume=resume, force=force)
     for path in swept.tables:
         say(f"table: {path}")
+    if swept.best:
+        say(f"best settings, as a matrix with new seeds: {swept.best}")
     swept.check()
 
 

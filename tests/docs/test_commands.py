@@ -9,6 +9,9 @@ import tomllib
 
 import pytest
 
+from fedprune_app.config import to_toml
+from fedprune_app.matrices import read_matrix, to_yaml
+from fedprune_app.searching import Found, best_matrix, best_settings
 from tests.docs.blocks import ROOT, Block, Checker, blocks, spans
 
 NO_COMMANDS = {
@@ -23,6 +26,7 @@ NO_COMMANDS = {
     "[project.entry-points": "a part of a pyproject.toml",
     "# photos.yaml": "a matrix",
     "# search.yaml": "a search",
+    "# tune.yaml": "a search",
     "# task.yaml": "a task of the lm-evaluation-harness",
 }
 COMMANDS = [(block, command) for block in blocks() if block.is_commands for command in block.commands]
@@ -48,10 +52,20 @@ def checker(monkeypatch, tmp_path, no_plugins) -> Checker:
     return Checker(monkeypatch, tmp_path)
 
 
+def write_what_a_search_would(asked, folder):
+    folder.mkdir(parents=True)
+    several = [(search, Found({"learning-rate": 0.1}, 0.5, (), folder)) for search in read_matrix(asked).each]
+    (folder / "best.yaml").write_text(to_yaml(best_matrix(several, 20)))
+    for search, found in several:
+        (folder / search.best).write_text(to_toml(best_settings(search, found)))
+
+
 @pytest.mark.parametrize(
     ("block", "command"), COMMANDS, ids=[f"{block}-{' '.join(command)[:50]}" for block, command in COMMANDS]
 )
-def test_every_command_of_a_block_could_start(checker, block, command):
+def test_every_command_of_a_block_could_start(checker, tmp_path, block, command):
+    if any(word.startswith("runs/tuned/best") for word in command):
+        write_what_a_search_would(tmp_path / "tune.yaml", tmp_path / "runs" / "tuned")
     checker.check(command)
 
 
