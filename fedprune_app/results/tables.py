@@ -481,7 +481,7 @@ def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:
     return [out_dir / name for name in texts]
 
 
-def _compared(run: Run) -> dict[str, Any]:
+def compared_settings(run: Run) -> dict[str, Any]:
     """Return the number of clients, and the configuration without the seed and what does not change the result.
 
     Runs of a plug-in whose code has changed are runs of two systems. What tells a dataset that is no published one from
@@ -513,7 +513,7 @@ def _place(run: Run, dataset: str, folder: str) -> dict[str, Any]:
 
 
 def _identity(run: Run) -> str:
-    return repr((run.system, sorted(_compared(run).items(), key=lambda item: item[0])))
+    return repr((run.system, sorted(compared_settings(run).items(), key=lambda item: item[0])))
 
 
 def _settings(run: Run, others: Sequence[Run]) -> dict[str, Any]:
@@ -522,7 +522,7 @@ def _settings(run: Run, others: Sequence[Run]) -> dict[str, Any]:
     A key that only varies together with an earlier one adds nothing. The keys of the data come first, then the system's
     own keys.
     """
-    peers = [_compared(other) for other in others if other.system == run.system]
+    peers = [compared_settings(other) for other in others if other.system == run.system]
     keys = {key for peer in peers for key in peer}
     chosen: list[str] = []
     classes = 1
@@ -532,7 +532,7 @@ def _settings(run: Run, others: Sequence[Run]) -> dict[str, Any]:
         if len(known) > 1 and split > classes:
             chosen.append(key)
             classes = split
-    mine = _compared(run)
+    mine = compared_settings(run)
     return {key: mine.get(key) for key in chosen}
 
 

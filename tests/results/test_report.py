@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from plotly.offline import get_plotlyjs
 
-from fedprune_app.results.figures import figures, losses
+from fedprune_app.results.figures import figures, losses, settings
 from fedprune_app.results.figures.clients import by_class
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.report import _packed_plotly, appearance, each_once, write_report
@@ -156,6 +156,7 @@ def test_every_figure_with_data_is_drawn_and_none_without(six, make_run):
         "accuracy",
         "efficiency",
         "tradeoff",
+        "settings",
         "clients",
         "bytes",
         "layers",
@@ -202,8 +203,8 @@ def test_where_models_go_from_peer_to_peer_their_traffic_counts_and_not_the_rela
 @pytest.fixture
 def private(make_run) -> list[Path]:
     """Two settings of one system, one of them with a budget and two seeds, and a run without privacy."""
-    settings = {"dp.enabled": True, "dp.noise-multiplier": 0.5, "dp.epsilon-budget": 6.5, "dp.target-epsilon": 9.0}
-    folders = [make_run(f"strong{seed}", seed=seed, noise=0.5, config=settings) for seed in (0, 1)]
+    strong = {"dp.enabled": True, "dp.noise-multiplier": 0.5, "dp.epsilon-budget": 6.5, "dp.target-epsilon": 9.0}
+    folders = [make_run(f"strong{seed}", seed=seed, noise=0.5, config=strong) for seed in (0, 1)]
     weak = {"dp.enabled": True, "dp.noise-multiplier": 2.0}
     folders.append(make_run("weak", noise=2.0, plateau=0.5, config=weak))
     return [*folders, make_run("open", "fedavg")]
@@ -271,6 +272,52 @@ def test_what_was_lost_is_drawn_by_round_and_reason(make_run):
 
 def test_one_setting_shows_no_trade(private):
     assert "tradeoff" not in drawn(private[:2])
+
+
+def test_a_sweep_is_drawn_against_the_setting_that_it_varies(make_run):
+    rates = {"a": 70.0, "b": 30.0, "c": 50.0}
+    folders = [make_run(name, seed=0, config={"subfedavg.target-rate": rate}) for name, rate in rates.items()]
+    folders.append(make_run("d", seed=1, config={"subfedavg.target-rate": 30.0}))
+    folders += [make_run("other", "fedavg", config={"subfedavg.target-rate": 10.0}), make_run("mine", "mine")]
+    runs = [load_run(folder) for folder in folders]
+    main, validation = drawn(folders)["settings"].variants
+    assert [main.name, validation.name] == ["subfedavg.target-rate", "subfedavg.target-rate, validation"]
+    for view, name in ((main, "accuracy_personal_mean"), (validation, "accuracy_validation_mean")):
+        line, *points = view.traces
+        assert line["x"] == [30.0, 50.0, 70.0]
+        reached = [run.last(name) for run in runs]
+        means = [(reached[1] + reached[3]) / 2, reached[2], reached[0]]
+        assert line["y"] == pytest.approx(means)
+        assert [(*trace["x"], *trace["y"]) for trace in points] == list(zip(line["x"], line["y"], strict=True))
+        assert points[0]["error_y"]["array"] == [pytest.approx(abs(reached[1] - reached[3]) / math.sqrt(2))]
+        assert [trace["series"] for trace in points] == [1, 2, 0]
+    assert view.layout["xaxis"].get("type") is None
+
+
+def test_a_search_is_drawn_without_lines_and_rates_on_a_logarithmic_axis(make_run):
+    drawn_settings = [(0.001, 0.1), (0.01, 0.5), (0.2, 0.9)]
+    folders = [
+        make_run(f"t{rate}", config={"learning-rate": rate, "momentum": momentum}) for rate, momentum in drawn_settings
+    ]
+    views = {view.name: view for view in drawn(folders)["settings"].variants}
+    assert list(views) == ["learning-rate", "learning-rate, validation", "momentum", "momentum, validation"]
+    assert all(trace["mode"] == "markers" for view in views.values() for trace in view.traces)
+    assert [trace["x"] for trace in views["learning-rate"].traces] == [[0.001], [0.01], [0.2]]
+    assert views["learning-rate"].layout["xaxis"]["type"] == "log"
+    assert "type" not in views["momentum"].layout["xaxis"]
+    assert "settings" not in drawn(folders[:2])  # two runs that differ in two settings tell of neither
+
+
+def test_perplexity_is_drawn_against_a_setting(make_run):
+    runs = []
+    for density in (0.3, 0.5):
+        folder = make_run(f"p{density}", "fedspallm", headline="perplexity_global", config={"density": density})
+        run = load_run(folder)
+        runs.append(replace(run, rounds=(*run.rounds[:-1], {**run.rounds[-1], "perplexity_global": 9 - density})))
+    (view,) = (view for view in settings.by_setting(group_runs(runs)).variants if "perplexity" in view.name)
+    line, *points = view.traces
+    assert (view.name, line["x"], line["y"]) == ("density, perplexity", [0.3, 0.5], [8.7, 8.5])
+    assert [trace["y"] for trace in points] == [[8.7], [8.5]]
 
 
 def test_each_clients_epsilon_is_drawn_under_the_smaller_budget(private):

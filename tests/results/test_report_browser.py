@@ -62,7 +62,7 @@ def test_every_figure_is_drawn_and_the_page_fits_the_screen(make_run, tmp_path, 
     panels, note, inner, page_width, plots, drawn, overflows, hidden, problems = found.split("|")
     assert int(inner) == width
     assert int(page_width) <= width
-    assert int(drawn) == int(plots) == 17
+    assert int(drawn) == int(plots) == 18
     assert (panels, note) == ("beside" if width == 1280 else "below", "true")
     assert (overflows, hidden, problems) == ("false", "1", "")  # the legend's first chip hides its one curve
 

@@ -18,6 +18,7 @@ from fedprune_app.results.figures import (
     masks,
     partition,
     privacy,
+    settings,
     tradeoff,
     traffic,
 )
@@ -32,6 +33,7 @@ def figures(groups: Sequence[Group]) -> list[Figure]:
         curves.efficiency(groups),
         curves.privacy(groups),
         tradeoff.tradeoff(groups),
+        settings.by_setting(groups),
         clients.accuracies(groups),
         language.perplexity(groups),
         layers.decoder_layers(groups),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedprune_app.results.reader import Run
-from fedprune_app.results.tables import Group
+from fedprune_app.results.tables import Group, Statistic
 
 Trace = dict[str, Any]
 _LONGEST_NAME = 24  # characters of a class
@@ -45,6 +45,26 @@ class Figure:
 def text_of(text: str) -> str:
     """Return a text escaped for a figure, since plotly reads a little HTML."""
     return html.escape(text, quote=False)
+
+
+def point(group: Group, series: int, x: float, reached: Statistic, template: str) -> Trace:
+    """Return a group's point at ``x`` with the mean of what its runs ``reached``, and their deviation as a bar.
+
+    ``template`` is what a pointer over it shows, in plotly's words.
+    """
+    found: Trace = {
+        "type": "scatter",
+        "series": series,
+        "name": text_of(group.label),
+        "x": [x],
+        "y": [reached.mean],
+        "mode": "markers",
+        "marker": {"size": 10},
+        "hovertemplate": f"{template}<extra>{text_of(group.label)}</extra>",
+    }
+    if reached.std:
+        found["error_y"] = {"type": "data", "array": [reached.std], "thickness": 1.25, "width": 4}
+    return found
 
 
 def number_of(count: int, thing: str) -> str:

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from fedprune_app.results.differences import of_the_same_data
-from fedprune_app.results.figures.common import Figure, Trace, Variant, text_of
+from fedprune_app.results.figures.common import Figure, Trace, Variant, point
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import Group, Statistic, accuracy, epsilon_remark, headline_words
@@ -42,19 +42,8 @@ def _tradeoff_variants(groups: Sequence[Group]) -> list[Variant]:
             if spent is None or reached is None:
                 continue
             points.setdefault(group.system, []).append((spent.mean, reached.mean, index))
-            point: Trace = {
-                "type": "scatter",
-                "series": index,
-                "name": text_of(group.label),
-                "x": [spent.mean],
-                "y": [reached.mean],
-                "mode": "markers",
-                "marker": {"size": 10},
-                "hovertemplate": f"%{{y:.2%}} at %{{x:.3~g}}<extra>{text_of(group.label)}</extra>",
-            }
-            if reached.std:
-                point["error_y"] = {"type": "data", "array": [reached.std], "thickness": 1.25, "width": 4}
-            alike.setdefault((headline_words(group), data[group.label]), []).append(point)
+            marker = point(group, index, spent.mean, reached, "%{y:.2%} at %{x:.3~g}")
+            alike.setdefault((headline_words(group), data[group.label]), []).append(marker)
         traces = list(itertools.chain.from_iterable(alike.values()))
         if len(traces) < 2:
             continue

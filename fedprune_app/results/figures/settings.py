@@ -1,0 +1,127 @@
+"""This figure shows what a setting does: accuracy or perplexity against the value of a setting that runs vary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from fedprune_app.config import OPTIONS
+from fedprune_app.results.figures.common import Figure, Trace, Variant, point, text_of
+from fedprune_app.results.reader import Run
+from fedprune_app.results.tables import Group, Statistic, accuracy, compared_settings
+
+_LOG_FROM = 30.0  # times the smallest value: a linear axis would press most points into a corner
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A number of a run's end is shown in views whose names have this ``suffix``."""
+
+    suffix: str
+    of: Callable[[Run], float | None]
+    is_share: bool = True
+
+
+@dataclass(frozen=True)
+class _Point:
+    value: float  # of the setting
+    series: int
+    reached: Statistic
+
+
+_NUMBERS = (
+    _Number("", accuracy),
+    _Number(", validation", lambda run: run.last("accuracy_validation_mean")),
+    _Number(", perplexity", lambda run: None if run.headline.startswith("accuracy") else run.last(run.headline), False),
+)
+
+
+def by_setting(groups: Sequence[Group]) -> Figure:
+    """The figure shows each group's number at the end against the value of a setting, with views for each setting."""
+    return Figure(
+        "settings",
+        "What a setting does",
+        "One point per setting at the end of the run: the main number against the value of this setting. A line joins "
+        "points of a system that differ in nothing else; bars are standard deviations over seeds. Choose settings by "
+        "validation accuracy, not by test accuracy.",
+        list(_variants(groups)),
+    )
+
+
+def _variants(groups: Sequence[Group]) -> Iterator[Variant]:
+    settings = [compared_settings(group.runs[0]) for group in groups]
+    for key, systems in _varied(groups, settings).items():
+        for number in _NUMBERS:
+            lines = _lines(groups, settings, key, systems, number)
+            if _is_worth_showing(lines):
+                yield Variant(f"{key}{number.suffix}", _traces(groups, key, lines, number), _layout(key, lines, number))
+
+
+def _varied(groups: Sequence[Group], settings: Sequence[Mapping[str, Any]]) -> dict[str, set[str]]:
+    """Return the settings of which some systems have two numbers, with these systems, in the documentation's order."""
+    values: dict[tuple[str, str], set[float]] = {}
+    for group, each in zip(groups, settings, strict=True):
+        for key, value in each.items():
+            if _is_number(value):
+                values.setdefault((group.system, key), set()).add(value)
+    places = {key: place for place, key in enumerate(OPTIONS)}
+    found: dict[str, set[str]] = {}
+    for system, key in sorted(values, key=lambda each: (places.get(each[1], len(places)), each[1])):
+        if len(values[system, key]) > 1:
+            found.setdefault(key, set()).add(system)
+    return found
+
+
+def _lines(
+    groups: Sequence[Group], settings: Sequence[Mapping[str, Any]], key: str, systems: Set[str], number: _Number
+) -> list[list[_Point]]:
+    """Return the points of groups of these systems that differ in ``key`` alone, in the order of its values."""
+    found: dict[str, list[_Point]] = {}
+    for index, (group, each) in enumerate(zip(groups, settings, strict=True)):
+        value = each.get(key)
+        if group.system not in systems or not _is_number(value):
+            continue
+        if reached := Statistic.of(number.of(run) for run in group.runs):
+            others = sorted((name, repr(other)) for name, other in each.items() if name != key)
+            found.setdefault(repr((group.system, others)), []).append(_Point(float(value), index, reached))
+    return [sorted(line, key=lambda each: (each.value, each.series)) for line in found.values()]
+
+
+def _is_worth_showing(lines: Sequence[Sequence[_Point]]) -> bool:
+    """Return whether some line has two values, or whether there are as many values as a search draws."""
+    values = [{each.value for each in line} for line in lines]
+    return any(len(each) > 1 for each in values) or len(set().union(*values)) > 2
+
+
+def _traces(groups: Sequence[Group], key: str, lines: Sequence[Sequence[_Point]], number: _Number) -> list[Trace]:
+    joined: list[Trace] = [
+        {
+            "type": "scatter",
+            "series": line[0].series,
+            "x": [each.value for each in line],
+            "y": [each.reached.mean for each in line],
+            "mode": "lines",
+            "thin": True,
+            "hoverinfo": "skip",
+        }
+        for line in lines
+        if len(line) > 1
+    ]
+    template = f"%{{y:{'.2%' if number.is_share else '.4~g'}}} with {text_of(key)} = %{{x:.4~g}}"
+    points = [each for line in lines for each in line]
+    return joined + [point(groups[each.series], each.series, each.value, each.reached, template) for each in points]
+
+
+def _layout(key: str, lines: Sequence[Sequence[_Point]], number: _Number) -> dict[str, Any]:
+    values = [each.value for line in lines for each in line]
+    x_axis: dict[str, Any] = {"title": {"text": text_of(key)}}
+    if min(values) > 0 and max(values) / min(values) >= _LOG_FROM:
+        x_axis["type"] = "log"
+    y_axis: dict[str, Any] = {"tickformat": ".0%"} if number.is_share else {"title": {"text": "Perplexity"}}
+    return {"xaxis": x_axis, "yaxis": y_axis, "hovermode": "closest"}
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
