@@ -74,7 +74,8 @@ BEST = "best.yaml"
 class Search:
     """A search draws ``trials`` settings from ``space``: for each key its choices, or its low and high end.
 
-    ``where`` names the file in errors. ``name`` tells the searches of several systems apart; alone it is empty.
+    ``where`` names the file in errors. ``name`` tells the searches of several systems apart; alone it is empty. ``own``
+    has the settings of this system alone.
     """
 
     common: Mapping[str, Scalar]
@@ -86,6 +87,7 @@ class Search:
     space: Mapping[str, Mapping[str, Any] | list[Scalar]]
     where: str = "matrix"
     name: str = ""
+    own: frozenset[str] = frozenset()
 
     @property
     def table(self) -> str:
@@ -247,7 +249,8 @@ def searches_of(
         if not space:
             raise ConfigError(f"{place} has nothing to draw, allowed: a space in search or in the entry")
         settings = {key: value for key, value in {**common, **entry.settings}.items() if key not in space}
-        several.append(replace(found, common=settings, space=space, name=entry.name, where=place))
+        own_keys = frozenset(entry.settings)
+        several.append(replace(found, common=settings, space=space, name=entry.name, where=place, own=own_keys))
     return Searches(tuple(several), found.num_clients)
 
 
@@ -491,6 +494,10 @@ def with_overrides(asked: Search, overrides: Mapping[str, Scalar]) -> Search:
     for key in overrides:
         if key in asked.space or key == "seed":
             raise ConfigError(f"{key} is given on the command line, allowed: what the search does not draw")
+        if key in asked.own:
+            raise ConfigError(
+                f"{key} is given on the command line, allowed: what the entry {asked.name!r} does not set"
+            )
     return replace(asked, common={**asked.common, **overrides})
 
 

@@ -350,6 +350,21 @@ def test_searches_that_cannot_be_are_refused_before_anything_is_written(tmp_path
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("momentum", "momentum is given in the call, allowed: what the search does not draw"),
+        ("fedprox.mu", "fedprox.mu is given in the call, allowed: what the search does not draw"),
+        ("local-epochs", "local-epochs is given in the call, allowed: what the search does not draw"),
+        ("system", "system is given in the call, allowed: what the entry 'fedavg' does not set"),
+    ],
+)
+def test_what_searches_draw_or_set_for_one_system_is_not_given_for_all(tmp_path, key, said):
+    with pytest.raises(ConfigError, match=f"^{said}$"):
+        fedprune_app.sweep(SEVERAL, out=tmp_path / "s", **{key: 1}, **QUICK)
+    assert not (tmp_path / "s").exists()
+
+
 def test_a_search_alone_has_one_system(tmp_path):
     with pytest.raises(
         ConfigError, match="common has no system, allowed with search: one system, or the entry systems"
