@@ -128,7 +128,9 @@ class Search:
                     config = self.config({**first, key: value}, self.seeds[0])
                     self._check_measured(config)
                     checked.append(config)
-            check_effects(self.space, config)
+            for key in self.space:  # which may have an effect with some choice of another key alone
+                if not any(has_effect(key, each) for each in checked):
+                    check_effects([key], checked[-1])
         return checked
 
     def _check_measured(self, config: Config) -> None:
@@ -505,8 +507,13 @@ def with_overrides(asked: Search, overrides: Mapping[str, Scalar]) -> Search:
 
 
 def best_settings(asked: Search, found: Found) -> dict[str, Scalar]:
-    """Return the settings of a run with what a search found, but for the seed; paths are absolute."""
-    settings: dict[str, Scalar] = paths_from_here({**asked.common, **found.best})
+    """Return the settings of a run with what a search found, but for the seed; paths are absolute.
+
+    A setting that had an effect with other choices alone is left out.
+    """
+    config = asked.config(found.best, asked.seeds[0])
+    given = {key: value for key, value in {**asked.common, **found.best}.items() if has_effect(key, config)}
+    settings: dict[str, Scalar] = paths_from_here(given)
     return settings
 
 

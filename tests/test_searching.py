@@ -16,6 +16,7 @@ import fedprune_app
 from fedprune_app import searching
 from fedprune_app.config import ConfigError, read_toml
 from fedprune_app.matrices import matrix_of, read_matrix, to_yaml
+from fedprune_app.searching import Found, best_matrix, best_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SPACE = {
@@ -348,6 +349,25 @@ def test_searches_that_cannot_be_are_refused_before_anything_is_written(tmp_path
     with pytest.raises(ConfigError, match=f"^matrix 'in memory'.*{said}"):
         fedprune_app.sweep({**SEVERAL, **change}, out=tmp_path / "s", **QUICK)
     assert not (tmp_path / "s").exists()
+
+
+def test_a_setting_is_drawn_that_has_an_effect_with_some_choice_of_another_one_alone(tmp_path):
+    space = {"dispfl.topology": ["ring", "random"], "dispfl.neighbours": [1, 2]}
+    common = {"system": "dispfl", "num-server-rounds": 1, "evaluate-every": 1, "local-epochs": 1}
+    document = {"clients": 4, "common": common, "search": {"trials": 3, "sampler": "random", "space": space}}
+    runs = fedprune_app.sweep(document, out=tmp_path / "s", **QUICK)
+    assert {run.config["dispfl.topology"] for run in runs} == {"ring", "random"}
+    (search,) = matrix_of(document, "x").each
+    for topology in ("ring", "random"):
+        found = Found({"dispfl.topology": topology, "dispfl.neighbours": 2}, 0.5, (), tmp_path)
+        kept = best_settings(search, found)
+        assert kept == {**common, "dispfl.topology": topology} | (
+            {"dispfl.neighbours": 2} if topology == "random" else {}
+        )
+        matrix_of(best_matrix([(search, found)], 4), "x").cells(tmp_path, {}, resume=False)
+    (search,) = matrix_of({**document, "search": {"space": {**space, "dispfl.topology": ["ring"]}}}, "x").each
+    with pytest.raises(ConfigError, match=r"dispfl.neighbours is 2, which has no effect with dispfl.topology 'ring'"):
+        search.check()
 
 
 @pytest.mark.parametrize(
