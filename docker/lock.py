@@ -1,4 +1,4 @@
-"""Pin all packages of the image, by version and hash, for whoever builds it next: `make lock` calls this.
+"""Pin all packages of the image, by version and hash, for the next build: `make lock` calls this.
 
 ``requirements.lock`` holds all but PyTorch, and ``requirements.cuda.lock`` PyTorch and the CUDA libraries it needs: a
 build for CPUs takes PyTorch from an index of the builder's choice. Flower is the release that is the default in the

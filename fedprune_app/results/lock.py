@@ -1,4 +1,4 @@
-"""A lock says whether a process is at work in a run folder, to whoever reads that folder."""
+"""A lock tells a reader of a run folder whether a process is at work in it."""
 
 from __future__ import annotations
 

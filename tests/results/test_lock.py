@@ -1,4 +1,4 @@
-"""A run whose process is gone is told from one that goes on, by whoever reads its folder."""
+"""A run whose process is gone is told from one that goes on, by a reader of its folder."""
 
 from __future__ import annotations
 
