@@ -192,7 +192,7 @@ class FedP3(AveragingStrategy):
                     self.model |= {
                         n: self.model[n] * (weight / everybody) for n in self.layers[layer] if n in self.model
                     }
-        for client, row in sorted(round.log.clients.items()):  # the highest number of a set, in whatever order they came
+        for client, row in sorted(round.log.clients.items()):  # a set keeps its highest number, in any order
             chosen = " ".join(self.assigned(client)[0])
             if row["bytes_up"] and client not in round.log.declined:
                 self.bytes_by_set[chosen] = [row["bytes_down"], row["bytes_up"]]
