@@ -404,14 +404,12 @@ def export(
     ``plugins`` are as for :func:`model`. Raises ``ValueError`` for what cannot be exported.
     """
     from fedprune_app.exporting import export_model, format_of
-    from fedprune_app.packing import is_language_model, pack_model
+    from fedprune_app.packing import check_options, is_language_model, pack_model
 
     client = _client(client)
     path, folder = _path("output", output), _folder("run", run)
     if is_language_model(folder):
-        if client is not None or format not in ("", "sparse"):
-            wrong = f"client is {client}" if client is not None else f"format is {format!r}"
-            raise ConfigError(f"{wrong}, allowed with a language model: client=None and format='sparse'")
+        check_options(path, client, format, state_dir=state_dir, data_dir=data_dir, plugin=plugins)
         pack_model(folder, path, force=force)
         return path
     state, data = _moved(state_dir, data_dir)

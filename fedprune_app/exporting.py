@@ -83,7 +83,7 @@ class Size:
     milliseconds: Mapping[int, float]
 
 
-_SUFFIXES = {".safetensors": "safetensors", ".onnx": "onnx", ".pt2": "torch-export"}
+SUFFIXES = {".safetensors": "safetensors", ".onnx": "onnx", ".pt2": "torch-export"}
 
 
 def format_of(output: Path, format: str) -> str:
@@ -91,12 +91,12 @@ def format_of(output: Path, format: str) -> str:
 
     Raises a one-line ``ValueError`` for a suffix of another format.
     """
-    by_suffix = _SUFFIXES.get(output.suffix.lower())
+    by_suffix = SUFFIXES.get(output.suffix.lower())
     if format in FORMATS and by_suffix not in (None, "safetensors" if format == SPARSE else format):
         raise ValueError(f"--output is {str(output)!r}, allowed with --format {format}: no suffix of {by_suffix}")
     if not format and output.suffix and by_suffix is None:
         raise ValueError(
-            f"--output is {str(output)!r}, allowed: a file that ends in {', '.join(_SUFFIXES)}, or --format"
+            f"--output is {str(output)!r}, allowed: a file that ends in {', '.join(SUFFIXES)}, or --format"
         )
     return format or by_suffix or FORMATS[0]
 

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedprune_app.config import ConfigError
 from fedprune_app.core.payload import Payload
+from fedprune_app.exporting import SUFFIXES
 from fedprune_app.models.checkpoints import resolve_checkpoint
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import load_packed, write_packed
 from fedprune_app.models.sparse import SparseLinear
-from fedprune_app.results.reader import read_info
+from fedprune_app.results.reader import check_models, read_info
 
 CHECKPOINT = Path("models") / "global"
 """A run of a language model leaves its global model here, for transformers."""
@@ -58,6 +60,23 @@ def is_language_model(folder: Path) -> bool:
     return any((place / "config.json").is_file() for place in (folder, folder / CHECKPOINT))
 
 
+def check_options(output: Path, client: int | None, format: str, **more: object) -> None:
+    """Raise :class:`ConfigError` for options of ``fedprune export`` that a language model does not have.
+
+    ``more`` are options without effect, by name; they are there where they are not empty.
+    """
+    allowed = "allowed with a language model"
+    if client is not None:
+        raise ConfigError(f"--client is {client}, {allowed}: --global --format sparse")
+    if format not in ("", "sparse"):
+        raise ConfigError(f"--format is {format!r}, {allowed}: --global --format sparse")
+    if output.suffix.lower() in SUFFIXES:
+        raise ConfigError(f"--output is {str(output)!r}, {allowed}: a folder, whose name has no suffix of a file")
+    for name, value in more.items():
+        if value:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value!r}, {allowed}: none, since it has no effect")
+
+
 def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
     """Write the packed model of a run, or of a checkpoint, to the folder ``output``, and measure both.
 
@@ -67,8 +86,11 @@ def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
         allowed = "a new folder" + ("" if force else ", or --force to replace a packed model")
         raise ValueError(f"--output {str(output)!r} exists, allowed: {allowed}")
     if (folder / "run.json").exists():
-        if (status := read_info(folder)["status"]) != "completed":
+        info = read_info(folder)
+        if (status := info["status"]) != "completed":
             raise ValueError(f"run {str(folder)!r} is {status}, allowed: a completed run")
+        if damaged := check_models(folder, info):
+            raise ValueError(damaged[0])
         folder = folder / CHECKPOINT
     model = LanguageModel(resolve_checkpoint(str(folder), download=False))
     kept = {"all": 0, "kept": 0}

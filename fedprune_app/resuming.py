@@ -23,7 +23,7 @@ from fedprune_app.engine.exchange import Answer, exchange, message_to
 from fedprune_app.engine.store import ResumePoint, checkpoint_store
 from fedprune_app.federation.clients import Roster
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.results.reader import check_records, file_sha256, load_run, marks_of
+from fedprune_app.results.reader import check_models, check_records, load_run, marks_of
 
 log = logging.getLogger("flwr.fedprune")
 _NOTES = 20
@@ -102,13 +102,7 @@ def _spoilt_results(folder: Path, before: Mapping[str, Any]) -> list[str]:
         load_run(folder)
     except ValueError as error:
         found.append(str(error))
-    for name, digest in before.get("model_files", {}).items():
-        path = folder / "models" / name
-        if not path.is_file():
-            found.append(f"{path} is missing")
-        elif file_sha256(path) != digest:
-            found.append(f"{path} is damaged: its content is not what was written")
-    return found
+    return found + check_models(folder, before)
 
 
 def ask_for_states(

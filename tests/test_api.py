@@ -137,8 +137,13 @@ def test_a_language_model_is_exported_as_a_folder(tmp_path):
     folder = tiny_checkpoint(tmp_path / "checkpoint", "llama")
     path = fedprune_app.export(folder, tmp_path / "packed")
     assert fedprune_app.load_packed(path, sparse=True).config.num_hidden_layers == 3
-    for given, said in (({"client": 1}, "client is 1"), ({"format": "onnx"}, "format is 'onnx'")):
-        with pytest.raises(fedprune_app.ConfigError, match=f"^{said}, allowed with a language model: client=None"):
+    for given, said, allowed in (
+        ({"client": 1}, "client is 1", "client=None"),
+        ({"format": "onnx"}, "format is 'onnx'", "client=None"),
+        ({"state_dir": "s"}, "state_dir is 's'", "none, since it has no effect"),
+        ({"plugins": ["p"]}, r"plugins is \['p'\]", "none, since it has no effect"),
+    ):
+        with pytest.raises(fedprune_app.ConfigError, match=f"^{said}, allowed with a language model: {allowed}"):
             fedprune_app.export(folder, tmp_path / "x", **given)
 
 

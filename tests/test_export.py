@@ -27,6 +27,7 @@ from fedprune_app.models.saving import load_packed
 from fedprune_app.models.vision import build_model, load_state_tensors
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.load import load_model, read_export_info
+from fedprune_app.results.reader import file_sha256
 from fedprune_app.results.recorder import write_info
 from tests.conftest import Finished, tampered_app
 from tests.models.tiny_llm import tiny_checkpoint
@@ -365,11 +366,33 @@ def test_a_language_model_is_exported_as_a_folder(fedprune, tmp_path):
             "--format is 'onnx', allowed with a language model: --global --format sparse",
         ),
         (["-o", "x", "--client", "1"], "--client is 1, allowed with a language model: --global --format sparse"),
+        (["-o", "x.onnx"], "--output is 'x.onnx', allowed with a language model: a folder, whose name has no suffix"),
+        (["-o", "x", "--data-dir", "d"], "--data-dir is 'd', allowed with a language model: none, since it has no"),
+        (["-o", "x", "--plugin", "p"], "--plugin is ['p'], allowed with a language model: none, since it has no"),
     ):
         code, _, err = fedprune("export", folder, *arguments)
         assert says in err
         assert (code, err.count("\n")) == (2, 1)
     assert fedprune("export", folder, "-o", out, "--force")[0] == 0
+
+
+def test_a_damaged_language_model_of_a_run_is_refused(finished, fedprune, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(finished("fedavg").folder, folder)
+    tiny_checkpoint(folder / "models" / "global", "llama")
+    files = sorted(path for path in (folder / "models" / "global").iterdir() if path.is_file())
+    info = json.loads((folder / "run.json").read_text())
+    write_info(folder, {**info, "model_files": {f"global/{path.name}": file_sha256(path) for path in files}})
+    assert fedprune("export", folder, "-o", tmp_path / "whole")[0] == 0
+    (weights,) = (path for path in files if path.suffix == ".safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    code, _, err = fedprune("export", folder, "-o", tmp_path / "packed")
+    assert (code, f"{weights} is damaged: its content is not what was written" in err) == (2, True), err
+    assert not (tmp_path / "packed").exists()
+    weights.unlink()
+    assert f"{weights} is missing" in fedprune("export", folder, "-o", tmp_path / "packed")[2]
 
 
 def refused(folder, client, tmp_path, match, format="safetensors", **options):

@@ -95,10 +95,11 @@ def export(
     RUN may then be a checkpoint of transformers whose pruned weights are zeros.
     """
     from fedprune_app.exporting import export_model, format_of, machine
-    from fedprune_app.packing import is_language_model
+    from fedprune_app.packing import check_options, is_language_model
 
     if is_language_model(folder):
-        _export_language_model(folder, client, format, output, force)
+        check_options(output, client, format, state_dir=state_dir, data_dir=data_dir, plugin=plugin)
+        _export_language_model(folder, output, force)
         return
     format = format_of(output, format)
     if (client is None) != is_global:
@@ -140,13 +141,10 @@ def export(
     say(f": {output.resolve()}", "exported", "green")
 
 
-def _export_language_model(folder: Path, client: int | None, format: str, output: Path, force: bool) -> None:
+def _export_language_model(folder: Path, output: Path, force: bool) -> None:
     from fedprune_app.exporting import machine
     from fedprune_app.packing import pack_model
 
-    if client is not None or format not in ("", "sparse"):
-        wrong = f"--client is {client}" if client is not None else f"--format is {format!r}"
-        raise ConfigError(f"{wrong}, allowed with a language model: --global --format sparse")
     if (folder / "run.json").exists():
         say_unsealed([folder])
     with console.status(Text(f"packing {folder}")):

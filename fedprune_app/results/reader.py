@@ -256,6 +256,18 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def check_models(folder: Path, info: Mapping[str, Any]) -> list[str]:
+    """Return one line for each file below ``models`` that is damaged or missing, as run.json tells their digests."""
+    found = []
+    for name, digest in info.get("model_files", {}).items():
+        path = folder / "models" / name
+        if not path.is_file():
+            found.append(f"{path} is missing")
+        elif file_sha256(path) != digest:
+            found.append(f"{path} is damaged: its content is not what was written")
+    return found
+
+
 def _bears_out(path: Path, mark: Mark) -> bool:
     total, left = hashlib.sha256(), mark.size
     try:
