@@ -261,7 +261,13 @@ def claims_table() -> str:
 
 def left_table() -> str:
     """The runs of all matrices that have no row, and their hours, judged by those of their kind that have one."""
-    lines = ["| runs | matrix | without a row | hours of one core |", "| --- | --- | ---: | ---: |"]
+    said = "We estimate the hours from finished runs of the same settings, or else from the mean of the table's rows."
+    lines = [
+        f"{said} They are hours of one core.",
+        "",
+        "| runs | matrix | without a row | hours of one core |",
+        "| --- | --- | ---: | ---: |",
+    ]
     for name in MATRICES:
         rows = read(name)
         by_settings: dict[str, list[float]] = {}
@@ -276,7 +282,7 @@ def left_table() -> str:
             hours = sum(fmean(each or every) for each in kind) / 60 if any(kind) else None
             about = [f"`{name}`", f"`{path.name}`", len(found), "not measured" if hours is None else f"{hours:.1f}"]
             lines.append(f"| {' | '.join(map(str, about))} |")
-    return "\n".join(lines)
+    return "\n".join(lines) if len(lines) > 4 else "Every run of the tables above has a row."
 
 
 def figures() -> Iterable[tuple[str, Figure]]:

@@ -223,10 +223,12 @@ def test_what_is_left_is_counted_and_judged_by_runs_of_its_kind(monkeypatch):
     monkeypatch.setattr(
         evidence, "read", lambda name: [row("slow", "2", "90"), row("slow", "3", "150"), row("quick", "2", "60")]
     )
-    assert evidence.left_table().splitlines()[2:] == [
+    assert evidence.left_table().splitlines()[4:] == [
         "| `mine` | `a.yaml` | 3 | 5.7 |",  # 2 + 2 hours of this kind, and 5/3 as the mean of all
         "| `mine` | `b.yaml` | 1 | not measured |",
     ]
+    monkeypatch.setattr(evidence, "missing", lambda name, path: [])
+    assert evidence.left_table() == "Every run of the tables above has a row."
 
 
 def test_the_figures_are_drawn_from_the_data():
