@@ -40,7 +40,7 @@ from fedprune_app.results.reader import Run
 from fedprune_app.results.reader import load_run as read_run
 from fedprune_app.results.report import run_folders, write_report
 from fedprune_app.shipped import config_file
-from fedprune_app.starting import Given, check_clients, clients_of, placed, recorded, with_plugins
+from fedprune_app.starting import Given, number_of_clients, placed, recorded, with_plugins
 
 __all__ = [
     "ConfigError",
@@ -141,9 +141,7 @@ def run(
     folder = _path("out", out).resolve()
     before = recorded(folder) if resume else None
     configuration = placed(_given(config, settings), folder, before, force=force)
-    count = clients_of(before) or 20 if clients is None else clients
-    if resume:
-        check_clients(folder, count)
+    count = number_of_clients(clients, before)
     placement = Placement(engine, count, workers, ray_address=ray_address)
     console = Console(stderr=True, quiet=not progress)
     make_way = partial(clear_the_way, folder) if force and not resume else None

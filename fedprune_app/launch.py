@@ -34,7 +34,7 @@ import fedprune_app
 import strategies
 from fedprune_app.config import DEFAULTS, ConfigError, Scalar, to_toml
 from fedprune_app.config.meant import not_allowed
-from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
+from fedprune_app.engine.watchdog import CLIENTS_VARIABLE, LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import appending, scratch_folder
 from fedprune_app.results.recorder import GIT_VARIABLE, loaded_hash
@@ -133,6 +133,7 @@ def simulation(
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_DEDUP_LOGS": "0",
             LAUNCHER_VARIABLE: launcher_identity(),
+            CLIENTS_VARIABLE: str(num_clients),
             **(_ray_of_others(ray_address) if ray_address else _ray_of_our_own(folder)),
         }
         command = [sys.executable, "-m", "fedprune_app.engine.simulation", str(folder / "settings.json")]

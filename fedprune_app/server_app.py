@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from fedprune_app import plugins, resuming
 from fedprune_app.config import Config, ConfigError, refusal
 from fedprune_app.engine.flower_private import add_exit_handler
 from fedprune_app.engine.store import State, checkpoint_store, exclusive
-from fedprune_app.engine.watchdog import tell_launcher, watch_launcher
+from fedprune_app.engine.watchdog import CLIENTS_VARIABLE, tell_launcher, watch_launcher
 from fedprune_app.federation.clients import Roster
 from fedprune_app.federation.registration import register_clients
 from fedprune_app.federation.round import RunContext
@@ -69,7 +70,8 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
         code: dict[str, Any] = {"plugins": plugins.described(values)}
         if own := own_measures.described(config.system):
             code["measures"] = own
-        recorder.start(values, config.seed, {"headline": system.strategy.headline, "run_key": new_run_key(), **code})
+        about = {"headline": system.strategy.headline, "run_key": new_run_key(), "num_partitions": _simulated(grid)}
+        recorder.start(values, config.seed, about | code)
     _at_work.add(recorder)
     _close_before_exit()
     try:
@@ -128,6 +130,14 @@ def _close_before_exit() -> None:
     add_exit_handler(close, run_before_force_exit=True)
 
 
+def _simulated(grid: Grid) -> int | None:
+    """Return how many clients a simulation has, or None for real nodes.
+
+    A run that stops before its clients have registered goes on with as many.
+    """
+    return int(getattr(grid, "num_nodes", 0) or os.environ.get(CLIENTS_VARIABLE, 0)) or None
+
+
 def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str, Any]) -> Roster:
     """Return the clients of the run.
 
@@ -156,7 +166,7 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str,
         recorder.done_waiting()
     partition = [{"partition": k, **info.description()} for k, info in roster.items()]
     num_partitions = max(info.num_partitions for info in roster.values())  # all have the same
-    began_with = before.get("num_partitions", num_partitions)
+    began_with = before.get("num_partitions") or num_partitions
     if before.get("partition") not in (None, partition) or began_with != num_partitions:
         then, now = began_with or len(ids), num_partitions or len(partition)
         counts = f" ({then} clients, now {now})" if then != now else ""

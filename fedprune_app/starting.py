@@ -160,6 +160,20 @@ def clients_of(before: Mapping[str, Any] | None) -> int:
     return (before or {}).get("num_partitions") or len((before or {}).get("partition") or [])
 
 
+def number_of_clients(asked: int | None, before: Mapping[str, Any] | None) -> int:
+    """Return how many clients a run has: those ``asked`` for, those that the recorded run had ``before``, or 20.
+
+    Raises :class:`ConfigError` for another number than before, and where a recorded run does not say its number.
+    """
+    known = clients_of(before)
+    if asked is None and before is not None and not known:
+        raise ConfigError("--clients is not given, allowed when resuming a run that does not say its number: 1, 2, ...")
+    count = (known or 20) if asked is None else asked
+    if known not in (0, count):
+        raise ConfigError(f"--clients is {count}, allowed when resuming: {known}, as the run began")
+    return count
+
+
 def recorded_clients(folders: Iterable[Path]) -> int:
     """Return how many clients the first run in these folders began with; 0 if no run says that."""
     return next(filter(None, map(_clients_in, folders)), 0)

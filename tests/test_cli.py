@@ -89,6 +89,25 @@ def test_more_rounds_can_be_added_to_a_finished_run(fedprune, tmp_path):
     assert len(hashes) == 1
 
 
+def test_a_run_that_stopped_before_its_clients_were_known_goes_on_with_as_many(fedprune, tmp_path, monkeypatch):
+    def stopped(*given, **more):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fedprune_app.server_app.register_clients", stopped)
+        fedprune("run", *SMALL, *HERE, "--out", "a")
+    info = json.loads((tmp_path / "a" / "run.json").read_text())
+    assert (info["status"], info["partition"], info["num_partitions"]) == ("interrupted", None, 4)
+    code, says = fedprune("run", "--resume", *HERE[:2], "--clients", "5", "--out", "a")
+    assert (code, "--clients is 5, allowed when resuming: 4, as the run began" in says) == (2, True), says
+    code, says = fedprune("run", "--resume", *HERE[:2], "--out", "a")
+    assert code == 0, says
+    assert len(json.loads((tmp_path / "a" / "run.json").read_text())["partition"]) == 4
+    write_info(tmp_path / "a", {**info, "num_partitions": None})  # as an earlier version left it
+    code, says = fedprune("run", "--resume", *HERE[:2], "--out", "a")
+    assert (code, "--clients is not given, allowed when resuming a run" in says) == (2, True), says
+
+
 def test_a_ledger_folder_is_relative_to_where_the_command_was_typed(fedprune, tmp_path):
     private = ["system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1", "dp.ledger-dir=ledgers"]
     code, says = fedprune("run", *SMALL, *private, *HERE, "--out", "a")

@@ -28,7 +28,7 @@ from fedprune_app.cli.terminal import (
 from fedprune_app.config import OPTIONS, Config, ConfigError, parse_config
 from fedprune_app.config.meant import unknown_key
 from fedprune_app.numbered import LATEST, next_folder, point_to
-from fedprune_app.starting import check_accept_loss, clients_of, given_in, placed, recorded
+from fedprune_app.starting import check_accept_loss, given_in, number_of_clients, placed, recorded
 
 if TYPE_CHECKING:
     from fedprune_app.experiment import Placement
@@ -78,11 +78,7 @@ def run(
         given = given_in(config, overrides, plugin)
         settings = placed(given, folder, before, force=force, is_here=not superlink, accept_loss=accept_loss)
         say_doubts(given, settings)
-        known = clients_of(before)
-        if clients is None:
-            clients = known or 20
-        if known not in (0, clients) and not superlink:
-            raise ConfigError(f"--clients is {clients}, allowed when resuming: {known}, as the run began")
+        clients = number_of_clients(clients, None if superlink else before)
         from fedprune_app.experiment import Placement
 
         placement = Placement(engine, clients, workers, ray_address=ray_address, superlink=superlink)

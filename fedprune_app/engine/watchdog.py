@@ -17,6 +17,8 @@ import psutil
 
 from fedprune_app.files import replace_file
 
+CLIENTS_VARIABLE = "FEDPRUNE_CLIENTS"
+"""A launcher says in this variable of the environment how many clients its simulation has."""
 LAUNCHER_VARIABLE = "FEDPRUNE_LAUNCHER"
 _CHECK_SECONDS = 0.5
 _SAME_START = 2.0  # seconds; whole ones in what the system says of its boot, and no number is used again so soon
