@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ from rich.console import Console
 
 from fedprune_app import demo, searching
 from fedprune_app.config import Config, ConfigError, Scalar, to_toml, told_of
+from fedprune_app.engine.store import exclusive
 from fedprune_app.errors import LaunchError
 from fedprune_app.experiment import Placement, Session
 from fedprune_app.files import replace_file
 from fedprune_app.matrices import Matrix, is_complete, to_yaml
 from fedprune_app.registry import unprotected
+from fedprune_app.results.lock import is_held
 from fedprune_app.results.ownership import check_free, check_marked, clear_the_way, mark
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import TABLES, write_tables
@@ -73,9 +76,19 @@ def num_clients_of(read: Matrix | Searches, out: Path, asked: int | None, say: S
     return known or read.num_clients or 20
 
 
+@contextmanager
+def _alone(out: Path) -> Iterator[None]:
+    """Mark a folder as this sweep's, and hold it until the block ends: two sweeps would make the same runs."""
+    mark(out, "sweep")
+    with exclusive(out, patience_seconds=1):
+        yield
+
+
 def _check_new(out: Path, resume: bool) -> None:
     if out.exists() and any(out.iterdir()) and not resume:
         raise ConfigError(f"--out {str(out)!r} is not empty, allowed: a new folder, or --resume")
+    if is_held(out):
+        raise ConfigError(f"--out {str(out)!r} is in use by another process, allowed: a new folder, or --resume later")
 
 
 def sweep(
@@ -125,9 +138,10 @@ def run_searches(
         )
     found: list[tuple[Search, Found]] = []
     failed: dict[str, str] = {}
-    with Session(placement, console) as session:
+    with ExitStack() as stack:
+        session = stack.enter_context(Session(placement, console))
         demo.prepare_models([_checked(asked, session, placement) for asked in several], console)
-        mark(out, "sweep")
+        stack.enter_context(_alone(out))
         studies = [searching.study_of(asked, out) for asked in several]
         for asked, study in zip(several, studies, strict=True):
             try:
@@ -200,7 +214,8 @@ def run_matrix(
     count = placement.num_clients
     left = [cell for cell in cells if not is_complete(out / cell.name, cell.config, count)]
     failed: dict[str, str] = {}
-    with Session(placement, console) as session:
+    with ExitStack() as stack:
+        session = stack.enter_context(Session(placement, console))
         for line in dict.fromkeys(unprotected(cell.config) for cell in left):
             if line:
                 say("", f"note: {line}")
@@ -209,7 +224,7 @@ def run_matrix(
                 session.check(cell.config)
         # minutes of training or a download, which a mistake should not wait for
         demo.prepare_models([cell.config for cell in left], console)
-        mark(out, "sweep")
+        stack.enter_context(_alone(out))
         for number, cell in enumerate(cells, start=1):
             folder = out / cell.name
             if is_complete(folder, cell.config, count):

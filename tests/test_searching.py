@@ -15,6 +15,7 @@ import yaml
 import fedprune_app
 from fedprune_app import searching
 from fedprune_app.config import ConfigError, read_toml
+from fedprune_app.engine.store import exclusive
 from fedprune_app.matrices import matrix_of, read_matrix, to_yaml
 from fedprune_app.searching import Found, best_matrix, best_settings
 
@@ -252,6 +253,21 @@ def test_a_search_by_the_loss_needs_no_validation_data(tmp_path):
     common = {**DOCUMENT["common"], "validation-fraction": 0}
     runs = fedprune_app.sweep({**DOCUMENT, "common": common, "search": search}, out=tmp_path / "s", **QUICK)
     assert runs[0].config["momentum"] in (0, 0.45, 0.9)
+
+
+@pytest.mark.parametrize(
+    "document", [DOCUMENT, {"systems": ["fedavg"], "clients": 3, "common": {"num-server-rounds": 1}}]
+)
+def test_two_sweeps_are_not_at_work_in_one_folder(tmp_path, document):
+    fedprune_app.sweep(document, out=tmp_path / "s", **QUICK)
+    before = {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()}
+    with exclusive(tmp_path / "s"):
+        with pytest.raises(
+            ConfigError, match="is in use by another process, allowed: a new folder, or resume=True later"
+        ):
+            fedprune_app.sweep(document, out=tmp_path / "s", resume=True, **QUICK)
+        assert {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()} == before
+    fedprune_app.sweep(document, out=tmp_path / "s", resume=True, **QUICK)
 
 
 def test_a_folder_of_a_search_without_a_trial_takes_other_settings(tmp_path, monkeypatch):
