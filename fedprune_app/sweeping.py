@@ -133,9 +133,8 @@ def run_searches(
         for folder in asked.folders(out):
             check_clients(folder, count)
     if not force:
-        check_marked(
-            out, "sweep", (*TABLES, STUDY, BEST, *(name for each in several for name in (each.table, each.best)))
-        )
+        names = {name for asked in several for name in (asked.table, asked.best)}
+        check_marked(out, "sweep", {*TABLES, STUDY, BEST, *names})
     found: list[tuple[Search, Found]] = []
     failed: dict[str, str] = {}
     with ExitStack() as stack:
@@ -156,9 +155,9 @@ def run_searches(
             words = ", ".join(f"{key}={value}" for key, value in best.best.items())
             say("", f"{asked.name and f'{asked.name} '}best: {words}  {asked.objective} {best.value:.4f}")
             replace_file(out / asked.best, to_toml(best_settings(asked, best)).encode())
-    runs = tuple(run for _, each in found for run in each.runs)
-    tables = (*(each.table for _, each in found), *(write_tables(runs, out) if runs else ()))
-    return Swept(runs, tables, failed, len(several), "searches", _write_best(found, count, out))
+        runs = tuple(run for _, each in found for run in each.runs)
+        tables = (*(each.table for _, each in found), *(write_tables(runs, out) if runs else ()))
+        return Swept(runs, tables, failed, len(several), "searches", _write_best(found, count, out))
 
 
 def _checked(asked: Search, session: Session, placement: Placement) -> Config:
@@ -238,6 +237,6 @@ def run_matrix(
             except (LaunchError, ConfigError) as error:
                 failed[cell.name] = " ".join(str(error).split())
                 say("failed", f" {cell.name}: {failed[cell.name]}")
-    done = [load_run(out / cell.name) for cell in cells if is_complete(out / cell.name, cell.config, count)]
-    tables = write_tables(done, out) if done else []
-    return Swept(tuple(done), tuple(tables), failed, len(cells))
+        done = [load_run(out / cell.name) for cell in cells if is_complete(out / cell.name, cell.config, count)]
+        tables = write_tables(done, out) if done else []
+        return Swept(tuple(done), tuple(tables), failed, len(cells))
