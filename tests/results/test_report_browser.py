@@ -22,12 +22,18 @@ addEventListener("load", () => setTimeout(() => {
   document.querySelector(".chip").click();
   const hidden = document.getElementById("plot-loss").data.filter((trace) => trace.visible === false).length;
   const figures = [...document.querySelectorAll(".figure")];
+  const shares = (figure, kind) => [...figure.querySelectorAll(`${kind} text`)].map((text) => text.textContent)
+    .filter((text) => text.endsWith("%"));
+  const twice = figures.some((figure) => [".xtick", ".ytick"].some((kind) => {
+    const told = shares(figure, kind);
+    return new Set(told).size < told.length;
+  }));
   const overflows = figures.some((figure) => figure.scrollWidth > figure.clientWidth + 1);
   parent.postMessage([
     document.getElementById("plot-masks")._fullLayout.xaxis2.domain[0] > 0 ? "beside" : "below",
     document.getElementById("note-masks").textContent.includes("4,950 pairs"),
     innerWidth, document.documentElement.scrollWidth, document.querySelectorAll(".plot").length,
-    document.querySelectorAll(".plot svg.main-svg:first-of-type").length, overflows, hidden,
+    document.querySelectorAll(".plot svg.main-svg:first-of-type").length, overflows, hidden, twice,
     (window.problems ?? []).join(" "),
   ].join("|"), "*");
 }, 1500));
@@ -59,11 +65,12 @@ def test_every_figure_is_drawn_and_the_page_fits_the_screen(make_run, tmp_path, 
     look = [f"--window-size={width + 20},8000", *(["--force-dark-mode"] if scheme == "dark" else [])]
 
     found = chromium(tmp_path, *look, "--dump-dom", address).split('data-found="')[1].split('"')[0]
-    panels, note, inner, page_width, plots, drawn, overflows, hidden, problems = found.split("|")
+    panels, note, inner, page_width, plots, drawn, overflows, hidden, twice, problems = found.split("|")
     assert int(inner) == width
     assert int(page_width) <= width
     assert int(drawn) == int(plots) == 18
     assert (panels, note) == ("beside" if width == 1280 else "below", "true")
+    assert twice == "false"  # where an axis spans little, each tick still says another share
     assert (overflows, hidden, problems) == ("false", "1", "")  # the legend's first chip hides its one curve
 
     picture = tmp_path / f"{width}-{scheme}.png"

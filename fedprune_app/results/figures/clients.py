@@ -9,6 +9,7 @@ from fedprune_app.core.metrics import worst_decile
 from fedprune_app.results import measures
 from fedprune_app.results.figures.common import (
     HEATMAP_UP_TO,
+    SHARE_TICKS,
     Figure,
     Trace,
     Variant,
@@ -88,7 +89,7 @@ def _by_class(group: Group, run: Run) -> Variant | None:
 
 
 def _client_variants(groups: Sequence[Group]) -> list[Variant]:
-    layout = {"xaxis": {"tickformat": ".0%"}, "yaxis": row_axis(groups), "boxgap": 0}
+    layout = {"xaxis": {"tickformat": SHARE_TICKS}, "yaxis": row_axis(groups), "boxgap": 0}
     variants = []
     titled = [(name, each.view) for name, each in measures.MEASURES.of_clients.items() if each.view]
     for name, title in sorted(titled, key=lambda each: each[1].place):
@@ -166,8 +167,8 @@ def _density_group_variants(groups: Sequence[Group]) -> list[Variant]:
                 "hovertemplate": "%{y:.1%}, mean of %{text}",
             }
         )
-    share = {"tickformat": ".0%", "hoverformat": ".0%"}
-    layout = {"xaxis": {"title": {"text": "Density of the client"}, **share}, "yaxis": {"tickformat": ".0%"}}
+    share = {"tickformat": SHARE_TICKS, "hoverformat": ".0%"}
+    layout = {"xaxis": {"title": {"text": "Density of the client"}, **share}, "yaxis": {"tickformat": SHARE_TICKS}}
     return [Variant("Personal", traces, layout)] if traces else []
 
 

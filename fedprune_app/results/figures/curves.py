@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from fedprune_app.results import measures
-from fedprune_app.results.figures.common import Figure, Trace, Variant, text_of
+from fedprune_app.results.figures.common import SHARE_TICKS, Figure, Trace, Variant, text_of
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.own_measures import OwnMeasure
 from fedprune_app.results.reader import Run
@@ -55,7 +55,7 @@ def declared(groups: Sequence[Group]) -> Iterator[Figure]:
 
     The systems of the ``groups`` may have declared numbers of their own.
     """
-    share = {"tickformat": ".0%", "hoverformat": ".1%"}
+    share = {"tickformat": SHARE_TICKS, "hoverformat": ".1%"}
     own = ((column.name, column.curve) for column in measures.MEASURES.columns.values() if column.curve)
     for name, curve in sorted(own, key=lambda each: each[1].place):
         axes = {"x": "Round", "y": share if curve.is_share else {}}
@@ -109,7 +109,7 @@ def _by_epsilon(run: Run, name: str) -> Curve:
 
 
 def _accuracy_variants(groups: Sequence[Group], curve: Callable[[Run, str], Curve], x_title: str) -> list[Variant]:
-    axes = {"x": x_title, "y": {"tickformat": ".0%", "hoverformat": ".2%"}}
+    axes = {"x": x_title, "y": {"tickformat": SHARE_TICKS, "hoverformat": ".2%"}}
     titled = [(name, column.view) for name, column in measures.MEASURES.columns.items() if column.view]
     main = {group.runs[0].headline for group in groups} & {name for name, _ in titled}
     in_order = sorted(titled, key=lambda each: (each[0] not in main, each[1].place))  # the main number's view is first

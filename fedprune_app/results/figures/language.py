@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedprune_app.results.figures.common import Figure, Trace, Variant, text_of
+from fedprune_app.results.figures.common import SHARE_TICKS, Figure, Trace, Variant, text_of
 from fedprune_app.results.tables import Group, Statistic, model_name, perplexity_tables
 
 _MARKERS = {"personal_mean": ("circle-open", "dot"), "global": ("diamond", "solid")}  # and the line between them
@@ -25,7 +25,7 @@ def perplexity(groups: Sequence[Group]) -> Figure:
 def _perplexity_variants(groups: Sequence[Group]) -> list[Variant]:
     """Return a view for each test text; runs that measured other windows of it have a view of their own."""
     layout = {
-        "xaxis": {"title": {"text": "Sparsity of the global model's matrices"}, "tickformat": ".0%"},
+        "xaxis": {"title": {"text": "Sparsity of the global model's matrices"}, "tickformat": SHARE_TICKS},
         "yaxis": {"type": "log", "title": {"text": "Perplexity"}},
     }
     tables = perplexity_tables(groups)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fedprune_app.results.figures.common import Figure, Trace, Variant, last_table, run_name, text_of
+from fedprune_app.results.figures.common import SHARE_TICKS, Figure, Trace, Variant, last_table, run_name, text_of
 from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import Group, Statistic
 
@@ -71,7 +71,7 @@ def _layer_variants(groups: Sequence[Group]) -> list[Variant]:
             )
     layout = {
         "xaxis": {"type": "category"},
-        "yaxis": {"tickformat": ".0%", "hoverformat": ".1%", "rangemode": "tozero"},
+        "yaxis": {"tickformat": SHARE_TICKS, "hoverformat": ".1%", "rangemode": "tozero"},
     }
     return [Variant("Layers", traces, layout)] if traces else []
 
@@ -125,7 +125,7 @@ def _common_start(names: Sequence[str]) -> str:
 def _decoder_layer_variants(groups: Sequence[Group]) -> list[Variant]:
     layout = {
         "xaxis": {"title": {"text": "Decoder layer"}, "dtick": 1},
-        "yaxis": {"tickformat": ".2~%", "hoverformat": ".2%"},
+        "yaxis": {"tickformat": SHARE_TICKS, "hoverformat": ".2%"},
     }
 
     def agreement(row: Mapping[str, Any]) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from fedprune_app.config import OPTIONS
-from fedprune_app.results.figures.common import Figure, Trace, Variant, point, text_of
+from fedprune_app.results.figures.common import SHARE_TICKS, Figure, Trace, Variant, point, text_of
 from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import Group, Statistic, accuracy, compared_settings
 
@@ -119,7 +119,7 @@ def _layout(key: str, lines: Sequence[Sequence[_Point]], number: _Number) -> dic
     x_axis: dict[str, Any] = {"title": {"text": text_of(key)}}
     if min(values) > 0 and max(values) / min(values) >= _LOG_FROM:
         x_axis["type"] = "log"
-    y_axis: dict[str, Any] = {"tickformat": ".0%"} if number.is_share else {"title": {"text": "Perplexity"}}
+    y_axis: dict[str, Any] = {"tickformat": SHARE_TICKS} if number.is_share else {"title": {"text": "Perplexity"}}
     return {"xaxis": x_axis, "yaxis": y_axis, "hovermode": "closest"}
 
 

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from fedprune_app.results.differences import of_the_same_data
-from fedprune_app.results.figures.common import Figure, Trace, Variant, point
+from fedprune_app.results.figures.common import SHARE_TICKS, Figure, Trace, Variant, point
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import Group, Statistic, accuracy, epsilon_remark, headline_words
@@ -61,7 +61,7 @@ def _tradeoff_variants(groups: Sequence[Group]) -> list[Variant]:
                 x, y = zip(*front, strict=True)
                 line = {"type": "scatter", "x": x, "y": y, "mode": "lines", "front": True, "hoverinfo": "skip"}
                 traces.insert(0, line)
-        layout = {"xaxis": {"title": {"text": axis}, "rangemode": "tozero"}, "yaxis": {"tickformat": ".0%"}}
+        layout = {"xaxis": {"title": {"text": axis}, "rangemode": "tozero"}, "yaxis": {"tickformat": SHARE_TICKS}}
         variants.append(Variant(title, traces, layout | {"hovermode": "closest"}))
     return variants
 
