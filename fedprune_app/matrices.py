@@ -210,7 +210,10 @@ def matrix_of(document: object, path: Path | str) -> Matrix | Searches:
     for key in ("system", "dataset", "seed"):
         if key in common:
             raise ConfigError(f"matrix {str(path)!r}: common sets {key!r}, allowed: in {key}s")
-    systems = _variants(path, "systems", "system", document.get("systems"))
+    entries = document.get("systems")
+    if any(isinstance(each, dict) and "space" in each for each in (entries if isinstance(entries, list) else [])):
+        raise ConfigError(f"matrix {str(path)!r}: an entry of systems has a space, allowed: beside the entry search")
+    systems = _variants(path, "systems", "system", entries)
     datasets = _variants(path, "datasets", "dataset", document.get("datasets", ["digits"]))
     settings = []
     for system, dataset, seed in itertools.product(systems, datasets, seeds):

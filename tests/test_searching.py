@@ -406,6 +406,8 @@ def test_a_search_alone_has_one_system(tmp_path):
         ConfigError, match="common has no system, allowed with search: one system, or the entry systems"
     ):
         matrix_of({"search": DOCUMENT["search"]}, "x")
+    with pytest.raises(ConfigError, match="an entry of systems has a space, allowed: beside the entry search"):
+        matrix_of({"systems": [{"system": "fedavg", "space": {"momentum": [0.1]}}]}, "x")
 
 
 TEXTS = [
