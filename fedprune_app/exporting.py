@@ -366,6 +366,8 @@ def _exportable(run: Path, config: Config, inputs: _Inputs, client: int | None, 
     if client is None and 0 < len(_names_from_server(config, full, round)) < len(names):
         raise ValueError(f"no model of system '{config.system}' is global as a whole, allowed: --client K")
     if missing := [name for name in names if name not in weights]:
+        if client is None and config.batch_norm == "local":
+            raise ValueError("no model is global as a whole with batch-norm 'local', allowed: --client K")
         is_kept = not issubclass(SYSTEMS[config.system].client, FineTuned)
         instead = "allowed: --client K" if is_kept else f"and system '{config.system}' keeps no models of clients"
         reason = "is of another model" if client is not None else f"is not complete, {instead}"

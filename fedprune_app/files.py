@@ -213,6 +213,18 @@ def append_lines(path: Path, lines: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def may_write(folder: Path) -> bool:
+    """Return whether this process may write to a folder, or make it with the folders above it."""
+    above = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
+    return above.is_dir() and os.access(above, os.W_OK | os.X_OK)
+
+
+def check_writable(name: str, folder: Path) -> None:
+    """Raise ``ValueError`` for a folder to which this process may not write; ``name`` is a user's word for it."""
+    if not may_write(folder):
+        raise ValueError(f"{name} is {str(folder)!r}, allowed: a folder in which you may write")
+
+
 def appending(path: Path) -> BinaryIO:
     """Open a file to add to its end, and make the file if it is missing; a link is not followed."""
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))

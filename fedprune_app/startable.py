@@ -22,7 +22,7 @@ from fedprune_app.engine.store import VersionedStore
 from fedprune_app.errors import LaunchError
 from fedprune_app.federation.clients import ImageClientInfo, Roster
 from fedprune_app.federation.round import RunContext
-from fedprune_app.files import scratch_folder
+from fedprune_app.files import check_writable, scratch_folder
 from fedprune_app.learning.device import module_mode
 from fedprune_app.models.llm import open_model
 from fedprune_app.models.names import chosen_name
@@ -44,6 +44,9 @@ def check_startable(config: Config, num_clients: int) -> list[str]:
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', allowed on this machine, which has none: auto, cpu")
     try:
+        for key, place in (("state-dir", config.state_dir), ("dp.ledger-dir", config.dp.ledger_dir)):
+            if place:
+                check_writable(key, Path(place).expanduser())
         if SYSTEMS[config.system].data == "text":
             check_texts(config, num_clients)
             return []

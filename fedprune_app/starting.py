@@ -21,6 +21,7 @@ from fedprune_app.config import (
     paths_from_here,
     read_toml,
 )
+from fedprune_app.files import check_writable
 from fedprune_app.registry import check_names, check_system
 from fedprune_app.shipped import config_file
 
@@ -108,6 +109,8 @@ def placed(
     if before is None:
         if is_here and folder.exists() and not folder.is_dir():
             raise ConfigError(f"--out {str(out)!r} is a file, allowed: a new folder")
+        if is_here:
+            check_writable("--out", folder)
         if is_here and is_held(folder):
             raise ConfigError(f"--out {str(out)!r} is in use by another process, allowed: a new folder")
         if is_here and not force:

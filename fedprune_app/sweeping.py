@@ -15,7 +15,7 @@ from fedprune_app.config import Config, ConfigError, Scalar, to_toml, told_of
 from fedprune_app.engine.store import exclusive
 from fedprune_app.errors import LaunchError
 from fedprune_app.experiment import Placement, Session
-from fedprune_app.files import replace_file
+from fedprune_app.files import check_writable, replace_file
 from fedprune_app.matrices import Matrix, is_complete, to_yaml
 from fedprune_app.registry import unprotected
 from fedprune_app.results.lock import is_held
@@ -87,6 +87,7 @@ def _alone(out: Path) -> Iterator[None]:
 def _check_new(out: Path, resume: bool) -> None:
     if out.exists() and any(out.iterdir()) and not resume:
         raise ConfigError(f"--out {str(out)!r} is not empty, allowed: a new folder, or --resume")
+    check_writable("--out", out)
     if is_held(out):
         raise ConfigError(f"--out {str(out)!r} is in use by another process, allowed: a new folder, or --resume later")
 

@@ -108,6 +108,20 @@ def test_a_run_that_stopped_before_its_clients_were_known_goes_on_with_as_many(f
     assert (code, "--clients is not given, allowed when resuming a run" in says) == (2, True), says
 
 
+def test_a_folder_that_cannot_be_written_is_refused_before_the_run(fedprune, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "m.yaml").write_text("systems: [fedavg]\n")
+    allowed = "allowed: a folder in which you may write"
+    for command in (["run", *SMALL], ["sweep", "m.yaml"]):
+        code, said = fedprune(*command, *HERE, "--out", "file/out")
+        assert (code, f"--out is '{tmp_path}/file/out', {allowed}" in " ".join(said.split())) == (2, True), said
+    private = ["dp.enabled=true", "dp.noise-multiplier=1", "dp.ledger-dir=file/ledgers"]
+    for key, more in (("state-dir", ["state-dir=file/states"]), ("dp.ledger-dir", private)):
+        code, said = fedprune("run", "system=fedavg", *SMALL, *more, *HERE, "--out", "a")
+        assert (code, f"{key} is " in said, allowed in " ".join(said.split())) == (2, True, True), said
+    assert not (tmp_path / "a").exists()
+
+
 def test_a_ledger_folder_is_relative_to_where_the_command_was_typed(fedprune, tmp_path):
     private = ["system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1", "dp.ledger-dir=ledgers"]
     code, says = fedprune("run", *SMALL, *private, *HERE, "--out", "a")

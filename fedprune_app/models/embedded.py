@@ -75,7 +75,7 @@ def train_embedded(texts: Sequence[str], recipe: Recipe = DEFAULT, on_step: OnSt
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(f"{folder}.lock", "trains the embedded language model"):
         known = folder.exists()
-        if not (known and _is_whole(folder)):
+        if not (known and is_whole(folder)):
             if known:
                 log.warning("the cached model '%s' is damaged, or older than its digests: it is trained anew", folder)
             model = _trained(texts, recipe, on_step)
@@ -97,7 +97,7 @@ def _save(model: Any, folder: Path) -> None:
     byte_tokenizer().save_pretrained(folder)
 
 
-def _is_whole(folder: Path) -> bool:
+def is_whole(folder: Path) -> bool:
     """Return whether a cached model's files are those that were written."""
     try:
         digests = json.loads((folder / _DIGESTS).read_text())

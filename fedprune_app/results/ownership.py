@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from fedprune_app.files import replace_file
+from fedprune_app.files import may_write, replace_file
 from fedprune_app.results.reader import read_info
 
 MARK = ".fedprune"
@@ -133,8 +133,7 @@ def check_json_file(path: Path, keys: Collection[str]) -> None:
 def _check_file(path: Path) -> None:
     if path.is_dir():
         raise ValueError(f"{str(path)!r} is a folder, allowed: a file")
-    above = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
-    if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):  # folders between are made
+    if not may_write(path.absolute().parent):
         raise ValueError(f"{str(path)!r} cannot be written, allowed: a file in a folder in which you may write")
 
 

@@ -301,8 +301,18 @@ class Recorder:
 
     def _append(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         lines = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+        self._check_untouched(self.folder / name)
         append_lines(self.folder / name, lines)
         self._tallies[name].add(lines, len(rows))
+
+    def _check_untouched(self, path: Path) -> None:
+        """Raise ``ValueError`` for a record that is gone, or cut: the rows that follow would be of no use."""
+        written, found = self._tallies[path.name].mark.size, path.stat().st_size if path.exists() else 0
+        if found != written:
+            raise ValueError(
+                f"{path} has {found} bytes, allowed: the {written} that this run wrote; the run folder was changed or "
+                "removed while the run went on"
+            )
 
 
 def write_info(folder: Path, info: Mapping[str, Any]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
+from fedprune_app import demo
 from fedprune_app.models.embedded import Recipe, byte_tokenizer, embedded_folder, train_embedded
 from fedprune_app.models.llm import LanguageModel, import_transformers, perplexity
 
@@ -47,6 +50,29 @@ def test_a_damaged_cached_model_is_trained_anew_and_one_line_says_so(cache, capl
             assert train_embedded(TEXTS, recipe) / "model.safetensors" == weights
         assert [record.getMessage().count(str(weights.parent)) for record in caplog.records] == [1]
         assert weights.read_bytes() == before
+
+
+def test_a_run_does_not_begin_with_a_damaged_cached_model(cache, monkeypatch):
+    recipe = Recipe(width=16, inner_width=16, num_layers=1, num_heads=2, steps=1, length=8)
+    monkeypatch.setattr("fedprune_app.data.text.stdlib_training_text", lambda: [SimpleNamespace(text=t) for t in TEXTS])
+    monkeypatch.setattr(
+        "fedprune_app.models.embedded.embedded_folder", lambda texts, _=None: embedded_folder(texts, recipe)
+    )
+    trained = []
+
+    def train(texts, on_step):
+        trained.append(texts)
+        return train_embedded(texts, recipe, on_step)
+
+    monkeypatch.setattr("fedprune_app.models.embedded.train_embedded", train)
+    console = Console(quiet=True)
+    weights = demo.embedded_model(console) / "model.safetensors"
+    assert demo.embedded_model(console) == weights.parent
+    assert len(trained) == 1
+    before = weights.read_bytes()
+    weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    demo.embedded_model(console)
+    assert (len(trained), weights.read_bytes()) == (2, before)
 
 
 def test_another_text_or_recipe_is_another_model(cache):

@@ -51,6 +51,16 @@ def test_a_run_that_started_says_running_and_holds_everything_to_repeat_it(tmp_p
     assert found["versions"].keys() >= {"fedprune", "flwr", "torch", "numpy", "python"}
 
 
+@pytest.mark.parametrize("change", [lambda path: path.unlink(), lambda path: path.write_bytes(b"")])
+def test_no_round_follows_records_that_are_gone(tmp_path, change):
+    recorder = started(tmp_path)
+    recorder.round({"round": 1})
+    change(tmp_path / "rounds.jsonl")
+    with pytest.raises(ValueError, match=r"rounds.jsonl has 0 bytes, allowed: the \d+ that this run wrote"):
+        recorder.round({"round": 2})
+    assert info(tmp_path)["rounds_completed"] == 1
+
+
 def test_a_round_has_every_declared_field_and_keeps_the_others(tmp_path):
     recorder = started(tmp_path)
     recorder.round({"round": 1, "bytes_up": 10, "mood": "good"})
