@@ -95,15 +95,20 @@ def _in_python(function: Callable[P, T]) -> Callable[P, T]:
 
 
 class RunsFailed(LaunchError):
-    """Runs of a sweep have failed.
+    """Runs of a sweep have failed, or all trials of a search.
 
-    ``runs`` are those that have finished, in the order of the matrix. ``failed`` says by a run's name why it failed.
+    ``runs`` are those that have finished, in the order of the matrix. ``failed`` says by the name of a run, or of a
+    search, why it failed.
     """
 
     def __init__(self, message: str, runs: Sequence[Run], failed: Mapping[str, str]) -> None:
         super().__init__(message)
         self.runs = list(runs)
         self.failed = dict(failed)
+
+    def __reduce__(self) -> tuple[type[RunsFailed], tuple[str, list[Run], dict[str, str]]]:
+        """Return what makes the error again, so that another process can raise it here."""
+        return type(self), (str(self), self.runs, self.failed)
 
 
 Settings = Mapping[str, object]

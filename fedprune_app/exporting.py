@@ -41,7 +41,7 @@ from fedprune_app.data.splits import data_config, dataset_of, label_counts
 from fedprune_app.engine.store import State, checkpoint_store, client_store, owner, read_tensors, state_folder
 from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.files import replace_file
-from fedprune_app.models.initial import channels_of, initial_model
+from fedprune_app.models.initial import channels_of, initial_model, shared_names
 from fedprune_app.models.names import BUILDERS, chosen_name
 from fedprune_app.models.sparse import sparsify
 from fedprune_app.models.vision import load_state_tensors, parameter_names, prunable_names, state_tensors
@@ -366,10 +366,10 @@ def _exportable(run: Path, config: Config, inputs: _Inputs, client: int | None, 
     if client is None and 0 < len(_names_from_server(config, full, round)) < len(names):
         raise ValueError(f"no model of system '{config.system}' is global as a whole, allowed: --client K")
     if missing := [name for name in names if name not in weights]:
-        if client is None and config.batch_norm == "local":
-            raise ValueError("no model is global as a whole with batch-norm 'local', allowed: --client K")
         is_kept = not issubclass(SYSTEMS[config.system].client, FineTuned)
         instead = "allowed: --client K" if is_kept else f"and system '{config.system}' keeps no models of clients"
+        if client is None and not set(missing) & set(shared_names(full, config.batch_norm)):
+            raise ValueError(f"no model is global as a whole with batch-norm 'local', {instead}")
         reason = "is of another model" if client is not None else f"is not complete, {instead}"
         raise ValueError(f"the state {reason}: it has no tensor '{missing[0]}'")
     load_state_tensors(full, weights)

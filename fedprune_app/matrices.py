@@ -254,6 +254,8 @@ def _variants(path: Path | str, section: str, key: str, entries: Any) -> Sequenc
     for variant in variants:
         if key not in variant:
             raise ConfigError(f"matrix {str(path)!r}: an entry of {section} lacks the key {key!r}: {_short(variant)}")
+        if "seed" in variant:
+            raise ConfigError(f"matrix {str(path)!r}: an entry of {section} sets 'seed', allowed: in seeds")
     return variants
 
 

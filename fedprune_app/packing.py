@@ -67,9 +67,9 @@ def check_options(output: Path, client: int | None, format: str, **more: object)
     """
     allowed = "allowed with a language model"
     if client is not None:
-        raise ConfigError(f"--client is {client}, {allowed}: --global --format sparse")
+        raise ConfigError(f"--client is {client}, {allowed}: --global and --format sparse")
     if format not in ("", "sparse"):
-        raise ConfigError(f"--format is {format!r}, {allowed}: --global --format sparse")
+        raise ConfigError(f"--format is {format!r}, {allowed}: --global and --format sparse")
     if output.suffix.lower() in SUFFIXES:
         raise ConfigError(f"--output is {str(output)!r}, {allowed}: a folder, whose name has no suffix of a file")
     for name, value in more.items():

@@ -110,6 +110,15 @@ class Search:
             check_names(plugins.parse(paths_from_here({**self.common, **drawn, "seed": seed, **(place or {})})))
         )
 
+    def effective(self, drawn: Mapping[str, Scalar]) -> dict[str, Scalar]:
+        """Return those of the settings of a trial, ``drawn`` ones included, that have an effect with the others."""
+        config = self.config(drawn, self.seeds[0])
+        return {key: value for key, value in {**self.common, **drawn}.items() if has_effect(key, config)}
+
+    def is_same(self, drawn: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
+        """Return whether two trials make the same run: they may differ in what has no effect."""
+        return drawn == other or self.effective(drawn) == self.effective(other)
+
     def check(self) -> list[Config]:
         """Raise :class:`ConfigError` for settings that cannot be, in each range and for each choice.
 
@@ -200,16 +209,18 @@ class Searches:
         return [folder for search in self.each for folder in search.folders(out)]
 
 
-def check_searches(several: Sequence[Search]) -> None:
+def check_searches(several: Sequence[Search], overrides: Mapping[str, Scalar]) -> None:
     """Raise :class:`ConfigError` for settings that cannot be, and for one that has an effect in no search that has it.
 
-    See :meth:`Search.check`.
+    ``overrides`` are those that the command line gives for all of them. See :meth:`Search.check`.
     """
     checked = [(asked, asked.check()) for asked in several]
     for key in dict.fromkeys(key for asked in several for key in asked.common):
         having = [(asked, configs) for asked, configs in checked if key in asked.common]
         if not any(has_effect(key, config) for _, configs in having for config in configs):
             asked, configs = having[0]
+            if key in overrides:
+                check_effects([key], configs[0])
             with told_of(asked.where):
                 check_effects([key], configs[0])
 
@@ -253,6 +264,8 @@ def searches_of(
         settings = {key: value for key, value in {**common, **entry.settings}.items() if key not in space}
         own_keys = frozenset(entry.settings)
         several.append(replace(found, common=settings, space=space, name=entry.name, where=place, own=own_keys))
+    if unused := [key for key in found.space if not any(key in search.space for search in several)]:
+        raise ConfigError(f"{where}: {unused[0]} is in space and in each entry of systems, allowed: in one of them")
     return Searches(tuple(several), found.num_clients)
 
 
@@ -347,6 +360,25 @@ class Found:
     table: Path
 
 
+def check_studies(several: Sequence[Search], out: Path) -> None:
+    """Raise :class:`ConfigError` where ``out`` has trials of a search that is none of ``several``."""
+    if not (out / STUDY).exists():
+        return
+    names = {_study_name(asked) for asked in several}
+    for study in _optuna().get_all_study_summaries(_storage(out)):
+        if study.n_trials and study.study_name not in names:
+            said = f"--out {str(out)!r} has trials of another search, {study.study_name!r}"
+            raise ConfigError(f"{said}, allowed: the systems that it has and more, or a new folder")
+
+
+def _storage(out: Path) -> str:
+    return f"sqlite:///{out / STUDY}"
+
+
+def _study_name(asked: Search) -> str:
+    return asked.name or "fedprune"
+
+
 def study_of(asked: Search, out: Path) -> Study:
     """Return the search's study in ``out``, which may hold trials that were made before.
 
@@ -354,8 +386,8 @@ def study_of(asked: Search, out: Path) -> Study:
     """
     optuna = _optuna()
     study: Study = optuna.create_study(
-        storage=f"sqlite:///{out / STUDY}",
-        study_name=asked.name or "fedprune",
+        storage=_storage(out),
+        study_name=_study_name(asked),
         direction=OBJECTIVES[asked.objective],
         load_if_exists=True,
     )
@@ -392,7 +424,7 @@ def search(
     while open_trial := _next_trial(optuna, study, asked, distributions):
         number, drawn = open_trial
         words = ", ".join(f"{key}={value}" for key, value in drawn.items())
-        same = next((trial for trial in _different(optuna, study) if trial.params == drawn), None)
+        same = next((trial for trial in _different(asked, study) if asked.is_same(trial.params, drawn)), None)
         said = f": as trial {same.number + 1}, whose value counts" if same else ""
         say("", f"{prefix}({number + 1}/{asked.trials}) {words}{said}")
         try:
@@ -403,7 +435,7 @@ def search(
         else:
             study.tell(number, value)
         _write_table(out / asked.table, study, asked)
-    done = _different(optuna, study)
+    done = _different(asked, study)
     if not done:
         raise LaunchError(f"none of {asked.trials} trials succeeded")
     # the process may have been killed before it wrote the last trial's row
@@ -412,14 +444,15 @@ def search(
     return Found(dict(study.best_params), float(study.best_value), tuple(runs), out / asked.table)
 
 
-def _different(optuna: Any, study: Study) -> list[Any]:
+def _different(asked: Search, study: Study) -> list[Any]:
     """Return the trials that have a value, of those with the same settings the first.
 
     The same settings and seeds make the same run. A second one would cost its time, and count as another seed.
     """
     found: list[Any] = []
     for trial in study.trials:
-        if trial.state == optuna.trial.TrialState.COMPLETE and all(trial.params != each.params for each in found):
+        is_done = trial.state == _optuna().trial.TrialState.COMPLETE
+        if is_done and not any(asked.is_same(trial.params, each.params) for each in found):
             found.append(trial)
     return found
 
@@ -511,9 +544,7 @@ def best_settings(asked: Search, found: Found) -> dict[str, Scalar]:
 
     A setting that had an effect with other choices alone is left out.
     """
-    config = asked.config(found.best, asked.seeds[0])
-    given = {key: value for key, value in {**asked.common, **found.best}.items() if has_effect(key, config)}
-    settings: dict[str, Scalar] = paths_from_here(given)
+    settings: dict[str, Scalar] = paths_from_here(asked.effective(found.best))
     return settings
 
 
@@ -521,8 +552,12 @@ def best_matrix(several: Sequence[tuple[Search, Found]], num_clients: int) -> di
     """Return the document of a matrix that compares what searches found.
 
     It has as many seeds as the searches, and none of theirs: settings that were chosen with a seed are luckier there.
+    What two searches of one system found alike is there once.
     """
-    settings = [best_settings(*each) for each in several]
+    settings: list[dict[str, Scalar]] = []
+    for asked, found in several:
+        if (best := best_settings(asked, found)) not in settings:
+            settings.append(best)
     first, _ = several[0]
     shared = {
         key: value

@@ -31,6 +31,7 @@ from fedprune_app.searching import (
     best_matrix,
     best_settings,
     check_searches,
+    check_studies,
     with_overrides,
 )
 from fedprune_app.starting import check_clients, recorded_clients
@@ -85,6 +86,8 @@ def _alone(out: Path) -> Iterator[None]:
 
 
 def _check_new(out: Path, resume: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"--out {str(out)!r} is a file, allowed: a new folder")
     if out.exists() and any(out.iterdir()) and not resume:
         raise ConfigError(f"--out {str(out)!r} is not empty, allowed: a new folder, or --resume")
     check_writable("--out", out)
@@ -129,7 +132,8 @@ def run_searches(
     _check_new(out, resume)
     count = placement.num_clients
     several = [replace(with_overrides(each, overrides), num_clients=count) for each in read.each]
-    check_searches(several)
+    check_searches(several, overrides)
+    check_studies(several, out)
     for asked in several:
         for folder in asked.folders(out):
             check_clients(folder, count)
@@ -152,9 +156,12 @@ def run_searches(
                 failed[asked.name] = str(error)
                 say("failed", f" {asked.name}: {error}")
                 continue
+            same = [other.name for other, each in found if best_settings(other, each) == best_settings(asked, best)]
             found.append((asked, best))
             words = ", ".join(f"{key}={value}" for key, value in best.best.items())
             say("", f"{asked.name and f'{asked.name} '}best: {words}  {asked.objective} {best.value:.4f}")
+            if same:
+                say("", f"{asked.name} has found the settings of {same[0]}, which {BEST} has once")
             replace_file(out / asked.best, to_toml(best_settings(asked, best)).encode())
         runs = tuple(run for _, each in found for run in each.runs)
         tables = (*(each.table for _, each in found), *(write_tables(runs, out) if runs else ()))

@@ -115,6 +115,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_run(fedprune, tmp
     for command in (["run", *SMALL], ["sweep", "m.yaml"]):
         code, said = fedprune(*command, *HERE, "--out", "file/out")
         assert (code, f"--out is '{tmp_path}/file/out', {allowed}" in " ".join(said.split())) == (2, True), said
+        code, said = fedprune(*command, *HERE, "--out", "file")
+        assert (code, "--out" in said, "is a file, allowed: a new folder" in " ".join(said.split())) == (2, True, True)
     private = ["dp.enabled=true", "dp.noise-multiplier=1", "dp.ledger-dir=file/ledgers"]
     for key, more in (("state-dir", ["state-dir=file/states"]), ("dp.ledger-dir", private)):
         code, said = fedprune("run", "system=fedavg", *SMALL, *more, *HERE, "--out", "a")

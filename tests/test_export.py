@@ -363,9 +363,9 @@ def test_a_language_model_is_exported_as_a_folder(fedprune, tmp_path):
         (["-o", tmp_path, "--force"], f"--output {str(tmp_path)!r} exists, allowed: a new folder\n"),
         (
             ["-o", "x", "--format", "onnx"],
-            "--format is 'onnx', allowed with a language model: --global --format sparse",
+            "--format is 'onnx', allowed with a language model: --global and --format sparse",
         ),
-        (["-o", "x", "--client", "1"], "--client is 1, allowed with a language model: --global --format sparse"),
+        (["-o", "x", "--client", "1"], "--client is 1, allowed with a language model: --global and --format sparse"),
         (["-o", "x.onnx"], "--output is 'x.onnx', allowed with a language model: a folder, whose name has no suffix"),
         (["-o", "x", "--data-dir", "d"], "--data-dir is 'd', allowed with a language model: none, since it has no"),
         (["-o", "x", "--plugin", "p"], "--plugin is ['p'], allowed with a language model: none, since it has no"),

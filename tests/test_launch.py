@@ -9,8 +9,9 @@ import httpx
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from fedprune_app import deploy, launch
+from fedprune_app import deploy, launch, server_app
 from fedprune_app.engine.simulation import Workers
+from fedprune_app.engine.watchdog import CLIENTS_VARIABLE
 from fedprune_app.files import scratch_folder
 
 LOOPBACK = "localhost,127.0.0.1,::1"
@@ -107,3 +108,15 @@ def test_processes_find_room_on_the_gpus_that_they_share(processes, gpus):
     on_each = int(1 / round(share, 4))
     assert on_each * gpus >= processes
     assert (on_each - 1) * gpus < processes  # no less than there is for each
+
+
+@pytest.mark.parametrize("engine", ["ray", "flower"])
+def test_a_simulation_tells_its_server_how_many_clients_there_are(monkeypatch, tmp_path, engine):
+    started = []
+    monkeypatch.setattr(launch, "spawn", lambda command, environment, log: started.append(environment))
+    monkeypatch.setattr(launch, "end", lambda process: None)
+    with launch.simulation(tmp_path, {}, 7, 1, 0, engine=engine):
+        monkeypatch.setenv(CLIENTS_VARIABLE, started[0][CLIENTS_VARIABLE])
+    assert server_app._simulated(object()) == 7  # as Flower's grid, which does not say so
+    monkeypatch.delenv(CLIENTS_VARIABLE)
+    assert server_app._simulated(object()) is None  # real nodes

@@ -6,6 +6,7 @@ import csv
 import itertools
 import json
 import math
+import pickle
 import shutil
 import sqlite3
 
@@ -327,6 +328,39 @@ def test_several_systems_are_searched_and_compared_with_seeds_that_no_search_use
     assert len(compared.info["partition"]) == 3
 
 
+def test_what_two_searches_found_alike_is_compared_once(tmp_path):
+    systems = [{"system": "fedavg", "momentum": 0.5}, {"system": "fedavg", "space": {"momentum": [0.5, 0.9]}}]
+    document = {**SEVERAL, "systems": systems, "search": {"space": {"learning-rate": [0.1, 0.01]}}}
+    several = [
+        (
+            search,
+            Found(
+                {"learning-rate": 0.1, **({} if "momentum" in search.common else {"momentum": 0.5})}, 0.5, (), tmp_path
+            ),
+        )
+        for search in matrix_of(document, "x").each
+    ]
+    (name,) = {name.partition("-digits")[0] for name, _ in matrix_of(best_matrix(several, 3), "x").settings}
+    assert name == "fedavg-learning-rate0.1"
+
+
+def test_a_folder_of_searches_is_not_taken_for_others(tmp_path):
+    document = {**SEVERAL, "seeds": [0], "search": {**SEVERAL["search"], "trials": 1}}
+    fedprune_app.sweep({**document, "systems": ["fedavg"]}, out=tmp_path / "s", **QUICK)
+    before = {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()}
+    for other in ({"systems": ["standalone"]}, {"common": {**SEVERAL["common"], "system": "fedavg"}}):
+        asked = {key: value for key, value in {**document, **other}.items() if key != "systems" or key in other}
+        with pytest.raises(
+            ConfigError, match="has trials of another search, 'fedavg', allowed: the systems that it has"
+        ):
+            fedprune_app.sweep(asked, out=tmp_path / "s", resume=True, **QUICK)
+        assert {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()} == before
+    more = fedprune_app.sweep(
+        {**document, "systems": ["fedavg", "standalone"]}, out=tmp_path / "s", resume=True, **QUICK
+    )
+    assert [run.system for run in more] == ["fedavg", "standalone"]
+
+
 def test_a_search_in_which_no_trial_succeeds_stops_no_other(tmp_path):
     broken = {"system": "standalone", "learning-rate": 1e30}
     document = {**SEVERAL, "seeds": [0], "systems": [broken, "fedavg"]}
@@ -335,6 +369,9 @@ def test_a_search_in_which_no_trial_succeeds_stops_no_other(tmp_path):
     ) as error:
         fedprune_app.sweep(document, out=tmp_path / "s", **QUICK)
     assert {run.system for run in error.value.runs} == {"fedavg"}
+    again = pickle.loads(pickle.dumps(error.value))
+    assert (str(again), again.failed) == (str(error.value), error.value.failed)
+    assert [run.folder for run in again.runs] == [run.folder for run in error.value.runs]
     document = yaml.safe_load((tmp_path / "s" / "best.yaml").read_text())
     assert [entry["system"] for entry in document["systems"]] == ["fedavg"]
 
@@ -348,6 +385,11 @@ def test_a_search_in_which_no_trial_succeeds_stops_no_other(tmp_path):
         ({"systems": []}, r"systems is \[\], allowed: a list of settings"),
         ({"systems": ["fedavg", "fedavg"]}, "has two systems named 'fedavg', allowed: distinct settings"),
         ({"systems": ["fedavgg"]}, ".*did you mean 'fedavg'"),
+        ({"systems": [{"system": "fedavg", "seed": 7}]}, "an entry of systems sets 'seed', allowed: in seeds"),
+        (
+            {"systems": [{"system": "fedavg", "momentum": 0.5}, {"system": "standalone", "momentum": 0.9}]},
+            "momentum is in space and in each entry of systems, allowed: in one of them",
+        ),
         ({"systems": [{"system": "fedavg", "space": 3}]}, ": 'fedavg' in systems: space is 3, allowed: a range or"),
         ({"systems": [{"system": "fedavg", "space": {"density": [0.5]}}]}, ".*no effect with system 'fedavg'"),
         (
@@ -371,8 +413,12 @@ def test_a_setting_is_drawn_that_has_an_effect_with_some_choice_of_another_one_a
     space = {"dispfl.topology": ["ring", "random"], "dispfl.neighbours": [1, 2]}
     common = {"system": "dispfl", "num-server-rounds": 1, "evaluate-every": 1, "local-epochs": 1}
     document = {"clients": 4, "common": common, "search": {"trials": 3, "sampler": "random", "space": space}}
-    runs = fedprune_app.sweep(document, out=tmp_path / "s", **QUICK)
-    assert {run.config["dispfl.topology"] for run in runs} == {"ring", "random"}
+    runs = fedprune_app.sweep(
+        {**document, "search": {"trials": 10, "sampler": "random", "space": space}}, out=tmp_path / "s", **QUICK
+    )
+    drawn = [(row["dispfl.topology"], row["dispfl.neighbours"]) for row in rows(tmp_path / "s")]
+    assert {topology for topology, _ in drawn} == {"ring", "random"}
+    assert len(runs) == len({(topology, topology == "random" and count) for topology, count in drawn}) < len(set(drawn))
     (search,) = matrix_of(document, "x").each
     for topology in ("ring", "random"):
         found = Found({"dispfl.topology": topology, "dispfl.neighbours": 2}, 0.5, (), tmp_path)
@@ -393,6 +439,7 @@ def test_a_setting_is_drawn_that_has_an_effect_with_some_choice_of_another_one_a
         ("fedprox.mu", "fedprox.mu is given in the call, allowed: what the search does not draw"),
         ("local-epochs", "local-epochs is given in the call, allowed: what the search does not draw"),
         ("system", "system is given in the call, allowed: what the entry 'fedavg' does not set"),
+        ("density", "density is 1.0, which has no effect with system 'fedavg'; density needs .*"),
     ],
 )
 def test_what_searches_draw_or_set_for_one_system_is_not_given_for_all(tmp_path, key, said):

@@ -307,12 +307,11 @@ class Recorder:
 
     def _check_untouched(self, path: Path) -> None:
         """Raise ``ValueError`` for a record that is gone, or cut: the rows that follow would be of no use."""
-        written, found = self._tallies[path.name].mark.size, path.stat().st_size if path.exists() else 0
+        if not path.exists():
+            raise ValueError(f"{path} is gone: the run folder was removed or moved while the run went on")
+        written, found = self._tallies[path.name].mark.size, path.stat().st_size
         if found != written:
-            raise ValueError(
-                f"{path} has {found} bytes, allowed: the {written} that this run wrote; the run folder was changed or "
-                "removed while the run went on"
-            )
+            raise ValueError(f"{path} has {found} bytes, allowed while the run goes on: the {written} that it wrote")
 
 
 def write_info(folder: Path, info: Mapping[str, Any]) -> None:

@@ -308,6 +308,17 @@ def test_a_search_is_drawn_without_lines_and_rates_on_a_logarithmic_axis(make_ru
     assert "settings" not in drawn(folders[:2])  # two runs that differ in two settings tell of neither
 
 
+def test_a_setting_without_effect_is_not_drawn(make_run):
+    values = [("ring", 1), ("ring", 2), ("random", 1), ("random", 2)]
+    folders = [
+        make_run(f"{topology}{count}", "dispfl", config={"dispfl.topology": topology, "dispfl.neighbours": count})
+        for topology, count in values
+    ]
+    (main, _) = drawn(folders)["settings"].variants
+    assert main.name == "dispfl.neighbours"
+    assert [trace["series"] for trace in main.traces if trace["mode"] == "markers"] == [2, 3]
+
+
 def test_perplexity_is_drawn_against_a_setting(make_run):
     runs = []
     for density in (0.3, 0.5):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-from fedprune_app.config import OPTIONS
+from fedprune_app.config import OPTIONS, ConfigError, has_effect, parse_config
 from fedprune_app.results.figures.common import SHARE_TICKS, Figure, Trace, Variant, point, text_of
 from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import Group, Statistic, accuracy, compared_settings
@@ -51,12 +51,22 @@ def by_setting(groups: Sequence[Group]) -> Figure:
 
 
 def _variants(groups: Sequence[Group]) -> Iterator[Variant]:
-    settings = [compared_settings(group.runs[0]) for group in groups]
+    settings = [_effective(group.runs[0]) for group in groups]
     for key, systems in _varied(groups, settings).items():
         for number in _NUMBERS:
             lines = _lines(groups, settings, key, systems, number)
             if _is_worth_showing(lines):
                 yield Variant(f"{key}{number.suffix}", _traces(groups, key, lines, number), _layout(key, lines, number))
+
+
+def _effective(run: Run) -> dict[str, Any]:
+    """Return the settings that tell a run from others, but for those without an effect beside its other settings."""
+    compared = compared_settings(run)
+    try:
+        config = parse_config({key: value for key, value in run.config.items() if key in OPTIONS})
+    except ConfigError:  # of a plug-in that is not installed, or of another version
+        return compared
+    return {key: value for key, value in compared.items() if key not in OPTIONS or has_effect(key, config)}
 
 
 def _varied(groups: Sequence[Group], settings: Sequence[Mapping[str, Any]]) -> dict[str, set[str]]:
