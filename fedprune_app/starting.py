@@ -169,7 +169,7 @@ def number_of_clients(asked: int | None, before: Mapping[str, Any] | None) -> in
     Raises :class:`ConfigError` for another number than before, and where a recorded run does not say its number.
     """
     known = clients_of(before)
-    if asked is None and before is not None and not known:
+    if asked is None and before and not known:
         raise ConfigError("--clients is not given, allowed when resuming a run that does not say its number: 1, 2, ...")
     count = (known or 20) if asked is None else asked
     if known not in (0, count):

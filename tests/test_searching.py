@@ -410,11 +410,11 @@ def test_searches_that_cannot_be_are_refused_before_anything_is_written(tmp_path
 
 
 def test_a_setting_is_drawn_that_has_an_effect_with_some_choice_of_another_one_alone(tmp_path):
-    space = {"dispfl.topology": ["ring", "random"], "dispfl.neighbours": [1, 2]}
+    space = {"dispfl.topology": ["ring", "random"], "dispfl.neighbours": [1, 2, 3]}
     common = {"system": "dispfl", "num-server-rounds": 1, "evaluate-every": 1, "local-epochs": 1}
     document = {"clients": 4, "common": common, "search": {"trials": 3, "sampler": "random", "space": space}}
     runs = fedprune_app.sweep(
-        {**document, "search": {"trials": 10, "sampler": "random", "space": space}}, out=tmp_path / "s", **QUICK
+        {**document, "search": {"trials": 12, "sampler": "random", "space": space}}, out=tmp_path / "s", **QUICK
     )
     drawn = [(row["dispfl.topology"], row["dispfl.neighbours"]) for row in rows(tmp_path / "s")]
     assert {topology for topology, _ in drawn} == {"ring", "random"}
