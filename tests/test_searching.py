@@ -428,7 +428,7 @@ def test_a_setting_is_drawn_that_has_an_effect_with_some_choice_of_another_one_a
         )
         matrix_of(best_matrix([(search, found)], 4), "x").cells(tmp_path, {}, resume=False)
     (search,) = matrix_of({**document, "search": {"space": {**space, "dispfl.topology": ["ring"]}}}, "x").each
-    with pytest.raises(ConfigError, match=r"dispfl.neighbours is 2, which has no effect with dispfl.topology 'ring'"):
+    with pytest.raises(ConfigError, match=r"dispfl.neighbours is 3, which has no effect with dispfl.topology 'ring'"):
         search.check()
 
 
