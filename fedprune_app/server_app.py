@@ -166,16 +166,15 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str,
         recorder.done_waiting()
     partition = [{"partition": k, **info.description()} for k, info in roster.items()]
     num_partitions = max(info.num_partitions for info in roster.values())  # all have the same
-    began_with = before.get("num_partitions") or num_partitions
-    if before.get("partition") not in (None, partition) or began_with != num_partitions:
+    known, began_with = before.get("partition"), before.get("num_partitions") or num_partitions
+    if known is not None and (known != partition or began_with != num_partitions):
         then, now = began_with or len(ids), num_partitions or len(partition)
         counts = f" ({then} clients, now {now})" if then != now else ""
         raise ConfigError(
             f"the clients' data is not what it was when the run began{counts}, "
             "allowed when resuming: the same clients and data"
         )
-    if num_partitions:
-        recorder.annotate(num_partitions=num_partitions)
+    recorder.annotate(num_partitions=num_partitions or None)  # nodes with data of their own have no such number
     # without partition-ids nothing else says which client has which data
     if any(info.own_data for info in roster.values()):
         recorder.annotate(nodes={str(info.node_id): k for k, info in roster.items()})
