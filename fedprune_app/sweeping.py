@@ -95,6 +95,19 @@ def _check_new(out: Path, resume: bool) -> None:
         raise ConfigError(f"--out {str(out)!r} is in use by another process, allowed: a new folder, or --resume later")
 
 
+@dataclass(frozen=True)
+class _Place:
+    """A sweep is made in the folder ``out``; the fields are the arguments of :func:`sweep`."""
+
+    out: Path
+    overrides: Mapping[str, Scalar]
+    placement: Placement
+    console: Console
+    say: Say
+    resume: bool
+    force: bool
+
+
 def sweep(
     read: Matrix | Searches,
     out: Path,
@@ -106,30 +119,23 @@ def sweep(
     resume: bool = False,
     force: bool = False,
 ) -> Swept:
-    """Make the runs that a matrix file asks for, see :func:`run_matrix` and :func:`run_searches`."""
-    place = out, overrides, placement, console, say
-    if isinstance(read, Matrix):
-        return run_matrix(read, *place, resume=resume, force=force)
-    return run_searches(read, *place, resume=resume, force=force)
+    """Make the runs that a matrix file asks for in folders below ``out``, and write tables of them.
 
-
-def run_searches(
-    read: Searches,
-    out: Path,
-    overrides: Mapping[str, Scalar],
-    placement: Placement,
-    console: Console,
-    say: Say,
-    *,
-    resume: bool = False,
-    force: bool = False,
-) -> Swept:
-    """Make all trials of all searches in folders below ``out``, and write what was best; tables are as for a matrix.
-
-    The arguments and errors are those of :func:`run_matrix`. With ``resume`` trials that were made before count. A
-    search in which no trial succeeds stops no other; alone it raises :class:`LaunchError`.
+    ``overrides`` are settings of all runs. With ``resume`` runs that have finished are kept, and trials of a search
+    that were made before count. Raises :class:`ConfigError` before anything is written, also where a run began with
+    another number of clients.
     """
-    _check_new(out, resume)
+    place = _Place(out, overrides, placement, console, say, resume, force)
+    return _run_matrix(read, place) if isinstance(read, Matrix) else _run_searches(read, place)
+
+
+def _run_searches(read: Searches, place: _Place) -> Swept:
+    """Make all trials of all searches, and write what was best; tables are as for a matrix.
+
+    A search in which no trial succeeds stops no other; alone it raises :class:`LaunchError`.
+    """
+    out, overrides, placement, say = place.out, place.overrides, place.placement, place.say
+    _check_new(out, place.resume)
     count = placement.num_clients
     several = [replace(with_overrides(each, overrides), num_clients=count) for each in read.each]
     check_searches(several, overrides)
@@ -137,14 +143,14 @@ def run_searches(
     for asked in several:
         for folder in asked.folders(out):
             check_clients(folder, count)
-    if not force:
+    if not place.force:
         names = {name for asked in several for name in (asked.table, asked.best)}
         check_marked(out, "sweep", {*TABLES, STUDY, BEST, *names})
     found: list[tuple[Search, Found]] = []
     failed: dict[str, str] = {}
     with ExitStack() as stack:
-        session = stack.enter_context(Session(placement, console))
-        demo.prepare_models([_checked(asked, session, placement) for asked in several], console)
+        session = stack.enter_context(Session(placement, place.console))
+        demo.prepare_models([_checked(asked, session, placement) for asked in several], place.console)
         stack.enter_context(_alone(out))
         studies = [searching.study_of(asked, out) for asked in several]
         for asked, study in zip(several, studies, strict=True):
@@ -195,34 +201,21 @@ def _first(each: Any) -> Scalar:
     return first
 
 
-def run_matrix(
-    matrix: Matrix,
-    out: Path,
-    overrides: Mapping[str, Scalar],
-    placement: Placement,
-    console: Console,
-    say: Say,
-    *,
-    resume: bool = False,
-    force: bool = False,
-) -> Swept:
-    """Make all runs of a matrix in folders below ``out``, and write tables of them; a run that fails stops no other.
-
-    With ``resume`` runs that have finished are kept. Raises :class:`ConfigError` before anything is written, also where
-    a run began with another number of clients.
-    """
+def _run_matrix(matrix: Matrix, place: _Place) -> Swept:
+    """Make all runs of a matrix; a run that fails stops no other."""
+    out, say, resume = place.out, place.say, place.resume
     _check_new(out, resume)
-    cells = matrix.cells(out, overrides, resume)
-    if not force:
+    cells = matrix.cells(out, place.overrides, resume)
+    if not place.force:
         check_marked(out, "sweep", TABLES)
         for cell in cells:
             if not cell.config.resume_from:
                 check_free(out / cell.name)
-    count = placement.num_clients
+    count = place.placement.num_clients
     left = [cell for cell in cells if not is_complete(out / cell.name, cell.config, count)]
     failed: dict[str, str] = {}
     with ExitStack() as stack:
-        session = stack.enter_context(Session(placement, console))
+        session = stack.enter_context(Session(place.placement, place.console))
         for line in dict.fromkeys(unprotected(cell.config) for cell in left):
             if line:
                 say("", f"note: {line}")
@@ -230,7 +223,7 @@ def run_matrix(
             with matrix.told_of(cell.name):
                 session.check(cell.config)
         # minutes of training or a download, which a mistake should not wait for
-        demo.prepare_models([cell.config for cell in left], console)
+        demo.prepare_models([cell.config for cell in left], place.console)
         stack.enter_context(_alone(out))
         for number, cell in enumerate(cells, start=1):
             folder = out / cell.name
@@ -238,7 +231,7 @@ def run_matrix(
                 say("", f"({number}/{len(cells)}) {cell.name}: finished before")
                 continue
             say("", f"({number}/{len(cells)}) {cell.name}")
-            if force and not cell.config.resume_from:
+            if place.force and not cell.config.resume_from:
                 clear_the_way(folder)
             try:
                 session.run(cell.config, folder, checked=True)
