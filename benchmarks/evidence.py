@@ -549,6 +549,8 @@ def main() -> None:
                 file = given.out / f"{path.stem}-seed{seed}.yaml"
                 file.write_text(yaml.safe_dump(document, sort_keys=False))
                 print(f"{file}: {len(document['systems'])} runs")
+        if not any(left(given.name, path) for path in matrices_of(given.name)):
+            print(f"every run of {given.name} has a row")
         return
     if given.command == "add":
         print(f"{add(given.name, given.runs)} rows added")
