@@ -544,12 +544,13 @@ def main() -> None:
     given = parser.parse_args()
     if given.command == "left":
         given.out.mkdir(parents=True, exist_ok=True)
-        for path in matrices_of(given.name):
-            for seed, document in left(given.name, path).items():
+        by_path = {path: left(given.name, path) for path in matrices_of(given.name)}
+        for path, by_seed in by_path.items():
+            for seed, document in by_seed.items():
                 file = given.out / f"{path.stem}-seed{seed}.yaml"
                 file.write_text(yaml.safe_dump(document, sort_keys=False))
                 print(f"{file}: {len(document['systems'])} runs")
-        if not any(left(given.name, path) for path in matrices_of(given.name)):
+        if not any(by_path.values()):
             print(f"every run of {given.name} has a row")
         return
     if given.command == "add":

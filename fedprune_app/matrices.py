@@ -221,10 +221,7 @@ def matrix_of(document: object, path: Path | str) -> Matrix | Searches:
         of_seed = f"-seed{seed}"
         name = _cut(f"{_name(system, 'system')}-{_name(dataset, 'dataset')}", _LONGEST - len(of_seed))
         settings.append((name + of_seed, values))
-    names = [name for name, _ in settings]
-    if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"matrix {str(path)!r} has two runs named {twice!r}, allowed: distinct settings")
+    _check_distinct(path, "runs", [name for name, _ in settings])
     return Matrix(tuple(settings), num_clients, frozenset(common), f"matrix {str(path)!r}")
 
 
@@ -272,10 +269,14 @@ def _entries(path: Path | str, document: Mapping[str, Any]) -> list[Entry]:
         ]
     variants = _variants(path, "systems", "system", entries)
     names = [_cut(_name(variant, "system"), _LONGEST_OF_A_SEARCH) for variant in variants]
+    _check_distinct(path, "systems", names)
+    return [Entry(*each) for each in zip(names, variants, spaces, strict=True)]
+
+
+def _check_distinct(path: Path | str, what: str, names: Sequence[str]) -> None:
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"matrix {str(path)!r} has two systems named {twice!r}, allowed: distinct settings")
-    return [Entry(*each) for each in zip(names, variants, spaces, strict=True)]
+        raise ConfigError(f"matrix {str(path)!r} has two {what} named {twice!r}, allowed: distinct settings")
 
 
 def _name(variant: Mapping[str, Any], key: str) -> str:

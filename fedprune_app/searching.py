@@ -115,9 +115,14 @@ class Search:
         config = self.config(drawn, self.seeds[0])
         return {key: value for key, value in {**self.common, **drawn}.items() if has_effect(key, config)}
 
-    def is_same(self, drawn: Mapping[str, Scalar], other: Mapping[str, Scalar]) -> bool:
-        """Return whether two trials make the same run: they may differ in what has no effect."""
-        return drawn == other or self.effective(drawn) == self.effective(other)
+    def identity(self, drawn: Mapping[str, Scalar]) -> str:
+        """Return a text that two trials share which make the same run: they may differ in what has no effect."""
+        return json.dumps(self.effective(drawn), sort_keys=True, default=str)
+
+    @property
+    def first(self) -> dict[str, Scalar]:
+        """The first choice, or the low end, of each key."""
+        return {key: _values(each)[0] for key, each in self.space.items()}
 
     def check(self) -> list[Config]:
         """Raise :class:`ConfigError` for settings that cannot be, in each range and for each choice.
@@ -127,7 +132,7 @@ class Search:
         """
         self.distributions(_optuna())
         checked = []
-        first = {key: _values(each)[0] for key, each in self.space.items()}
+        first = self.first
         with told_of(self.where):
             check_no_place({**self.common, **first})
             for seed in self.seeds:
@@ -424,7 +429,7 @@ def search(
     while open_trial := _next_trial(optuna, study, asked, distributions):
         number, drawn = open_trial
         words = ", ".join(f"{key}={value}" for key, value in drawn.items())
-        same = next((trial for trial in _different(asked, study) if asked.is_same(trial.params, drawn)), None)
+        same = _different(optuna, study, asked).get(asked.identity(drawn))
         said = f": as trial {same.number + 1}, whose value counts" if same else ""
         say("", f"{prefix}({number + 1}/{asked.trials}) {words}{said}")
         try:
@@ -435,7 +440,7 @@ def search(
         else:
             study.tell(number, value)
         _write_table(out / asked.table, study, asked)
-    done = _different(asked, study)
+    done = _different(optuna, study, asked).values()
     if not done:
         raise LaunchError(f"none of {asked.trials} trials succeeded")
     # the process may have been killed before it wrote the last trial's row
@@ -444,16 +449,15 @@ def search(
     return Found(dict(study.best_params), float(study.best_value), tuple(runs), out / asked.table)
 
 
-def _different(asked: Search, study: Study) -> list[Any]:
-    """Return the trials that have a value, of those with the same settings the first.
+def _different(optuna: Any, study: Study, asked: Search) -> dict[str, Any]:
+    """Return the trials that have a value by their identity, of those with the same settings the first.
 
     The same settings and seeds make the same run. A second one would cost its time, and count as another seed.
     """
-    found: list[Any] = []
+    found: dict[str, Any] = {}
     for trial in study.trials:
-        is_done = trial.state == _optuna().trial.TrialState.COMPLETE
-        if is_done and not any(asked.is_same(trial.params, each.params) for each in found):
-            found.append(trial)
+        if trial.state == optuna.trial.TrialState.COMPLETE:
+            found.setdefault(asked.identity(trial.params), trial)
     return found
 
 

@@ -107,10 +107,8 @@ def placed(
     values = given.values
     check_no_place(values)
     if before is None:
-        if is_here and folder.exists() and not folder.is_dir():
-            raise ConfigError(f"--out {str(out)!r} is a file, allowed: a new folder")
         if is_here:
-            check_writable("--out", folder)
+            check_out(out)
         if is_here and is_held(folder):
             raise ConfigError(f"--out {str(out)!r} is in use by another process, allowed: a new folder")
         if is_here and not force:
@@ -126,6 +124,14 @@ def placed(
     if before:
         check_resumable(before["config"], config)
     return check_system(config)
+
+
+def check_out(out: Path) -> None:
+    """Raise ``ValueError`` where ``out`` is a file, or a folder in which this process may not write."""
+    folder = out.expanduser().resolve()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out {str(out)!r} is a file, allowed: a new folder")
+    check_writable("--out", folder)
 
 
 def check_no_place(values: Mapping[str, object]) -> None:

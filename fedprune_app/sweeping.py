@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -15,7 +14,7 @@ from fedprune_app.config import Config, ConfigError, Scalar, to_toml, told_of
 from fedprune_app.engine.store import exclusive
 from fedprune_app.errors import LaunchError
 from fedprune_app.experiment import Placement, Session
-from fedprune_app.files import check_writable, replace_file
+from fedprune_app.files import replace_file
 from fedprune_app.matrices import Matrix, is_complete, to_yaml
 from fedprune_app.registry import unprotected
 from fedprune_app.results.lock import is_held
@@ -34,7 +33,7 @@ from fedprune_app.searching import (
     check_studies,
     with_overrides,
 )
-from fedprune_app.starting import check_clients, recorded_clients
+from fedprune_app.starting import check_clients, check_out, recorded_clients
 
 Say = Callable[[str, str], object]
 """This is told what happens: a label, which may be empty, and a text."""
@@ -86,11 +85,9 @@ def _alone(out: Path) -> Iterator[None]:
 
 
 def _check_new(out: Path, resume: bool) -> None:
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"--out {str(out)!r} is a file, allowed: a new folder")
+    check_out(out)
     if out.exists() and any(out.iterdir()) and not resume:
         raise ConfigError(f"--out {str(out)!r} is not empty, allowed: a new folder, or --resume")
-    check_writable("--out", out)
     if is_held(out):
         raise ConfigError(f"--out {str(out)!r} is in use by another process, allowed: a new folder, or --resume later")
 
@@ -147,6 +144,7 @@ def _run_searches(read: Searches, place: _Place) -> Swept:
         names = {name for asked in several for name in (asked.table, asked.best)}
         check_marked(out, "sweep", {*TABLES, STUDY, BEST, *names})
     found: list[tuple[Search, Found]] = []
+    settled: dict[str, dict[str, Scalar]] = {}
     failed: dict[str, str] = {}
     with ExitStack() as stack:
         session = stack.enter_context(Session(placement, place.console))
@@ -162,13 +160,15 @@ def _run_searches(read: Searches, place: _Place) -> Swept:
                 failed[asked.name] = str(error)
                 say("failed", f" {asked.name}: {error}")
                 continue
-            same = [other.name for other, each in found if best_settings(other, each) == best_settings(asked, best)]
+            settings = best_settings(asked, best)
+            same = [name for name, each in settled.items() if each == settings]
+            settled[asked.name] = settings
             found.append((asked, best))
             words = ", ".join(f"{key}={value}" for key, value in best.best.items())
             say("", f"{asked.name and f'{asked.name} '}best: {words}  {asked.objective} {best.value:.4f}")
             if same:
                 say("", f"{asked.name} has found the settings of {same[0]}, which {BEST} has once")
-            replace_file(out / asked.best, to_toml(best_settings(asked, best)).encode())
+            replace_file(out / asked.best, to_toml(settings).encode())
         runs = tuple(run for _, each in found for run in each.runs)
         tables = (*(each.table for _, each in found), *(write_tables(runs, out) if runs else ()))
         return Swept(runs, tables, failed, len(several), "searches", _write_best(found, count, out))
@@ -179,7 +179,7 @@ def _checked(asked: Search, session: Session, placement: Placement) -> Config:
 
     Raises :class:`ConfigError` before anything is written.
     """
-    first = asked.config({key: _first(each) for key, each in asked.space.items()}, asked.seeds[0])
+    first = asked.config(asked.first, asked.seeds[0])
     with told_of(asked.where):
         session.check(first)
         if placement.shares_data:
@@ -194,11 +194,6 @@ def _write_best(found: Sequence[tuple[Search, Found]], num_clients: int, out: Pa
     said = "# The best settings of a search, and seeds that the search did not use: fedprune sweep best.yaml\n"
     replace_file(out / BEST, (said + to_yaml(best_matrix(found, num_clients))).encode())
     return out / BEST
-
-
-def _first(each: Any) -> Scalar:
-    first: Scalar = each[0] if isinstance(each, list) else each["low"]
-    return first
 
 
 def _run_matrix(matrix: Matrix, place: _Place) -> Swept:
