@@ -24,7 +24,7 @@ from fedprune_app.learning.train import train
 from fedprune_app.privacy.dpsgd import DPSGD
 from fedprune_app.privacy.noise import KeyedNoise, noised
 
-METHODS = ("one-pass", "ghost", "hooks", "functorch")
+METHODS = ("one-pass", "hooks")
 
 
 def main() -> None:
@@ -59,7 +59,6 @@ def measure(name: str, batch_size: int, num_steps: int, repeats: int) -> None:
         "no privacy": partial(step, None),
         **{method: partial(step, method) for method in METHODS},
         "one-pass, masks": partial(step, "one-pass", masked=True),
-        "ghost, masks": partial(step, "ghost", masked=True),
     }
     seconds = in_turns(kinds, repeats, time.process_time)
     print_ratios(f"{name}, batch {batch_size}, {num_steps} steps x {repeats}", seconds, num_steps, "no privacy", " CPU")

@@ -125,6 +125,10 @@ class ImageClient(ImageNode[Update]):
             scores["accuracy-validation"] = self.accuracy(task, "validation")
         return scores
 
+    def trial(self) -> HowToTrain:
+        """This says what is particular about the system's steps, for the one step that is tried before a run."""
+        return {}
+
     def evaluation_counts(self) -> int:
         """This counts personal, received and validation accuracy, and the global one where masks make it another."""
         return 3 + (type(self).masks is not ImageClient.masks)

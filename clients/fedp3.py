@@ -28,6 +28,7 @@ from fedprune_app.core.masks import sketch_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import hidden_groups
 from fedprune_app.engine.store import State, grouped
+from fedprune_app.learning.train import HowToTrain
 from fedprune_app.models import vision
 
 
@@ -136,6 +137,10 @@ class FedP3Client(ImageClient):
         forward = self.layer_flops()
         backward = BACKWARD_PER_FORWARD * forward[self.head]
         return self.examples_trained(self.options.head_epochs) * (sparse_flops(forward, masks) + backward)
+
+    def trial(self) -> HowToTrain:
+        """This is a step of Q_i, of a client without layers of its own."""
+        return {"part": self.local_pruning([], {}, 0)}
 
     # --- Q_i --------------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from fedprune_app.core.structured import (
     zero_padded,
 )
 from fedprune_app.engine.store import State, grouped
+from fedprune_app.learning.train import HowToTrain
 from fedprune_app.models import vision
 from fedprune_app.models.names import chosen_name
 
@@ -60,6 +61,12 @@ class FjORDClient(ImageClient):
         tensors = vision.named_tensors(self.model)
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self.groups = hidden_groups(layers_of(list(tensors), self.prunable), self.shapes)
+
+    def trial(self) -> HowToTrain:
+        """This is a step of the narrowest sub-network."""
+        least = min(FJORD_SHARES)
+        draw = rng.numpy_generator(self.config.seed, "trial")
+        return {"part": OrderedDropout(self.model, self.groups, (), {}, lambda _: least, draw, self.layer_flops())}
 
     def extents(self, task: Task) -> Extents:
         """This says how far the client's sub-network, of the width that the server asks for, extends into tensors."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,15 +18,24 @@ from clients.node import Place
 from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError, written_below
 from fedprune_app.core.bounds import least_said
+from fedprune_app.core.payload import Payload
+from fedprune_app.core.rng import generator
 from fedprune_app.data.splits import check_repeatable, label_counts
+from fedprune_app.engine import wire
 from fedprune_app.engine.store import VersionedStore
 from fedprune_app.errors import LaunchError
 from fedprune_app.federation.clients import ImageClientInfo, Roster
 from fedprune_app.federation.round import RunContext
 from fedprune_app.files import check_writable, scratch_folder
-from fedprune_app.learning.device import module_mode
+from fedprune_app.learning.evaluate import evaluate
+from fedprune_app.learning.grouped import NoGroupedForm, grouped_form
+from fedprune_app.learning.sgd import SGD
+from fedprune_app.learning.train import train
+from fedprune_app.models import vision
+from fedprune_app.models.initial import copied
 from fedprune_app.models.llm import open_model
 from fedprune_app.models.names import chosen_name
+from fedprune_app.privacy.noise import KeyedNoise
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.results.tracking import check_tracker
@@ -90,18 +100,46 @@ def _check_budget(config: Config, sizes: Sequence[int], folder: Path) -> None:
     )
 
 
+def _try_network(client: ImageClient, name: str) -> list[str]:
+    """Have the client send and take its network, train it for a step on two examples, and test it, as in round 1.
+
+    Return a line if clients cannot be trained together though the network has no layer that prevents it. Raises
+    :class:`ConfigError` where the network fails.
+    """
+    config, private = client.config, None
+    some = torch.arange(2) % client.num_examples
+    images, labels = client.data.train_images[some], client.data.train_labels[some]
+    if client.privacy is not None:
+        from fedprune_app.privacy.dpsgd import DPSGD, check_model  # Opacus takes seconds to import
+
+        check_model(client.model, name)
+        private = DPSGD(1.0, 1.0, 1.0, 1, KeyedNoise(bytes(32)), config.dp.grad_sample)
+    try:
+        model, schema = copied(client.model), client.message_schema()
+        arrays = wire.to_arrays(Payload(vision.state_tensors(model, include_buffers=True)))
+        vision.load_state_tensors(model, wire.from_arrays(arrays, schema.max_bytes).tensors)
+        how: dict[str, Any] = {"private": private, "device": client.device, "precision": config.precision}
+        train(model, images, labels, SGD(1e-3), rng=generator(config.seed, "trial"), **how, **client.trial())
+        evaluate(model, images, labels, device=client.device, precision=config.precision)
+    except Exception as error:  # a user's network raises what it likes
+        said = " ".join((str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}").split())
+        what = "private training" if private else "training"
+        raise ConfigError(f"model is {name!r}, which cannot be used for {what} with {config.system}: {said}") from error
+    try:
+        grouped_form(client.model, client.dataset.image_shape)
+    except NoGroupedForm as error:
+        if error.is_wrong and private is None:
+            return [f"model is {name!r}: its clients are trained one by one, since {error}"]
+    return []
+
+
 def _make_both(config: Config, num_clients: int, folder: Path) -> list[str]:
     """Make client 0, and a server that takes all others to be like this client; return what the server doubts."""
     system = SYSTEMS[config.system]
     client = system.client(config, Place(0, num_clients, folder / "clients"))
     assert isinstance(client, ImageClient)
     check_repeatable(client.data_config, num_clients)
-    if client.privacy is not None:
-        from fedprune_app.privacy.dpsgd import check_independence, check_model  # Opacus takes seconds to import
-
-        with module_mode(client.model, training=True):
-            check_model(client.model, str(chosen_name(config.model, config.dataset)))
-            check_independence(client.model, client.dataset.image_shape)
+    lines = _try_network(client, str(chosen_name(config.model, config.dataset)))
     sizes = [client.num_examples] * num_clients
     if config.dp.enabled:  # what is promised depends on how many examples each has
         sizes = [sum(label_counts(client.data_config, k, num_clients)["train"]) for k in range(num_clients)]
@@ -118,6 +156,6 @@ def _make_both(config: Config, num_clients: int, folder: Path) -> list[str]:
     strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, key))
     recorder.finish("interrupted")
     try:
-        return strategy.lines_of_doubt()
+        return lines + strategy.lines_of_doubt()
     except TypeError as error:
         raise LaunchError(str(error)) from None

@@ -84,8 +84,6 @@ class DPOptions(Table):
             "auto": "the fastest, which is one-pass",
             "one-pass": "one backward pass, no gradients of single examples in linear layers",
             "hooks": "Opacus' hooks",
-            "functorch": "Opacus with functorch",
-            "ghost": "ghost clipping in two backward passes",
         },
     )
     physical_batch: int = option(

@@ -96,8 +96,7 @@ class _Entry(NamedTuple):
 
     @property
     def decoded_bytes(self) -> int:
-        # An empty tensor counts its other sizes too: they are numbers that torch multiplies.
-        numel = math.prod(max(size, 1) for size in self.shape)
+        numel = counted(self.shape)
         return numel * self.dtype.itemsize + (numel if self.kind != _DENSE else 0)
 
     @property
@@ -175,6 +174,14 @@ def encode(payload: Payload) -> dict[str, Bytes]:
         words = _ans_encode(coded, values[lender][:_LENT_BYTES])
         values[lender] = values[lender][_LENT_BYTES:]
     return {KEY: np.concatenate([np.frombuffer(_write_header(entries), np.uint8), *bitmaps, words, *values])}
+
+
+def counted(shape: Sequence[int]) -> int:
+    """Return as how many values a tensor of this shape counts in ``max_bytes`` of :func:`decode`.
+
+    An empty tensor counts its other sizes too: they are numbers that torch multiplies.
+    """
+    return math.prod(max(size, 1) for size in shape)
 
 
 def decode(arrays: Mapping[str, np.ndarray], *, max_bytes: int = 2**31) -> Payload:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 BACKWARD_PER_FORWARD = 2
@@ -17,16 +18,18 @@ def forward_flops(model: nn.Module, input_shape: Sequence[int]) -> dict[str, int
 
     ``input_shape`` is that of one example, without the batch. Convolutions and linear layers count, as in the
     papers. Their biases, norms, activations and pooling do not count. A module that multiplies matrices outside its
-    submodules (attention) has an entry of its own. Nothing is computed: the pass runs on shapes alone. So the
-    model, its mode and its buffers stay as they are.
+    submodules (attention) has an entry of its own. The pass is on an example of zeros, or on shapes alone where the
+    model is on the meta device. The model, its mode and its buffers stay as they are.
     """
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    shapes_only = {name: tensor.detach().to("meta") for name, tensor in state.items()}
+    state = {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    first = next(model.parameters())
+    example = torch.zeros(1, *input_shape, dtype=first.dtype, device=first.device)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            torch.func.functional_call(model, shapes_only, (torch.empty(1, *input_shape, device="meta"),))
+        # the other kernels of attention are not counted on every device
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            torch.func.functional_call(model, state, (example,))
     finally:
         for module, mode in modes.items():
             module.training = mode

@@ -225,7 +225,7 @@ class Schema:
     @property
     def max_bytes(self) -> int:
         """The decoded size of a payload of this schema is that of its values, and one byte per mask element."""
-        sizes = ((shape.numel(), self.dtypes[name].itemsize) for name, shape in self.shapes.items())
+        sizes = ((codec.counted(shape), self.dtypes[name].itemsize) for name, shape in self.shapes.items())
         return sum(count * (size + 1) for count, size in sizes)
 
     def check(self, payload: Payload) -> None:

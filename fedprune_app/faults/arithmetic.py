@@ -16,7 +16,7 @@ from unittest import mock
 from torch import Tensor, nn
 
 from clients import dispfl, fedfomo, fedltp, images
-from fedprune_app.learning import work
+from fedprune_app.learning import grouped, work
 from fedprune_app.learning.evaluate import dense_gradient, evaluate
 from fedprune_app.learning.grouped import GroupedForm
 from fedprune_app.privacy import dpsgd
@@ -42,7 +42,7 @@ class Remembered:
     def used(self) -> Iterator[None]:
         """Let gradients and tests of models be looked up here until the block ends."""
         with ExitStack() as on:
-            on.enter_context(mock.patch.object(work, "grouped_gradients", self._gradients(work.grouped_gradients)))
+            on.enter_context(mock.patch.object(work, "grouped_gradients", self._gradients(grouped.grouped_gradients)))
             on.enter_context(mock.patch.object(dispfl, "dense_gradient", self._of_model(dense_gradient)))
             for module in (images, fedltp, fedfomo, tickets):
                 on.enter_context(mock.patch.object(module, "evaluate", self._of_model(evaluate)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -60,14 +60,16 @@ def module_mode(model: nn.Module, training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def fast_layout(model: nn.Module, precision: str = "float32") -> Iterator[None]:
+def fast_layout(model: nn.Module, precision: str = "float32", frozen: Collection[str] = ()) -> Iterator[None]:
     """Put the channels of convolution weights last in memory meanwhile, where that is faster; activations follow them.
 
     On CPUs training steps of the small networks take a tenth less time, evaluations a third to a half. The tensor cores
     of a GPU, which compute in TF32 and bfloat16, read channels last; with other layouts cuDNN moves all numbers first.
+    Weights in ``frozen`` keep their layout: torch's group norm crashes on channels-last input that needs no gradient.
     """
     on_gpu = precision != "float32"
-    weights = [p for p in model.parameters() if p.dim() == 4 and (p.device.type == "cpu" or on_gpu)]
+    named = [(name, p) for name, p in model.named_parameters() if p.dim() == 4 and name not in frozen]
+    weights = [p for _, p in named if p.device.type == "cpu" or on_gpu]
     own_memory = [weight.data for weight in weights]
     for weight in weights:
         # Not .contiguous(): with a single input channel it keeps the strides, from which torch reads the layout.

@@ -80,7 +80,8 @@ class FlatLayout:
         shape, strides, offset = self._shapes[name], self._strides[name], self._offsets[name]
         if len(shape) == 2:
             return flat.as_strided((clients, *shape), (self._steps[name], *strides), offset)
-        return flat.as_strided((clients * shape[0], *shape[1:]), strides, offset)
+        first, *rest = shape or (1,)  # a number is a vector of one
+        return flat.as_strided((clients * first, *rest), strides or (1,), offset)
 
 
 class Flat:

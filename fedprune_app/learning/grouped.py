@@ -12,17 +12,19 @@ any others, and a step of a client alone takes no longer than that of the networ
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrize
 
+from fedprune_app.core.computation import computation_key, generic_copy, traced
 from fedprune_app.core.flops import forward_flops
-from fedprune_app.learning.device import module_mode
+from fedprune_app.learning.device import fast_layout
+from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names
 
 Weights = Mapping[str, Tensor]
 _Operation = Callable[[Weights, int, Sequence[Tensor]], Tensor]
@@ -31,11 +33,15 @@ _ELEMENTWISE = (nn.ReLU, nn.Identity, nn.Tanh, nn.Sigmoid, nn.GELU, nn.ELU, nn.L
 _BY_CHANNEL = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d)
 
 
-_KNOWN = ("torch.nn.", "torchvision.", "fedprune_app.")
-
-
 class NoGroupedForm(ValueError):
-    """The network has no grouped form; the message says which of its parts has none."""
+    """The network has no grouped form; the message says which of its parts has none.
+
+    ``is_wrong`` says that the rules made a form, which does not compute what the network does.
+    """
+
+    def __init__(self, reason: str, is_wrong: bool = False) -> None:
+        super().__init__(reason)
+        self.is_wrong = is_wrong
 
 
 @dataclass(frozen=True)
@@ -50,12 +56,11 @@ class _Step:
 class GroupedForm:
     """A grouped form computes a network for ``clients`` at once, each with weights and images of its own.
 
-    ``flops`` are those of one example's forward pass through one client's network, which has so many ``parameters``.
+    ``flops`` are those of one example's forward pass through one client's network.
     """
 
     steps: tuple[_Step, ...]
     flops: int
-    parameters: int
 
     def __call__(self, weights: Weights, images: Tensor) -> Tensor:
         """This maps images (clients, B, ...) to logits (clients, B, classes).
@@ -71,90 +76,123 @@ class GroupedForm:
 
 
 _MOST_FORMS = 64
-_forms: dict[str, GroupedForm | str] = {}  # or why there is none
+_forms: dict[Hashable, GroupedForm | NoGroupedForm] = {}
 
 
 def grouped_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm:
-    """This derives the grouped form of a network that maps a batch of such examples to logits.
+    """Return the grouped form of a network that maps a batch of such examples to logits.
 
-    Networks of the same structure have one form. Raises :class:`NoGroupedForm` for a network with other parts than
-    convolutions, linear layers, group norms, pooling, activations, flattening and sums, and for one with hooks.
+    The form is derived from the network's operations by rules, and compared with the network once: losses and gradients
+    of two clients agree. Networks that compute the same have one form. Raises :class:`NoGroupedForm` for a network with
+    other parts than convolutions, linear layers, group norms, pooling, activations, flattening and sums, for one with
+    hooks, and where the comparison fails.
     """
-    modules = list(model.modules())
-    if any(_has_hooks(module) for module in modules):
-        raise NoGroupedForm("a part of it has hooks, a forward of its own, or parameters that are computed")
-    structure = f"{model} {tuple(example_shape)}"
-    if not all(_tells_what_it_does(module) for module in modules):
-        structure += _graph_of(model)
-    if structure not in _forms:
+    if any(_has_hooks(module) for module in model.modules()):
+        raise NoGroupedForm("a part of it has hooks, which see no grouped form")
+    if (computation := computation_key(model)) is None:
+        raise NoGroupedForm("torch.fx cannot follow it")
+    key = computation, tuple(example_shape), next(model.parameters()).device
+    if key not in _forms:
         if len(_forms) == _MOST_FORMS:
             _forms.pop(next(iter(_forms)))
-        _forms[structure] = _derived(model, example_shape)
-    form = _forms[structure]
-    if isinstance(form, str):
-        raise NoGroupedForm(form)
+        _forms[key] = _derived(model, example_shape)
+    form = _forms[key]
+    if isinstance(form, NoGroupedForm):
+        raise form
     return form
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks) or parametrize.is_parametrized(module) or "forward" in vars(module)
+    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
-def _tells_what_it_does(module: nn.Module) -> bool:
-    """This says whether a module's text, as of ``str``, decides its computation.
-
-    That of a user's class does not show what its ``forward`` does.
-    """
-    return type(module).__module__.startswith(_KNOWN)
-
-
-def _graph_of(model: nn.Module) -> str:
-    """This returns the operations of a network in their order, or an empty text where torch.fx cannot follow it."""
-    try:
-        return str(_traced(model))
-    except Exception:  # torch.fx may raise anything
-        return ""
-
-
-def _traced(model: nn.Module) -> fx.Graph:
-    """This returns the operations of a network in training, which may be others than in a test."""
-    with module_mode(model, training=True):
-        return fx.Tracer().trace(model)
-
-
-def _derived(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm | str:
-    names = {name for name, _ in model.named_parameters()}
+def _derived(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm | NoGroupedForm:
+    """Return the form, or why there is none: torch may raise anything where a rule does not fit a network."""
     steps, at = list[_Step](), dict[fx.Node, int]()
     try:
-        for node in _traced(model).nodes:
+        for node in traced(model).nodes:
             inputs = tuple(at[each] for each in node.all_input_nodes)
             if node.op == "output":
-                if inputs != (len(steps),):
-                    raise NoGroupedForm("its output is not its last value")
                 continue
             if node.op != "placeholder":
-                steps.append(_Step(_operation(model, node, names), inputs))
+                steps.append(_Step(_operation(model, node), inputs))
             at[node] = len(steps)
         flops = sum(forward_flops(model, example_shape).values())
-    except Exception as error:  # torch.fx may raise anything where it cannot follow a network
-        return str(error)
-    return GroupedForm(tuple(steps), flops, sum(p.numel() for p in model.parameters()))
+        form = GroupedForm(tuple(steps), flops)
+        _compare(form, model, example_shape)
+    except NoGroupedForm as error:
+        return error
+    except Exception:
+        return NoGroupedForm("the rules for groups do not fit it", is_wrong=True)
+    return form
 
 
-def _operation(model: nn.Module, node: fx.Node, names: set[str]) -> _Operation:
+def _compare(form: GroupedForm, model: nn.Module, example_shape: Sequence[int]) -> None:
+    """Raise :class:`NoGroupedForm` where a form finds other losses or gradients than the network on random batches.
+
+    In float64 they differ by rounding alone, which no threshold of a network turns into more.
+    """
+    draw = torch.Generator().manual_seed(0)
+    twins = [generic_copy(model, draw).double() for _ in range(2)]
+    images = torch.randn(2, _COMPARED, *example_shape, generator=draw, dtype=torch.float64)
+    with ExitStack() as on:
+        flat = Flat(FlatLayout(_laid_out(twins[0], on), trained_names(twins[0]), len(twins)))
+        images = images.to(flat.layout.device)
+        own = []
+        for number, twin in enumerate(twins):
+            on.enter_context(FlatParameters(_laid_out(twin, on) if number else twin, flat, number))
+            logits = twin(images[number].clone())
+            labels = torch.arange(_COMPARED, device=logits.device) % logits.shape[1]
+            own.append(F.cross_entropy(logits, labels, reduction="none"))
+            own[-1].sum().backward()  # type: ignore[no-untyped-call]
+        stacked = {name: flat.layout.stacked(flat.values, name, len(twins)) for name in flat.layout.names}
+        weights = {name: each.detach().requires_grad_() for name, each in stacked.items()}
+        ones, twice = torch.ones(len(images), _COMPARED, device=images.device), labels.expand(len(images), -1)
+        losses, found = grouped_gradients(form, weights, list(weights.values()), images, twice, ones)
+        expected = [flat.layout.stacked(flat.gradients, name, len(twins)) for name in weights]
+        largest = max(float(gradient.abs().max()) for gradient in expected if gradient.numel())
+        for name, one, other in zip(["loss", *weights], [losses, *found], [torch.stack(own), *expected], strict=True):
+            if not torch.allclose(one, other, rtol=1e-6, atol=1e-9 * largest):
+                raise NoGroupedForm(f"the rules for groups give another {name} than the network", is_wrong=True)
+
+
+_COMPARED = 3  # examples of each client, an odd number: the form fills up batches to even ones
+
+
+def _laid_out(model: nn.Module, on: ExitStack) -> nn.Module:
+    on.enter_context(fast_layout(model))
+    return model
+
+
+def grouped_gradients(
+    form: GroupedForm,
+    weights: Weights,
+    leaves: Sequence[Tensor],
+    images: Tensor,
+    labels: Tensor,
+    weights_of_examples: Tensor,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the weighted losses of all clients' examples, and the gradients of their sum by the ``leaves``.
+
+    The network is ``form`` with ``weights``, of which the leaves are those that are trained. The losses and
+    ``weights_of_examples`` are (clients, examples), as the ``labels`` are.
+    """
+    logits = form(weights, images)
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(len(labels), -1)
+    losses = losses * weights_of_examples
+    found = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
+    return losses.detach(), list(found)
+
+
+def _operation(model: nn.Module, node: fx.Node) -> _Operation:
+    """Return how an operation is done for groups: a proposal, which :func:`_compare` accepts or not."""
     if node.op == "call_module":
-        path = str(node.target)
-        layer = model.get_submodule(path)
-        own = [f"{path}.{name}" for name, _ in layer.named_parameters()]
-        if not names.issuperset(own):
-            raise NoGroupedForm(f"layer '{path}' shares its parameters with another one")
-        return _of_layer(path, layer)
-    if node.target in (operator.add, torch.add) and len(node.all_input_nodes) == 2 and not node.kwargs:
+        return _of_layer(str(node.target), model.get_submodule(str(node.target)))
+    if node.target in (operator.add, torch.add) and len(node.all_input_nodes) == 2:
         return lambda _weights, _clients, values: values[0] + values[1]
     if node.target in (torch.relu, F.relu):
         return lambda _weights, _clients, values: F.relu(values[0])
-    if node.target is torch.flatten and tuple(node.args[1:]) == (1,) and not node.kwargs:
+    if node.target is torch.flatten:
         return _flatten
     raise NoGroupedForm(f"'{node.name}' ({node.op} {node.target}) is none of the operations that it has for groups")
 
@@ -165,7 +203,7 @@ def _of_layer(path: str, layer: nn.Module) -> _Operation:
         return _for_halves(weights[f"{path}.weight"], clients), None if bias is None else _for_halves(bias, clients)
 
     match layer:
-        case nn.Conv2d() if layer.groups == 1 and layer.padding_mode == "zeros":
+        case nn.Conv2d():
             convolve = partial(F.conv2d, stride=layer.stride, padding=layer.padding, dilation=layer.dilation)
             return lambda weights, clients, values: convolve(
                 _channels(values[0]), *for_halves(weights, clients), groups=2 * clients
@@ -174,12 +212,12 @@ def _of_layer(path: str, layer: nn.Module) -> _Operation:
             return lambda weights, _clients, values: _multiplied(
                 values[0], weights[f"{path}.weight"], weights.get(f"{path}.bias")
             )
-        case nn.GroupNorm() if layer.affine:
+        case nn.GroupNorm():
             groups, eps = layer.num_groups, layer.eps
             return lambda weights, clients, values: F.group_norm(
-                _channels(values[0]), 2 * clients * groups, *for_halves(weights, clients), eps
+                _bearable(_channels(values[0])), 2 * clients * groups, *for_halves(weights, clients), eps
             )
-        case nn.Flatten() if layer.start_dim == 1 and layer.end_dim == -1:
+        case nn.Flatten():
             return _flatten
         case _ if type(layer) in _ELEMENTWISE:
             return lambda _weights, _clients, values: layer(values[0])
@@ -207,6 +245,11 @@ def _channels(value: Tensor) -> Tensor:
     for transposed, images in zip(last, halves.unbind(2), strict=True):  # a matrix at a time: torch is fast at that
         transposed.copy_(images.reshape(clients * 2 * depth, -1).t())
     return last.view(batch // 2, height, width, -1).permute(0, 3, 1, 2)
+
+
+def _bearable(value: Tensor) -> Tensor:
+    """Return a value that torch's group norm bears: it crashes where channels-last input needs no gradient."""
+    return value if value.requires_grad else value.contiguous()
 
 
 def _flatten(_weights: Weights, clients: int, values: Sequence[Tensor]) -> Tensor:

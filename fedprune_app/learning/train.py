@@ -197,7 +197,10 @@ class _Learner:
 
     def __enter__(self) -> Self:
         self._on.enter_context(module_mode(self.training.model, training=True))
-        self._on.enter_context(fast_layout(self.training.model, self.training.precision))
+        model, training = self.training.model, self.training
+        trained = trained_names(model, training.frozen)
+        frozen = {name for name, _ in model.named_parameters()}.difference(trained)
+        self._on.enter_context(fast_layout(model, training.precision, frozen))
         return self
 
     def __exit__(self, *error: object) -> None:

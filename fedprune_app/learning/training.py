@@ -184,14 +184,13 @@ class Training:
         """
         if self.part is not None or self.private is not None or self.objective is not cross_entropy:
             return None
-        if self.precision == "bf16":
+        if self.precision == "bf16" or sum(p.numel() for p in self.model.parameters()) > MOST_PARAMETERS:
             return None
         try:
             form = grouped_form(self.model, self.images.shape[1:])
         except NoGroupedForm:
             return None
-        is_small = form.parameters <= MOST_PARAMETERS and form.flops * self.batch_size <= MOST_FLOPS
-        return form if is_small else None
+        return form if form.flops * self.batch_size <= MOST_FLOPS else None
 
     def goes_with(self, other: Training) -> bool:
         """This says whether both trainings can be one."""

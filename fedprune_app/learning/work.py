@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Self
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from fedprune_app.learning.device import computing
 from fedprune_app.learning.flat import Flat, FlatLayout
-from fedprune_app.learning.grouped import GroupedForm
+from fedprune_app.learning.grouped import grouped_gradients
 from fedprune_app.learning.hooks import self_distillation
 from fedprune_app.learning.parts import Changes, Work, leading_network, weights_set_aside
 from fedprune_app.learning.training import Training
@@ -205,26 +204,6 @@ class Grouped:
             kept=None if flat.kept is None else [flat.kept] if of_all else parts(flat.kept),
             rows=rows,
         )
-
-
-def grouped_gradients(
-    form: GroupedForm,
-    weights: Mapping[str, Tensor],
-    leaves: Sequence[Tensor],
-    images: Tensor,
-    labels: Tensor,
-    weights_of_examples: Tensor,
-) -> tuple[Tensor, list[Tensor]]:
-    """This returns the weighted losses of all clients' examples, and the gradients of their sum by the ``leaves``.
-
-    The network is ``form`` with ``weights``, of which the leaves are those that are trained. The losses and
-    ``weights_of_examples`` are (clients, examples), as the ``labels`` are.
-    """
-    logits = form(weights, images)
-    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view(len(labels), -1)
-    losses = losses * weights_of_examples
-    found = torch.autograd.grad(losses.sum(), leaves, materialize_grads=True)
-    return losses.detach(), list(found)
 
 
 def _frozen(trainings: Sequence[Training], trained: FlatLayout) -> Flat | None:

@@ -53,11 +53,9 @@ def trains_on_one(name: str, dataset: str, image_shape: tuple[int, int, int], nu
     if not any(isinstance(layer, _BatchNorm) for layer in network.modules()):
         return True
     try:
-        network(torch.zeros(1, *image_shape, device="meta"))
+        network(torch.zeros(1, *image_shape, device=next(network.parameters()).device))
     except ValueError as error:
         return "more than 1 value per channel" not in str(error)
-    except Exception:  # a network of a plug-in may not run without values
-        return True
     return True
 
 

@@ -172,20 +172,23 @@ def build_model(
     ``image_shape`` is (channels, height, width). Raises ``ValueError`` for an unknown name or initialisation,
     fewer than two classes, or an image too small for the network.
     """
-    model = architecture(name, image_shape, num_classes)
     if name in BUILDERS and init == "default":
-        return made_by(
-            BUILDERS[name], name, image_shape, num_classes, seed=int(torch.randint(2**62, (1,), generator=rng))
-        )
-    model.to_empty(device="cpu")
+        seed = int(torch.randint(2**62, (1,), generator=rng))
+        return architecture(name, image_shape, num_classes, seed=seed)
+    model = architecture(name, image_shape, num_classes)
+    if name not in BUILDERS:
+        model.to_empty(device="cpu")
     initialise(model, "kaiming" if init == "default" and name in _KAIMING else init, rng)
     return model
 
 
-def architecture(name: str, image_shape: ImageShape, num_classes: int, build: Build | None = None) -> nn.Module:
-    """Return a network of :data:`MODELS`, or the one that ``build`` makes, on the meta device: shapes without values.
+def architecture(
+    name: str, image_shape: ImageShape, num_classes: int, build: Build | None = None, *, seed: int = 0
+) -> nn.Module:
+    """Return a network of :data:`MODELS` on the meta device, which has shapes without values and takes no memory.
 
-    The network takes no memory and no randomness.
+    A network of a plug-in, or one that ``build`` makes, is as its function makes it, on the CPU, from a global
+    generator with this ``seed``. The generator is afterwards as it was.
     Raises ``ValueError`` as :func:`build_model`.
     """
     build = build or BUILDERS.get(name)
@@ -193,9 +196,11 @@ def architecture(name: str, image_shape: ImageShape, num_classes: int, build: Bu
         raise ValueError(f"model '{name}' is unknown, allowed: {', '.join(MODELS)}")
     if num_classes < 2:
         raise ValueError(f"model '{name}' with {num_classes} classes, allowed: at least 2")
-    with torch.device("meta"):
-        if build is not None:
+    if build is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
             return _checked(name, _brought(build, name, image_shape, num_classes), image_shape, num_classes)
+    with torch.device("meta"):
         if name == "resnet18-gn":
             return _resnet18(image_shape, num_classes, partial(nn.GroupNorm, 32))
         if name == "resnet18-bn":
@@ -209,19 +214,11 @@ def architecture(name: str, image_shape: ImageShape, num_classes: int, build: Bu
             raise ValueError(f"model is {name!r}: {error}") from None
 
 
-def made_by(build: Build, name: str, image_shape: ImageShape, num_classes: int, *, seed: int) -> nn.Module:
-    """Return the network of a plug-in on the CPU, as ``build`` makes it from a global generator with this seed.
-
-    The generator is afterwards as it was. Raises ``ValueError`` where the function fails.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return _brought(build, name, image_shape, num_classes)
-
-
 def _brought(build: Build, name: str, image_shape: ImageShape, num_classes: int) -> nn.Module:
     try:
         model = build(image_shape, num_classes)
+        if isinstance(model, nn.Module):
+            model = _uncompiled(model).to("cpu")
     except (Exception, SystemExit) as error:  # a user's function raises what it likes
         given = f"images of {'x'.join(map(str, image_shape))} and {num_classes} classes"
         raise ValueError(f"model '{name}' cannot be made for {given}: {type(error).__name__}: {error}") from error
@@ -230,8 +227,17 @@ def _brought(build: Build, name: str, image_shape: ImageShape, num_classes: int)
     return model
 
 
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """Return the network of one that ``torch.compile`` made, parts of it alike: compiled code sees no new weights."""
+    model.__dict__.pop("_compiled_call_impl", None)
+    for key, part in model.named_children():
+        setattr(model, key, _uncompiled(part))
+    inner = model.__dict__["_modules"].get("_orig_mod")
+    return inner if isinstance(inner, nn.Module) else model
+
+
 def _checked(name: str, model: nn.Module, image_shape: ImageShape, num_classes: int) -> nn.Module:
-    """Return a network of a plug-in, on the meta device, if it maps two images to their logits."""
+    """Return a network of a plug-in if it maps two images to their logits."""
     for key, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"model '{name}' has the lazy parameter '{key}', allowed: layers that know their sizes")
@@ -242,7 +248,7 @@ def _checked(name: str, model: nn.Module, image_shape: ImageShape, num_classes: 
         raise ValueError(f"model '{name}' has no layer that can be pruned, allowed: one with nn.Conv2d or nn.Linear")
     try:
         with torch.no_grad():
-            logits = model.eval()(torch.empty(2, *image_shape, device="meta"))
+            logits = model.eval()(torch.zeros(2, *image_shape))
     except Exception as error:  # as above
         given = "x".join(map(str, image_shape))
         raise ValueError(f"model '{name}' fails on images of {given}: {type(error).__name__}: {error}") from error

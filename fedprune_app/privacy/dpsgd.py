@@ -4,32 +4,32 @@ Abadi et al. 2016. Noise is added where the mask is True. Batches are Poisson sa
 be empty. The sum is divided by the expected size, which is public. ``grad_sample`` says how the per-example gradients
 come about; this choice changes speed alone:
 
-* ``hooks``, ``functorch``: Opacus' GradSampleModule materialises them.
-* ``ghost``: Opacus' GradSampleModuleFastGradientClipping finds the norms in one backward pass and the sum of clipped
-  gradients in a second one. Opacus' own norms know no masks, so the norms here are taken under them.
+* ``hooks``: Opacus' GradSampleModule materialises them.
 * ``one-pass``: one backward pass to the layers' outputs gives both (Bu et al. 2023, "book-keeping"), with Opacus'
   rules per layer; linear layers never materialise anything. ``auto`` is this one, by benchmarks/dp_step.py.
+
+Both follow rules by layer, so a network is compared with autograd's own gradients before it is trained privately.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
-from opacus.validators import ModuleValidator
+from opacus.grad_sample import GradSampleModule
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedprune_app.core.computation import computation_key, generic_copy
 from fedprune_app.privacy.noise import Noise, noised
 from fedprune_app.privacy.per_example import RULES, clip_factors
 
-GRAD_SAMPLES = ("auto", "one-pass", "hooks", "functorch", "ghost")
+GRAD_SAMPLES = ("auto", "one-pass", "hooks")
 ClippedSum = Callable[..., dict[str, Tensor]]
 """A clipped sum takes a batch (images, labels) to the sum of the masked and clipped gradients, by name.
 
@@ -101,25 +101,12 @@ class DPSGD:
         """Give an object that puts private gradients into ``gradients``, for the time of a training.
 
         The names of ``gradients`` are the trained parameters. ``kept`` are 1 or 0 by name, in the gradients' shapes.
-        Raises ``ValueError`` for a model that cannot be trained privately. One whose own code overwrites what a layer
-        took or gave is refused as soon as it is seen to. With the shape of an example the network is tried, see
-        :func:`check_independence`.
+        With the shape of an example the network is tried, and ``ValueError`` is raised for one that cannot be trained
+        privately, see :func:`check_private`.
         """
-        check_model(model)
         if example_shape is not None:
-            check_independence(model, example_shape)
-        parameters = dict(model.named_parameters())
-        trained = {name: parameters[name] for name in gradients}
-        masks = _masks(kept)
-        method = METHODS["one-pass" if self.grad_sample == "auto" else self.grad_sample]
-        with (
-            warnings.catch_warnings(),
-            _out_of_place(model),
-            method(model, trained, masks, self.clip_norm) as clipped_sum,
-        ):
-            # Inputs need no gradient, so hooks on the first layer see gradients of outputs alone. No more is needed.
-            warnings.filterwarnings("ignore", message="Full backward hook is firing")
-            warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet")
+            check_private(model, example_shape, list(gradients), self.grad_sample)
+        with _attached(model, list(gradients), _masks(kept), self.clip_norm, self.grad_sample) as clipped_sum:
             yield _Step(self, clipped_sum, gradients, kept)
 
 
@@ -156,26 +143,112 @@ def _masks(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: mask for name, mask in kept.items() if not bool(mask.all())}
 
 
+@contextmanager
+def _attached(
+    model: nn.Module, names: Sequence[str], masks: Mapping[str, Tensor], clip_norm: float, grad_sample: str
+) -> Iterator[ClippedSum]:
+    """Give the clipped sum of a method over the parameters of these names."""
+    parameters = dict(model.named_parameters())
+    method = METHODS["one-pass" if grad_sample == "auto" else grad_sample]
+    trained = {name: parameters[name] for name in names}
+    with warnings.catch_warnings(), _out_of_place(model), method(model, trained, masks, clip_norm) as clipped_sum:
+        # Inputs need no gradient, so hooks on the first layer see gradients of outputs alone. No more is needed.
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+        warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet")
+        yield clipped_sum
+
+
+# --- networks that can be trained privately ---------------------------------------------------------------------------
+
+
 def check_model(model: nn.Module, name: str = "") -> None:
-    """Raise ``ValueError``, one line, for a model without gradients per example: BatchNorm mixes the examples."""
+    """Raise ``ValueError``, one line, for a model with BatchNorm, which mixes the examples of a batch."""
     if norms := [key for key, layer in model.named_modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]:
         model_is = f"model is {name!r}" if name else "the model"
         raise ValueError(
             f"{model_is} with BatchNorm '{norms[0]}', allowed with dp.enabled: networks without, such as those with "
             "GroupNorm (-gn)"
         )
-    if errors := ModuleValidator.validate(model, strict=False):
-        raise ValueError(f"the model cannot be trained privately: {errors[0]}")
-    owners: dict[int, str] = {}
-    for key, layer in model.named_modules():
-        for parameter in layer.parameters(recurse=False):
-            if (other := owners.setdefault(id(parameter), key)) != key:
-                raise ValueError(
-                    f"layers {other!r} and {key!r} share a parameter, allowed with dp.enabled: networks whose layers "
-                    "have parameters of their own"
-                )
-        if any(True for _ in layer.parameters(recurse=False)) and type(layer) not in RULES:
-            raise ValueError(f"layer '{key}' of type {type(layer).__name__} has no rule for gradients per example")
+
+
+_checked: set[Hashable] = set()  # networks that passed
+
+
+def check_private(model: nn.Module, example_shape: Sequence[int], names: Sequence[str], grad_sample: str) -> None:
+    """Raise ``ValueError``, one line, for a network whose parameters ``names`` cannot be trained privately.
+
+    The network is tried once, see :func:`check_model`, :func:`check_independence` and :func:`check_gradients`. It has
+    to be in the mode of training.
+    """
+    computation = computation_key(model)
+    key = computation, tuple(example_shape), tuple(names), grad_sample
+    if computation is not None and key in _checked:
+        return
+    check_model(model)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of tensors that need a gradient here alone
+            check_independence(model, example_shape)
+            check_gradients(model, example_shape, names, grad_sample)
+    except ValueError:
+        raise
+    except Exception as error:  # a user's network raises what it likes
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"the network cannot be trained privately: {said}") from None
+    _checked.add(key)
+
+
+def check_gradients(model: nn.Module, example_shape: Sequence[int], names: Sequence[str], grad_sample: str) -> None:
+    """Raise ``ValueError``, one line, where a method sums other clipped gradients than autograd's own, by example.
+
+    A rule for a layer does not see what the network does with the layer's parameters elsewhere: two layers may have one
+    weight, or a function may use it. Two examples of noise are compared, at first below the clipping norm, which shows
+    whose gradient is wrong, and then above it.
+    """
+    draw = torch.Generator().manual_seed(0)
+    model = generic_copy(model, draw)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in names)
+    first = next(model.parameters())
+    images = torch.randn(2, *example_shape, generator=draw).to(first)
+    by_example = _by_autograd(model, names, images)
+    squared = torch.stack([_over_tensors(gradient.square().sum() for gradient in each.values()) for each in by_example])
+    norms = squared.sqrt()
+    for clip_norm in (2 * float(norms.max()) or 1.0, float(norms.min()) / 2 or 1.0):
+        factors = clip_factors(squared, clip_norm)
+        with _attached(model, names, {}, clip_norm, grad_sample) as clipped_sum, _drawing_alike(first.device):
+            sums = clipped_sum(images * 1, torch.arange(2, device=first.device))
+        stacked = {name: torch.stack([each[name] for each in by_example]) for name in names}
+        _compare(sums, {name: torch.tensordot(factors, each, 1) for name, each in stacked.items()})
+
+
+def _by_autograd(model: nn.Module, names: Sequence[str], images: Tensor) -> list[dict[str, Tensor]]:
+    """Return the gradients of each image's loss by name; the labels are 0, 1, ..."""
+    parameters = dict(model.named_parameters())
+    with _drawing_alike(images.device):
+        losses = F.cross_entropy(model(images * 1), torch.arange(len(images), device=images.device), reduction="none")
+    gradients = partial(torch.autograd.grad, retain_graph=True, materialize_grads=True)
+    return [dict(zip(names, gradients(loss, [parameters[name] for name in names]), strict=True)) for loss in losses]
+
+
+@contextmanager
+def _drawing_alike(device: torch.device) -> Iterator[None]:
+    """Let a network that draws draw the same each time; the global generators are afterwards as they were."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
+
+
+def _compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    largest = max(float(gradient.abs().sum()) for gradient in expected.values())
+    for name, gradient in expected.items():
+        if not gradient.numel():
+            continue
+        atol = 1e-3 * float(gradient.abs().mean()) + 1e-7 * largest  # float32 rounds, also what would be 0
+        if not torch.allclose(found.get(name, gradient * 0), gradient, rtol=1e-3, atol=atol):
+            raise ValueError(
+                f"the gradient of {name!r} is not what its layer's rule finds, allowed with dp.enabled: networks that "
+                "use each layer once, as a layer, and overwrite nothing"
+            )
 
 
 def check_independence(model: nn.Module, example_shape: Sequence[int]) -> None:
@@ -186,11 +259,10 @@ def check_independence(model: nn.Module, example_shape: Sequence[int]) -> None:
     leave the client without noise. The global generators are afterwards as they were. The model has to be in the mode
     of training.
     """
-    device = next(model.parameters()).device
+    first = next(model.parameters())
     before = {name: (id(tensor), tensor._version) for name, tensor in _tensors_of(model)}
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(0)
-        images = torch.randn(2, *example_shape, device=device, requires_grad=True)
+    with _drawing_alike(first.device):
+        images = torch.randn(2, *example_shape, device=first.device, dtype=first.dtype, requires_grad=True)
         outputs = model(images * 1)  # a network may overwrite what it takes
         mixes = False
         for one, other in ((0, 1), (1, 0)):
@@ -235,49 +307,33 @@ def _out_of_place(model: nn.Module) -> Iterator[None]:
 
 
 class _Watched:
-    """Layers are watched by hooks, which keep each layer's input and output of a forward pass.
-
-    Torch counts how often a tensor was written. So :meth:`check` finds a kept tensor that was overwritten later, by
-    ``F.relu_(x)`` or ``x += y`` in the network's own code. Whatever is computed from such a tensor is wrong.
-    """
+    """Layers are watched by hooks, which keep each layer's input and output of a forward pass."""
 
     def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
         parameters = set(trained.values())
         self.layers = {
-            layer: name for name, layer in model.named_modules() if parameters & {*layer.parameters(recurse=False)}
+            layer: name
+            for name, layer in model.named_modules()
+            if parameters & {*layer.parameters(recurse=False)} and _rule_of(layer) is not None
         }
         self.seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-        self._written: list[tuple[nn.Module, str, Tensor, int]] = []
 
     @contextmanager
-    def forward(self, once: bool = False) -> Iterator[None]:
-        """Watch forward passes, and forget them afterwards. With ``once`` a layer that is used twice is refused."""
+    def forward(self) -> Iterator[None]:
+        """Watch a forward pass, and forget it afterwards. A layer that is used twice is refused."""
 
         def keep(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            if once and layer in self.seen:
-                kind = type(layer).__name__
-                raise ValueError(f"a layer of type {kind} is used twice, allowed: dp.grad-sample 'hooks'")
+            if layer in self.seen:
+                raise ValueError(f"layer '{self.layers[layer]}' is used twice, allowed: dp.grad-sample 'hooks'")
             self.seen[layer] = inputs[0], output
-            for what, tensor in (("input", inputs[0]), ("output", output)):
-                self._written.append((layer, what, tensor, tensor._version))
 
         handles = [layer.register_forward_hook(keep) for layer in self.layers]
         try:
             yield
         finally:
             self.seen.clear()
-            self._written.clear()
             for handle in handles:
                 handle.remove()
-
-    def check(self) -> None:
-        """Raise ``ValueError`` that names the layer whose input or output was overwritten since the hook saw it."""
-        for layer, what, tensor, version in self._written:
-            if tensor._version != version:
-                raise ValueError(
-                    f"the {what} of layer '{self.layers[layer]}' is overwritten in place, allowed with dp.enabled: "
-                    "networks whose own code makes new tensors, such as F.relu(x) and x + y"
-                )
 
 
 def _without(clipped_sum: ClippedSum, factors: Tensor, images: Tensor, labels: Tensor) -> dict[str, Tensor] | None:
@@ -324,21 +380,20 @@ def _materialised(
     trained: Mapping[str, nn.Parameter],
     masks: Mapping[str, Tensor],
     clip_norm: float,
-    functorch: bool,
 ) -> Iterator[ClippedSum]:
     """Give a clipped sum for which Opacus keeps every example's gradient in ``grad_sample``."""
 
     class PerExample(GradSampleModule):  # type: ignore[misc]  # Opacus has no types
         GRAD_SAMPLERS: ClassVar = dict(RULES)
 
-    with _wrapped(model, lambda: PerExample(model, loss_reduction="sum", force_functorch=functorch)) as wrapped:
+    with _wrapped(model, lambda: PerExample(model, loss_reduction="sum")) as wrapped:
 
         def clipped_sum(images: Tensor, labels: Tensor) -> dict[str, Tensor]:
             wrapped.zero_grad()
             _no_gradients(trained)
-            with _overwriting_named(model, trained, images):
-                F.cross_entropy(wrapped(images), labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
-            samples = _by_opacus("grad_sample", trained)
+            F.cross_entropy(wrapped(images), labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
+            found = {name: getattr(parameter, "grad_sample", None) for name, parameter in trained.items()}
+            samples = {name: value for name, value in found.items() if value is not None}  # of used parameters
             for name in samples.keys() & masks.keys():
                 samples[name].mul_(masks[name])
             factors = clip_factors(_over_tensors(_squared_norms(each) for each in samples.values()), clip_norm)
@@ -348,55 +403,6 @@ def _materialised(
             return {name: torch.einsum("n,n...->...", factors, each) for name, each in samples.items()}
 
         yield clipped_sum
-
-
-@contextmanager
-def _ghost(
-    model: nn.Module, trained: Mapping[str, nn.Parameter], masks: Mapping[str, Tensor], clip_norm: float
-) -> Iterator[ClippedSum]:
-    """Give a clipped sum by Opacus' ghost clipping, with norms under masks."""
-    mask_of: dict[Tensor, Tensor] = {trained[name]: mask for name, mask in masks.items()}
-
-    class Masked(GradSampleModuleFastGradientClipping):  # type: ignore[misc]
-        NORM_SAMPLERS: ClassVar = {kind: partial(_norms, mask_of) for kind in RULES}
-
-    def wrap() -> Any:
-        return Masked(model, loss_reduction="sum", max_grad_norm=clip_norm, use_ghost_clipping=True)
-
-    with _wrapped(model, wrap) as wrapped:
-
-        def clipped_sum(images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-            _no_gradients(trained)
-            with _overwriting_named(model, trained, images):
-                losses = F.cross_entropy(wrapped(images), labels, reduction="none")
-                losses.sum().backward(retain_graph=True)  # type: ignore[no-untyped-call]
-            norms = _by_opacus("_norm_sample", trained)
-            factors = clip_factors(_over_tensors(norm.square() for norm in norms.values()), clip_norm)
-            fewer = _without(clipped_sum, factors, images, labels)
-            if fewer is not None:
-                return fewer
-            _no_gradients(trained)
-            wrapped.disable_hooks()
-            (factors * losses).sum().backward()  # type: ignore[no-untyped-call]
-            wrapped.enable_hooks()
-            gradients = {name: p.grad for name, p in trained.items() if p.grad is not None}
-            return {name: g * masks[name] if name in masks else g for name, g in gradients.items()}
-
-        yield clipped_sum
-
-
-def _norms(
-    mask_of: Mapping[Tensor, Tensor], layer: nn.Module, activations: list[Tensor], backprops: Tensor
-) -> dict[Tensor, Tensor]:
-    """Return each parameter's norms (n,), under its mask, as Opacus asks of a norm sampler."""
-    if isinstance(layer, nn.Linear) and activations[0].dim() == 2:
-        found = {layer.weight: _linear_squared_norms(activations[0], backprops, mask_of.get(layer.weight))}
-        if layer.bias is not None:
-            found[layer.bias] = _squared_norms(_masked(backprops, mask_of.get(layer.bias)))
-    else:
-        gradients = RULES[type(layer)](layer, activations, backprops)
-        found = {p: _squared_norms(_masked(gradient, mask_of.get(p))) for p, gradient in gradients.items()}
-    return {parameter: squared.sqrt() for parameter, squared in found.items()}
 
 
 @contextmanager
@@ -413,9 +419,8 @@ def _one_pass(
         network: Callable[[Tensor], Tensor] = model,
         masks: Mapping[str, Tensor] = masks,
     ) -> dict[str, Tensor]:
-        with watched.forward(once=True):
+        with watched.forward():
             loss = F.cross_entropy(network(images), labels, reduction="sum")
-            watched.check()
             layers = [layer for layer in watched.layers if layer in watched.seen]  # one without use has no gradient
             inputs = [watched.seen[layer][0].detach() for layer in layers]
             outputs = [watched.seen[layer][1] for layer in layers]
@@ -431,6 +436,14 @@ def _one_pass(
         return {name: total(factors) for name, total in sums.items()} if fewer is None else fewer
 
     yield clipped_sum
+
+
+def _rule_of(layer: nn.Module) -> Any:
+    """Return the rule of a layer's type, or of the type that it is made from; None where there is none.
+
+    :func:`check_gradients` refuses a network in which a layer without a rule has gradients.
+    """
+    return next((RULES[kind] for kind in type(layer).__mro__ if kind in RULES), None)
 
 
 ClippedTensor = Callable[[Tensor], Tensor]  # from clipping factors (n,) to the sum of clipped gradients
@@ -449,7 +462,7 @@ def _of_layer(
             mask = masks.get(name)
             yield name, _linear_squared_norms(a, b, mask), partial(_clipped_linear, a, b, mask)
     else:
-        gradients = RULES[type(layer)](layer, [a], b)
+        gradients = _rule_of(layer)(layer, [a], b)
     for parameter, gradient in gradients.items():
         if (name := name_of.get(parameter)) is not None:
             each = _masked(gradient, masks.get(name))
@@ -467,9 +480,7 @@ def _clipped(each: Tensor, factors: Tensor) -> Tensor:
 
 METHODS: Mapping[str, Any] = {
     "one-pass": _one_pass,
-    "hooks": partial(_materialised, functorch=False),
-    "functorch": partial(_materialised, functorch=True),
-    "ghost": _ghost,
+    "hooks": _materialised,
 }
 
 
@@ -481,33 +492,10 @@ def _over_tensors(squared: Any) -> Tensor:
     return torch.stack(list(squared)).sum(0)
 
 
-def _by_opacus(attribute: str, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Return what Opacus left at the parameters, by name; there is nothing at those without use in the network."""
-    found = {name: getattr(parameter, attribute, None) for name, parameter in trained.items()}
-    return {name: value for name, value in found.items() if value is not None}
-
-
 def _no_gradients(trained: Mapping[str, nn.Parameter]) -> None:
-    """Remove the gradients that autograd accumulated: they are not private and must not reach the optimiser.
-
-    Opacus' norms are removed too, so that none of another batch is left at a layer that this one does not use.
-    """
+    """Remove the gradients that autograd accumulated: they are not private and must not reach the optimiser."""
     for parameter in trained.values():
         parameter.grad = None
-        vars(parameter).pop("_norm_sample", None)
-
-
-@contextmanager
-def _overwriting_named(model: nn.Module, trained: Mapping[str, nn.Parameter], images: Tensor) -> Iterator[None]:
-    """Find the layer where torch refuses a tensor that was overwritten, for a ``ValueError`` on one line."""
-    try:
-        yield
-    except RuntimeError:
-        watched = _Watched(model, trained)
-        with watched.forward(), torch.no_grad():
-            model(images[:1])
-            watched.check()
-        raise
 
 
 @contextmanager
@@ -520,7 +508,6 @@ def _wrapped(model: nn.Module, wrap: Callable[[], Any]) -> Iterator[Any]:
         wrapped.to_standard_module()
         left = (
             "grad_sample",
-            "_norm_sample",
             "_forward_counter",
             "_current_grad_sample",
             "activations",

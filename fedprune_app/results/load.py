@@ -42,7 +42,6 @@ from fedprune_app.models.vision import (
     Build,
     architecture,
     load_state_tensors,
-    made_by,
     named_tensors,
     parameter_names,
 )
@@ -181,7 +180,7 @@ def network_of(info: ExportInfo, payload: Payload, build: Build | None = None) -
     """
     build = build or BUILDERS.get(info.model)
     model = architecture(info.model, info.image_shape, info.classes, build)
-    full = {name: tensor.shape for name, tensor in named_tensors(model).items()}
+    full = named_tensors(model)
     for name in sorted(full.keys() ^ payload.tensors.keys()):
         raise ValueError(f"tensor {name!r} is {'missing' if name in full else 'not in the model'}")
     for name, tensor in payload.tensors.items():
@@ -191,11 +190,10 @@ def network_of(info: ExportInfo, payload: Payload, build: Build | None = None) -
     if abs(density - info.density) > 1e-9:
         raise ValueError(f"'density' is {info.density}, its tensors' is {density}")
 
-    cuts = _cuts(full, payload.tensors)
-    shrink(model, *cuts)
+    shrink(model, *_cuts(full, payload.tensors))
     model.eval().requires_grad_(False)
-    try:  # with shapes alone, which take no memory
-        logits = model(torch.empty(1, *info.image_shape, device="meta"))
+    try:
+        logits = model(torch.zeros(1, *info.image_shape, device=next(model.parameters()).device))
     except RuntimeError as error:
         raise ValueError(f"its tensors do not fit each other: {str(error).splitlines()[0]}") from None
     if logits.shape != (1, info.classes):
@@ -204,10 +202,6 @@ def network_of(info: ExportInfo, payload: Payload, build: Build | None = None) -
         model.to_empty(device="cpu")
         for buffer in model.buffers():
             buffer.zero_()  # the counters, which are in no file
-    else:  # a network may have constants of its own, which are in no file
-        model = made_by(build, info.model, info.image_shape, info.classes, seed=0)
-        shrink(model, *cuts)
-        model.eval().requires_grad_(False)
     load_state_tensors(model, payload.tensors)
     return model
 
@@ -269,7 +263,7 @@ def _read(path: Path, with_tensors: bool, build: Build | None = None) -> _Found:
             )
         model = architecture(info.model, info.image_shape, info.classes, build)
         # the values, and one byte per element of a mask
-        needed = sum(tensor.numel() * (tensor.element_size() + 1) for tensor in named_tensors(model).values())
+        needed = sum(codec.counted(each.shape) * (each.element_size() + 1) for each in named_tensors(model).values())
         try:
             payload = codec.decode({codec.KEY: body.numpy()}, max_bytes=min(needed, MAX_FILE_BYTES))
         except ValueError as error:
@@ -294,14 +288,14 @@ def _of(tensors: Mapping[str, Tensor], names: list[str]) -> dict[str, Tensor]:
     return {name: tensors[name] for name in names if name in tensors}
 
 
-def _cuts(full: Mapping[str, torch.Size], small: Mapping[str, Tensor]) -> tuple[list[ChannelGroup], dict[str, Tensor]]:
+def _cuts(full: Mapping[str, Tensor], small: Mapping[str, Tensor]) -> tuple[list[ChannelGroup], dict[str, Tensor]]:
     """Return the channels that :func:`shrink` is to remove.
 
     They are given as a number per tensor and dimension, because the values come from elsewhere.
     """
     groups, kept = [], {}
-    for name, shape in full.items():
-        for dim, (size, left) in enumerate(zip(shape, small[name].shape, strict=True)):
+    for name, tensor in full.items():
+        for dim, (size, left) in enumerate(zip(tensor.shape, small[name].shape, strict=True)):
             if left < size:
                 group = ChannelGroup(f"{name} {dim}", size, (), (Slice(name, dim),))
                 groups.append(group)
@@ -309,10 +303,13 @@ def _cuts(full: Mapping[str, torch.Size], small: Mapping[str, Tensor]) -> tuple[
     return groups, kept
 
 
-def _check_tensor(name: str, tensor: Tensor, full: torch.Size, may_be_cut: bool) -> None:
-    if tensor.dtype != torch.float32:
-        raise ValueError(f"tensor {name!r} has dtype {tensor.dtype}, allowed: torch.float32")
-    fits = tensor.dim() == len(full) and all(1 <= size <= most for size, most in zip(tensor.shape, full, strict=True))
+def _check_tensor(name: str, tensor: Tensor, like: Tensor, may_be_cut: bool) -> None:
+    if tensor.dtype != like.dtype:
+        raise ValueError(f"tensor {name!r} has dtype {tensor.dtype}, allowed: {like.dtype}")
+    full = like.shape
+    fits = tensor.dim() == len(full) and all(
+        min(1, most) <= size <= most for size, most in zip(tensor.shape, full, strict=True)
+    )
     if not fits or (tensor.shape != full and not may_be_cut):
         allowed = f"at most {tuple(full)}" if may_be_cut else tuple(full)
         raise ValueError(f"tensor {name!r} has shape {_short(tuple(tensor.shape))}, allowed: {allowed}")

@@ -186,7 +186,7 @@ def test_a_mixed_federation_is_told_as_it_is():
 
 def test_how_gradients_are_made_changes_a_run_by_rounding_alone(federation):
     one_round = DP | {"num_server_rounds": 1}  # the next one's noise depends on the model, to the bit
-    runs = [federation(system="fedavg", **one_round, dp_grad_sample=method) for method in ("auto", "ghost")]
+    runs = [federation(system="fedavg", **one_round, dp_grad_sample=method) for method in ("auto", "hooks")]
     one, other = (run.server for run in runs)
     assert runs[0].sha256 != runs[1].sha256
     for name, tensor in one.items():
@@ -221,8 +221,8 @@ NO_COUNTS = {"dp.accuracies": "none", "dp.count-scale": 0.0}
         ({"system": "subfedavg-hy", "model": "cnn-small-bn"}, "allowed with system 'subfedavg-hy': false"),
         ({"system": "fedcr"}, "allowed with system 'fedcr': false; it sends products over the examples"),
         (
-            {"system": "fjord", "dp.grad-sample": "ghost"},
-            r"dp\.grad-sample is 'ghost', allowed with system 'fjord': auto, one-pass",
+            {"system": "fjord", "dp.grad-sample": "hooks"},
+            r"dp\.grad-sample is 'hooks', allowed with system 'fjord': auto, one-pass",
         ),
         (
             {"system": "fjord", "fjord.distillation": True},
