@@ -13,7 +13,7 @@ IMAGES: Needs = {"system": NoneOf(("fedspallm",))}
 """What only systems need that learn from images."""
 
 PUBLISHED = frozenset(
-    {"digits", "mnist", "fashion-mnist", "emnist-digits", "emnist-letters"}
+    {"digits", "mnist", "fashion-mnist", "emnist-digits", "emnist-letters", "emnist-letters-10"}
     | {"cifar10", "cifar100", "tiny-imagenet", "stdlib"}
 )
 """These datasets hold the same examples wherever they are. All others hold what their data-dir has."""

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -197,7 +197,8 @@ def _digits() -> Dataset:
 class _IdxSet:
     """An IDX set says where torchvision keeps a set, and describes the set.
 
-    The place is torchvision's class, its arguments, and the prefixes of the train and test files.
+    The place is torchvision's class, its arguments, and the prefixes of the train and test files. Of the classes the
+    first ``taken`` are read, or all.
     """
 
     torchvision_class: str
@@ -208,6 +209,7 @@ class _IdxSet:
     std: float
     first_label: int = 0
     transposed: bool = False
+    taken: int | None = None
 
 
 _DIGITS = tuple("0123456789")
@@ -216,13 +218,15 @@ _CLOTHES = (
 )  # fmt: skip
 _LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 _EMNIST_D, _EMNIST_L = ((f"emnist-{split}-train", f"emnist-{split}-test") for split in ("digits", "letters"))
+_EMNIST_LETTERS = _IdxSet(
+    "EMNIST", {"split": "letters"}, _EMNIST_L, _LETTERS, 0.1736, 0.3248, first_label=1, transposed=True
+)
 _IDX = {
     "mnist": _IdxSet("MNIST", {}, ("train", "t10k"), _DIGITS, 0.1307, 0.3081),
     "fashion-mnist": _IdxSet("FashionMNIST", {}, ("train", "t10k"), _CLOTHES, 0.2860, 0.3530),
     "emnist-digits": _IdxSet("EMNIST", {"split": "digits"}, _EMNIST_D, _DIGITS, 0.1733, 0.3317, transposed=True),
-    "emnist-letters": _IdxSet(
-        "EMNIST", {"split": "letters"}, _EMNIST_L, _LETTERS, 0.1736, 0.3248, first_label=1, transposed=True
-    ),
+    "emnist-letters": _EMNIST_LETTERS,
+    "emnist-letters-10": replace(_EMNIST_LETTERS, taken=10),
 }
 
 
@@ -245,8 +249,10 @@ def _idx_dataset(name: str, folder: Path, download: bool) -> Dataset:
         images, labels = _read_idx(image_file, 3)[:, None], _read_idx(label_file, 1).astype(np.int64)
         if kind.transposed:
             images = images.swapaxes(2, 3)
-        splits.append(_checked(label_file, np.ascontiguousarray(images), labels - kind.first_label, kind.classes))
-    return Dataset(name, *splits[0], *splits[1], kind.classes, (kind.mean,), (kind.std,))
+        images, labels = _checked(label_file, np.ascontiguousarray(images), labels - kind.first_label, kind.classes)
+        kept = slice(None) if kind.taken is None else labels < kind.taken
+        splits.append((images[kept], labels[kept]))
+    return Dataset(name, *splits[0], *splits[1], kind.classes[: kind.taken], (kind.mean,), (kind.std,))
 
 
 def _read_idx(path: Path, ndim: int) -> Images:

@@ -11,6 +11,7 @@ DATASETS: dict[str, str] = {
     "fashion-mnist": "28x28 grey clothing, 10 classes, 60,000 + 10,000; data-dir/FashionMNIST/raw/*-ubyte",
     "emnist-digits": "28x28 grey digits, 10 classes, 240,000 + 40,000; data-dir/EMNIST/raw/emnist-digits-*-ubyte",
     "emnist-letters": "28x28 grey letters, 26 classes, 124,800 + 20,800; data-dir/EMNIST/raw/emnist-letters-*-ubyte",
+    "emnist-letters-10": "the first ten letters of these, 48,000 + 8,000: FedP3's EMNIST-L",
     "cifar10": "32x32 colour photographs, 10 classes, 50,000 + 10,000; cifar-10-batches-bin/*.bin or image folder",
     "cifar100": "32x32 colour photographs, 100 classes, 50,000 + 10,000; data-dir/cifar-100-binary/*.bin",
     "tiny-imagenet": "64x64 colour photographs, 200 classes, 100,000 + 10,000 (its validation set)",

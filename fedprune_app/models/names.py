@@ -35,6 +35,7 @@ AUTO = {
     "mnist": "cnn5",
     "fashion-mnist": "cnn5",
     "emnist-letters": "cnn5",
+    "emnist-letters-10": "cnn5",
     "emnist-digits": "cnn5",
     "cifar10": "lenet5",
     "cifar100": "lenet5",

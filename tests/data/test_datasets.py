@@ -130,6 +130,10 @@ def test_emnist_is_turned_upright_and_letters_count_from_zero(tmp_path):
     assert np.array_equal(data.train_images[:, 0], train.transpose(0, 2, 1))
     assert data.train_labels.tolist() == list(range(26))
     assert [data.classes[label] for label in data.test_labels] == ["z", "a"]
+    first_ten = load_dataset("emnist-letters-10", tmp_path)
+    assert np.array_equal(first_ten.train_images, data.train_images[:10])
+    assert (first_ten.train_labels.tolist(), first_ten.test_labels.tolist()) == (list(range(10)), [0])
+    assert first_ten.classes == tuple("abcdefghij")
 
 
 def test_emnist_digits_keep_their_labels(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,12 +12,15 @@ import torch
 from PIL import Image
 
 from fedprune_app.config import Config, ConfigError
+from fedprune_app.data.datasets import _IDX
 from fedprune_app.data.splits import client_data, data_config
 from fedprune_app.engine import inprocess
 from fedprune_app.engine.store import VersionedStore, read_tensors
 from fedprune_app.federation.round import Round, RunContext
 from fedprune_app.learning.evaluate import evaluate
+from fedprune_app.matrices import read_matrix
 from fedprune_app.models.initial import initial_model
+from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import load_state_tensors
 from strategies.fedavg import FedAvg
 from strategies.standalone import Standalone
@@ -206,22 +210,37 @@ def test_a_coordinate_that_no_participant_kept_stays_bit_for_bit(federation):
     assert untouched > 10
 
 
+def cost(kind, model, num_rounds, **options):
+    """Megabytes by the paper's formula: ten clients a round."""
+    config = Config(subfedavg=type(Config().subfedavg)(**options))
+    strategy = kind(RunContext(config, {}, None, None, ""), dict(model.named_parameters()))
+    return num_rounds * sum(strategy.paper_bytes(Round(1, tuple(range(10)), participants=tuple(range(10))))) / 1e6
+
+
 def test_the_cost_formula_gives_table_1_of_the_paper():
     """Megabytes at 30, 50 and 70 % pruned, and of FedAvg; the paper rounds the CIFAR-10 numbers to 10 MB."""
     cnn5 = initial_model("cnn5", "mnist", (1, 28, 28), 10, init="default", seed=0)
     lenet5 = initial_model("lenet5", "cifar10", (3, 32, 32), 10, init="default", seed=0)
-
-    def cost(kind, model, num_rounds, **options):
-        config = Config(subfedavg=type(Config().subfedavg)(**options))
-        strategy = kind(RunContext(config, {}, None, None, ""), dict(model.named_parameters()))
-        return num_rounds * sum(strategy.paper_bytes(Round(1, tuple(range(10)), participants=tuple(range(10))))) / 1e6
-
     rates = (30.0, 50.0, 70.0)
     mnist = [cost(SubFedAvg, cnn5, 300, target_rate=p) for p in rates] + [cost(FedAvg, cnn5, 300)]
     cifar10 = [cost(SubFedAvg, lenet5, 500, target_rate=p) for p in rates] + [cost(FedAvg, lenet5, 500)]
     assert mnist == pytest.approx([448.0, 397.21, 346.43, 524.16], abs=0.01)
     assert cifar10 == pytest.approx([2120, 1880, 1640, 2480], abs=5)
     assert cost(Standalone, cnn5, 300) == 0
+
+
+@pytest.mark.parametrize("data", ["mnist", "emnist"])
+def test_the_matrix_of_table_1_trains_the_network_whose_bytes_the_paper_prints(data):
+    """The letters have 26 classes, so a larger network; the digits give the 524.16 MB of the table."""
+    matrices = Path(__file__).parents[2] / "configs" / "matrices"
+    cells = read_matrix(matrices / f"subfedavg_table1_{data}.yaml").cells(matrices, {}, resume=False)
+    config = next(cell.config for cell in cells if cell.config.system == "fedavg")
+    classes = _IDX[config.dataset].classes
+    model = initial_model(
+        chosen_name(config.model, config.dataset), config.dataset, (1, 28, 28), len(classes), init="default", seed=0
+    )
+    assert sum(parameter.numel() for parameter in model.parameters()) == 21_840
+    assert cost(FedAvg, model, config.num_server_rounds) == pytest.approx(524.16, abs=0.01)
 
 
 # --- all systems --------------------------------------------------------------------------------------------------
