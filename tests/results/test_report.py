@@ -103,6 +103,13 @@ def test_the_page_shows_the_final_numbers_and_the_configuration(six, tmp_path):
     assert "ab" * 32 in text
 
 
+def test_a_comparison_with_the_best_says_that_the_same_numbers_chose_it(make_run, tmp_path):
+    folders = [make_run(system, system, clients=12) for system in ("fedavg", "dispfl", "ditto")]
+    text = Elements(page_of(folders, tmp_path / "report.html")).text
+    assert "the best of 3 by these same numbers" in text
+    assert "the more systems, the larger the lead that chance alone gives it" in text
+
+
 def test_code_of_ones_own_has_its_file_s_name_without_folders(make_run, tmp_path):
     own = {"dataset": "/home/me/secret/rings.py:rings"}
     page = page_of([make_run("own", config=own)], tmp_path / "report.html")
