@@ -6,8 +6,9 @@ Fed-LTP (Shi et al.) compares with it. The client half is ``clients/fedspa.py``.
 * Each round and client has a set of its own of ``⌊p d⌋`` of all d coordinates, biases too. Its seed travels, the set
   does not: the client returns the values in the set's order.
 * The mean is over all participants, and a coordinate outside of a client's set has not moved there.
-* The acceleration is named and not given in Fed-LTP's text. Here: momentum on the mean update (default), Adam on it
-  (Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2), or none (``fedspa.acceleration``).
+* The acceleration is named and not given in Fed-LTP's text. Here: none (default, which validation data chose), the
+  running mean of mean updates (momentum whose new part is damped: undamped momentum of 1/2 doubles the step, and the
+  noise in it), or Adam (Reddi et al., "Adaptive Federated Optimization", ICLR 2021, Algorithm 2).
 * Parameters alone are accelerated. Of BatchNorm's running statistics the server takes the mean: a step beyond it could
   make a variance negative.
 * ε is that of plain subsampled Gaussians with sensitivity C: the paper's amplification by sparsification rests on
@@ -117,13 +118,12 @@ class FedSPA(DPFed):
     def step(self, change: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the step for a mean update, after those of earlier rounds (momentum, or Adam)."""
         options = self.options
-        beta1, beta2 = options.server_momentum, options.adam_beta2
         if options.acceleration == "none":
             return change
-        if options.acceleration == "momentum":
-            self.momentum = {name: beta1 * self.momentum[name] + delta for name, delta in change.items()}
-            return self.momentum
+        beta1, beta2 = options.server_momentum, options.adam_beta2
         self.momentum = {name: beta1 * self.momentum[name] + (1 - beta1) * delta for name, delta in change.items()}
+        if options.acceleration == "momentum":
+            return self.momentum
         self.variance = {name: beta2 * self.variance[name] + (1 - beta2) * delta**2 for name, delta in change.items()}
         return {name: m / (self.variance[name].sqrt() + options.adam_epsilon) for name, m in self.momentum.items()}
 

@@ -19,9 +19,13 @@ class FedSPAOptions(Table):
         0.4, "The share of all coordinates that a client trains and sends in a round (p).", above=0, most=1
     )
     acceleration: str = option(
-        "momentum",
+        "none",
         "The server's step along the mean update.",
-        choices={"momentum": "with momentum", "adam": "as Adam steps", "none": "the plain mean update"},
+        choices={
+            "none": "the plain mean update",
+            "momentum": "the running mean of mean updates",
+            "adam": "as Adam steps, which want a smaller server-learning-rate",
+        },
     )
     server_momentum: float = option(
         0.5,

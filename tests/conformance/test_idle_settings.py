@@ -18,7 +18,6 @@ READ_IN_VAIN = {
     "dispfl.neighbours",  # every topology is told the number
     "robust-norm",  # every protection of the average is told both
     "robust-trim",
-    "fedspa.adam-beta2",  # read for every acceleration
     "dp.planned-rounds",  # read before it is known whether the noise is given or chosen
     "dispfl.clip",  # read before it is known whether anything is clipped
     # read for each client, also where it trains all layers, of which none is chosen or pruned

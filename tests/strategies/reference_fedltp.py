@@ -265,7 +265,7 @@ def baseline(config, num_clients):
                 total[n] += (after[n] - model[n]).double()
         change = {n: (x / len(chosen)).float() for n, x in total.items()}
         if config.system == "fedspa" and options.acceleration == "momentum":
-            m = {n: options.server_momentum * m[n] + g for n, g in change.items()}
+            m = {n: options.server_momentum * m[n] + (1 - options.server_momentum) * g for n, g in change.items()}
             change = m
         elif config.system == "fedspa" and options.acceleration == "adam":
             m = {n: options.server_momentum * m[n] + (1 - options.server_momentum) * g for n, g in change.items()}

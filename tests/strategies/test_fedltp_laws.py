@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from fedprune_app.core.rng import generator
 from fedprune_app.core.tickets import Ticket, ticket_masks
 from fedprune_app.data.splits import client_data, data_config, partition_indices, public_part
 from fedprune_app.federation.round import Round, RunContext
+from fedprune_app.matrices import read_matrix
 from fedprune_app.models.vision import build_model, prunable_names, state_tensors
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
 from fedprune_app.privacy.ledger import Ledger
@@ -24,6 +26,7 @@ from strategies.dpfed import DPFed
 from strategies.fedltp import FedLTP
 from strategies.fedspa import FedSPA
 
+MATRICES = Path(__file__).parents[2] / "configs" / "matrices"
 QUICK = {"fedltp_tickets": 1, "fedltp_ticket_iterations": 10, "local_epochs": 1, "steps_per_epoch": 4}
 SIGMA, DELTA, SCALE = 1.3, 1e-3, 2.0
 PRIVATE = {"dp_enabled": True, "dp_noise_multiplier": SIGMA, "dp_delta": DELTA, "dp_count_scale": SCALE}
@@ -419,6 +422,14 @@ def test_fedspa_takes_the_mean_of_running_statistics_which_no_step_may_make_nega
         assert "var" not in name or bool((tensor > 0).all())
 
 
+def test_fedspas_momentum_steps_no_further_than_the_mean_update(federation):
+    """A step that is a mean of updates carries no more noise than one update does."""
+    strategy = strategy_of(FedSPA, "fedspa", **{"fedspa.acceleration": "momentum", "fedspa.server-momentum": 0.5})
+    strategy.momentum = strategy.variance = {"w": torch.zeros(3)}
+    steps = [strategy.step({"w": torch.ones(3)})["w"] for _ in range(3)]
+    assert [step.tolist() for step in steps] == [[0.5] * 3, [0.75] * 3, [0.875] * 3]
+
+
 def test_fedspa_with_everything_and_no_acceleration_is_dpfed(federation):
     common = {"num_server_rounds": 2, **QUICK}  # private noise hangs on the masks, too
     spa = federation(system="fedspa", fedspa_share=1.0, fedspa_acceleration="none", **common)
@@ -452,7 +463,7 @@ def test_fedltp_without_pruning_and_validation_is_dpfed(federation):
         {"system": "fedltp", **ITERATIVE, **PRIVATE},
         {"system": "fedspa", **PRIVATE},
         {"system": "fedspa", "fedspa_acceleration": "adam", "fedspa_server_learning_rate": 0.01},
-        {"system": "fedspa", "model": "cnn-small-bn"},
+        {"system": "fedspa", "model": "cnn-small-bn", "fedspa_acceleration": "momentum"},
     ],
     ids=str,
 )
@@ -466,6 +477,14 @@ def test_a_run_that_goes_on_ends_as_one_that_never_stopped(federation, settings)
 
 
 # --- the paper's numbers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted(MATRICES.glob("fedltp_*.yaml")), ids=lambda path: path.stem)
+def test_the_papers_non_iid_clients_differ_in_numbers_and_classes_and_learn_something(path):
+    settings = [values for _, values in read_matrix(path).settings]
+    assert {each["partition"] for each in settings} <= {"iid", "dirichlet-class"}
+    assert {each["learning-rate"] for each in settings} == {0.001}  # with 0.01 the noise leaves nothing to learn
+
 
 CLIENTS, ROUNDS, MEBIBYTE = 50, 100, 2**20
 

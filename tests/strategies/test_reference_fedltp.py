@@ -88,7 +88,7 @@ BASELINES = {
         "fedspa_server_learning_rate": 0.03,
         **PRIVATE,
     },
-    "fedspa, no acceleration": {"system": "fedspa", "fedspa_share": 0.5, "fedspa_acceleration": "none"},
+    "fedspa, momentum": {"system": "fedspa", "fedspa_share": 0.5, "fedspa_acceleration": "momentum"},
 }
 
 
