@@ -29,6 +29,11 @@ class Claim:
     worse_measure: str = ""
 
     @property
+    def floor(self) -> float:
+        """The difference of accuracies above which the claim holds."""
+        return -self.margin / 100
+
+    @property
     def in_paper(self) -> str:
         """The paper's own difference in points, for its networks and data, or a dash where it gives none."""
         return IN_PAPER.get(self.name, "–")
@@ -91,10 +96,12 @@ IN_PAPER = {
     "1i": "+9.00", "1j": "-2.43", "1k": "+1.60", "1p": "+4.57", "1q": "+0.18", "1r": "+24.15", "1s": "+1.80",
     "2a": "+1.57", "2b": "0.00", "2c": "+8.16", "2d": "-2.41", "2f": "+5.03", "2g": "+1.08",
     "3a": "+5.32", "3b": "+27.76",
-    "4a": "+4.58", "4b": "+5.07", "4c": "-0.90",  # Fashion-MNIST, CIFAR-10 public, non-IID
+    "4a": "+4.58", "4c": "-0.90",  # Fashion-MNIST, CIFAR-10 public, non-IID
     "5a": "+3 to +157", "5b": "+3 to +157", "5c": "+3 to +91",  # three models, three texts, 4 clients
 }  # fmt: skip
 """The differences of the papers' tables and texts, by the claim's name."""
+OLDER = {PRIVATE: {"partition": "dirichlet-client"}}
+"""Rows with these settings are of a matrix that was mended since; they stand until it has been run anew."""
 STANDALONE, DPSGD_FT = {"system": "standalone"}, {"system": "dpsgd-ft"}
 TEXTS = ("ptb", "stdlib", "wikitext-2")
 COMMON = frozenset(
@@ -124,6 +131,9 @@ FULL = _at_random(0.5, dispfl_topology="full", dispfl_dropped="trains-alone")
 CAPACITIES = "0.2 0.4 0.7 1.0"
 ONE_SHOT = _fedltp(pruning="one-shot") | {"density": 0.53}
 ITERATIVE = _fedltp(pruning="iterative", **{"further-pruned": 0.2}) | {"density": 0.99}
+DOUBLED = {
+    "system": "fedspa", "fedspa.share": 1.0, "fedspa.acceleration": "momentum", "fedspa.server-learning-rate": 2.0,
+}  # fmt: skip
 CLAIMS = (
     Claim(
         "1a", "Dis-PFL, Table 1", "Dis-PFL at density 0.5 is more accurate than training alone", SCARCE,
@@ -255,9 +265,9 @@ CLAIMS = (
         ONE_SHOT, {"system": "dpfed"}, measure="received",
     ),
     Claim(
-        "4b", "Fed-LTP, Table 3",
-        "Fed-LTP's one-shot tickets are more accurate than Fed-SPA with p = 1, at equal noise", PRIVATE,
-        ONE_SHOT, {"system": "fedspa", "fedspa.share": 1.0}, measure="received",
+        "4b", "not in the paper",
+        "Fed-LTP's one-shot tickets are more accurate than DP-Fed whose server doubles its steps by momentum", PRIVATE,
+        ONE_SHOT, DOUBLED, measure="received",
     ),
     Claim(
         "4c", "Fed-LTP, Table 3", "Iterative pruning, averaged over the holders, is at most two points behind one-shot",

@@ -28,13 +28,13 @@ mpl.rcParams.update(
 )
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999933", "#882255", "#6699cc")
 """Colours that readers with any colour vision can tell apart (Okabe and Ito, then Tol)."""
-OF_VERDICT = {"shown": "#009e73", "refuted": "#d55e00", "undecided": "#777777", "open": "#56b4e9"}
+OF_VERDICT = {"shown": "#009e73", "does not hold here": "#d55e00", "open": "#777777"}
 DOT_STYLE = {"linestyle": "none", "markersize": 4, "alpha": 0.6}
 
 
 @dataclass(frozen=True)
 class Bar:
-    """A claim's line: the mean difference in points, its interval, the mean of each seed, and the verdict."""
+    """A claim's line: the mean difference in points, the seeds' interval, the mean of each seed, and the verdict."""
 
     name: str
     text: str
@@ -76,7 +76,7 @@ def claims(sections: Mapping[str, Sequence[Bar]]) -> Figure:
         panel.set_title(title, loc="left", fontsize=9, fontweight="bold")
     panels[-1].set_xlabel("difference in points; a claim holds to the right of its black line")
     marks = [mpl.lines.Line2D([], [], color=colour, linewidth=2.5, label=said) for said, colour in OF_VERDICT.items()]
-    marks.append(mpl.lines.Line2D([], [], color="black", marker="D", linestyle="none", label="mean of all pairs"))
+    marks.append(mpl.lines.Line2D([], [], color="black", marker="D", linestyle="none", label="mean of the seeds"))
     marks.append(mpl.lines.Line2D([], [], color="black", marker="o", **DOT_STYLE, label="mean of a seed"))
     figure.legend(handles=marks, loc="outside upper center", ncols=len(marks), fontsize=8)
     return figure

@@ -5,9 +5,10 @@
     python benchmarks/evidence.py write                             # the tables of the pages, and the figures
 
 A run is a row of docs/data/evidence/NAME.csv, with its settings, hash and commit; NAME.clients.csv has the accuracies
-of each client after the last round, and NAME.rounds.csv the course of the run. A claim compares two settings: client by
-client of the same seed, with a paired bootstrap over all pairs, and seed by seed. For language models test texts take
-the place of clients, and the negative logarithm of perplexity that of accuracy.
+of each client after the last round, and NAME.rounds.csv the course of the run. A claim compares two settings, client by
+client of the same seed. Student's t interval of the seeds' means decides it: the clients of a seed share a system, so a
+bootstrap over them speaks of these seeds alone. For language models test texts take the place of clients, and the
+negative logarithm of perplexity that of accuracy.
 """
 
 from __future__ import annotations
@@ -16,16 +17,17 @@ import argparse
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 import _evidence_figures as drawn
 import yaml
-from _claims import CELLS, CLAIMS, COMMON, ELSEWHERE, MATRICES, MERGES, SECTIONS, TEXTS, Claim, of_merge
+from _claims import CELLS, CLAIMS, COMMON, ELSEWHERE, MATRICES, MERGES, OLDER, SECTIONS, TEXTS, Claim, of_merge
 from _rows import append_rows, read_rows, with_tables
 from matplotlib.figure import Figure
+from scipy.special import stdtr, stdtrit
 
 from fedprune_app.config import DEFAULTS, OPTIONS
 from fedprune_app.matrices import Matrix, matrix_of
@@ -38,7 +40,7 @@ DATA, FIGURES = ROOT / "docs" / "data" / "evidence", ROOT / "docs" / "assets" / 
 PAGES = tuple(ROOT / "docs" / f"{page}.md" for page in ("evidence", "choosing", "results"))
 Row = dict[str, str]
 COLUMNS = (
-    "system", "settings", "seed", "clients", "rounds", "personal", "worst_decile", "received", "global",
+    "system", "settings", "seed", "clients", "rounds", "personal", "worst_decile", "received", "global", "kept",
     "megabytes_up", "megabytes_down", "peer_megabytes", "busiest_megabytes_per_round", "teraflops", "minutes",
     "final_sha256", "git_hash",
 )  # fmt: skip
@@ -78,6 +80,7 @@ def row_of(run: Run) -> Row:
         "worst_decile": _percent(run.last("accuracy_personal_worst_decile")),
         "received": _percent(run.last("accuracy_received_mean")),
         "global": _percent(run.last("accuracy_global")),
+        "kept": _number(run.last("density_mean")),
         "megabytes_up": f"{total('bytes_up'):.2f}",
         "megabytes_down": f"{total('bytes_down'):.2f}",
         "peer_megabytes": f"{total('peer_bytes'):.2f}",
@@ -180,8 +183,10 @@ def _append(name: str, rows: Sequence[Row]) -> None:
 
 
 def read(name: str) -> list[Row]:
-    """The rows of a data file, none where there is no file."""
-    return read_rows(DATA / f"{name}.csv")
+    """The rows of a data file, none where there is no file; those of OLDER only as long as there are no others."""
+    rows = read_rows(DATA / f"{name}.csv")
+    older = OLDER.get(name.partition(".")[0], {"": ""}).items()
+    return [row for row in rows if not older <= json.loads(row["settings"]).items()] or rows
 
 
 # --- from rows to the page ------------------------------------------------------------------------------------------
@@ -208,54 +213,70 @@ def paired(name: str, rows: Sequence[Row], measure: str) -> Paired:
     }
 
 
-def verdict(claim: Claim, apart: Difference | None, by_seed: Sequence[float]) -> str:
-    """Shown or refuted where the interval and every seed say so, else undecided; open while seeds are missing."""
-    if apart is None or len(by_seed) < claim.seeds:
-        return f"open: {len(by_seed)} of {claim.seeds} seeds"
-    floor = -claim.margin / 100
-    if apart.low > floor and min(by_seed) > floor:
+def verdict(claim: Claim, apart: Difference | None) -> str:
+    """What the seeds' t interval says; a claim is open where it holds the limit, and while seeds are missing."""
+    seeds = 0 if apart is None else len(apart.by_seed)
+    if apart is None or seeds < claim.seeds:
+        return f"open: {seeds} of {claim.seeds} seeds"
+    if apart.low > claim.floor:
         return "shown"
-    if apart.high < floor and max(by_seed) < floor:
-        return "refuted"
-    return "undecided"
+    return "does not hold here" if apart.high < claim.floor else "open"
 
 
-def is_sure(claim: Claim, wider: Difference | None, said: str) -> bool:
-    """Whether the interval for other seeds agrees with the verdict for these seeds."""
-    if wider is None or said not in ("shown", "refuted"):
-        return False
-    floor = -claim.margin / 100
-    return wider.low > floor if said == "shown" else wider.high < floor
+def chance(claim: Claim, apart: Difference) -> float:
+    """The p value of the two-sided t test whose 95 % interval is that of the seeds."""
+    freedom, half = len(apart.by_seed) - 1, (apart.high - apart.low) / 2
+    distance = abs(apart.mean - claim.floor) / half if half else math.inf
+    return float(2 * stdtr(freedom, -distance * stdtrit(freedom, 0.975)))
 
 
-def compared(claim: Claim, *, of_other_seeds: bool = False) -> tuple[Difference | None, list[float]]:
-    """How far ``better`` is ahead, with the interval for these seeds or for others, and the mean of each seed.
+def left_by_holm() -> tuple[set[str], int]:
+    """The names of the claims that Holm's correction leaves at 5 %, and of how many tests it is."""
+    found = [(claim, apart) for claim in CLAIMS if (apart := compared(claim)) and len(apart.by_seed) >= claim.seeds]
+    tests = sorted((chance(claim, apart), claim.name) for claim, apart in found)
+    within = takewhile(lambda each: each[1][0] <= 0.05 / (len(tests) - each[0]), enumerate(tests))
+    return {name for _, (_, name) in within}, len(tests)
+
+
+def compared(claim: Claim, *, of_other_seeds: bool = True) -> Difference | None:
+    """How far ``better`` is ahead, with the interval for other seeds or for these alone.
 
     A claim's seeds are 0 to ``claim.seeds - 1``; rows of further seeds do not count.
     """
     rows = [row for row in read(claim.data) if int(row["seed"]) < claim.seeds]
     first = paired(claim.data, chosen(rows, claim.better), claim.measure)
     second = paired(claim.data, chosen(rows, claim.worse), claim.worse_measure or claim.measure)
-    apart = difference(first, second, of_other_seeds=of_other_seeds)
-    return apart, [] if apart is None else list(apart.by_seed)
+    return difference(first, second, of_other_seeds=of_other_seeds)
 
 
 def claims_table() -> str:
     """All claims with their differences and verdicts."""
     lines = [
-        "| | claim | from | in the paper | difference, points | 95 % | 95 %, other seeds | by seed | verdict |",
+        "| | claim | from | in the paper | difference, points | 95 % | in these seeds | by seed | verdict |",
         "| --- | --- | --- | ---: | ---: | --- | --- | --- | --- |",
     ]
+    strong, tests = left_by_holm()
+    verdicts = []
     for claim in CLAIMS:
-        apart, by_seed = compared(claim)
-        said, numbers = verdict(claim, apart, by_seed), ["–"] * 4
-        if apart is not None:
-            wider = compared(claim, of_other_seeds=True)[0] if len(by_seed) > 1 else None
-            intervals = [f"{100 * each.low:+.2f} to {100 * each.high:+.2f}" if each else "–" for each in (apart, wider)]
-            numbers = [f"{100 * apart.mean:+.2f}", *intervals, ", ".join(f"{100 * mean:+.2f}" for mean in by_seed)]
-            said = f"**{said}**" if is_sure(claim, wider, said) else said
+        apart, of_these = compared(claim), compared(claim, of_other_seeds=False)
+        said, numbers = verdict(claim, apart), ["–"] * 4
+        if apart is not None and of_these is not None:
+            wide = apart if len(apart.by_seed) > 1 else None
+            intervals = [
+                f"{100 * each.low:+.2f} to {100 * each.high:+.2f}" if each else "–" for each in (wide, of_these)
+            ]
+            by_seed = ", ".join(f"{100 * mean:+.2f}" for mean in apart.by_seed)
+            numbers = [f"{100 * apart.mean:+.2f}", *intervals, by_seed]
+        verdicts.append(said)
+        said = f"**{said}**" if claim.name in strong else said
         cells = [claim.name, claim.text, claim.source, claim.in_paper, *numbers, said]
         lines.append(f"| {' | '.join(cells)} |")
+    shown, not_here = (verdicts.count(each) for each in ("shown", "does not hold here"))
+    lines += [
+        "",
+        f"{shown} claims are shown, {not_here} do not hold here, and {len(CLAIMS) - shown - not_here} are open. Of the "
+        f"{shown + not_here} verdicts Holm's correction for {tests} tests leaves {len(strong)} at 5 %: they are bold.",
+    ]
     return "\n".join(lines)
 
 
@@ -289,12 +310,12 @@ def figures() -> Iterable[tuple[str, Figure]]:
     """The figures of the page by the names of their files."""
     sections: dict[str, list[drawn.Bar]] = {}
     for claim in CLAIMS:
-        apart, by_seed = compared(claim)
+        apart = compared(claim)
         if apart is None:
             continue
         points = [100 * value for value in (apart.mean, apart.low, apart.high)]
-        said = verdict(claim, apart, by_seed)
-        bar = drawn.Bar(claim.name, claim.text, *points, [100 * mean for mean in by_seed], -claim.margin, said)
+        by_seed = [100 * mean for mean in apart.by_seed]
+        bar = drawn.Bar(claim.name, claim.text, *points, by_seed, -claim.margin, verdict(claim, apart))
         sections.setdefault(SECTIONS[claim.name[0]], []).append(bar)
     yield "claims", drawn.claims(sections)
     for name in MATRICES:
@@ -344,11 +365,11 @@ def differing(rows: Sequence[Row]) -> list[list[tuple[str, Any]]]:
 
 COLUMNS_OF_SETTINGS = {
     "personal": ("personal, %", 2), "worst_decile": ("worst tenth, %", 2), "received": ("received, %", 2),
-    "busiest_megabytes_per_round": ("busiest node, MB a round", 3), "megabytes_up": ("MB up", 1),
-    "teraflops": ("FLOPs, 10¹²", 1), "minutes": ("minutes", 0),
+    "kept": ("kept at the end", 2), "busiest_megabytes_per_round": ("busiest node, MB a round", 3),
+    "megabytes_up": ("MB up", 1), "teraflops": ("FLOPs, 10¹²", 1),
 }  # fmt: skip
 """The title of a measure in a table, and its decimal digits."""
-COSTS = ("busiest_megabytes_per_round", "teraflops", "personal")
+COSTS = ("busiest_megabytes_per_round", "teraflops", "kept", "personal")
 
 
 def settings_table(name: str, measures: Sequence[str] = tuple(COLUMNS_OF_SETTINGS), rising: str = "") -> str:
@@ -437,15 +458,15 @@ def texts_table(name: str) -> str:
         both = [f"{math.exp(-float(row[each])):.2f}" if row[each] else "–" for each in ("received", "personal")]
         by_run.setdefault((row["settings"], row["seed"]), {})[int(row["client"])] = " / ".join(both)
     lines = [
-        f"| merge | density | segments | seed | {' | '.join(TEXTS)} | MB up | minutes |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        f"| merge | kept at the end | segments | seed | {' | '.join(TEXTS)} | MB up |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
         own = {**DEFAULTS, **json.loads(row["settings"])}
         found = by_run[row["settings"], row["seed"]]
         texts = [found.get(number, "–") for number in range(len(TEXTS))]
         about = [own["fedspallm.merge"], own["density"], own["fedspallm.segments"], row["seed"]]
-        lines.append(f"| {' | '.join(map(str, [*about, *texts, row['megabytes_up'], row['minutes']]))} |")
+        lines.append(f"| {' | '.join(map(str, [*about, *texts, row['megabytes_up']]))} |")
     return "\n".join(lines)
 
 

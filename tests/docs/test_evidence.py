@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from scipy.stats import ttest_1samp
 
 import fedprune_app
 from fedprune_app.config import OPTIONS, parse_config
 from fedprune_app.matrices import read_matrix
-from fedprune_app.results.differences import Difference
+from fedprune_app.results.differences import Difference, difference
 from tests.docs.scripts import script
 
 evidence = script("evidence")
@@ -49,28 +50,57 @@ CLAIM = Claim("x", "somewhere", "more", "none", {"system": "dispfl"}, {"system":
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "by_seed", "said"),
+    ("low", "high", "seeds", "said"),
     [
-        (0.01, 0.03, [0.02, 0.02], "shown"),
-        (-0.005, 0.03, [0.02, 0.0], "shown"),
-        (-0.03, -0.02, [-0.02, -0.03], "refuted"),
-        (-0.03, 0.02, [-0.02, 0.03], "undecided"),
-        (0.01, 0.03, [0.05, -0.02], "undecided"),
-        (0.01, 0.03, [0.02], "open: 1 of 2 seeds"),
+        (0.01, 0.03, 2, "shown"),
+        (-0.005, 0.03, 2, "shown"),  # the claim allows a point
+        (-0.03, -0.02, 2, "does not hold here"),
+        (-0.03, 0.02, 2, "open"),
+        (0.01, 0.03, 1, "open: 1 of 2 seeds"),
     ],
 )
-def test_a_verdict_needs_the_interval_and_every_seed(low, high, by_seed, said):
-    assert verdict(CLAIM, Difference((low + high) / 2, low, high, 0.5, 100), by_seed) == said
+def test_a_verdict_is_that_of_the_interval(low, high, seeds, said):
+    mean = (low + high) / 2
+    assert verdict(CLAIM, Difference(mean, low, high, 0.5, 100, (mean,) * seeds)) == said
+    assert verdict(CLAIM, None) == "open: 0 of 2 seeds"
 
 
-def test_a_verdict_is_sure_where_the_interval_of_other_seeds_agrees():
-    wide = Difference(0.02, -0.005, 0.045, 0.5, 100)
-    assert evidence.is_sure(CLAIM, wide, "shown")  # the claim allows a point
-    assert not evidence.is_sure(CLAIM, replace(wide, low=-0.02), "shown")
-    assert not evidence.is_sure(CLAIM, wide, "refuted")
-    assert evidence.is_sure(CLAIM, Difference(-0.02, -0.03, -0.015, 0.5, 100), "refuted")
-    assert not evidence.is_sure(CLAIM, wide, "undecided")
-    assert not evidence.is_sure(CLAIM, None, "shown")
+def in_three_seeds(first, second, third):
+    clients = {(seed, k): value for seed, value in enumerate((first, second, third)) for k in range(4)}
+    return difference(clients, dict.fromkeys(clients, 0.0), of_other_seeds=True)
+
+
+def test_the_seeds_decide_and_not_their_many_clients():
+    """The clients of a seed agree, so their bootstrap is sure of what three seeds leave open."""
+    apart = in_three_seeds(0.01, 0.02, 0.06)
+    assert verdict(replace(CLAIM, margin=0.0), apart) == "open"
+    assert evidence.chance(replace(CLAIM, margin=0.0), apart) == pytest.approx(
+        ttest_1samp([0.01, 0.02, 0.06], 0).pvalue
+    )
+
+
+def test_a_claim_is_bold_where_holms_correction_for_all_claims_leaves_it(monkeypatch):
+    found = {"a": (0.0300, 0.0301, 0.0302), "b": (0.02, 0.03, 0.04), "c": (0.01, -0.01, 0.0), "d": (0.04, 0.03, 0.035)}
+    claims = [replace(CLAIM, name=name, margin=0.0, seeds=3) for name in found]
+    monkeypatch.setattr(evidence, "CLAIMS", claims)
+    monkeypatch.setattr(evidence, "compared", lambda claim, **how: in_three_seeds(*found[claim.name]))
+    assert evidence.left_by_holm() == ({"a", "d"}, 4)  # b's own interval is above 0
+    lines = evidence.claims_table().splitlines()
+    assert [line.split(" | ")[-1] for line in lines[2:6]] == ["**shown** |", "shown |", "open |", "**shown** |"]
+    assert lines[-1].startswith("3 claims are shown, 0 do not hold here, and 1 are open.")
+    assert "Of the 3 verdicts Holm's correction for 4 tests leaves 2 at 5 %" in lines[-1]
+
+
+def test_rows_of_an_older_matrix_stand_until_there_are_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "DATA", tmp_path)
+    monkeypatch.setattr(evidence, "OLDER", {"mine": {"partition": "dirichlet-client"}})
+    older, newer = (
+        {"settings": json.dumps({"partition": f"dirichlet-{by}"}), "seed": "0"} for by in ("client", "class")
+    )
+    evidence._append("mine", [older])
+    assert evidence.read("mine") == [older]
+    evidence._append("mine", [newer])
+    assert evidence.read("mine") == [newer]
 
 
 def test_a_claim_finds_its_rows_and_no_others():
@@ -110,7 +140,7 @@ def test_a_run_becomes_a_row_once(tmp_path, monkeypatch):
     assert evidence.add("some", [run.folder, run.folder]) == 1
     assert evidence.add("some", [run.folder]) == 0
     (row,) = evidence.read("some")
-    assert row["final_sha256"] == run.info["final_sha256"]
+    assert (row["final_sha256"], row["kept"]) == (run.info["final_sha256"], "1.0000")
     assert len(evidence.read("some.clients")) == 3
     repeated = replace(run, info={**run.info, "final_sha256": "0" * 64})  # another machine may round otherwise
     monkeypatch.setattr(evidence, "load_run", lambda folder: repeated)
@@ -148,21 +178,30 @@ def test_a_setting_is_the_mean_of_its_seeds_and_costs_are_in_order(monkeypatch):
     def row(system, seed, personal, megabytes, **settings):
         numbers = {"personal": personal, "busiest_megabytes_per_round": megabytes, "megabytes_up": "7.0"}
         numbers |= {"teraflops": "2.0", "minutes": "9.6"}
-        about = {"system": system, "seed": seed, "settings": json.dumps(settings), "worst_decile": "", "received": ""}
+        about = {
+            "system": system,
+            "seed": seed,
+            "settings": json.dumps(settings),
+            "worst_decile": "",
+            "received": "",
+            "kept": "0.5",
+        }
         return {**about, **numbers}
 
     rows = [row("dispfl", "0", "60.0", "1.5"), row("dispfl", "1", "62.0", "1.5")]
     rows += [row("dispfl", "0", "61.0", "0.5", density=0.2), row("standalone", "0", "50.0", "1.0")]
     monkeypatch.setattr(evidence, "read", lambda name: rows if name == "mine" else [])
     assert evidence.settings_table("mine").splitlines()[2:] == [
-        "| dispfl | `density=0.2` | 0 | 61.00 | – | – | 0.500 | 7.0 | 2.0 | 10 |",
-        "| dispfl | `density=0.5` | 0, 1 | 61.00 ± 1.41 | – | – | 1.500 | 7.0 | 2.0 | 10 |",
-        "| standalone | – | 0 | 50.00 | – | – | 1.000 | 7.0 | 2.0 | 10 |",
+        "| dispfl | `density=0.2` | 0 | 61.00 | – | – | 0.50 | 0.500 | 7.0 | 2.0 |",
+        "| dispfl | `density=0.5` | 0, 1 | 61.00 ± 1.41 | – | – | 0.50 | 1.500 | 7.0 | 2.0 |",
+        "| standalone | – | 0 | 50.00 | – | – | 0.50 | 1.000 | 7.0 | 2.0 |",
     ]
     costs = evidence.costs_table("mine").splitlines()[2:]
-    assert [line.split("|")[4:7] for line in costs] == [
-        [" 0.500 ", " 2.0 ", " 61.00 "], [" 1.000 ", " 2.0 ", " 50.00 "], [" 1.500 ", " 2.0 ", " 61.00 ± 1.41 "],
-    ]  # fmt: skip
+    assert [line.split("|")[4:8] for line in costs] == [
+        [" 0.500 ", " 2.0 ", " 0.50 ", " 61.00 "],
+        [" 1.000 ", " 2.0 ", " 0.50 ", " 50.00 "],
+        [" 1.500 ", " 2.0 ", " 0.50 ", " 61.00 ± 1.41 "],
+    ]
     assert evidence.settings_table("other") == evidence.costs_table("other") == "No run has been made yet."
 
 
@@ -189,7 +228,8 @@ def test_the_rows_that_are_there_are_found_in_their_matrices(name):
     documents = [evidence.yaml.safe_load(path.read_text()) for path in paths]
     num_runs = sum(len(each["systems"]) * len(each["datasets"]) * len(each["seeds"]) for each in documents)
     num_left = sum(len(evidence.missing(name, path)) for path in paths)
-    assert num_left == num_runs - len(evidence.read(name))
+    older = evidence.OLDER.get(name, {"": ""}).items()
+    assert num_left == num_runs - sum(not older <= json.loads(row["settings"]).items() for row in evidence.read(name))
     assert {claim.data for claim in CLAIMS} == evidence.MATRICES.keys()
 
 
