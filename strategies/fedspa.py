@@ -106,14 +106,15 @@ class FedSPA(DPFed):
             self.variance = {name: torch.zeros_like(self.model[name]) for name in self.parameters}
 
     def receive(self, round: Round, client: int, update: Payload) -> None:
-        coordinates = self.coordinates(round, client)
-        super().receive(round, client, Payload(unpacked(update.tensors, coordinates, self.model)))
+        super().receive(round, client, Payload(unpacked(update.tensors, self.coordinates(round, client), self.model)))
 
     def end(self, round: Round) -> None:
         mean = self.mean.mean(self.model)
         step = self.step({name: mean[name] - self.model[name] for name in self.parameters})
-        rate = self.options.server_learning_rate
-        self.model = {name: old + rate * step[name] if name in step else mean[name] for name, old in self.model.items()}
+        self.model = {
+            name: old + self.options.server_learning_rate * step[name] if name in step else mean[name]
+            for name, old in self.model.items()
+        }
 
     def step(self, change: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the step for a mean update, after those of earlier rounds (momentum, or Adam)."""

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -218,15 +218,16 @@ _CLOTHES = (
 )  # fmt: skip
 _LETTERS = tuple("abcdefghijklmnopqrstuvwxyz")
 _EMNIST_D, _EMNIST_L = ((f"emnist-{split}-train", f"emnist-{split}-test") for split in ("digits", "letters"))
-_EMNIST_LETTERS = _IdxSet(
-    "EMNIST", {"split": "letters"}, _EMNIST_L, _LETTERS, 0.1736, 0.3248, first_label=1, transposed=True
-)
 _IDX = {
     "mnist": _IdxSet("MNIST", {}, ("train", "t10k"), _DIGITS, 0.1307, 0.3081),
     "fashion-mnist": _IdxSet("FashionMNIST", {}, ("train", "t10k"), _CLOTHES, 0.2860, 0.3530),
     "emnist-digits": _IdxSet("EMNIST", {"split": "digits"}, _EMNIST_D, _DIGITS, 0.1733, 0.3317, transposed=True),
-    "emnist-letters": _EMNIST_LETTERS,
-    "emnist-letters-10": replace(_EMNIST_LETTERS, taken=10),
+    **{
+        name: _IdxSet(
+            "EMNIST", {"split": "letters"}, _EMNIST_L, _LETTERS, 0.1736, 0.3248, 1, transposed=True, taken=taken
+        )
+        for name, taken in (("emnist-letters", None), ("emnist-letters-10", 10))
+    },
 }
 
 
