@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from flwr.app import Message
 from flwr.clientapp import ClientApp
 from hypothesis import settings
@@ -32,6 +33,7 @@ __all__ = ["Finished", "pytest_unconfigure"]
 # How long an example takes depends on what else the machine does.
 settings.register_profile("any load", settings(), deadline=None)
 settings.load_profile("any load")
+torch.set_num_threads(1)  # as in a run; two threads of one operation wait for each other where other work goes on
 Tamper = Callable[[Message, Message, int], Message]  # (request, honest reply, partition) -> what is sent
 
 SMALL = {

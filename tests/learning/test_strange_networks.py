@@ -300,16 +300,16 @@ def check_training(seed: int) -> str:
     return ways + " private"
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(40, 400, 40))])
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(30, 390, 30))])
 def test_random_networks_are_trained_as_pytorch_trains_them_in_each_way(first, monkeypatch):
     monkeypatch.setattr(training, "MOST_PARAMETERS", 10**9)
     monkeypatch.setattr(training, "MOST_FLOPS", 10**12)
     ways = []
-    for seed in range(first, first + 40):
+    for seed in range(first, first + 30):
         try:
             ways.append(check_training(seed))
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {network_of(seed)}") from error
-    assert sum("grouped" in way for way in ways) >= 10  # or the test would show little
-    assert sum("private" in way for way in ways) >= 10
-    assert sum("private" not in way for way in ways) >= 3
+    assert sum("grouped" in way for way in ways) >= 5  # or the test would show little
+    assert sum("private" in way for way in ways) >= 5
+    assert sum("private" not in way for way in ways) >= 1
