@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from numbers import Integral
 from pathlib import Path
 from types import FrameType
@@ -28,7 +29,6 @@ from rich.text import Text
 
 from fedprune_app import demo, launch, plugins
 from fedprune_app.config import Config, ConfigError, Scalar, refused, with_carrier
-from fedprune_app.deploy import local_deployment
 from fedprune_app.engine.store import exclusive
 from fedprune_app.engine.watchdog import take_refusal
 from fedprune_app.errors import LaunchError, LeftGoing
@@ -68,6 +68,8 @@ class Placement:
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise ConfigError(f"--engine is {self.engine!r}, allowed: {', '.join(ENGINES)}")
+        if self.engine in _ON_RAY and self.is_simulation and find_spec("ray") is None:
+            raise ConfigError(f"--engine is {self.engine!r}, allowed where Ray is not installed: inprocess")
         if self.superlink and self.engine != "ray":
             raise ConfigError(f"--superlink is {self.superlink!r}, allowed with --engine {self.engine}: nothing")
         if self.ray_address and (self.engine not in _ON_RAY or not self.is_simulation):
@@ -129,6 +131,8 @@ class Session:
             if self.placement.superlink:
                 self._link = Link(self.placement.superlink, os.environ)
             else:
+                from fedprune_app.deploy import local_deployment
+
                 place = self.placement.deployment or self._folder() / "deployment"
                 self._link = self._stack.enter_context(local_deployment(place, self.placement.nodes)).link
         return self._link

@@ -23,6 +23,7 @@ from fedprune_app.config import parse_config, plugged
 from fedprune_app.data import names as data_names
 from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.learning import training
+from fedprune_app.learning.device import prepare_torch
 from fedprune_app.models import names as model_names
 from fedprune_app.results import own_measures
 from fedprune_app.testing import FinishedRun as Finished
@@ -93,6 +94,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(item.config.rootpath))))
     items.sort(key=lambda item: "e2e" not in item.path.parts)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests of a GPU compute in float32, as runs do; PyTorch's own convolutions would take TF32."""
+    if item.get_closest_marker("gpu"):
+        prepare_torch(parse_config({"device": "cuda"}))
 
 
 @pytest.fixture(autouse=True)

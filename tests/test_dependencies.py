@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -14,6 +16,9 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
+
+from fedprune_app.config import ConfigError
+from fedprune_app.experiment import Placement
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -97,6 +102,39 @@ def test_what_flower_brings_is_declared_with_flowers_own_range(name):
     assert bounds["<"] <= ours["<"], f"{name} of {flowers} is not allowed by {CORE[name]}"
     if name != "cryptography":  # whose range changed with Flower 1.40
         assert ours == bounds
+
+
+LEFT_OUT = ("ray", "sqlalchemy", "grpc_health", "fastapi", "plotly", "opacus", "transformers", "torch_pruning")
+"""Packages of Ray's engine, of deployments, of reports, and of methods that a run does not use."""
+
+WITHOUT_THEM = f"""
+import sys
+sys.modules |= dict.fromkeys({LEFT_OUT!r})  # importing one of them fails
+from fedprune_app.cli import main
+main()
+"""
+
+
+def run_without_them(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    settings = ["system=dispfl", "dataset=digits", "model=cnn-small", "num-server-rounds=1", "local-epochs=1"]
+    command = [sys.executable, "-c", WITHOUT_THEM, "run", *settings, "--clients", "2", "--out", str(out), *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.programs
+def test_a_run_in_this_process_needs_neither_ray_nor_what_deployments_and_reports_need(tmp_path):
+    done = run_without_them(tmp_path / "run", "--engine", "inprocess")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "completed"
+
+
+def test_without_ray_the_engine_that_is_left_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    for engine in ("ray", "flower"):
+        with pytest.raises(ConfigError, match=f"^--engine is '{engine}', allowed where Ray is not installed: inproc"):
+            Placement(engine)
+    Placement("inprocess")
+    Placement(nodes=[{"partition-id": 0}])
 
 
 # --- the image's packages ---------------------------------------------------------------------------------------------

@@ -32,9 +32,7 @@ if TYPE_CHECKING:  # the same names as in PLACES, for type checkers; a test comp
     from flwr.common.constant import ACCESS_TOKEN_KEY as ACCESS_TOKEN_KEY
     from flwr.common.constant import NOOP_ACCOUNT_NAME as NOOP_ACCOUNT_NAME
     from flwr.common.constant import NOOP_FLWR_AID as NOOP_FLWR_AID
-    from flwr.common.constant import RUN_ID_NUM_BYTES as RUN_ID_NUM_BYTES
     from flwr.common.constant import SUPERLINK_NODE_ID as SUPERLINK_NODE_ID
-    from flwr.common.constant import TASK_ID_NUM_BYTES as TASK_ID_NUM_BYTES
     from flwr.common.constant import AuthnType as AuthnType
     from flwr.common.constant import ErrorCode as ErrorCode
     from flwr.common.serde import recorddict_to_proto as recorddict_to_proto
@@ -45,7 +43,6 @@ if TYPE_CHECKING:  # the same names as in PLACES, for type checkers; a test comp
     from flwr.proto.message_pb2 import PullObjectResponse as PullObjectResponse
     from flwr.proto.runtime_pb2 import PullAppMessagesRequest as PullAppMessagesRequest
     from flwr.proto.runtime_pb2 import PullAppMessagesResponse as PullAppMessagesResponse
-    from flwr.server.superlink.linkstate.utils import generate_rand_int_from_bytes as generate_rand_int_from_bytes
     from flwr.simulation.ray_transport.ray_actor import BasicActorPool as BasicActorPool
     from flwr.simulation.ray_transport.ray_actor import pool_size_from_resources as pool_size_from_resources
     from flwr.simulation.run_simulation import _run_simulation as _run_simulation
@@ -113,16 +110,13 @@ PLACES = {
     "PullObjectRequest": "flwr.proto.message_pb2",
     "PullObjectResponse": "flwr.proto.message_pb2",
     "REFRESH_TOKEN_STORE_KEY": "flwr.cli.constant",
-    "RUN_ID_NUM_BYTES": "flwr.common.constant",
     "Run": "flwr.supercore.run",
     "SUPERLINK_NODE_ID": "flwr.common.constant",
-    "TASK_ID_NUM_BYTES": "flwr.common.constant",
     "TaskIdentity": "flwr.supercore.task_identity",
     "ThreadPoolExecutor": _SIMULATION,
     "_run_simulation": "flwr.simulation.run_simulation",
     "add_exit_handler": "flwr.supercore.exit",
     "flower_superlink": "flwr.superlink.cli.flower_superlink",
-    "generate_rand_int_from_bytes": "flwr.server.superlink.linkstate.utils",
     "get_fused_config_from_dir": "flwr.common.config",
     "get_object_body": _OBJECTS,
     "get_object_head_values_from_object_content": _OBJECTS,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +21,10 @@ from flwr.app import Context, RecordDict
 
 from fedprune_app.engine.flower_private import (
     NOOP_FEDERATION_ID,
-    RUN_ID_NUM_BYTES,
     SUPERLINK_NODE_ID,
-    TASK_ID_NUM_BYTES,
     EventType,
     Run,
     TaskIdentity,
-    generate_rand_int_from_bytes,
     get_fused_config_from_dir,
     get_project_config,
 )
@@ -96,8 +94,8 @@ def run_on_flower(app: Path, config: dict[str, Any], num_clients: int, workers: 
     from fedprune_app.engine.flower_private import _run_simulation
 
     components = get_project_config(app)["tool"]["flwr"]["app"]["components"]
-    run = Run.create_empty(generate_rand_int_from_bytes(RUN_ID_NUM_BYTES))
-    run.primary_task_id = generate_rand_int_from_bytes(TASK_ID_NUM_BYTES)
+    run = Run.create_empty(secrets.randbits(64))
+    run.primary_task_id = secrets.randbits(64)
     run.federation_id = NOOP_FEDERATION_ID
     run.override_config = config
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = run.primary_task_id, run.run_id, SUPERLINK_NODE_ID

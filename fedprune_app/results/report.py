@@ -13,8 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from plotly.offline import get_plotlyjs
-
 from fedprune_app.config import ConfigError
 from fedprune_app.files import replace_file
 from fedprune_app.results import measures
@@ -170,6 +168,8 @@ def _packed_plotly() -> str:
 
     That is 1.8 MB in place of 4.8; the page unpacks it.
     """
+    from plotly.offline import get_plotlyjs
+
     packed = zlib.compress(get_plotlyjs().encode(), 9)
     return base64.b85encode(packed).decode().replace("<", ",")
 

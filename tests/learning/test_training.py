@@ -651,6 +651,7 @@ def test_impossible_settings_are_refused(settings, message):
 
 @pytest.mark.gpu
 def test_training_on_a_gpu_follows_the_cpu():
+    assert not torch.backends.cudnn.allow_tf32  # which the bounds below are not for
     models = [new_model("lenet5-bn") for _ in range(2)]
     images, labels = new_data("lenet5-bn")
     for model, device in zip(models, ("cpu", "cuda"), strict=True):
