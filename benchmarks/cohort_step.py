@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
-from _turns import Steps, in_turns, measure_each, print_ratios, step_arguments
+from _turns import Steps, clock_of, in_turns, measure_each, print_ratios, step_arguments
 from local_step import bare_loop
 from torch import nn
 
@@ -27,40 +28,35 @@ def main() -> None:
     measure_each(options, partial(measure, cohorts=options.cohorts))
 
 
-def measure(name: str, batch_size: int, num_steps: int, repeats: int, *, cohorts: list[int]) -> None:
-    steps = Steps(name, batch_size, num_steps)
+def cohort(steps: Steps, size: int, **how: Any) -> Callable[[], object]:
+    """Return a function that trains so many clients together; 0 stands for one client in the network's own form.
 
-    def ours(model: nn.Module) -> object:
-        return train(model, steps.images, steps.labels, steps.sgd, rng=generator(0, "order"))
+    ``how`` are more arguments of :func:`~fedprune_app.learning.train.train`.
+    """
 
-    def in_its_own_form() -> Callable[[], object]:
-        model = steps.new_model()
+    def work(model: nn.Module) -> object:
+        return train(model, steps.images, steps.labels, steps.sgd, rng=generator(0, "order"), **how)
 
-        def run() -> None:
-            with patch.object(training, "MOST_FLOPS", 0):
-                ours(model)
+    works = [partial(work, steps.new_model()) for _ in range(max(size, 1))]
+    most = 1 << 62 if size else 0
 
-        return run
+    def run() -> None:
+        with patch.object(training, "MOST_FLOPS", most), patch.object(training, "MOST_PARAMETERS", most):
+            list(work_in_cohort(works))
 
-    def cohort(size: int) -> Callable[[], object]:
-        works = [partial(ours, steps.new_model()) for _ in range(size)]
+    return run
 
-        def run() -> None:
-            with patch.object(training, "MOST_FLOPS", 1 << 62), patch.object(training, "MOST_PARAMETERS", 1 << 62):
-                list(work_in_cohort(works))
 
-        return run
-
+def measure(steps: Steps, repeats: int, *, cohorts: list[int]) -> None:
     work = {
-        "bare loop": lambda: partial(bare_loop, steps.new_model(), steps.images, steps.labels, steps.sgd, None),
-        "its own form": in_its_own_form,
-        **{f"cohort of {size}": partial(cohort, size) for size in cohorts},
+        "bare loop": lambda: partial(bare_loop, steps.new_model(), steps.images, steps.labels, steps.sgd),
+        "its own form": partial(cohort, steps, 0),
+        **{f"cohort of {size}": partial(cohort, steps, size) for size in cohorts},
     }
-    seconds = in_turns(work, repeats)
+    seconds = in_turns(work, repeats, clock_of(steps.device))
     for size in cohorts:
         seconds[f"cohort of {size}"] = [each / size for each in seconds[f"cohort of {size}"]]
-    title = f"{name}, batch {batch_size}, {num_steps} steps x {repeats}, per client"
-    print_ratios(title, seconds, num_steps, "bare loop", "")
+    print_ratios(f"{steps.title(repeats)}, per client", seconds, steps.steps, "bare loop", "")
 
 
 if __name__ == "__main__":

@@ -22,11 +22,13 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
+from _turns import clock_of, compute_in
 from torch import Tensor, nn
 
 from fedprune_app.core.aggregate import L0Mean
@@ -34,11 +36,8 @@ from fedprune_app.core.codec import pack, unpack
 from fedprune_app.models.layer_pruning import Pruner, prune_layer
 from fedprune_app.models.llm import LanguageModel, import_transformers
 
-OPT = {"opt-125m": (768, 3072, 12), "opt-1.3b": (2048, 8192, 32)}  # width, inner width, heads
-
-
-PARTS = ("prune", "encode", "decode", "add", "mean and expansion")
-Result = TypeVar("Result")
+OPT = {"tiny": (32, 64, 2), "opt-125m": (768, 3072, 12), "opt-1.3b": (2048, 8192, 32)}  # width, inner width, heads
+PARTS = ("load", "prune", "encode", "decode", "add", "mean and expansion")
 
 
 def default_dtype(device: str) -> str:
@@ -46,8 +45,8 @@ def default_dtype(device: str) -> str:
     return "float32" if device == "cpu" else "float16"
 
 
-def random_checkpoint(shape: str, folder: Path, dtype: torch.dtype) -> None:
-    """A model of one decoder layer and few tokens: the layer is what is measured."""
+def random_layer(shape: str, dtype: str, device: str) -> tuple[LanguageModel, dict[str, Tensor]]:
+    """Return a model of one decoder layer and few tokens, and the layer, which is what is measured."""
     transformers = import_transformers()
     if shape in OPT:
         width, inner, heads = OPT[shape]
@@ -62,7 +61,12 @@ def random_checkpoint(shape: str, folder: Path, dtype: torch.dtype) -> None:
         )
     else:
         config = transformers.LlamaConfig(vocab_size=512, num_hidden_layers=1)  # the defaults are LLaMA-2-7b's
-    transformers.AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
+    with tempfile.TemporaryDirectory() as folder:
+        with torch.device(device):  # a GPU draws weights sooner
+            made = transformers.AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype))
+        made.save_pretrained(folder)
+        model = LanguageModel(Path(folder), device=device)
+        return model, model.layer_tensors(0)
 
 
 def bare_loop(model: LanguageModel, module: nn.Module, hidden: Tensor) -> list[Tensor]:
@@ -112,6 +116,33 @@ def bare_sparsegpt(weight: Tensor, hessian: Tensor) -> Tensor:
     return weight
 
 
+def whole_layer(
+    model: LanguageModel,
+    tensors: Mapping[str, Tensor],
+    texts: Sequence[Tensor],
+    pruner: Pruner,
+    batch_size: int,
+    timed: Callable[[str, Callable[[], Any]], Any],
+) -> int:
+    """Do all that clients with these hidden states do with the layer, and their server; return the bytes of a reply.
+
+    Each part of the work is done by ``timed(part, work)``. A lone client has no server.
+    """
+    mean, num_bytes = L0Mean(len(texts)), 0
+    for hidden in texts:
+        module = timed("load", partial(model.layer, 0, tensors))
+        pruned = timed("prune", partial(prune_layer, model, 0, module, hidden, pruner, batch_size))
+        if len(texts) > 1:
+            sent = timed("encode", partial(pack, pruned.payload))
+            num_bytes = len(sent)
+            received = timed("decode", partial(unpack, sent, 8 * len(sent)))
+            timed("add", partial(mean.add, received))
+            del sent, received
+    if len(texts) > 1:
+        timed("mean and expansion", partial(mean.expanded, 0.5))
+    return num_bytes
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[*OPT, "llama-2-7b"], default="opt-125m")
@@ -122,18 +153,10 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=3)
     given = parser.parse_args()
-    given.dtype = given.dtype or default_dtype(given.device)
-
-    def now() -> float:
-        if given.device != "cuda":
-            return time.process_time()
-        torch.cuda.synchronize()
-        return time.perf_counter()
-
-    with tempfile.TemporaryDirectory() as folder:
-        random_checkpoint(given.shape, Path(folder), getattr(torch, given.dtype))
-        model = LanguageModel(Path(folder), device=given.device)
-        tensors = model.layer_tensors(0)
+    dtype = given.dtype or default_dtype(given.device)
+    compute_in("float32", given.device, torch.get_num_threads())
+    now = clock_of(given.device, time.process_time)
+    model, tensors = random_layer(given.shape, dtype, given.device)
     draw = torch.Generator().manual_seed(0)
     shape = (given.segments, given.length, model.config.hidden_size)
     texts = [torch.randn(shape, generator=draw).to(model.dtype) for _ in range(given.clients)]
@@ -141,7 +164,7 @@ def main() -> None:
     ours, bare, num_bytes = [], [], 0
     parts: dict[str, list[float]] = {part: [] for part in PARTS}
 
-    def timed(part: str, work: Callable[[], Result]) -> Result:
+    def timed(part: str, work: Callable[[], Any]) -> Any:
         started = now()
         found = work()
         parts[part][-1] += now() - started
@@ -151,18 +174,7 @@ def main() -> None:
         started = now()
         for seconds in parts.values():
             seconds.append(0.0)
-        mean = L0Mean(given.clients)
-        for hidden in texts:
-            module = model.layer(0, tensors)
-            pruned = timed("prune", lambda m=module, h=hidden: prune_layer(model, 0, m, h, Pruner(density=0.5), 1))
-            if given.clients > 1:
-                sent = timed("encode", lambda pruned=pruned: pack(pruned.payload))
-                num_bytes = len(sent)
-                found = timed("decode", lambda sent=sent: unpack(sent, 8 * len(sent)))
-                timed("add", lambda found=found, mean=mean: mean.add(found))
-                del sent, found
-        if given.clients > 1:
-            timed("mean and expansion", lambda mean=mean: mean.expanded(0.5))
+        num_bytes = whole_layer(model, tensors, texts, Pruner(density=0.5), 1, timed)
         ours.append(now() - started)
         if not repeat:  # the bare loop has not added its own yet
             peak, device_peak = _peak(), torch.cuda.max_memory_allocated() if given.device == "cuda" else 0
@@ -174,11 +186,11 @@ def main() -> None:
         del modules
     ratio = statistics.median(a / b for a, b in zip(ours, bare, strict=True))
     what = f"{given.segments} segments of {given.length} tokens, clients: {given.clients}"
-    print(f"{given.shape} on {given.device}, {given.dtype}, {what}")
+    print(f"{given.shape} on {given.device}, {dtype}, {what}")
     print(f"one decoder layer: {statistics.median(ours):.2f} s; bare loop {statistics.median(bare):.2f} s")
     if given.clients > 1:
         for part, seconds in parts.items():
-            who = "the server" if part in PARTS[2:] else "clients together"
+            who = "the server" if part in PARTS[3:] else "clients together"
             print(f"  {part}, {who}: {statistics.median(seconds):.2f} s")
         print(f"bytes of a reply: {num_bytes:,}")
     print(f"ratio {ratio:.3f}, median of {given.repeats} pairs")

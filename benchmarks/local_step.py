@@ -10,17 +10,25 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from _turns import Steps, in_turns, measure_each, print_ratios, step_arguments
+from _turns import Steps, clock_of, in_turns, measure_each, print_ratios, step_arguments
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedprune_app.core.rng import generator
+from fedprune_app.learning.device import computing
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
 
 
-def bare_loop(model: nn.Module, images: Tensor, labels: Tensor, sgd: SGD, masks: dict[str, Tensor] | None) -> None:
+def bare_loop(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor,
+    sgd: SGD,
+    masks: dict[str, Tensor] | None = None,
+    precision: str = "float32",
+) -> None:
     """What a careful user writes without a framework: tensors, slices, autograd, torch.optim.SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=sgd.learning_rate, momentum=sgd.momentum)
     named = dict(model.named_parameters())
@@ -28,7 +36,9 @@ def bare_loop(model: nn.Module, images: Tensor, labels: Tensor, sgd: SGD, masks:
     for start in range(0, len(labels), sgd.batch_size):
         batch = slice(start, start + sgd.batch_size)
         optimizer.zero_grad(set_to_none=True)
-        F.cross_entropy(model(images[batch]), labels[batch]).backward()  # type: ignore[no-untyped-call]
+        with computing(images.device, precision):
+            loss = F.cross_entropy(model(images[batch]), labels[batch])
+        loss.backward()  # type: ignore[no-untyped-call]
         for name, mask in (masks or {}).items():
             gradient = named[name].grad
             assert gradient is not None
@@ -52,8 +62,7 @@ def main() -> None:
     measure_each(parser.parse_args(), measure)
 
 
-def measure(name: str, batch_size: int, num_steps: int, repeats: int) -> None:
-    steps = Steps(name, batch_size, num_steps)
+def measure(steps: Steps, repeats: int) -> None:
     data = (steps.images, steps.labels)
     masks = steps.halving_masks()
 
@@ -70,8 +79,8 @@ def measure(name: str, batch_size: int, num_steps: int, repeats: int) -> None:
         "train, alone": partial(ours, None),
         "train, alone, masks": partial(ours, masks),
     }
-    seconds = in_turns(work, repeats)
-    print_ratios(f"{name}, batch {batch_size}, {num_steps} steps x {repeats}", seconds, num_steps, "bare loop", "")
+    seconds = in_turns(work, repeats, clock_of(steps.device))
+    print_ratios(steps.title(repeats), seconds, steps.steps, "bare loop", "")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Time of a local training step when half the channels are gone: masked to zero, or physically removed.
 
 The dense, the masked and the small network train in turn, ``--repeats`` times, through the one training loop; every
-ratio is the median over the turns, of CPU seconds, which a busy machine hardly lengthens. Evaluation likewise. A
-convolution whose inputs and outputs are both halved has a quarter of the multiplications; small layers do not get that
-much faster.
+ratio is the median over the turns, of CPU seconds, which a busy machine hardly lengthens, or of seconds on a GPU.
+Evaluation likewise. A convolution whose inputs and outputs are both halved has a quarter of the multiplications; small
+layers do not get that much faster.
 
 Example: ``python benchmarks/structured_step.py --models lenet5-bn vgg11-bn``.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from _turns import Steps, in_turns, ratio, step_arguments
+from _turns import Steps, clock_of, compute_in, in_turns, ratio, step_arguments
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +35,7 @@ def main() -> None:
     parser = step_arguments(__doc__, models=["lenet5-bn", "cnn5-bn", "vgg11-bn"], batch_size=10, steps=20, repeats=9)
     parser.add_argument("--density", type=float, default=0.5, help="share of the channels that are kept")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    compute_in("float32", arguments.device, arguments.threads)
     table = Table(title=f"{arguments.density:.0%} of the channels, batch {arguments.batch_size}", box=box.MARKDOWN)
     for heading in ("model", "network", "parameters", "FLOPs", "training step", "evaluation"):
         table.add_column(heading, justify="right")
@@ -46,7 +46,7 @@ def main() -> None:
 
 def measure(table: Table, name: str, arguments: argparse.Namespace) -> None:
     """Rows of one model: parameters and FLOPs as shares of the dense network's, times as ratios to it."""
-    steps = Steps(name, arguments.batch_size, arguments.steps)
+    steps = Steps(name, arguments.batch_size, arguments.steps, arguments.device)
     dense = steps.new_model()
     groups = channel_groups(dense, steps.shape)
     kept: Kept = {g.name: torch.arange(g.size) < max(1, int(g.size * arguments.density)) for g in groups}
@@ -68,7 +68,7 @@ def measure(table: Table, name: str, arguments: argparse.Namespace) -> None:
     for label, (network, mask) in networks.items():
         work[label, "training"] = partial(training, network, mask)
         work[label, "evaluation"] = partial(partial, evaluate, network, steps.images, steps.labels)
-    seconds = in_turns(work, arguments.repeats, time.process_time)
+    seconds = in_turns(work, arguments.repeats, clock_of(steps.device, time.process_time))
 
     def against_dense(label: str, what: str) -> str:
         return f"{ratio(seconds[label, what], seconds['dense', what]):.3f}"

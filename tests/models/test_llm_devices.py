@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,6 +10,7 @@ from fedprune_app.core.sparsegpt import Hessian, sparsegpt
 from fedprune_app.models.layer_pruning import PRUNERS, Pruner, prune_layer
 from fedprune_app.models.llm import LanguageModel, perplexity
 from tests.core.test_sparsegpt import reference
+from tests.docs.scripts import script
 from tests.models.tiny_llm import DEVICES, FAMILIES, tiny_checkpoint, tokens
 
 DENSITY = 0.25  # of every row a whole number, so that Wanda, which counts by row, comes to the same
@@ -94,8 +92,5 @@ def test_perplexity_is_that_of_the_cpu(folder, device, dtype):
 
 
 def test_the_benchmark_is_in_the_papers_dtype_on_a_gpu():
-    path = Path(__file__).parents[2] / "benchmarks" / "llm_layer.py"
-    spec = importlib.util.spec_from_file_location("llm_layer", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    assert [module.default_dtype(device) for device in ("cpu", "cuda", "cuda:1")] == ["float32", "float16", "float16"]
+    default_dtype = script("llm_layer").default_dtype
+    assert [default_dtype(device) for device in ("cpu", "cuda", "cuda:1")] == ["float32", "float16", "float16"]
