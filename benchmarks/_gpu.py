@@ -7,8 +7,8 @@ import gc
 import json
 import os
 import statistics
-import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -141,7 +141,12 @@ class Bench:
         return {f"ms_{name}": 1e3 * self.seconds(work) for name, work in works.items()}
 
     def per_step(
-        self, model: str, batch: int, prepare: Callable[[Steps], Callable[[], object]], device: str = ""
+        self,
+        model: str,
+        batch: int,
+        prepare: Callable[[Steps], Callable[[], object]],
+        device: str = "",
+        few: int = 6,  # three warm up before a step is recorded
     ) -> dict[str, float]:
         """Return the microseconds of a step, and the milliseconds that a training takes beside its steps.
 
@@ -155,10 +160,9 @@ class Bench:
             run()
             return self.clock() - start
 
-        few = 4 if self.tiny else 6  # three warm up before a step is recorded
         taken(few)
         short = taken(few)
-        more = 2 if self.tiny else max(6, min(60, int(0.4 * few / short)))
+        more = 2 if self.tiny else max(few, min(60, int(0.4 * few / short)))
         first, second = (max(taken(few + more) - short, 1e-9) / more for _ in range(2))
         step = (first + second) / 2
         return {
@@ -169,25 +173,30 @@ class Bench:
 
 
 class Busy:
-    """The share of the time in which the GPU computed, as ``nvidia-smi`` samples it; None where there is none."""
+    """The share of the time in which the GPU computed, as ``nvidia-ml-py`` samples it; None without."""
 
     def __init__(self, bench: Bench) -> None:
-        self._bench = bench
-        self._smi: subprocess.Popen[str] | None = None
-        self.share: float | None = None
+        self._on_gpu = bench.on_gpu
+        self._over = threading.Event()
+        self._found: list[float] = []
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    @property
+    def share(self) -> float | None:
+        return statistics.mean(self._found) if self._found else None
 
     def __enter__(self) -> Self:
-        command = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
-        if self._bench.on_gpu:
-            with suppress(OSError):
-                self._smi = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._smi is not None:
-            self._smi.terminate()
-            found = [float(line) / 100 for line in self._smi.communicate()[0].split() if line.isdigit()]
-            self.share = statistics.mean(found) if found else None
+        self._over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        with suppress(ImportError, RuntimeError):
+            while self._on_gpu and not self._over.wait(0.2):
+                self._found.append(torch.cuda.utilization() / 100)
 
 
 def error_of(found: Tensor, exact: Tensor) -> float:

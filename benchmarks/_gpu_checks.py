@@ -32,7 +32,7 @@ from fedprune_app.models.vision import build_model, prunable_names
 from fedprune_app.privacy.dpsgd import DPSGD, METHODS
 from fedprune_app.privacy.noise import KeyedNoise
 
-BATCHES = {"lenet5": 10, "cnn-gn": 32, "resnet18-gn": 64}
+BATCHES = {"lenet5": 10, "cnn-gn": 32, "resnet18-gn": 128}
 
 
 def correct(bench: Bench) -> None:
@@ -56,11 +56,18 @@ class Trained:
     """Three clients of different sizes, with masks and all settings that a step has, trained together or alone."""
 
     def __init__(
-        self, bench: Bench, model: str, device: str = "", precision: str = "float32", *, double: bool = False
+        self,
+        bench: Bench,
+        model: str,
+        device: str = "",
+        precision: str = "float32",
+        *,
+        double: bool = False,
+        most: int = 16,  # examples in a batch
     ) -> None:
         self.model, self.precision, self.double = model, precision, double
         self.device = device or bench.device
-        self.batch = 4 if bench.tiny else BATCHES[model]
+        self.batch = 4 if bench.tiny else min(most, BATCHES[model])
         self.sizes = [3 * self.batch, 2 * self.batch + 3, self.batch + 1]
 
     def weights(self, cohort: bool = False, clients: int = 3, recorder: Recorder | None = None) -> list[Tensor]:
@@ -113,7 +120,7 @@ def again(bench: Bench, model: str, deterministic: bool) -> Mapping[str, Any]:
     """Return whether the same training, done again, ends with the same bits."""
     bench.compute_in("float32", deterministic=deterministic)
     try:
-        clients = Trained(bench, model)
+        clients = Trained(bench, model, most=128)  # which kernels there are depends on it
         forms: dict[str, Callable[[], list[Tensor]]] = {
             "alone": clients.weights,
             "in_cohort": partial(clients.weights, cohort=True),

@@ -115,7 +115,7 @@ def matrix_product(bench: Bench, size: int, precision: str) -> Mapping[str, Any]
 
 
 def moves(bench: Bench, size: int) -> Mapping[str, Any]:
-    here, there = torch.randn(size * size // 4), bench.randn(size * size // 4)
+    here, there = torch.randn(size * size), bench.randn(size * size)  # several times what a cache holds
     ways: dict[str, Callable[[], object]] = {
         "on_device_read_and_written": there.clone,
         "to_device": lambda: here.to(bench.device),
@@ -279,10 +279,13 @@ def private(bench: Bench) -> None:
     kinds = ("no privacy", "Opacus' own loop", "one-pass", "ghost", "hooks", "functorch")
     for model in ("lenet5",) if bench.tiny else ("resnet18-gn", "lenet5", "cnn-gn"):
         for kind in kinds[:3] if bench.tiny else kinds:
-            step = partial(
-                bench.per_step, model, 4 if bench.tiny else 64, lambda steps, kind=kind: step_kinds(steps)[kind]()
-            )
+            prepare = partial(step_of_kind, kind=kind)
+            step = partial(bench.per_step, model, 4 if bench.tiny else 64, prepare, few=2)
             bench.measure(f"{model}, {kind}", step)
+
+
+def step_of_kind(steps: Steps, kind: str) -> Callable[[], object]:
+    return step_kinds(steps)[kind]()
 
 
 # --- a layer of a language model --------------------------------------------------------------------------------------
@@ -303,11 +306,12 @@ def layer(bench: Bench) -> None:
         bench.row(f"so far, after {part}", **parts)
         return done
 
-    with Busy(bench) as busy:
-        pruner = Pruner(density=0.5, recorder=bench.recorder())
-        reply = whole_layer(model, tensors, texts, pruner, 8, timed)
-    gb = torch.cuda.max_memory_allocated() / 1e9 if bench.on_gpu else None
-    bench.row(f"{clients} clients", seconds=sum(parts.values()), gpu_busy=busy.share, mb_of_a_reply=reply / 1e6, gb=gb)
+    def all_clients() -> Mapping[str, Any]:
+        with Busy(bench) as busy:
+            pruner = Pruner(density=0.5, recorder=bench.recorder())
+            reply = whole_layer(model, tensors, texts, pruner, 8, timed)
+        gb = torch.cuda.max_memory_allocated() / 1e9 if bench.on_gpu else None
+        return {"seconds": sum(parts.values()), "gpu_busy": busy.share, "mb_of_a_reply": reply / 1e6, "gb": gb}
 
     def pruned(recorded: bool, batch_size: int) -> Mapping[str, Any]:
         one, how = model.layer(0, tensors), Pruner(density=0.5, recorder=bench.recorder(recorded))
@@ -321,6 +325,7 @@ def layer(bench: Bench) -> None:
         bare_layer(model, one, texts[0])
         return {"seconds": bench.clock() - start}
 
+    bench.measure(f"{clients} clients", all_clients)
     bench.measure("one client pruned, by a bare loop", by_the_bare_loop)
     for recorded, batch_size in ((True, 8), (False, 8), (True, 1)):
         name = f"one client pruned, {'graphs' if recorded else 'no graphs'}, {batch_size} segments at once"
@@ -428,27 +433,28 @@ def share(bench: Bench) -> None:
 
 
 def processes(bench: Bench, count: int) -> Mapping[str, Any]:
-    begin = time.time() + (1 if bench.tiny else 12)
+    begin = time.time() + (1 if bench.tiny else 10 + count / 2)
     way = "spawn" if bench.on_gpu else "fork"  # CUDA does not survive a fork
     with ProcessPoolExecutor(count, multiprocessing.get_context(way)) as pool:
-        rates = list(pool.map(partial(rate, bench.device, bench.tiny), [begin] * count))
-    return {"steps_per_s": sum(rates), "slowest": min(rates)}
+        rates, late = zip(*pool.map(partial(rate, bench.device, bench.tiny), [begin] * count), strict=True)
+    return {"steps_per_s": sum(rates), "slowest": min(rates), "seconds_late": max(late)}
 
 
-def rate(device: str, tiny: bool, begin: float) -> float:
-    """Return the steps per second of this process, in a few seconds from the time ``begin`` on."""
+def rate(device: str, tiny: bool, begin: float) -> tuple[float, float]:
+    """Return the steps per second of this process in a few seconds from ``begin`` on, and how late it began."""
     compute_in("tf32", device, 1)
     steps = Steps("lenet5" if tiny else "resnet18-gn", 4 if tiny else 128, 4, device)
     loop = bare(steps, "tf32")
     loop()
     time.sleep(max(0.0, begin - time.time()))
+    late = time.time() - begin
     done, start = 0, time.monotonic()
     while time.monotonic() - start < (0.1 if tiny else 3):
         loop()
         if device == "cuda":
             torch.cuda.synchronize()
         done += steps.steps
-    return done / (time.monotonic() - start)
+    return done / (time.monotonic() - start), late
 
 
 def convolutions(bench: Bench) -> None:
