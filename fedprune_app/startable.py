@@ -119,6 +119,7 @@ def _try_network(client: ImageClient, name: str) -> list[str]:
         arrays = wire.to_arrays(Payload(vision.state_tensors(model, include_buffers=True)))
         vision.load_state_tensors(model, wire.from_arrays(arrays, schema.max_bytes).tensors)
         how: dict[str, Any] = {"private": private, "device": client.device, "precision": config.precision}
+        client.training_flops()
         train(model, images, labels, SGD(1e-3), rng=generator(config.seed, "trial"), **how, **client.trial())
         evaluate(model, images, labels, device=client.device, precision=config.precision)
     except Exception as error:  # a user's network raises what it likes

@@ -76,7 +76,8 @@ class GroupedForm:
 
 
 _MOST_FORMS = 64
-_forms: dict[Hashable, GroupedForm | NoGroupedForm] = {}
+_Why = tuple[str, bool]  # the arguments of NoGroupedForm
+_forms: dict[Hashable, GroupedForm | _Why] = {}  # an exception would keep the network alive by its traceback
 
 
 def grouped_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm:
@@ -97,8 +98,8 @@ def grouped_form(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm:
             _forms.pop(next(iter(_forms)))
         _forms[key] = _derived(model, example_shape)
     form = _forms[key]
-    if isinstance(form, NoGroupedForm):
-        raise form
+    if isinstance(form, tuple):
+        raise NoGroupedForm(*form)
     return form
 
 
@@ -106,7 +107,7 @@ def _has_hooks(module: nn.Module) -> bool:
     return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
-def _derived(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm | NoGroupedForm:
+def _derived(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm | _Why:
     """Return the form, or why there is none: torch may raise anything where a rule does not fit a network."""
     steps, at = list[_Step](), dict[fx.Node, int]()
     try:
@@ -121,9 +122,9 @@ def _derived(model: nn.Module, example_shape: Sequence[int]) -> GroupedForm | No
         form = GroupedForm(tuple(steps), flops)
         _compare(form, model, example_shape)
     except NoGroupedForm as error:
-        return error
+        return str(error), error.is_wrong
     except Exception:
-        return NoGroupedForm("the rules for groups do not fit it", is_wrong=True)
+        return "the rules for groups do not fit it", True
     return form
 
 

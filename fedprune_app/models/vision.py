@@ -218,7 +218,9 @@ def _brought(build: Build, name: str, image_shape: ImageShape, num_classes: int)
     try:
         model = build(image_shape, num_classes)
         if isinstance(model, nn.Module):
-            model = _uncompiled(model).to("cpu")
+            if any(isinstance(part, torch.jit.ScriptModule) for part in model.modules()):
+                raise ValueError("it is TorchScript, allowed: a network in Python")
+            model = _unwrapped(model).to("cpu")
     except (Exception, SystemExit) as error:  # a user's function raises what it likes
         given = f"images of {'x'.join(map(str, image_shape))} and {num_classes} classes"
         raise ValueError(f"model '{name}' cannot be made for {given}: {type(error).__name__}: {error}") from error
@@ -227,13 +229,16 @@ def _brought(build: Build, name: str, image_shape: ImageShape, num_classes: int)
     return model
 
 
-def _uncompiled(model: nn.Module) -> nn.Module:
-    """Return the network of one that ``torch.compile`` made, parts of it alike: compiled code sees no new weights."""
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the network inside of ``torch.compile`` and ``nn.DataParallel``, parts of it alike.
+
+    Compiled code sees no new weights, and a client computes on one device.
+    """
     model.__dict__.pop("_compiled_call_impl", None)
     for key, part in model.named_children():
-        setattr(model, key, _uncompiled(part))
-    inner = model.__dict__["_modules"].get("_orig_mod")
-    return inner if isinstance(inner, nn.Module) else model
+        setattr(model, key, _unwrapped(part))
+    inner = model._modules.get("_orig_mod") or (model.module if isinstance(model, nn.DataParallel) else None)
+    return inner or model
 
 
 def _checked(name: str, model: nn.Module, image_shape: ImageShape, num_classes: int) -> nn.Module:

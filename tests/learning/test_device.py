@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fedprune_app.core.masks import random_masks
 from fedprune_app.core.rng import generator
 from fedprune_app.data.augmentation import CropFlip
+from fedprune_app.learning import grouped
 from fedprune_app.learning.hooks import proximal
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
@@ -67,7 +68,8 @@ def copies_of(num_images, model="lenet5", augmented=False, **how):
     [{}, {"masked": True}, {"augmented": True}, {"pulled": True}, {"frozen": ("conv1.weight",)}, {"model": "cnn-gn"}],
     ids=str,
 )
-def test_more_steps_are_no_more_copies_to_the_device(how):
+def test_more_steps_are_no_more_copies_to_the_device(how, monkeypatch):
+    monkeypatch.setattr(grouped, "_compare", lambda *_: None)  # this device has no values to compare
     few, many = copies_of(20, **how), copies_of(200, **how)
     assert 0 < few == many
 
