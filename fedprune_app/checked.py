@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,9 +13,7 @@ from clients.fedspallm import evaluation_texts, evaluation_windows, language_mod
 from fedprune_app.config import Config
 from fedprune_app.data.datasets import Dataset, Images
 from fedprune_app.data.errors import shortened
-from fedprune_app.data.folders import unread
-from fedprune_app.data.names import OWNERS
-from fedprune_app.data.splits import data_config, dataset_of, digests, label_counts
+from fedprune_app.data.splits import data_config, dataset_of, digests, label_counts, unread
 from fedprune_app.data.text import calibration_documents, own_documents
 from fedprune_app.learning.device import device_of
 from fedprune_app.models.initial import initial_model, layer_flops
@@ -59,7 +56,7 @@ def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
     rows = [_about(config, dataset), ("classes", shortened(dataset.classes))]
     if dataset.features:
         rows.append(("features", shortened(dataset.features)))
-    doubts = list(_unread(config))
+    doubts = unread(given)
     if dataset.num_classes < 2:
         doubts.append("there is one class, and a run needs at least two")
     for part, labels in (("training", dataset.train_labels), ("test", dataset.test_labels)):
@@ -80,8 +77,6 @@ def data_found(config: Config) -> tuple[list[tuple[str, str]], list[str]]:
         owners = np.bincount(dataset.owners[dataset.owners >= 0])
         each = f", with {_spread(owners.tolist())} training examples each" if len(owners) else ""
         rows.append(("owners", f"{len(owners):,}{each}"))
-        if nobody := int((dataset.owners < 0).sum()):
-            doubts.append(f"{nobody:,} training examples are nobody's; partition 'owners' leaves them out")
     train, test = digests(given)
     if again := sum(each in set(train) for each in test):
         doubts.append(f"{again:,} test examples are training examples too")
@@ -139,19 +134,6 @@ def _about(config: Config, dataset: Dataset) -> tuple[str, str]:
 def _kind(dataset: Dataset) -> str:
     """Return what an example is called: an image of a single pixel is a row of numbers."""
     return "row" if dataset.image_shape[1:] == (1, 1) else "image"
-
-
-def _unread(config: Config) -> Iterator[str]:
-    """Yield what is in an image folder and is not read."""
-    if config.dataset != "image-folder":
-        return
-    owners_folders = config.partition == OWNERS and not (Path(config.data_dir).expanduser() / "train").is_dir()
-    misplaced, types = unread(Path(config.data_dir).expanduser(), () if owners_folders else ("train", "test"))
-    if misplaced:
-        yield f"images in other places than the folders of the classes are not read: {misplaced:,}"
-    if types:
-        each = shortened([f"{count:,} {name or 'without a type'}" for name, count in sorted(types.items())])
-        yield f"files of types that are not read as images: {each}"
 
 
 def _images(config: Config, num_clients: int) -> Iterator[tuple[str, str]]:

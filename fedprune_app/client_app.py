@@ -70,7 +70,7 @@ def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any])
     config = policy.over(plugins.parse({**run_config, **own}, allows=allows))
     policy.check(config)
     if "partition-id" not in node_config:
-        policy.check_own_table(config)
+        policy.check_own_labels(config)
     return check_system(config), policy
 
 

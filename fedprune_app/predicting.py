@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedprune_app.data import tables
+from fedprune_app.data.errors import SPECIAL
 from fedprune_app.data.folders import read_image
 from fedprune_app.models.vision import Build
 from fedprune_app.results.load import ExportInfo, load_model, read_export_info
@@ -73,16 +74,17 @@ class _Classifier:
 
     def __init__(self, info: ExportInfo, network: nn.Module, top: int) -> None:
         self._network = network
-        self._mean, self._std = (torch.tensor(values).view(-1, 1, 1) for values in (info.mean, info.std))
+        self._scale = [torch.tensor(each, dtype=torch.float64).view(-1, 1, 1) for each in (info.mean, info.std)]
         self._names = info.class_names or tuple(map(str, range(info.classes)))
         self._top = min(top, len(self._names))
 
     def __call__(self, examples: Tensor) -> list[Classes]:
         found: list[Classes] = []
+        mean, std = (each.to(examples.dtype) for each in self._scale)
         for start in range(0, len(examples), _BATCH):
             batch = examples[start : start + _BATCH]
             with torch.no_grad():
-                shares, classes = self._network((batch - self._mean).div(self._std)).softmax(1).topk(self._top)
+                shares, classes = self._network((batch - mean).div(std).float()).softmax(1).topk(self._top)
             for row in zip(classes.tolist(), shares.tolist(), strict=True):
                 found.append([(self._names[k], share) for k, share in zip(*row, strict=True)])
         return found
@@ -90,12 +92,12 @@ class _Classifier:
 
 def _check_file(path: Path, kind: str) -> None:
     if not path.is_file():
-        why = "is a folder" if path.is_dir() else "does not exist"
+        why = "is a folder" if path.is_dir() else SPECIAL if path.exists() else "does not exist"
         raise ValueError(f"{kind} {str(path)!r} {why}, allowed: files of {kind}s")
 
 
 def _rows(path: Path, info: ExportInfo) -> Tensor:
-    """Return a table's rows as float32 (N, C, H, W). Raises a one-line ``ValueError`` that names the file."""
+    """Return a table's rows as float64 (N, C, H, W). Raises a one-line ``ValueError`` that names the file."""
     return torch.from_numpy(tables.rows(path, info.features)).view(-1, *info.image_shape)
 
 

@@ -20,7 +20,7 @@ from fedprune_app.config import Config, ConfigError, written_below
 from fedprune_app.core.bounds import least_said
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
-from fedprune_app.data.splits import check_repeatable, label_counts
+from fedprune_app.data.splits import check_repeatable, label_counts, unread
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import VersionedStore
 from fedprune_app.errors import LaunchError
@@ -45,7 +45,9 @@ from fedprune_app.texts import check_texts
 
 
 def check_startable(config: Config, num_clients: int) -> list[str]:
-    """Return what makes a run of ``num_clients`` on this machine less than it seems, see ``doubts`` of its strategy.
+    """Return what makes a run of ``num_clients`` on this machine less than it seems.
+
+    This is what of the data is not read, and what the strategy doubts.
 
     Raises :class:`ConfigError` with the reason if the run could not start. A language model may be large, so its server
     is not made: its text is read, and its folder is opened. Raises :class:`LaunchError` where a plug-in's ``doubts``
@@ -157,6 +159,6 @@ def _make_both(config: Config, num_clients: int, folder: Path) -> list[str]:
     strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, key))
     recorder.finish("interrupted")
     try:
-        return lines + strategy.lines_of_doubt()
+        return [*unread(client.data_config), *lines, *strategy.lines_of_doubt()]
     except TypeError as error:
         raise LaunchError(str(error)) from None

@@ -28,6 +28,7 @@ with atheris.instrument_imports(
     from fedprune_app.core import codec
     from fedprune_app.core.payload import Payload
     from fedprune_app.data import folders
+    from fedprune_app.data.datasets import Form
     from fedprune_app.data.text import own_documents
     from fedprune_app.engine import replies, wire
     from fedprune_app.engine.store import State, read_tensors, write_tensors
@@ -332,7 +333,7 @@ def image_folder(data: bytes) -> None:
         (folder / "train" / name).mkdir(parents=True, exist_ok=True)
         written(f"images/train/{name}/x.png", content)
     try:
-        dataset = folders.image_folder("image-folder", folder, form=folders.Form(needs_test=False))
+        dataset = folders.image_folder("image-folder", folder, form=Form(needs_test=False))
         assert len(dataset.train_images) == len(dataset.train_labels) == 2
     finally:
         shutil.rmtree(folder)

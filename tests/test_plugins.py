@@ -17,6 +17,7 @@ import fedprune_app
 from fedprune_app import plugins, registry
 from fedprune_app.config import ConfigError, PolicyError, parse_config, with_carrier
 from fedprune_app.data import brought
+from fedprune_app.data.datasets import Form
 from fedprune_app.node_policy import read_policy
 from fedprune_app.testing import BrokenLawError, check_system
 
@@ -512,7 +513,7 @@ def test_a_network_that_does_not_fit_is_refused_before_the_run(fedprune, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-PUBLIC = {"needs_test": True, "public_scale": False}
+NO_TEST = Form(needs_test=False)
 GREY = np.zeros((6, 4, 4), np.uint8)
 LABELS = np.array([0, 1, 0, 1, 0, 1])
 
@@ -532,7 +533,9 @@ LABELS = np.array([0, 1, 0, 1, 0, 1])
         ),
         (((GREY, LABELS), (GREY, LABELS * 10**9)), "labels up to 1000000000 and no example with the label 2"),
         (((GREY, np.eye(2)[LABELS]), (GREY, LABELS)), r"training labels of shape \(6, 2\) for 6 .* argmax\(axis=1\)"),
-        (((GREY, LABELS.astype(str)), (GREY, LABELS)), "whole numbers from 0 on; numpy.unique"),
+        (((GREY, LABELS.astype(str)), (GREY, LABELS + 1)), "has the test label '2', allowed: 0, 1"),
+        (((GREY, [None, "a"] * 3), (GREY, LABELS)), "has 3 training examples without a label"),
+        (((GREY, ["a"] * 6), (GREY, ["a"] * 6)), "has one label, 'a', allowed: at least two"),
         (((GREY.astype(int), LABELS), (GREY, LABELS)), r"training examples of shape \(6, 4, 4\) and type int64"),
         (((GREY[:, None, :, :].repeat(2, 1), LABELS), (GREY, LABELS)), "allowed: uint8 images with 1 or 3 channels"),
         (((GREY, LABELS), (GREY[:, :3], LABELS)), "allowed: parts of one shape and type"),
@@ -542,7 +545,7 @@ LABELS = np.array([0, 1, 0, 1, 0, 1])
 )
 def test_a_dataset_that_cannot_be_is_refused(found, said):
     with pytest.raises(ValueError, match=said):
-        brought.dataset("mine", lambda data_dir: found, "", **PUBLIC)
+        brought.dataset("mine", lambda data_dir: found, "", Form(), public_scale=False)
 
 
 def test_images_of_every_form_are_the_same_images():
@@ -563,9 +566,7 @@ def test_images_of_every_form_are_the_same_images():
     named = {"image": colours, "label": labels[:, None]}
     forms = [(colours, labels), (colours.transpose(0, 3, 1, 2), labels == 1), named, Items()]
     loaded = [
-        brought.dataset(
-            "mine", lambda _, part=part: {"train": part, "test": part}, "", needs_test=True, public_scale=False
-        )
+        brought.dataset("mine", lambda _, part=part: {"train": part, "test": part}, "", Form(), public_scale=False)
         for part in forms
     ]
     for each in loaded:
@@ -579,9 +580,7 @@ def test_numbers_of_a_table_are_normalised_but_not_where_each_row_is_private():
     rows = np.random.default_rng(0).normal(3.0, 2.0, (50, 4)).astype(np.float32)
     labels = np.arange(50) % 3
     for public_scale in (False, True):
-        found = brought.dataset(
-            "mine", lambda _: ((rows, labels), None), "", needs_test=False, public_scale=public_scale
-        )
+        found = brought.dataset("mine", lambda _: ((rows, labels), None), "", NO_TEST, public_scale=public_scale)
         assert found.image_shape == (4, 1, 1)
         assert found.num_classes == 3
         assert (found.mean == (0.0,) * 4) is public_scale
@@ -861,17 +860,15 @@ def test_a_weight_that_layers_share_is_pruned_as_one(fedprune, tmp_path):
 def test_a_private_run_takes_public_constants_in_place_of_measured_ones():
     names = {}
     exec(ODD, names)
-    found = brought.dataset(
-        "odd", lambda _: names["made"](std=0.3, is_measured=True), "", needs_test=True, public_scale=True
-    )
+    found = brought.dataset("odd", lambda _: names["made"](std=0.3, is_measured=True), "", Form(), public_scale=True)
     assert (found.mean, found.std, found.is_measured) == ((0.5,), (0.5,), False)
-    own = brought.dataset("odd", lambda _: names["made"](std=0.3), "", needs_test=True, public_scale=True)
+    own = brought.dataset("odd", lambda _: names["made"](std=0.3), "", Form(), public_scale=True)
     assert (own.mean, own.std) == ((0.5,), (0.3,))
 
 
 def test_square_images_of_floats_may_have_their_channels_last():
     images = np.random.default_rng(0).random((6, 8, 8, 3))
-    found = brought.dataset("x", lambda _: ((images, np.arange(6) % 2), None), "", needs_test=False, public_scale=False)
+    found = brought.dataset("x", lambda _: ((images, np.arange(6) % 2), None), "", NO_TEST, public_scale=False)
     assert found.image_shape == (3, 8, 8)
     assert np.array_equal(found.train_images, images.transpose(0, 3, 1, 2).astype(np.float32))
 

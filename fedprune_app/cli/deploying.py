@@ -88,7 +88,7 @@ def local(
     code = ",".join(dict.fromkeys(each.target for each in code_in(settings.to_dict())))
     if code and not files:  # the nodes of a rehearsal are the user's own; a policy says for itself what it allows
         places = [{**place, "allowed-plugins": code} for place in places]
-    if settings.dp.enabled and settings.dataset == "table" and folders and not files:
+    if settings.dp.enabled and folders and not files:
         places = [{**place, "allowed-label-columns": settings.label_column} for place in places]
     for place, capacity in zip(places, borne, strict=False):
         place["capacity"] = capacity

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,8 +19,14 @@ PUBLISHED = frozenset(
 )
 """These datasets hold the same examples wherever they are. All others hold what their data-dir has."""
 
+_NAMED: Needs = {**IMAGES, "dataset": NoneOf((*sorted(PUBLISHED), "femnist"))}
+_COLUMNS: Needs = {**IMAGES, "dataset": NoneOf((*_NAMED["dataset"], "image-folder"))}
+_PICTURES: Needs = {**IMAGES, "dataset": NoneOf((*_NAMED["dataset"], "table"))}
+"""These data have classes with names of their own, columns, or pictures; a plug-in's data may have them."""
+
 DEALT_BY = (
-    *("dataset", "classes", "label-column", "owner-column", "image-size", "image-fit"),
+    *("dataset", "classes", "label-column", "image-column", "owner-column", "ignore-columns"),
+    *("image-size", "image-fit"),
     *("partition", "shard-size", "shards-per-client", "classes-per-client", "class-assignment"),
     *("dirichlet-alpha", "dirichlet-groups", "samples-per-client", "public-fraction"),
     *("validation-fraction", "test-split", "test-samples", "test-fraction", "seed"),
@@ -48,15 +55,31 @@ class CommonOptions:
     )
     classes: str = option(
         "",
-        "The classes of an image folder or a table, in the order in which they are numbered: 'cat, dog'. Empty means "
-        "every class that has a folder, or every label in the table.",
-        needs={"dataset": ("image-folder", "table")},
+        "The classes of data of your own, in the order in which they are numbered: 'cat, dog'. Empty means every class "
+        "that has a folder or a name, or every label.",
+        needs=_NAMED,
     )
-    label_column: str = option("label", "The name of a table's column of labels.", needs={"dataset": ("table",)})
+    label_column: str = option(
+        "label",
+        "The name of the column of labels. Where Hugging Face's data have no column 'label', their only column of "
+        "class labels is taken.",
+        needs=_COLUMNS,
+    )
+    image_column: str = option(
+        "image",
+        "The name of the column of images. Where Hugging Face's data have no column 'image', their only column of "
+        "images is taken.",
+        needs={**IMAGES, "dataset": NoneOf((*_COLUMNS["dataset"], "table"))},
+    )
     owner_column: str = option(
         "",
         "The name of a table's column that says whose each row is, for partition 'owners'. Empty means that there is "
         "no such column.",
+        needs={"dataset": ("table",)},
+    )
+    ignore_columns: str = option(
+        "",
+        "The names of a table's columns that are no features, such as a patient's number: 'id, name'.",
         needs={"dataset": ("table",)},
     )
     download: bool = option(
@@ -121,17 +144,17 @@ class CommonOptions:
     )
     image_size: int = option(
         0,
-        "The side in pixels of the squares that the images of a folder become. 0 leaves images as they are, and they "
-        "must have one size.",
+        "The side in pixels of the squares that your own pictures become. 0 leaves pictures as they are, and they must "
+        "have one size.",
         least=0,
         most=4096,
-        needs={**IMAGES, "dataset": ("image-folder",)},
+        needs=_PICTURES,
     )
     image_fit: str = option(
         "crop",
         "The way in which an image becomes a square, with image-size.",
         choices={"crop": "the image is cut around its middle", "stretch": "the image is squeezed, nothing is cut"},
-        needs={**IMAGES, "dataset": ("image-folder",), "image-size": NoneOf((0,))},
+        needs={**_PICTURES, "image-size": NoneOf((0,))},
     )
     augmentation: str = option(
         "none",
@@ -411,7 +434,7 @@ class CommonOptions:
 
     def check(self) -> None:
         """Raise :class:`ConfigError` where two of these options do not go together."""
-        if class_names(self.classes) and self.dataset not in ("image-folder", "table"):
+        if class_names(self.classes) and self.dataset not in _NAMED["dataset"]:
             raise ConfigError(f"classes is {self.classes!r}, allowed with dataset {self.dataset!r}: nothing")
         if 0 < self.evaluate_clients < self.min_replies:
             allowed = f"0 or at least min-replies, {self.min_replies}"
@@ -456,7 +479,7 @@ class Table:
 
 def class_names(text: str) -> tuple[str, ...]:
     """Return the names in ``text``, 'cat, dog'; none where ``text`` is empty. Raises :class:`ConfigError`."""
-    names = tuple(name.strip() for name in text.split(",")) if text else ()
+    names = tuple(unicodedata.normalize("NFC", name.strip()) for name in text.split(",")) if text else ()
     if text and (not all(names) or len(set(names)) < max(len(names), 2)):
         raise ConfigError(f"classes is {text!r}, allowed: at least two names, each once")
     return names

@@ -1,10 +1,15 @@
-"""Lists of numbers in one text, dealt to the clients in turn."""
+"""Lists in one text: names, and numbers that are dealt to the clients in turn."""
 
 from __future__ import annotations
 
 import math
 
 from fedprune_app.config.errors import ConfigError
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """Return the names in ``text``, 'cat, dog'."""
+    return tuple(each.strip() for each in text.split(",") if each.strip())
 
 
 def share_in_turn(key: str, text: str, client: int, default: float) -> float:

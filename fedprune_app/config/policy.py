@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from fedprune_app.config.config import Config
+from fedprune_app.config.config import OPTIONS, Config
 from fedprune_app.config.errors import ConfigError
+from fedprune_app.config.lists import listed
 from fedprune_app.config.options import Kind, Option, option, option_of
 
 
@@ -42,7 +43,7 @@ class Policy:
     )
     allowed_label_columns: str = option(
         "label",
-        "The columns of the node's own table that a run with dp.enabled may take as labels, separated by commas. The "
+        "The columns of the node's own data that a run with dp.enabled may take as labels, separated by commas. The "
         "different labels are told to the server.",
     )
     allowed_systems: str = option("", "The systems that the node runs, separated by spaces. Empty means all.")
@@ -75,12 +76,12 @@ class Policy:
     @property
     def plugins(self) -> tuple[str, ...]:
         """The modules and files in ``allowed-plugins``."""
-        return _listed(self.allowed_plugins)
+        return listed(self.allowed_plugins)
 
     @property
     def label_columns(self) -> tuple[str, ...]:
         """The names in ``allowed-label-columns``."""
-        return _listed(self.allowed_label_columns)
+        return listed(self.allowed_label_columns)
 
     @property
     def why_private(self) -> str:
@@ -101,9 +102,10 @@ class Policy:
         if self.max_clip_norm and config.dp.clip_norm > self.max_clip_norm:
             raise declined(f"dp.clip-norm is {config.dp.clip_norm}", "max-clip-norm", f"at most {self.max_clip_norm}")
 
-    def check_own_table(self, config: Config) -> None:
-        """Raise :class:`PolicyError` where a private run takes as labels what the node's table must not tell."""
-        if config.dp.enabled and config.dataset == "table" and config.label_column not in self.label_columns:
+    def check_own_labels(self, config: Config) -> None:
+        """Raise :class:`PolicyError` where a private run takes as labels what the node's data must not tell."""
+        has_columns = config.dataset == "table" or config.label_column != OPTIONS["label-column"].default
+        if config.dp.enabled and has_columns and config.label_column not in self.label_columns:
             allowed = ", ".join(self.label_columns) or "none"
             raise declined(f"label-column is {config.label_column!r}", "allowed-label-columns", allowed)
 
@@ -122,10 +124,6 @@ class Policy:
         if self.why_private and config.dp.accuracies == "open":
             return replace(config, dp=replace(config.dp, accuracies="none"))
         return config
-
-
-def _listed(text: str) -> tuple[str, ...]:
-    return tuple(each.strip() for each in text.split(",") if each.strip())
 
 
 def declined(given: str, key: str, allowed: str) -> PolicyError:

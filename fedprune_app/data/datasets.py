@@ -20,13 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedprune_app.core.rng import numpy_generator
+from fedprune_app.data.errors import check_kind
+from fedprune_app.data.labels import same_text
 from fedprune_app.data.names import DATASETS, LOADERS
 from fedprune_app.data.partitions import stratified_holdout
 from fedprune_app.files import locked
 
 log = logging.getLogger("flwr.fedprune")
 
-Images = NDArray[Any]  # uint8, or float32 from a plug-in
+Images = NDArray[Any]  # uint8, float32 from a plug-in, or float64 from a table
 Labels = NDArray[np.int64]
 Split = tuple[Images, Labels]
 _MOST_DIGESTED = 256 << 20  # bytes of each part: 0.2 s
@@ -37,12 +39,13 @@ class Dataset:
     """A dataset is a labelled image set in memory (or mapped from a cache file); its arrays are read-only.
 
     Images are uint8 of shape (N, C, H, W), C = 1 for grey; labels int64 of shape (N,) in [0, num_classes). A dataset of
-    a plug-in may hold float32 numbers instead. ``mean`` and ``std`` per channel are for images scaled to [0, 1], and
-    for numbers as they are. ``owners`` (N,) says whose each training example is, as a number from 0 on, and -1 where it
-    is nobody's; None where a dataset does not say that. Each number up to the highest one has an example.
-    ``test_owners`` says that of the test examples, and is -1 for who has no training example. ``features`` are the
-    names of the C numbers of an example, in order, where numbers have names. ``is_measured`` says that ``mean`` and
-    ``std`` are those of the training examples, and no published constants.
+    a plug-in may hold float32 numbers instead, and a table holds float64 numbers, which are normalised before they
+    become float32. ``mean`` and ``std`` per channel are for images scaled to [0, 1], and for numbers as they are.
+    ``owners`` (N,) says whose each training example is, as a number from 0 on, and -1 where it is nobody's; None where
+    a dataset does not say that. Each number up to the highest one has an example. ``test_owners`` says that of the test
+    examples, and is -1 for who has no training example. ``features`` are the names of the C numbers of an example, in
+    order, where numbers have names. ``is_measured`` says that ``mean`` and ``std`` are those of the training examples,
+    and no published constants. ``notes`` say what is there and is not read.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Dataset:
     test_owners: NDArray[np.int64] | None = None
     features: tuple[str, ...] = ()
     is_measured: bool = False
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for array in (self.train_images, self.train_labels, self.test_images, self.test_labels):
@@ -94,50 +98,54 @@ class Dataset:
         return channels, height, width
 
 
+@dataclass(frozen=True)
+class Form:
+    """A form says how data of a user's own are read. Fields that are keys of the configuration are described there.
+
+    * ``classes``: the names of the classes, and their order. None means those that the data have: every class that has
+      a folder or a name, or every label.
+    * ``needs_test``: there has to be a test part. Without it data may be without one, and then have no test examples.
+    * ``image_size``: the side of the square that each picture becomes; 0 leaves pictures as they are.
+    * ``image_fit``: "crop" cuts a picture to a square around its middle, "stretch" squeezes it into the square.
+    * ``by_owner``: an image folder says whose each training image is.
+    * ``label_column``, ``image_column``, ``owner_column``: names of columns.
+    * ``ignore_columns``: names of a table's columns that are no features.
+    """
+
+    classes: tuple[str, ...] = ()
+    needs_test: bool = True
+    image_size: int = 0
+    image_fit: str = "crop"
+    by_owner: bool = False
+    label_column: str = "label"
+    image_column: str = "image"
+    owner_column: str = ""
+    ignore_columns: tuple[str, ...] = ()
+
+
+AS_IT_IS = Form()
+
+
 def load_dataset(
-    name: str,
-    data_dir: str | Path = "",
-    download: bool = False,
-    classes: tuple[str, ...] = (),
-    needs_test: bool = True,
-    public_scale: bool = False,
-    image_size: int = 0,
-    image_fit: str = "crop",
-    by_owner: bool = False,
-    label_column: str = "label",
-    owner_column: str = "",
+    name: str, data_dir: str | Path = "", download: bool = False, *, public_scale: bool = False, **form: Any
 ) -> Dataset:
     """Load the dataset of a name in :data:`fedprune_app.data.names.DATASETS`, once per process.
 
     * ``data_dir`` is the folder of its files (unused for digits).
     * With ``download`` missing files are fetched into this folder.
-    * An image folder has the classes for which it has folders, empty ones too. With ``classes`` it has just these, in
-      that order.
-    * Without ``needs_test`` an image folder may be without test/, and then has no test images. A plug-in's dataset may
-      be without a test part.
-    * An image folder is normalised by the statistics of its training images. With ``public_scale`` it is normalised to
-      [-1, 1], whatever the images are.
-    * Images of an image folder become squares of ``image_size``, as ``image_fit`` says; 0 leaves them as they are.
-    * ``by_owner`` asks an image folder whose each image is.
-    * ``label_column`` and ``owner_column`` are names of a table's columns, see :mod:`fedprune_app.data.tables`.
+    * Data of a user's own are normalised by the statistics of the training examples. With ``public_scale`` images are
+      normalised to [-1, 1], whatever they are, and numbers stay as they are.
+    * ``form`` has fields of :class:`Form`, which say how data of a user's own are read.
 
     Raises a one-line ``ValueError`` for an unknown name, for missing files (with the expected files and how to get
     them) and for damaged files. The error names the damaged file. The exception are images of folders, which only the
     log names.
     """
-    form = (classes, needs_test, image_size, image_fit, by_owner)
-    return _load(name, str(data_dir), download, form, public_scale, (label_column, owner_column))
+    return _load(name, str(data_dir), download, Form(**form), public_scale)
 
 
 @lru_cache(maxsize=2)
-def _load(
-    name: str,
-    data_dir: str,
-    download: bool,
-    form: tuple[tuple[str, ...], bool, int, str, bool],  # the fields of folders.Form
-    public_scale: bool,
-    columns: tuple[str, str],  # the fields of tables.Columns
-) -> Dataset:
+def _load(name: str, data_dir: str, download: bool, form: Form, public_scale: bool) -> Dataset:
     from fedprune_app.data import brought, folders, leaf, tables  # which know this module
 
     if name not in DATASETS:
@@ -145,7 +153,7 @@ def _load(
     if name == "digits":
         return _digits()
     if name in LOADERS:
-        return brought.dataset(name, LOADERS[name], data_dir, needs_test=form[1], public_scale=public_scale)
+        return brought.dataset(name, LOADERS[name], data_dir, form, public_scale=public_scale)
     if not data_dir:
         raise ValueError(f"data-dir is empty: dataset '{name}' is read from files, give the folder that has them")
     folder = Path(data_dir).expanduser().absolute()
@@ -156,13 +164,12 @@ def _load(
     if name == "femnist":
         return leaf.femnist(folder, public_scale=public_scale)
     if name == "huggingface":
-        return brought.on_disk(folder, needs_test=form[1], public_scale=public_scale)
+        return brought.on_disk(folder, form, public_scale=public_scale)
     if name == "table":
-        about = tables.Columns(*columns)
-        return tables.table(folder, about, form[0], needs_test=form[1], public_scale=public_scale)
+        return tables.table(folder, form, public_scale=public_scale)
     if name == "image-folder":
         half = (0.5,) if public_scale else ()
-        return folders.image_folder(name, folder, half, half, folders.Form(*form))
+        return folders.image_folder(name, folder, half, half, form)
     if name == "cifar10" and (images := first_folder(folder / "cifar10", folder, inside="train")):
         return folders.image_folder(name, images, *_CIFAR10_NORM)
     return _cifar_binary(name, folder, download)
@@ -319,8 +326,9 @@ def owned_by(owners: Sequence[str], test_owners: Sequence[str] = ()) -> tuple[ND
     It is that of the name among all names of training examples in order. It is -1 for an empty name, and for somebody
     who has test examples alone.
     """
-    numbers = {name: number for number, name in enumerate(sorted({*owners} - {""}))}
-    train, test = (np.array([numbers.get(name, -1) for name in part], np.int64) for part in (owners, test_owners))
+    names = [[same_text(name) for name in part] for part in (owners, test_owners)]
+    numbers = {name: number for number, name in enumerate(sorted({*names[0]} - {""}))}
+    train, test = (np.array([numbers.get(name, -1) for name in part], np.int64) for part in names)
     return train, test
 
 
@@ -390,9 +398,7 @@ def require(
 
     ``other`` is a text for the error: which other files the dataset could be read from.
     """
-    if all(file.exists() for file in files):
-        return
-    if download:
+    if download and not all(file.exists() for file in files):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with locked(folder / ".fedprune-download.lock", f"fetches dataset {name!r} into {str(folder)!r}"):
@@ -406,6 +412,7 @@ def require(
             advice = "" if download else "; set download=true to fetch it"
             wanted = file.relative_to(folder)
             raise ValueError(missing(name, folder, f"{wanted}{other}", wanted, advice))
+        check_kind(file)
 
 
 def fetch_archive(url: str, folder: Path, md5: str) -> None:

@@ -11,17 +11,18 @@ import hashlib
 import io
 import logging
 import os
+import stat
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fedprune_app.data.datasets import (
+    AS_IT_IS,
     Dataset,
+    Form,
     Images,
     Split,
     channel_stats,
@@ -32,41 +33,17 @@ from fedprune_app.data.datasets import (
     require,
     visible,
 )
-from fedprune_app.data.errors import FileError
+from fedprune_app.data.errors import SPECIAL, FileError, check_kind, shortened
+from fedprune_app.data.labels import same_text
+from fedprune_app.data.pictures import as_deep_as, in_grey, resized, stacked
 from fedprune_app.files import locked, replacing
-
-if TYPE_CHECKING:
-    from PIL.ImageFile import ImageFile
 
 log = logging.getLogger("flwr.fedprune")
 
 _CACHE_FORMAT = b"npy, sha256"  # part of the names of cache files, so that those of another format are not read
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
-
-
 OWNERS_FILE = "owners.csv"
 Member = tuple[os.DirEntry[str], int]  # a file, and its label
-
-
-@dataclass(frozen=True)
-class Form:
-    """A form says which images an image folder holds, and of which size they become.
-
-    * ``classes``: the names of the classes, and their order; none means every class that has a folder.
-    * ``needs_test``: there has to be a folder of test images.
-    * ``size``: the side of the square that each image becomes; 0 leaves images as they are, and they have one size.
-    * ``fit``: "crop" cuts an image to a square around its middle, "stretch" squeezes the image into the square.
-    * ``by_owner``: each training image belongs to somebody.
-    """
-
-    classes: tuple[str, ...] = ()
-    needs_test: bool = True
-    size: int = 0
-    fit: str = "crop"
-    by_owner: bool = False
-
-
-_AS_IT_IS = Form()
 
 
 def image_folder(
@@ -74,7 +51,7 @@ def image_folder(
     folder: Path,
     mean: tuple[float, ...] = (),
     std: tuple[float, ...] = (),
-    form: Form = _AS_IT_IS,
+    form: Form = AS_IT_IS,
 ) -> Dataset:
     """Read ``folder/train/<class>/*`` and ``folder/test/<class>/*``; by owner also ``folder/<owner>/<class>/*``.
 
@@ -92,7 +69,7 @@ def image_folder(
                 "" if part == "train" else "; or test-split=holdout, which holds out a share of each client's images"
             )
             raise ValueError(missing(name, folder, f"{part}/<class>/* (images)", Path(part), advice))
-        found[part] = {item.name for item in visible(folder / part) if item.is_dir()}
+        found[part] = {*_class_folders(folder / part)}
     if fixed and (strange := set.union(*found.values()) - set(fixed)):
         raise ValueError(f"data-dir '{folder}' has the class '{min(strange)}', allowed by classes: {', '.join(fixed)}")
     odd = found["train"] ^ found[parts[-1]] if form.needs_test else found[parts[-1]] - found["train"]
@@ -102,7 +79,7 @@ def image_folder(
     members = {part: _members(folder / part, classes) for part in parts}
     splits = [_decoded(folder, part, members[part], form) for part in parts]
     owners = _listed_owners(folder, [item for item, _ in members["train"]]) if form.by_owner else None
-    return _from_folder(name, folder, splits, classes, mean, std, owners)
+    return _from_folder(name, folder, splits, classes, mean, std, owners, _unread(folder, ("train", "test")))
 
 
 def _owners_folders(name: str, folder: Path, mean: tuple[float, ...], std: tuple[float, ...], form: Form) -> Dataset:
@@ -111,7 +88,7 @@ def _owners_folders(name: str, folder: Path, mean: tuple[float, ...], std: tuple
         allowed = f"train/ and {OWNERS_FILE}, or test-split=holdout with a folder for each client"
         raise ValueError(f"data-dir '{folder}' has no train/ and test/, allowed with partition 'owners': {allowed}")
     people = [item for item in visible(folder) if item.is_dir()]
-    found = {item.name for person in people for item in visible(Path(person.path)) if item.is_dir()}
+    found = {kind for person in people for kind in _class_folders(Path(person.path))}
     classes = form.classes or tuple(sorted(found))
     if strange := found - set(classes):
         raise ValueError(
@@ -125,34 +102,47 @@ def _owners_folders(name: str, folder: Path, mean: tuple[float, ...], std: tuple
     splits = [_decoded(folder, "owners", members, form)] if members else []
     if not splits:
         raise ValueError(missing(name, folder, "<client>/<class>/* (images)", Path("*/*")))
-    return _from_folder(name, folder, splits, classes, mean, std, owners)
+    return _from_folder(name, folder, splits, classes, mean, std, owners, _unread(folder))
+
+
+def _class_folders(folder: Path) -> dict[str, list[Path]]:
+    """Return the folders of each class. One class has two where a system wrote its name in another form of Unicode."""
+    found: dict[str, list[Path]] = {}
+    for item in visible(folder):
+        if item.is_dir():
+            found.setdefault(same_text(item.name), []).append(Path(item.path))
+    return found
 
 
 def _members(folder: Path, classes: tuple[str, ...]) -> list[Member]:
-    members = [(item, label) for label, name in enumerate(classes) for item in visible(folder / name)]
+    places = _class_folders(folder)
+    members = [
+        (item, label) for label, name in enumerate(classes) for place in places.get(name, ()) for item in visible(place)
+    ]
     return [member for member in members if _is_image(member[0].name)]
 
 
-def unread(folder: Path, parts: Collection[str] = ()) -> tuple[int, Counter[str]]:
-    """Return what is below ``folder/<part>`` and is not read, where images are in ``folder/<part>/<class>``.
-
-    This is the number of images in other places, and of other files by their type. No ``parts`` means all folders.
-    """
-    misplaced = 0
+def _unread(folder: Path, parts: Collection[str] = ()) -> tuple[str, ...]:
+    """Return what is below ``folder`` and is not read, where images are in ``<part>/<class>``; all parts by default."""
+    elsewhere = hidden = 0
     types: Counter[str] = Counter()
-    for top in [item for item in visible(folder) if item.is_dir() and (not parts or item.name in parts)]:
-        items = visible(Path(top.path))
-        classes = [item.path for item in items if item.is_dir()]
-        places = [(False, [item.name for item in items if not item.is_dir()])]
-        for place in classes:
-            for inner, folders, files in os.walk(place):
-                folders[:] = [name for name in folders if not name.startswith(".")]
-                places.append((inner == place, [name for name in files if not name.startswith(".")]))
-        for is_read, names in places:
-            images = sum(map(_is_image, names))
-            misplaced += 0 if is_read else images
-            types.update(Path(name).suffix.lower() for name in names if not _is_image(name))
-    return misplaced, types
+    for place, _, files in os.walk(folder):
+        names = Path(place).relative_to(folder).parts
+        is_part = bool(names) and (not parts or names[0] in parts)
+        for name in files:
+            is_hidden = any(each.startswith(".") for each in (*names, name))
+            if _is_image(name):
+                hidden += is_hidden and not name.startswith("._")  # what macOS keeps beside a file
+                elsewhere += not is_hidden and not (is_part and len(names) == 2)
+            elif is_part and not is_hidden:
+                types[Path(name).suffix.lower()] += 1
+    each = shortened([f"{count:,} {name or 'without a type'}" for name, count in sorted(types.items())])
+    lines = {
+        f"images in other places than the folders of the classes are not read: {elsewhere:,}": elsewhere,
+        f"images in hidden folders, or with hidden names, are not read: {hidden:,}": hidden,
+        f"files of types that are not read as images: {each}": each,
+    }
+    return tuple(line for line, found in lines.items() if found)
 
 
 def _is_image(name: str) -> bool:
@@ -164,16 +154,18 @@ def _listed_owners(folder: Path, items: list[os.DirEntry[str]]) -> list[str]:
     path = folder / OWNERS_FILE
     allowed = f"a table with the columns file and client, as train/{items[0].name},me"
     try:
+        check_kind(path)
         with path.open(newline="", encoding="utf-8") as file:
-            rows = [(os.path.normpath(row["file"]), (row["client"] or "").strip()) for row in csv.DictReader(file)]
+            lines = [(same_text(row["file"]), (row["client"] or "").strip()) for row in csv.DictReader(file)]
     except FileNotFoundError:
         raise ValueError(f"'{path}' is missing, allowed with partition 'owners': {allowed}") from None
-    except (OSError, UnicodeDecodeError, csv.Error, KeyError, TypeError) as error:
+    except (OSError, ValueError, csv.Error, KeyError, TypeError) as error:
         raise ValueError(f"'{path}' cannot be read ({type(error).__name__}), allowed: {allowed}") from None
+    rows = [(os.path.normpath(file), client) for file, client in lines]
     whose = dict(rows)
     if twice := len(set(rows)) - len(whose):
         raise ValueError(f"'{path}' names {twice} files for several clients, allowed: one client for each file")
-    owners = [whose.pop(os.path.relpath(item.path, folder), "") for item in items]
+    owners = [whose.pop(same_text(os.path.relpath(item.path, folder)), "") for item in items]
     if whose:
         raise ValueError(f"'{path}' names {len(whose)} files that are no training images of data-dir '{folder}'")
     return owners
@@ -199,7 +191,7 @@ def tiny_imagenet(folder: Path, download: bool) -> Dataset:
         label_of[file] = index[wnid]
     test = [(item, label_of[item.name]) for item in visible(root / "val" / "images") if item.name in label_of]
     half = (0.5, 0.5, 0.5)  # as Dis-PFL's code
-    splits = [_decoded(root, "train", train, _AS_IT_IS), _decoded(root, "val", test, _AS_IT_IS)]
+    splits = [_decoded(root, "train", train, AS_IT_IS), _decoded(root, "val", test, AS_IT_IS)]
     return _from_folder("tiny-imagenet", root, splits, classes, half, half)
 
 
@@ -211,9 +203,10 @@ def _from_folder(
     mean: tuple[float, ...],
     std: tuple[float, ...],
     owners: Sequence[str] | None = None,
+    notes: tuple[str, ...] = (),
 ) -> Dataset:
     train, test = splits if len(splits) == 2 else (splits[0], (splits[0][0][:0], splits[0][1][:0]))
-    train, test = _as_deep_as(test, train), _as_deep_as(train, test)
+    train, test = (as_deep_as(test[0], train[0]), train[1]), (as_deep_as(train[0], test[0]), test[1])
     if train[0].shape[1:] != test[0].shape[1:]:
         shapes = f"{train[0].shape[1:]} in train, {test[0].shape[1:]} in test"
         raise ValueError(f"data-dir '{folder}': images have shape {shapes} (channels, height, width)")
@@ -223,13 +216,7 @@ def _from_folder(
     elif len(mean) == 1:
         mean, std = mean * train[0].shape[1], std * train[0].shape[1]
     whose = owned_by(owners)[0] if owners is not None else None
-    return Dataset(name, *train, *test, classes, mean, std, whose, is_measured=measured)
-
-
-def _as_deep_as(other: Split, part: Split) -> Split:
-    """Return a part with three channels if the other part has them, as a part has of which one image is coloured."""
-    images, labels = part
-    return (np.repeat(images, 3, axis=1), labels) if (images.shape[1], other[0].shape[1]) == (1, 3) else part
+    return Dataset(name, *train, *test, classes, mean, std, whose, is_measured=measured, notes=notes)
 
 
 def _decoded(folder: Path, part: str, members: list[Member], form: Form) -> Split:
@@ -243,13 +230,15 @@ def _decoded(folder: Path, part: str, members: list[Member], form: Form) -> Spli
         raise ValueError(f"data-dir '{folder}' has no images in {part}/")
     labels = np.array([label for _, label in members], dtype=np.int64)
     digest = hashlib.sha256(_CACHE_FORMAT + _READING)
-    if form.size:
-        digest.update(f"{form.fit} {form.size}\n".encode())
+    if form.image_size:
+        digest.update(f"{form.image_fit} {form.image_size}\n".encode())
     for item, _ in members:
         try:
             status = item.stat()
         except OSError as error:  # a link to nothing
             raise _refused(item.path, folder, f"cannot be read as an image ({type(error).__name__})") from None
+        if not stat.S_ISREG(status.st_mode):
+            raise _refused(item.path, folder, "is a folder" if stat.S_ISDIR(status.st_mode) else SPECIAL)
         inner = item.path.removeprefix(str(folder))
         digest.update(os.fsencode(f"{inner}/{status.st_size}/{status.st_mtime_ns}\n"))
     paths = [item.path for item, _ in members]
@@ -274,103 +263,37 @@ def _decoded(folder: Path, part: str, members: list[Member], form: Form) -> Spli
     return (_decode(folder, paths, form) if images is None else images), labels
 
 
-_READING = b"2"  # version of the way in which files become pixels: a cache of another version is not used
-_DIM = 1 << 12
+_READING = b"3"  # version of the way in which files become pixels: a cache of another version is not used
 
 
-class _Unreadable(ValueError):
-    """A file's pixels cannot be had as 8 bits per channel without losing information; the text says why."""
-
-
-def _decode(folder: Path, paths: list[str], form: Form = _AS_IT_IS, *, is_set: bool = True) -> Images:
-    """Decode images into (N, C, H, W), with one channel if every image is grey, else three.
-
-    Of 16 bits per channel the higher 8 are taken, so 0 is black and 65535 white, as for colour in Pillow. Transparency
-    is dropped. The error for a refused image names its file. These images are refused:
-
-    * integers of 32 bits and floating-point numbers, whose range a file does not say;
-    * an image of one colour that differs in its transparency alone;
-    * images of 16 bits of which none uses more than a sixteenth of the range (12 bits in a file of 16, say), since few
-      levels would be left. They are taken where they are no set (``is_set``), as one alone may be dark.
-    """
+def _decode(folder: Path, paths: list[str], form: Form = AS_IT_IS, *, is_set: bool = True) -> Images:
+    """Decode images into (N, C, H, W), see :func:`stacked`. The error for a refused image names its file."""
     from PIL import Image
 
-    images = np.empty(0, dtype=np.uint8)
-    all_grey = True
-    brightest, deep = 0, ""  # of the images of 16 bits: the largest value, and the first file
-    for i, path in enumerate(paths):
-        try:
-            with Image.open(path) as image:
-                all_grey = all_grey and (image.mode in ("1", "L") or _is_deep_grey(image))
-                if _is_deep_grey(image):
-                    values = np.asarray(image)
-                    brightest, deep = max(brightest, int(values.max())), deep or path
-                    pixels = np.broadcast_to((values >> 8).astype(np.uint8), (3, *values.shape))
-                else:
-                    pixels = _colours(image).transpose(2, 0, 1)
-            pixels = _resized(pixels, form) if form.size else pixels
-        except _Unreadable as error:
-            raise _refused(path, folder, str(error)) from None
-        except Exception as error:  # Pillow's readers raise what they like, DecompressionBombError too
-            raise _refused(path, folder, f"cannot be read as an image ({type(error).__name__})") from None
-        if i == 0:
-            images = np.empty((len(paths), *pixels.shape), dtype=np.uint8)
-        if pixels.shape != images.shape[1:]:
-            size, first = "x".join(map(str, pixels.shape[1:])), "x".join(map(str, images.shape[2:]))
-            why = f"is {size} (height x width), the images before it are {first}"
-            raise _refused(path, folder, f"{why}; the key image-size makes them one size")
-        images[i] = pixels
-    if deep and brightest < _DIM and is_set:
-        why = f"and the others of 16 bits have no value above {brightest}, allowed: values up to 65535, or 8 bits"
-        raise _refused(deep, folder, why)
-    return images[:, :1].copy() if all_grey else images
+    def refuse(i: int, why: str) -> FileError:
+        return _refused(paths[i], folder, why)
 
+    def pictures() -> Iterator[Image.Image]:
+        for i, path in enumerate(paths):
+            with ExitStack() as opened:
+                try:  # a file that Pillow opens itself is mapped into memory, and a TIFF to be turned is then misread
+                    picture = opened.enter_context(Image.open(opened.enter_context(Path(path).open("rb"))))
+                except Exception as error:  # Pillow's readers raise what they like
+                    raise refuse(i, f"cannot be read as an image ({type(error).__name__})") from None
+                yield picture
 
-def _resized(pixels: NDArray[np.uint8], form: Form) -> NDArray[np.uint8]:
-    """Return pixels (3, H, W) as a square of the form's size, by Pillow's bicubic interpolation with antialiasing."""
-    from PIL import Image, ImageOps
-
-    image, size = Image.fromarray(pixels.transpose(1, 2, 0)), (form.size, form.size)
-    if form.fit == "crop":
-        square = ImageOps.fit(image, size, Image.Resampling.BICUBIC)
-    else:
-        square = image.resize(size, Image.Resampling.BICUBIC)
-    return np.asarray(square).transpose(2, 0, 1)
+    return stacked(pictures(), len(paths), refuse, form.image_size, form.image_fit, is_set=is_set)
 
 
 def read_image(path: Path, shape: tuple[int, int, int], fit: str = "crop") -> Images:
     """Return one image as uint8 of ``shape`` (C, H, W), with C = 1 for grey.
 
-    An image of another size is brought to it as ``fit`` says, see :class:`Form`. Grey comes from colours by luminance.
-    Raises a one-line ``ValueError`` naming the file.
+    An image of another size is brought to it as ``fit`` says, see :func:`resized`. Grey comes from colours by
+    luminance. Raises a one-line ``ValueError`` naming the file.
     """
-    from PIL import Image, ImageOps
-
-    channels, *size = shape
-    pixels = _decode(path.parent, [str(path)], is_set=False)[0]  # with one channel, or three
-    image = Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
-    if image.size != (size[1], size[0]):
-        way = ImageOps.fit if fit == "crop" else Image.Image.resize
-        image = way(image, (size[1], size[0]), Image.Resampling.BICUBIC)
-    found = np.asarray(image.convert("L" if channels == 1 else "RGB"))
-    return found[None] if channels == 1 else found.transpose(2, 0, 1)
-
-
-def _is_deep_grey(image: ImageFile) -> bool:
-    """Return whether an image is grey of 16 bits; before version 11 Pillow opens such PNG files as 32-bit integers."""
-    return image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM"))
-
-
-def _colours(image: ImageFile) -> NDArray[np.uint8]:
-    """Return the pixels (H, W, 3) of an image of 8 bits per channel. Raises :class:`_Unreadable`."""
-    if image.mode in ("I", "F"):
-        kind = "32-bit integers" if image.mode == "I" else "floating-point numbers"
-        raise _Unreadable(f"has {kind}, allowed: 8 or 16 bits per channel")
-    pixels = np.asarray(image.convert("RGBA" if image.has_transparency_data else "RGB"))
-    colours, transparency = pixels[..., :3], pixels[..., 3:]
-    if transparency.size and np.ptp(transparency) and not np.ptp(colours, axis=(0, 1)).any():
-        raise _Unreadable("is of one colour and differs in its transparency alone, allowed: an image in its colours")
-    return colours
+    channels, height, width = shape
+    image = resized(_decode(path.parent, [str(path)], is_set=False)[0], (height, width), fit)
+    return in_grey(image) if channels == 1 else np.broadcast_to(image, (3, height, width))
 
 
 def _refused(path: str, folder: Path, why: str) -> FileError:

@@ -16,6 +16,7 @@ import numpy as np
 
 from fedprune_app.data.brought import scale
 from fedprune_app.data.datasets import Dataset, Images, Labels, missing, owned_by, visible
+from fedprune_app.data.errors import check_kind
 
 CLASSES = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)
 _SIDE = 28
@@ -55,6 +56,7 @@ def _read(folder: Path, part: str) -> tuple[Images, Labels, list[str]]:
 
 def _users(path: Path) -> list[tuple[str, Any]]:
     try:
+        check_kind(path)
         found = json.loads(path.read_bytes())
         return [(str(writer), found["user_data"][writer]) for writer in found["users"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedprune_app.config import Config, class_names
+from fedprune_app.config.lists import listed
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.data import brought, datasets, partitions
 from fedprune_app.data.datasets import Dataset, Labels, load_dataset
@@ -49,9 +50,7 @@ class DataConfig:
       because the number of each label is rounded up.
     * ``is_own``: the folder is one client's alone, and this client takes all of it. Nothing is dealt, and the client is
       number 0 of 1. Its test data is the folder's. Where the folder has none, it is ``test_fraction`` of the images.
-    * ``image_size``, ``image_fit``: the size that images of a folder become, see ``Form`` in ``data/folders.py``.
-    * ``label_column``, ``owner_column``: names of a table's columns.
-    * ``classes``: the names of the classes of an image folder or a table, and their order.
+    * ``classes``, ``image_size``, ``image_fit`` and the columns: see :class:`~fedprune_app.data.datasets.Form`.
     * ``private``: each image is inside a promise of privacy. So nothing that is done with one image follows from the
       others: an image folder is not normalised by its own statistics, and each image's part is drawn by itself.
     * ``split_secret``: each image's part is drawn by this secret in place of the ``seed``, where it is not empty. The
@@ -77,7 +76,9 @@ class DataConfig:
     image_size: int = 0
     image_fit: str = "crop"
     label_column: str = "label"
+    image_column: str = "image"
     owner_column: str = ""
+    ignore_columns: str = ""
     seed: int = 0
     classes: tuple[str, ...] = ()
     is_own: bool = False
@@ -154,6 +155,14 @@ def dataset_of(config: DataConfig, num_clients: int = 0) -> Dataset:
     return replace(dataset, mean=mean, std=std)
 
 
+def unread(config: DataConfig) -> list[str]:
+    """Return what is in the data and is not read, or is dealt to no owner, as lines for the user."""
+    data = _pool(config).dataset
+    nobody = 0 if data.owners is None else int((data.owners < 0).sum())
+    line = f"{nobody:,} training examples are nobody's; partition 'owners' leaves them out"
+    return [*data.notes, *([line] if nobody else [])]
+
+
 def content_sha256(config: DataConfig) -> str:
     """Return a digest of the whole dataset that is dealt out, see :attr:`Dataset.content_sha256`."""
     return _pool(config).dataset.content_sha256  # `dataset_of` makes copies, which would all read the images
@@ -207,7 +216,7 @@ def record_digests(config: DataConfig, partition_id: int, num_clients: int) -> l
     pool, own = _pool(config), _partition(config, num_clients)[partition_id]
     if config.is_own:
         own = np.arange(len(pool.labels))
-    return sorted(pool.digests(own))
+    return sorted(pool.digests(own, for_ledgers=True))
 
 
 def digests(config: DataConfig) -> tuple[list[bytes], list[bytes]]:
@@ -240,12 +249,13 @@ class _Pool:
         self.dataset = dataset
         self.labels: Labels = np.concatenate([dataset.train_labels, dataset.test_labels])
         self.num_train = len(dataset.train_labels)
-        self._digests: dict[int, bytes] = {}
+        self._digests: dict[tuple[int, bool], bytes] = {}
         self._on_device: dict[torch.device, tuple[Tensor, ...] | None] = {}
 
     def images(self, indices: Indices, device: torch.device = _CPU, scale: Scale | None = None) -> Tensor:
         """Return images at sorted indices: float32 (N, C, H, W), scaled to [0, 1], then normalised.
 
+        Numbers of a table are normalised in float64: a time in seconds has no meaning in float32.
         ``scale`` has the mean and the deviation by channel; without it they are the dataset's.
         """
         train, test = np.split(indices, [np.searchsorted(indices, self.num_train)])
@@ -256,11 +266,10 @@ class _Pool:
             chosen = [torch.from_numpy(chosen).to(device) for _, chosen in parts]
             pixels = torch.cat([images.index_select(0, at) for images, at in zip(resident, chosen, strict=True)])
         constants = scale or (self.dataset.mean, self.dataset.std)
-        mean, std = (torch.tensor(each, device=device).view(-1, 1, 1) for each in constants)
-        scaled = pixels.float()  # float32 numbers are not copied again: `pixels` is a copy
-        if pixels.dtype == torch.uint8:
-            scaled.div_(255)
-        return scaled.sub_(mean).div_(std)
+        # float32 and float64 numbers are not copied again: `pixels` is a copy
+        scaled = pixels.float().div_(255) if pixels.dtype == torch.uint8 else pixels
+        mean, std = (torch.tensor(each, dtype=scaled.dtype, device=device).view(-1, 1, 1) for each in constants)
+        return scaled.sub_(mean).div_(std).float()
 
     def _resident(self, device: torch.device) -> tuple[Tensor, ...] | None:
         """Return the pixels of all training and test images on a device that is not the CPU; None if there is no room.
@@ -273,20 +282,25 @@ class _Pool:
             self._on_device[device] = tuple(torch.tensor(array, device=device) for array in arrays) if fits else None
         return self._on_device[device]
 
-    def digests(self, indices: Indices) -> list[bytes]:
+    def digests(self, indices: Indices, *, for_ledgers: bool = False) -> list[bytes]:
         """Return the SHA-256 digests of the images at these indices, each of that image alone.
 
         Each image is read once, 1.2 GB a second on one core: 0.25 s for 2,000 images of 224 x 224 pixels in colour. The
         digests are kept. A grey image has the same digest among grey images, which have one channel here, as among
-        coloured ones, which have three.
+        coloured ones, which have three. A ledger has the digests of a table's numbers as float32, as the ledgers of
+        earlier versions have.
         """
-        for i in indices.tolist():
-            if i not in self._digests:
+        keys = [(i, for_ledgers) for i in indices.tolist()]
+        for i, _ in keys:
+            if (i, for_ledgers) not in self._digests:
                 data, place = self.dataset, i - self.num_train
                 image = data.train_images[i] if place < 0 else data.test_images[place]
                 image = image[:1] if (image[1:] == image[:1]).all() else image
-                self._digests[i] = hashlib.sha256(f"{image.shape} ".encode() + image.tobytes()).digest()
-        return [self._digests[i] for i in indices.tolist()]
+                if for_ledgers and image.dtype == np.float64:
+                    image = image.astype(np.float32)
+                content = f"{image.shape} ".encode() + image.tobytes()
+                self._digests[i, for_ledgers] = hashlib.sha256(content).digest()
+        return [self._digests[key] for key in keys]
 
 
 def _room(device: torch.device) -> float:
@@ -353,14 +367,16 @@ def _pool(config: DataConfig) -> _Pool:
             config.dataset,
             config.data_dir,
             config.download,
-            config.classes,
-            needs_test,
-            config.private,
-            config.image_size,
-            config.image_fit,
+            public_scale=config.private,
+            classes=config.classes,
+            needs_test=needs_test,
+            image_size=config.image_size,
+            image_fit=config.image_fit,
             by_owner=config.partition == OWNERS and not config.is_own,
             label_column=config.label_column,
+            image_column=config.image_column,
             owner_column=config.owner_column,
+            ignore_columns=listed(config.ignore_columns),
         )
     )
 

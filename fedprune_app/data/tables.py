@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
-import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from decimal import Decimal
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedprune_app.data.brought import scale
-from fedprune_app.data.datasets import Dataset, missing, owned_by
-from fedprune_app.data.errors import FileError, shortened
+from fedprune_app.data.datasets import Dataset, Form, missing, owned_by, visible
+from fedprune_app.data.errors import FileError, check_kind, shortened
+from fedprune_app.data.labels import coded, in_order, text_of
 
 if TYPE_CHECKING:
     import pandas
@@ -23,94 +24,104 @@ if TYPE_CHECKING:
 _SUFFIXES = (".csv", ".parquet")
 
 
-@dataclass(frozen=True)
-class Columns:
-    """These are the names of a table's columns that hold no feature; ``owner`` is empty where nobody owns rows."""
-
-    label: str = "label"
-    owner: str = ""
-
-
-def table(
-    folder: Path, columns: Columns, fixed: tuple[str, ...] = (), *, needs_test: bool, public_scale: bool
-) -> Dataset:
+def table(folder: Path, form: Form, *, public_scale: bool) -> Dataset:
     """Read ``folder/train.csv`` and ``folder/test.csv``, or Parquet files of these names.
 
-    Each row is an example. All columns but the label's and the owner's are features, in the order of the training
-    file. They are numbers, which are normalised by the mean and the standard deviation of the training rows. With
-    ``public_scale`` they stay as they are. Labels and owners are texts: 01 is not 1, and NA is a name like any other.
-    Only an empty cell is a missing one. The classes are the different labels in order, or ``fixed``. Raises a one-line
-    ``ValueError`` naming the file and the column.
+    Each row is an example. All columns are features, in the order of the training file, but the label's, the owner's
+    and those that the form ignores. They are numbers, which are normalised by the mean and the standard deviation of
+    the training rows. With ``public_scale`` they stay as they are. Labels and owners are texts: 01 is not 1, and NA is
+    a name like any other. Only an empty cell is a missing one. The classes are the different labels in order, or those
+    of the form. Raises a one-line ``ValueError`` naming the file and the column.
     """
-    if not columns.label:
-        raise ValueError("label-column is '', allowed: the name of a column")
-    files = {part: _file(folder, part) for part in ("train", "test")}
-    if files["train"] is None or (needs_test and files["test"] is None):
-        part = "train" if files["train"] is None else "test"
+    label, owner, ignored = form.label_column, form.owner_column, form.ignore_columns
+    if not label or label in ignored:
+        allowed = "the name of a column" + ", which ignore-columns does not name" * (label in ignored)
+        raise ValueError(f"label-column is {label!r}, allowed: {allowed}")
+    files = {part: path for part in ("train", "test") if (path := _file(folder, part))}
+    if "train" not in files or (form.needs_test and "test" not in files):
+        part = "test" if "train" in files else "train"
         advice = "; test-split=holdout holds out a share of each client's rows" if part == "test" else ""
         raise ValueError(missing("table", folder, f"{part}.csv or {part}.parquet", Path(f"{part}.csv"), advice))
-    frames = {part: _read(path, columns) for part, path in files.items() if path is not None}
+    frames = {part: _read(path, [name for name in (label, owner) if name]) for part, path in files.items()}
     train = frames["train"]
-    features = [name for name in train.columns if name not in (columns.label, columns.owner)]
+    for part, frame in frames.items():
+        _check_there(files[part], frame, "label-column", [label])
+        _check_there(files[part], frame, "owner-column", [owner] if owner else [])
+    _check_there(files["train"], train, "ignore-columns", ignored)
+    features = [name for name in train.columns if name not in (label, owner, *ignored)]
     if not features:
         raise _error(files["train"], "has no column but the label's, allowed: at least one feature")
-    arrays = {part: _features(files[part], frame, features, columns) for part, frame in frames.items()}
-    labels = {part: frame[columns.label].astype(str).to_numpy() for part, frame in frames.items()}
-    classes = fixed or _ordered(set(labels["train"]))
+    arrays = {part: _features(files[part], frame, features, label) for part, frame in frames.items()}
+    labels = {part: frame[label].astype(str).tolist() for part, frame in frames.items()}
+    classes = form.classes or in_order(labels["train"])
     if len(classes) < 2:
         why, allowed = "has one label", ", allowed: at least two"
         raise _error(files["train"], f"{why}, {classes[0]!r}{allowed}", why + allowed)
-    numbers = {name: number for number, name in enumerate(classes)}
-    for part, found in labels.items():
-        if strange := sorted(set(found) - set(classes)):
-            allowed = shortened(classes)
-            told = f"has a label that classes does not name, allowed: {allowed}" if fixed else "has a label of no class"
-            raise _error(files[part], f"has the label {strange[0]!r}, allowed: {allowed}", told)
-    coded = {part: np.array([numbers[name] for name in found], dtype=np.int64) for part, found in labels.items()}
-    none = arrays["train"][:0], coded["train"][:0]
-    test = (arrays["test"], coded["test"]) if "test" in arrays else none
-    owned = _owners(frames, columns.owner)
+
+    def refuse(part: str, strange: str) -> FileError:
+        allowed = shortened(classes)
+        told = f"has a label that classes does not name, allowed: {allowed}"
+        why = f"has the label {strange!r}, allowed: {allowed}"
+        return _error(files[part], why, told if form.classes else "has a label of no class")
+
+    numbers = coded(labels, classes, refuse)
+    test = (arrays["test"], numbers["test"]) if "test" in files else (arrays["train"][:0], numbers["train"][:0])
+    owned = _owners(frames, owner)
     mean, std = scale(arrays["train"], public_scale)
-    names = tuple(features)
-    arguments = (arrays["train"], coded["train"], *test, classes, mean, std, *owned)
-    return Dataset("table", *arguments, features=names, is_measured=not public_scale)
+    arguments = (arrays["train"], numbers["train"], *test, classes, mean, std, *owned)
+    notes = {
+        "tables that are not read": [
+            item.name
+            for item in visible(folder)
+            if Path(item.name).suffix in _SUFFIXES and Path(item.path) not in files.values()
+        ],
+        "columns of the test table that are not read": [
+            name for name in frames.get("test", train).columns if name not in train.columns
+        ],
+    }
+    said = tuple(f"{what}: {shortened(names)}" for what, names in notes.items() if names)
+    return Dataset("table", *arguments, features=tuple(features), is_measured=not public_scale, notes=said)
 
 
-def rows(path: Path, features: Sequence[str]) -> NDArray[np.float32]:
-    """Read the columns ``features`` of a CSV or Parquet file, in this order, as float32 (N, F, 1, 1).
+def rows(path: Path, features: Sequence[str]) -> NDArray[np.float64]:
+    """Read the columns ``features`` of a CSV or Parquet file, in this order, as float64 (N, F, 1, 1).
 
     Other columns are not looked at. Raises a one-line ``ValueError`` naming the file and the column.
     """
     if path.suffix not in _SUFFIXES:
         raise ValueError(f"file {str(path)!r} is no table, allowed: a file that ends in {' or '.join(_SUFFIXES)}")
-    nothing_else = Columns(label="")
-    return _features(path, _read(path, nothing_else), features, nothing_else)
+    return _features(path, _read(path, []), features)
 
 
 def _file(folder: Path, part: str) -> Path | None:
-    return next((folder / f"{part}{suffix}" for suffix in _SUFFIXES if (folder / f"{part}{suffix}").is_file()), None)
+    found = [path for suffix in _SUFFIXES if (path := folder / f"{part}{suffix}").exists()]
+    if len(found) > 1:
+        names = " and ".join(path.name for path in found)
+        raise ValueError(f"data-dir '{folder}' has {names}, allowed: one of them")
+    for path in found:
+        check_kind(path)
+    return found[0] if found else None
 
 
-def _read(path: Path, columns: Columns) -> pandas.DataFrame:
-    """Return a table whose labels and owners are texts, and missing where a cell is empty."""
+def _read(path: Path, names: Sequence[str]) -> pandas.DataFrame:
+    """Return a table whose columns ``names`` are texts, and missing where a cell is empty."""
     try:
         import pandas
     except ImportError:
         raise ValueError("dataset 'table' needs pandas: install fedprune[data]") from None
-    names = [name for name in (columns.label, columns.owner) if name]
     try:
         if path.suffix == ".csv":
             _check_names(path, _header(path))  # pandas makes others of names that are empty, or there twice
             # pandas takes NA and None for missing ones, whatever a converter returns; nothing that begins with = is one
             frame = pandas.read_csv(path, index_col=False, converters=dict.fromkeys(names, "={}".format))
-            texts = {name: [text[1:] for text in frame[name]] for name in names if name in frame.columns}
+            texts = {name: [text_of(text[1:]) for text in frame[name]] for name in names if name in frame.columns}
         else:
             frame = _named_by_text(pandas.read_parquet(path))
             _check_names(path, list(frame.columns))
             there = [name for name in names if name in frame.columns]
             # whole numbers beside a missing one stay exact
             whole = _named_by_text(pandas.read_parquet(path, columns=there, dtype_backend="numpy_nullable"))
-            texts = {name: ["" if pandas.isna(value) else _text(value) for value in whole[name]] for name in there}
+            texts = {name: ["" if pandas.isna(value) else text_of(value) for value in whole[name]] for name in there}
     except FileError:
         raise
     except Exception as error:  # pandas' readers raise what they like
@@ -152,54 +163,45 @@ def _header(path: Path) -> list[str]:
     return header
 
 
-def _text(value: object) -> str:
-    """Return the text of a cell of Parquet: a missing cell elsewhere makes 1.0 of a column's 1."""
-    return str(int(value)) if isinstance(value, float | np.floating) and value.is_integer() else str(value)
-
-
-def _error(path: Path | None, why: str, told: str = "") -> FileError:
+def _error(path: Path, why: str, told: str = "") -> FileError:
     """Return the error of a table; ``told`` says the same without a word of what is in the table."""
-    assert path is not None
     return FileError(path, "a table", why, told)
 
 
-def _features(
-    path: Path | None, frame: pandas.DataFrame, features: Sequence[str], columns: Columns
-) -> NDArray[np.float32]:
-    """Return the features as float32 (N, F, 1, 1)."""
-    for name in (columns.label, columns.owner):
-        if name and name not in frame.columns:
-            key = "label-column" if name == columns.label else "owner-column"
+def _check_there(path: Path, frame: pandas.DataFrame, key: str, names: Sequence[str]) -> None:
+    for name in names:
+        if name not in frame.columns:
             why = f"has no column '{name}', which {key} names"
             raise _error(path, f"{why}, allowed: {', '.join(frame.columns)}", why)
+
+
+def _features(path: Path, frame: pandas.DataFrame, features: Sequence[str], label: str = "") -> NDArray[np.float64]:
+    """Return the features as float64 (N, F, 1, 1)."""
     if frame.empty:
         raise _error(path, "has no rows, allowed: at least one")
-    if missing_ones := [name for name in features if name not in frame.columns]:
+    if absent_ones := [name for name in features if name not in frame.columns]:
         why = "which the training rows have"
-        raise _error(path, f"has no column '{missing_ones[0]}', {why}", f"lacks a column {why}")
-    for name in filter(None, (*features, columns.label)):
+        raise _error(path, f"has no column '{absent_ones[0]}', {why}", f"lacks a column {why}")
+    for name in filter(None, (*features, label)):
         if absent := int(frame[name].isna().sum()):
             why = f"has {absent} missing values in column '{name}', allowed: none"
             raise _error(path, why, "has missing values, allowed: none")
     for name in features:
-        if frame[name].dtype.kind not in "iufb":
-            allowed = "allowed: numbers (pandas.get_dummies makes columns of 0 and 1 from texts)"
-            raise _error(path, f"has column '{name}' without numbers, {allowed}", f"has a column of texts, {allowed}")
+        if not _has_numbers(frame[name]):
+            allowed = "allowed: numbers (pandas.get_dummies makes columns of 0 and 1 from texts), or ignore-columns"
+            why = f"has column '{name}' without numbers, {allowed}"
+            raise _error(path, why, f"has a column of texts, {allowed}")
+    numbers: NDArray[np.float64] = frame[list(features)].to_numpy(dtype=np.float64)
     with np.errstate(over="ignore"):
-        numbers: NDArray[np.float32] = frame[list(features)].to_numpy(dtype=np.float32)
-    if not np.isfinite(numbers).all():
-        raise _error(path, "has a number that is infinite, or too large for float32")
+        if not np.isfinite(numbers.astype(np.float32)).all():
+            raise _error(path, "has a number that is infinite, or too large for float32")
     return numbers[:, :, None, None]
 
 
-def _ordered(labels: set[str]) -> tuple[str, ...]:
-    """Return labels in order: numbers by their value, texts by their letters."""
-    by_letters = sorted(labels)  # which also orders 01 and 1
-    try:
-        values = {label: float(label) for label in by_letters}
-    except ValueError:
-        return tuple(by_letters)
-    return tuple(by_letters if any(map(math.isnan, values.values())) else sorted(by_letters, key=values.__getitem__))
+def _has_numbers(column: pandas.Series[Any]) -> bool:
+    """Return whether a column has numbers, which may be objects, as Decimals of Parquet are."""
+    kind = column.dtype.kind
+    return kind in "iufb" or (kind == "O" and all(isinstance(each, Real | Decimal) for each in column))
 
 
 def _owners(frames: dict[str, pandas.DataFrame], column: str) -> tuple[Any, Any]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import sys
+from decimal import Decimal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +19,8 @@ from pyarrow import parquet
 
 import fedprune_app
 from fedprune_app import cli
-from fedprune_app.data import leaf, splits
-from fedprune_app.data.datasets import load_dataset
+from fedprune_app.data import brought, leaf, splits
+from fedprune_app.data.datasets import Form, load_dataset
 from fedprune_app.data.errors import FileError
 from fedprune_app.data.splits import DataConfig, client_data, dataset_of, label_counts
 from fedprune_app.predicting import predictions
@@ -373,6 +375,78 @@ def test_a_run_does_not_go_on_with_columns_in_another_order(fedprune, clinics, t
     assert "other columns than when the run began, or the same in another order" in " ".join(said.split()), said
 
 
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_a_large_number_keeps_its_meaning(tmp_path, form):
+    """In float32 all times of two minutes are one number."""
+    time = 1_700_000_000 + np.arange(60)
+    write(pd.DataFrame({"time": time, "always": 0.1, "label": time % 2}), tmp_path / f"train.{form}")
+    config = DataConfig("table", str(tmp_path), partition="iid", test_split="holdout", validation_fraction=0)
+    data = client_data(config, 0, 1)
+    (held, _), (kept, _) = (torch.cat([data.test_images, data.test_images]), 0), (data.train_images, 0)
+    assert kept.dtype == held.dtype == torch.float32
+    assert len(kept[:, 0].unique()) == len(kept)
+    assert kept[:, 0].std(correction=0) == pytest.approx(1, rel=1e-6)
+    assert kept[:, 1].abs().max() < 1e-6
+    assert held[:, 1].abs().max() < 1e-6
+    train, test = splits.digests(config)
+    assert len({*train, *test}) == 60
+
+
+def test_a_model_of_large_numbers_predicts_what_it_learnt(fedprune, tmp_path):
+    for part, count in (("train", 600), ("test", 60)):
+        time = 1_700_000_000 + np.random.default_rng(count).integers(0, 60, count)
+        write(pd.DataFrame({"time": time, "label": time > 1_700_000_030}), tmp_path / f"{part}.csv")
+    given = ("system=fedavg", "dataset=table", f"data-dir={tmp_path}", "partition=iid", "learning-rate=0.1")
+    code, said = fedprune("run", *given, "num-server-rounds=3", "--clients", "2", "--engine", "inprocess", "--out", "r")
+    assert code == 0, said
+    assert fedprune("export", "r", "--global", "-o", "net.safetensors")[0] == 0
+    found = predictions(tmp_path / "net.safetensors", [tmp_path / "test.csv"])
+    right = pd.read_csv(tmp_path / "test.csv")["label"].astype(str)
+    assert np.mean([each.classes[0][0] == label for each, label in zip(found, right, strict=True)]) > 0.9
+
+
+def test_decimals_are_numbers_and_bytes_are_texts(tmp_path):
+    rows = {"a": [Decimal("0.5"), Decimal("2.5")] * 2, "n": pd.array([1, 2, 3, 4], "Int64"), "label": [b"x", b"y"] * 2}
+    pd.DataFrame(rows).to_parquet(tmp_path / "train.parquet")
+    data = load_dataset("table", tmp_path, needs_test=False)
+    assert data.train_images[:, :, 0, 0].tolist() == [[0.5, 1], [2.5, 2], [0.5, 3], [2.5, 4]]
+    assert data.classes == ("x", "y")
+    pd.DataFrame({**rows, "label": [b"\xff", b"y"] * 2}).to_parquet(tmp_path / "train.parquet")
+    splits.forget()
+    with pytest.raises(FileError, match="cannot be read: 'utf-8' codec can't decode"):
+        load_dataset("table", tmp_path, needs_test=False)
+
+
+def test_columns_that_are_no_features_are_left_out_by_name(fedprune, clinics, tmp_path):
+    given = ("dataset=table", f"data-dir={clinics}", "system=fedavg", "partition=iid", "--clients", "2")
+    code, said = fedprune("check", *given)
+    assert code == 2
+    assert "has column 'clinic' without numbers, allowed: numbers" in " ".join(said.split())
+    assert " ignore-columns" in said
+    code, said = fedprune("check", *given, "ignore-columns=clinic, age")
+    assert code == 0, said
+    data = load_dataset("table", clinics, ignore_columns=("clinic", "age"))
+    assert data.features == ("pressure", "smokes")
+    for names, wrong in (("ward", "has no column 'ward', which ignore-columns names"), ("label", "label-column is")):
+        with pytest.raises(ValueError, match=wrong):
+            load_dataset("table", clinics, ignore_columns=(names,))
+
+
+def test_what_is_beside_a_table_is_not_dropped_without_a_word(fedprune, clinics):
+    given = ("dataset=table", f"data-dir={clinics}", "owner-column=clinic", "partition=iid", "system=fedavg")
+    patients(90, 1).assign(weight=1).to_csv(clinics / "test.csv", index=False)
+    patients(90, 1).to_csv(clinics / "validation.csv", index=False)
+    for command in (("check-data", *given), ("check", *given, "--clients", "2")):
+        code, said = fedprune(*command)
+        assert code == 0, said
+        assert "note: tables that are not read: validation.csv" in said
+        assert "note: columns of the test table that are not read: weight" in said
+    patients(90, 1).to_parquet(clinics / "test.parquet")
+    splits.forget()
+    with pytest.raises(ValueError, match=re.escape("has test.csv and test.parquet, allowed: one of them")):
+        load_dataset("table", clinics, owner_column="clinic")
+
+
 # --- LEAF -------------------------------------------------------------------------------------------------------------
 
 
@@ -471,6 +545,94 @@ def test_what_save_to_disk_wrote_is_read(saved):
         ValueError, match=r"has no dataset that save_to_disk wrote, which dataset 'huggingface' is read from"
     ):
         load_dataset("huggingface", folder)
+
+
+def hugging(folder, parts, **features):
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    picture = {"img": datasets.Image()} if "img" in next(iter(parts.values())) else {}
+    kinds = datasets.Features({**picture, **features})
+    made = {part: datasets.Dataset.from_dict(columns, features=kinds) for part, columns in parts.items()}
+    datasets.DatasetDict(made).save_to_disk(str(folder))
+
+
+def pictures(labels):
+    return [Image.new("L", (4, 4), 20 * k) for k in range(len(labels))]
+
+
+def test_a_column_that_could_be_another_one_is_asked_for(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    fine = [0, 1, 2, 3]
+    columns = {
+        "img": pictures(fine),
+        "fine": fine,
+        "coarse": [0, 0, 1, 1],
+        "depth": pictures(fine),
+        "note": list("abcd"),
+    }
+    kinds = {"fine": datasets.ClassLabel(num_classes=4), "coarse": datasets.ClassLabel(num_classes=2)}
+    kinds |= {"depth": datasets.Image(), "note": datasets.Value("string")}
+    hugging(tmp_path / "two", {"train": columns, "validation": columns}, **kinds)
+    read = partial(load_dataset, "huggingface", tmp_path / "two", needs_test=False)
+    with pytest.raises(ValueError, match="has no training column 'image', which image-column names, allowed: img, dep"):
+        read()
+    with pytest.raises(ValueError, match="has no training column 'label', which label-column names, allowed: fine, co"):
+        read(image_column="img")
+    with pytest.raises(ValueError, match="has no training column 'x', which label-column names, allowed: fine, coarse"):
+        read(image_column="img", label_column="x")
+    assert read(image_column="img", label_column="fine").num_classes == 4
+    assert read(image_column="depth", label_column="coarse").train_labels.tolist() == [0, 0, 1, 1]
+    data = read(image_column="img", label_column="note")
+    assert data.classes == ("a", "b", "c", "d")
+    assert data.notes == ("parts that are not read: validation", "columns that are not read: fine, coarse, depth")
+
+
+def test_classes_are_compared_by_their_names(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    train, test = ["dog", "cat", "10", "9"], ["cat", "dog"]
+    text = {"label": datasets.Value("string")}
+    hugging(
+        tmp_path / "t",
+        {part: {"img": pictures(x), "label": x} for part, x in (("train", train), ("test", test))},
+        **text,
+    )
+    data = load_dataset("huggingface", tmp_path / "t")
+    assert data.classes == ("10", "9", "cat", "dog")
+    assert [data.classes[k] for k in data.test_labels] == test
+    given = ("dog", "cat", "9", "10")
+    assert load_dataset("huggingface", tmp_path / "t", classes=given).train_labels.tolist() == [0, 1, 3, 2]
+    with pytest.raises(ValueError, match="has the training label '10', allowed: cat, dog, 9"):
+        load_dataset("huggingface", tmp_path / "t", classes=("cat", "dog", "9"))
+
+
+def test_the_classes_of_test_data_may_be_in_another_order():
+    class Items(list):
+        classes = ()
+
+    parts = Items([(np.zeros((4, 4), np.uint8), 0)] * 3), Items([(np.zeros((4, 4), np.uint8), 0)])
+    parts[0].classes, parts[1].classes = ("cat", "dog"), ("dog", "cat")
+    data = brought.dataset("x", lambda _: parts, "", Form(), public_scale=False)
+    assert data.test_labels.tolist() == [1]
+    parts[1].classes = ()  # as of a subset of PyTorch
+    assert brought.dataset("x", lambda _: parts, "", Form(), public_scale=False).test_labels.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("form", "said"),
+    [
+        ({"label_column": "y"}, "label-column is 'y', allowed with what dataset 'x' has: 'label'"),
+        ({"image_column": "y"}, "image-column is 'y', allowed with what dataset 'x' has: 'image'"),
+        ({"image_size": 8}, "image-size is 8, allowed with what dataset 'x' has: 'nothing'"),
+    ],
+)
+def test_a_key_without_effect_on_what_a_function_returns_is_refused(form, said):
+    part = np.zeros((4, 4, 4), np.uint8), [0, 1, 0, 1]
+    with pytest.raises(ValueError, match=said):
+        brought.dataset("x", lambda _: (part, part), "", Form(**form), public_scale=False)
+    named = {"y": part[1], "image": part[0], "label": part[1]}
+    if "label_column" in form:
+        data = brought.dataset("x", lambda _: (named, named), "", Form(**form), public_scale=False)
+        assert data.notes == ("columns that are not read: label",)
 
 
 # --- what is found before a run ---------------------------------------------------------------------------------------

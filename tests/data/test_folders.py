@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import shutil
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
+from fedprune_app.config import parse_config
 from fedprune_app.data import splits
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.splits import DataConfig, client_data, label_counts
@@ -256,16 +258,39 @@ def test_check_data_counts_what_lies_in_an_image_folder_and_is_not_read(fedprune
     given = ("dataset=image-folder", f"data-dir={mixed}", "image-size=8")
     code, said = fedprune("check-data", *given)
     assert (code, "not read" in said) == (0, False), said
-    for place in ("train/cat/sub/9.png", "train/9.png", "test/dog/a/b/9.jpg", "train/cat/.hidden/9.png"):
+    elsewhere = ("train/cat/sub/9.png", "train/9.png", "test/dog/a/b/9.jpg", "validation/cat/9.png")
+    for place in (*elsewhere, "train/cat/.hidden/9.png"):
         write(mixed / place)
-    for name in ("train/cat/photo.heic", "train/cat/photo2.HEIC", "test/README", "train/cat/.DS_Store", "README"):
+    names = ("photo.heic", "photo2.HEIC", "photo.jfif", ".DS_Store", "._9.png")
+    for name in ("test/README", "README", *(f"train/cat/{name}" for name in names)):
         (mixed / name).write_text("")
     splits.forget()
     code, said = fedprune("check-data", *given)
     said = " ".join(said.split())
     assert code == 0, said
-    assert "images in other places than the folders of the classes are not read: 3" in said
-    assert "files of types that are not read as images: 1 without a type, 2 .heic" in said
+    notes = (
+        "images in other places than the folders of the classes are not read: 4",
+        "images in hidden folders, or with hidden names, are not read: 1",
+        "files of types that are not read as images: 1 without a type, 2 .heic, 1 .jfif",
+    )
+    assert all(note in said for note in notes), said
+    code, said = fedprune("check", *given, "system=fedavg", "model=cnn-small", "partition=iid", "--clients", "2")
+    assert (code, all(note in " ".join(said.split()) for note in notes)) == (0, True), said
+
+
+def test_a_name_in_two_forms_of_unicode_is_one_class_and_one_owner(tmp_path):
+    """macOS writes an accent as a character of its own."""
+    composed, apart = (unicodedata.normalize(form, "caf\u00e9") for form in ("NFC", "NFD"))
+    for part, name in (("train", composed), ("train", "tea"), ("test", apart), ("test", "tea")):
+        write(tmp_path / part / name / "0.png")
+    write(tmp_path / "train" / apart / "1.png")
+    data = load_dataset("image-folder", tmp_path)
+    assert data.classes == (composed, "tea")
+    assert data.train_labels.tolist() == [0, 0, 1]
+    parsed = parse_config({"dataset": "image-folder", "classes": f"tea, {apart}"})
+    assert splits.data_config(parsed).classes == ("tea", composed)
+    (tmp_path / "owners.csv").write_text(f"file,client\ntrain/{composed}/1.png,{apart}\ntrain/tea/0.png,{composed}\n")
+    assert load_dataset("image-folder", tmp_path, by_owner=True).owners.tolist() == [-1, 0, 0]
 
 
 def test_check_data_notes_images_of_one_class(fedprune, mixed):

@@ -1,27 +1,69 @@
-"""Images of every kind that Pillow writes: read as they are, or refused by name, never spoilt in silence."""
+"""Images of every kind that Pillow writes: read as they are, or refused by name, never spoilt in silence.
+
+It is one reading, whether an image is in a folder, in a dataset of Hugging Face, or what a plug-in's function returns.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
+import time
+
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
-from fedprune_app.data.datasets import load_dataset
+from fedprune_app.data import brought
+from fedprune_app.data.datasets import Form, load_dataset
+from fedprune_app.data.folders import image_folder, read_image
 
 RAMP = np.linspace(0, 65535, 20).astype(np.uint16).reshape(4, 5)
 GREY = (RAMP >> 8).astype(np.uint8)
 COLOUR = np.stack([GREY, 255 - GREY, GREY // 2], axis=-1)
 
 
-@pytest.fixture
-def read(tmp_path):
+def saved(folder, files):
+    datasets = pytest.importorskip("datasets")
+    datasets.disable_progress_bars()
+    columns = {"image": [str(file) for file in files], "label": [0] * len(files)}
+    kinds = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+    datasets.Dataset.from_dict(columns, features=kinds).save_to_disk(str(folder))
+
+
+def opened(path):
+    with path.open("rb") as file, Image.open(file) as image:
+        image.load()
+    return image
+
+
+NO_TEST = Form(needs_test=False)
+WAYS = ("folder", "huggingface", "items", "arrays")
+
+
+def read_in(way, folder, names, form=NO_TEST):
+    """The pixels of the images in folder/train/a, by one of the ways in which they come."""
+    files = [folder / "train" / "a" / name for name in names]
+    if way == "folder":
+        return image_folder("x", folder, form=form).train_images
+    if way == "huggingface":
+        place = folder / f"saved {time.monotonic_ns()}"
+        saved(place, files)
+        return brought.on_disk(place, form, public_scale=False).train_images
+    images = [opened(file) for file in files]
+    part = [(image, k % 2) for k, image in enumerate(images)] if way == "items" else (images, [0] * len(images))
+    return brought.dataset("x", lambda _: (part, None), "", form, public_scale=False).train_images
+
+
+@pytest.fixture(params=WAYS)
+def read(tmp_path, request):
     for kind in ("a", "b"):
         (tmp_path / "data" / "train" / kind).mkdir(parents=True)
 
     def write_and_read(image: Image.Image, name: str, **options: object) -> np.ndarray:
         image.save(tmp_path / "data" / "train" / "a" / name, **options)
-        return load_dataset("image-folder", tmp_path / "data", needs_test=False).train_images[0]
+        return read_in(request.param, tmp_path / "data", [name])[0]
 
+    write_and_read.way = request.param
     return write_and_read
 
 
@@ -65,7 +107,7 @@ def test_an_8_bit_image_stored_in_16_bits_comes_back_exactly(read):
 def test_what_would_be_lost_is_refused_with_the_files_name(read, image, name, says):
     with pytest.raises(ValueError, match=says) as refused:
         read(image, name)
-    assert f"train/a/{name}'" in str(refused.value)
+    assert (f"train/a/{name}'" if read.way == "folder" else "training picture 0 ") in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
@@ -94,8 +136,100 @@ def test_kinds_of_8_bits_are_read_in_their_colours(read, tmp_path, image, name, 
     pixels = read(image, name, **options)
     with Image.open(tmp_path / "data" / "train" / "a" / name) as written:
         colours = written.convert("RGBA").convert("RGB")
-    assert pixels.shape[0] == (1 if image.mode in ("L", "1") else 3)
+    assert pixels.shape[0] == (1 if image.mode in ("L", "1", "LA") else 3)
     assert np.broadcast_to(pixels, (3, 4, 5)).tolist() == np.asarray(colours).transpose(2, 0, 1).tolist()
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+@pytest.mark.parametrize("orientation", [1, 3, 5, 6, 8])
+def test_an_image_is_turned_as_its_exif_data_say(read, orientation, suffix):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    for image in (COLOUR, RAMP):
+        pixels = read(Image.fromarray(image), f"x.{suffix}", exif=exif)
+        upright = np.asarray(ImageOps.exif_transpose(tagged(image, orientation)))
+        assert pixels.tolist() == (upright.transpose(2, 0, 1) if image is COLOUR else upright[None] >> 8).tolist()
+
+
+def tagged(pixels, orientation):
+    image = Image.fromarray(pixels)
+    image.getexif()[0x0112] = orientation
+    return image
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_grey_among_colours_has_three_channels_and_sizes_become_one(tmp_path, way):
+    folder = tmp_path / "train" / "a"
+    folder.mkdir(parents=True)
+    images = {"a.png": GREY, "b.png": COLOUR, "c.png": np.dstack([GREY, 255 - GREY]), "d.png": RAMP}
+    for name, image in images.items():
+        Image.fromarray(image).save(folder / name)
+    found = read_in(way, tmp_path, [*images])
+    for k in (0, 2, 3):
+        assert found[k].tolist() == [GREY.tolist()] * 3
+    assert found[1].tolist() == COLOUR.transpose(2, 0, 1).tolist()
+    Image.fromarray(COLOUR[:, :3]).save(folder / "e.png")
+    with pytest.raises(ValueError, match=r"is 4x3 .* the images before it are 4x5; the key image-size makes them one"):
+        read_in(way, tmp_path, [*images, "e.png"])
+    sizes = Form(needs_test=False, image_size=4)
+    assert read_in(way, tmp_path, [*images, "e.png"], sizes).shape == (5, 3, 4, 4)
+
+
+def test_an_image_keeps_its_orientation_where_its_exif_data_are_damaged(read):
+    if read.way == "huggingface":
+        pytest.skip("Hugging Face's datasets refuse it")
+    assert read(Image.fromarray(GREY), "x.png", exif=b"Exif\0\0MM\0\0damaged").tolist() == [GREY.tolist()]
+
+
+def test_a_format_that_was_saved_with_the_data_hides_nothing(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    PALETTE.save(tmp_path / "x.png")
+    saved(tmp_path / "as-they-are", [tmp_path / "x.png"])
+    datasets.load_from_disk(str(tmp_path / "as-they-are")).with_format("numpy", columns=["image"]).save_to_disk(
+        str(tmp_path / "as-arrays")
+    )
+    found = brought.on_disk(tmp_path / "as-arrays", NO_TEST, public_scale=False).train_images[0]
+    assert found.tolist() == np.asarray(PALETTE.convert("RGB")).transpose(2, 0, 1).tolist()
+
+
+def test_what_predict_reads_is_what_a_run_reads(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.fromarray(COLOUR).save(tmp_path / "x.png", exif=exif)
+    upright = np.rot90(COLOUR, -1).transpose(2, 0, 1)
+    assert read_image(tmp_path / "x.png", (3, 5, 4)).tolist() == upright.tolist()
+    luminance = np.asarray(Image.fromarray(COLOUR).convert("L"))
+    assert read_image(tmp_path / "x.png", (1, 5, 4)).tolist() == [np.rot90(luminance, -1).tolist()]
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path, kind):
+    folder = tmp_path / "train" / "a"
+    folder.mkdir(parents=True)
+    Image.fromarray(GREY).save(folder / "x.png")
+    make_special(kind, folder / "y.png")
+    said = "is a pipe, a socket or a device, allowed: a file"
+    with pytest.raises(ValueError, match=f"y.png' {said}"):
+        image_folder("x", tmp_path, form=NO_TEST)
+    for name, place in (("table", "train.csv"), ("cifar10", "cifar-10-batches-bin/test_batch.bin")):
+        path = tmp_path / name / place
+        path.parent.mkdir(parents=True)
+        for file in ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5"):
+            (path.parent / f"{file}.bin").write_bytes(b"")
+        (path.parent / "batches.meta.txt").write_text("a")
+        make_special(kind, path)
+        with pytest.raises(ValueError, match=said):
+            load_dataset(name, tmp_path / name, needs_test=False)
+
+
+def make_special(kind, path):
+    if kind == "pipe":
+        os.mkfifo(path)
+        return
+    with socket.socket(socket.AF_UNIX) as made:
+        here = os.open(path.parent, os.O_RDONLY)  # the path of a socket may have only 107 characters
+        made.bind(f"/proc/self/fd/{here}/{path.name}")
+        os.close(here)
 
 
 def test_a_folder_may_mix_kinds(tmp_path):

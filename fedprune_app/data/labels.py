@@ -1,0 +1,54 @@
+"""Labels are texts or numbers where data come from, and numbers of classes here."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def same_text(text: str) -> str:
+    """Return a name as it is compared: what looks the same in Unicode's two forms, composed or not, is one name.
+
+    >>> same_text("cafe" + chr(0x301)) == "caf" + chr(0xE9)
+    True
+    """
+    return unicodedata.normalize("NFC", text)
+
+
+def text_of(value: object) -> str:
+    """Return the text of a label or an owner. Bytes are UTF-8, and a whole number has no fraction.
+
+    >>> text_of(b"cat"), text_of(1.0), text_of("1.0")
+    ('cat', '1', '1.0')
+    """
+    if isinstance(value, bytes):
+        return same_text(value.decode())
+    return same_text(str(int(value) if isinstance(value, float | np.floating) and value.is_integer() else value))
+
+
+def in_order(labels: Collection[str]) -> tuple[str, ...]:
+    """Return the different labels in order: numbers by their value, texts by their letters."""
+    by_letters = sorted({*labels})  # which also orders 01 and 1
+    try:
+        values = {label: float(label) for label in by_letters}
+    except ValueError:
+        return tuple(by_letters)
+    return tuple(by_letters if any(map(math.isnan, values.values())) else sorted(by_letters, key=values.__getitem__))
+
+
+def coded(
+    labels: Mapping[str, Sequence[str]], classes: Sequence[str], refuse: Callable[[str, str], ValueError]
+) -> dict[str, NDArray[np.int64]]:
+    """Return the labels of each part as numbers of ``classes``.
+
+    What ``refuse`` makes of a part and of a label that is no class is raised.
+    """
+    numbers = {name: number for number, name in enumerate(classes)}
+    for part, found in labels.items():
+        if strange := sorted({*found} - {*classes}):
+            raise refuse(part, strange[0])
+    return {part: np.array([numbers[name] for name in found], dtype=np.int64) for part, found in labels.items()}
