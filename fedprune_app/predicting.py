@@ -98,7 +98,7 @@ def _check_file(path: Path, kind: str) -> None:
 
 def _rows(path: Path, info: ExportInfo) -> Tensor:
     """Return a table's rows as float64 (N, C, H, W). Raises a one-line ``ValueError`` that names the file."""
-    return torch.from_numpy(tables.rows(path, info.features)).view(-1, *info.image_shape)
+    return torch.from_numpy(np.array(tables.rows(path, info.features))).view(-1, *info.image_shape)
 
 
 def _pixels(path: Path, info: ExportInfo) -> Tensor:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -564,7 +565,8 @@ def test_images_of_every_form_are_the_same_images():
             return Image.fromarray(colours[i]), int(labels[i])
 
     named = {"image": colours, "label": labels[:, None]}
-    forms = [(colours, labels), (colours.transpose(0, 3, 1, 2), labels == 1), named, Items()]
+    frame = pd.DataFrame({"label": labels})
+    forms = [(colours, frame), (colours.transpose(0, 3, 1, 2), labels == 1), named, Items()]
     loaded = [
         brought.dataset("mine", lambda _, part=part: {"train": part, "test": part}, "", Form(), public_scale=False)
         for part in forms

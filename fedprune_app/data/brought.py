@@ -15,7 +15,7 @@ floating-point numbers: (C, H, W), or (F,) for a row of a table, which becomes a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,8 +41,8 @@ class _Part:
     labels: NDArray[Any]
     classes: tuple[str, ...]
     has_pictures: bool
-    columns: tuple[str, ...] = ()  # of examples and labels
-    unread: tuple[str, ...] = ()  # other columns
+    columns: tuple[str, ...]  # of examples and labels
+    unread: tuple[str, ...]  # other columns
 
     @property
     def has_texts(self) -> bool:
@@ -185,7 +185,7 @@ def _classes(name: str, train: _Part, test: _Part, form: Form) -> tuple[tuple[st
             raise _wrong(name, f"has the {which} label {highest}", f"labels of its {len(names)} classes")
     differ = train.classes and test.classes and train.classes != test.classes
     if not (form.classes or differ or train.has_texts or test.has_texts):
-        labels = train.labels.astype(np.int64), test.labels.astype(np.int64)
+        labels = train.labels, test.labels
         known = np.unique(np.concatenate(labels))
         if not named and (highest := int(known[-1])) >= len(known):
             unused = int(np.argmax(known != np.arange(len(known))))
@@ -207,79 +207,66 @@ def _classes(name: str, train: _Part, test: _Part, form: Form) -> tuple[tuple[st
     return classes, (numbers["training"], numbers["test"])
 
 
+class _Items(Sequence[Any]):
+    """These are the examples of a dataset that is read item by item, at ``places`` of each.
+
+    ``labels`` has the labels of the items that were read, by their numbers.
+    """
+
+    def __init__(self, part: Any, places: tuple[Any, ...], refuse: Callable[[], ValueError]) -> None:
+        self._part, self._places, self._refuse = part, places, refuse
+        self.labels: dict[int, object] = {}
+
+    def __len__(self) -> int:
+        return len(self._part)
+
+    def __getitem__(self, i: Any) -> Any:
+        if i >= len(self):
+            raise IndexError(i)
+        try:
+            item = self._part[i]
+            example, label = (item[place] for place in self._places)
+            self.labels[i] = getattr(label, "item", lambda: label)()
+            return example if _is_picture(example) else _channels_first(np.asarray(example))
+        except Exception as error:  # a user's dataset raises what it likes
+            raise self._refuse() from error
+
+
 def _part(name: str, which: str, part: Any, form: Form, columns: tuple[str, ...] = ()) -> _Part:
     """Return a part, whose ``columns`` are those of the training part."""
-    unread: tuple[str, ...] = ()
-    if isinstance(part, Mapping):
-        columns = _columns(name, which, [*part], {}, form, columns)
-        unread = tuple(str(key) for key in part if key not in columns)
-        part = tuple(part[column] for column in columns)
-    elif not isinstance(part, tuple) and not (isinstance(part, list) and len(part) == 2 and hasattr(part[0], "shape")):
-        return _items(name, which, part, form, columns)
-    if len(part) != 2:
-        raise _unreadable(name, which, part)
-    examples, labels = part
+    kind, unread, classes = type(part).__name__, tuple[str, ...](), getattr(part, "classes", None) or ()
+    is_pair = isinstance(part, tuple) or (isinstance(part, list) and len(part) == 2 and hasattr(part[0], "shape"))
+
+    def unreadable() -> ValueError:
+        allowed = "(examples, labels) as arrays, or a dataset of (example, label)"
+        return _wrong(name, f"has a {which} part of type {kind}, whose items cannot be read", allowed)
+
+    try:
+        row = part if is_pair or isinstance(part, Mapping) else part[0]  # with Hugging Face's, a mapping
+    except Exception as error:  # as above
+        raise unreadable() from error
+    if isinstance(row, Mapping):
+        features = found if isinstance(found := getattr(part, "features", None), Mapping) else {}
+        columns = _columns(name, which, [*row], features, form, columns)
+        unread = tuple(str(key) for key in row if key not in columns)
+        classes = getattr(features.get(columns[1]), "names", None) or classes
+        is_pair = row is part
+        part = [part[column] for column in columns] if is_pair else _of_columns(part, columns, features)
+    if is_pair and len(part) != 2:
+        raise unreadable()
+    examples, labels = part if is_pair else (items := _Items(part, columns or (0, 1), unreadable), None)
     has_pictures = False
-    with suppress(Exception):  # what has no first item is no sequence of pictures
+    with suppress(LookupError, TypeError):  # of what is no sequence, or has no items
         has_pictures = _is_picture(examples[0])
     if has_pictures:
-        examples = _stacked(name, which, examples, len(examples), form)
-    return _made(name, which, examples, labels, (), has_pictures, columns, unread)
 
+        def refuse(i: int, why: str) -> ValueError:
+            return ValueError(f"dataset '{name}': {which} picture {i} {why}")
 
-def _items(name: str, which: str, part: Any, form: Form, columns: tuple[str, ...]) -> _Part:
-    """Read a dataset item by item: PyTorch's gives pairs, Hugging Face's mappings."""
+        examples = stacked(examples, len(examples), refuse, form.image_size, form.image_fit)
     try:
-        count, first = len(part), part[0]
-        is_named = isinstance(first, Mapping)
-        has_pictures = not is_named and _is_picture(first[0])
-    except Exception as error:  # as above
-        raise _unreadable(name, which, part) from error
-    places: tuple[Any, ...] = (0, 1)
-    classes, unread = getattr(part, "classes", None), tuple[str, ...]()
-    if is_named:
-        features = found if isinstance(found := getattr(part, "features", None), Mapping) else {}
-        places = columns = _columns(name, which, [*first], features, form, columns)
-        unread = tuple(str(key) for key in first if key not in columns)
-        classes = getattr(features.get(columns[1]), "names", None) or classes
-        part = _of_columns(part, columns, features)
-        has_pictures = _is_picture(part[0][columns[0]])
-    labels = []
-
-    def examples() -> Iterator[Any]:
-        for i in range(count):
-            try:
-                item = part[i]
-                example, label = (item[place] for place in places)
-                labels.append(getattr(label, "item", lambda label=label: label)())
-                yield example if has_pictures else _channels_first(np.asarray(example))
-            except Exception as error:  # as above
-                raise _unreadable(name, which, part, i) from error
-
-    if has_pictures:
-        found = _stacked(name, which, examples(), count, form)
-    else:
-        arrays = [*examples()]
-        if len(shapes := {array.shape for array in arrays}) > 1:
-            some = " and ".join(map(str, sorted(shapes)[:2]))
-            raise _wrong(name, f"has {which} examples of several shapes, as {some}", "examples of one shape")
-        found = np.stack(arrays)
-    return _made(name, which, found, labels, classes or (), has_pictures, columns, unread)
-
-
-def _made(
-    name: str,
-    which: str,
-    examples: Any,
-    labels: Any,
-    classes: Iterable[object],
-    has_pictures: bool,
-    columns: tuple[str, ...],
-    unread: tuple[str, ...],
-) -> _Part:
-    """Return a part of examples and labels that are checked."""
-    try:
-        examples, labels = np.asarray(examples), np.asarray(labels)
+        examples = np.asarray(examples if is_pair or has_pictures else [*examples])
+        labels = np.asarray(labels if is_pair else [items.labels[i] for i in range(len(items))])
     except (TypeError, ValueError, RuntimeError) as error:  # as of tensors that need a gradient
         raise _wrong(name, f"has a {which} part that is no array: {error}", "arrays of NumPy") from error
     if labels.ndim == 2 and labels.shape[1] == 1:  # a column of a table
@@ -291,26 +278,25 @@ def _made(
         raise _wrong(
             name, f"has {len(labels)} {which} labels for {len(examples)} examples", "one label for each, at least one"
         )
+    names = tuple(same_text(str(each)) for each in classes)
+    read = _four_dimensions(name, which, examples), _checked_labels(name, which, labels)
+    return _Part(*read, names, has_pictures, columns, unread)
+
+
+def _checked_labels(name: str, which: str, labels: NDArray[Any]) -> NDArray[Any]:
+    """Return labels (N,) as whole numbers from 0 on, or as texts."""
     if labels.dtype == object:  # they may all be of one type
         labels = np.array(labels.tolist())
-    if labels.dtype.kind in "USTO":
-        labels = _texts(name, which, labels.tolist())
-    elif not np.issubdtype(labels.dtype, np.integer) and labels.dtype != np.bool_:
-        raise _wrong(name, f"has {which} labels of type {labels.dtype}", "whole numbers from 0 on, or texts")
-    elif labels.min() < 0:
-        raise _wrong(name, f"has the {which} label {labels.min()}", "whole numbers from 0 on")
-    names = tuple(same_text(str(each)) for each in classes)
-    return _Part(_four_dimensions(name, which, examples), labels, names, has_pictures, columns, unread)
-
-
-def _texts(name: str, which: str, labels: list[object]) -> NDArray[np.str_]:
-    if absent := sum(label in (None, "", b"") for label in labels):
+    if labels.dtype.kind in "biu" and labels.min() >= 0:
+        return labels.astype(np.int64)
+    values = labels.tolist()
+    if absent := sum(value in (None, "", b"") for value in values):
         raise _wrong(name, f"has {absent} {which} examples without a label", "a label for each")
-    kinds = {type(label).__name__ for label in labels if not isinstance(label, str | bytes)}
-    if kinds:
-        raise _wrong(name, f"has {which} labels of type {min(kinds)}", "whole numbers from 0 on, or texts")
+    if not all(isinstance(value, str | bytes) for value in values):
+        found = f"label {labels.min()}" if labels.dtype.kind == "i" else f"labels of type {labels.dtype}"
+        raise _wrong(name, f"has the {which} {found}", "whole numbers from 0 on, or texts")
     try:
-        return np.array([text_of(label) for label in labels], np.str_)
+        return np.array([*map(text_of, values)], np.str_)
     except UnicodeDecodeError:
         raise _wrong(name, f"has a {which} label of bytes that are no text", "texts, in UTF-8") from None
 
@@ -355,19 +341,6 @@ def _is_picture(example: object) -> bool:
     from PIL.Image import Image
 
     return isinstance(example, Image)
-
-
-def _stacked(name: str, which: str, pictures: Iterable[Any], count: int, form: Form) -> Images:
-    def refuse(i: int, why: str) -> ValueError:
-        return ValueError(f"dataset '{name}': {which} picture {i} {why}")
-
-    return stacked(pictures, count, refuse, form.image_size, form.image_fit)
-
-
-def _unreadable(name: str, which: str, part: Any, item: int | None = None) -> ValueError:
-    items = "whose items cannot be read" if item is None else f"whose item {item} cannot be read"
-    found = f"has a {which} part of type {type(part).__name__}, {items}"
-    return _wrong(name, found, "(examples, labels) as arrays, or a dataset of (example, label)")
 
 
 def _channels_first(image: NDArray[Any]) -> NDArray[Any]:

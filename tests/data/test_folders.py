@@ -290,7 +290,7 @@ def test_a_name_in_two_forms_of_unicode_is_one_class_and_one_owner(tmp_path):
     parsed = parse_config({"dataset": "image-folder", "classes": f"tea, {apart}"})
     assert splits.data_config(parsed).classes == ("tea", composed)
     (tmp_path / "owners.csv").write_text(f"file,client\ntrain/{composed}/1.png,{apart}\ntrain/tea/0.png,{composed}\n")
-    assert load_dataset("image-folder", tmp_path, by_owner=True).owners.tolist() == [-1, 0, 0]
+    assert load_dataset("image-folder", tmp_path, by_owner=True).owners.tolist() == [0, -1, 0]
 
 
 def test_check_data_notes_images_of_one_class(fedprune, mixed):
