@@ -323,18 +323,15 @@ def _columns(
 
 
 def _of_columns(part: Any, columns: tuple[str, ...], features: Mapping[str, object]) -> Any:
-    """Return a dataset of Hugging Face with these columns alone, and pictures as pictures of Pillow.
+    """Return a dataset of Hugging Face whose pictures are pictures of Pillow, and which has these columns alone.
 
-    A format of arrays that was saved with it would make the indices of a palette of them. A function of the user's that
-    makes items of rows stays.
+    A format of arrays would make the indices of a palette of them. A function of the user's that makes items of rows
+    stays.
     """
-    if not hasattr(part, "select_columns") or part.format["type"] == "custom":
+    feature: Any = features.get(columns[0])
+    if type(feature).__name__ != "Image" or part.format["type"] == "custom":
         return part
-    feature: Any = features[columns[0]]
-    part = part.select_columns([*dict.fromkeys(columns)])
-    if type(feature).__name__ != "Image":
-        return part.with_format("numpy")
-    return part.with_format(None).cast_column(columns[0], replace(feature, decode=True))
+    return part.select_columns([*columns]).with_format(None).cast_column(columns[0], replace(feature, decode=True))
 
 
 def _is_picture(example: object) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,15 +28,10 @@ class FileError(ValueError):
         self.unnamed = f"{where} {told or why}; the node's log names it"
 
 
-def check_kind(path: Path) -> None:
-    """Raise ``ValueError`` for what is there and neither a file nor a folder: reading a pipe would wait for ever."""
-    if is_special(path.stat().st_mode):
-        raise ValueError(f"'{path}' {SPECIAL}")
-
-
 SPECIAL = "is a pipe, a socket or a device, allowed: a file"
 
 
-def is_special(mode: int) -> bool:
-    """Return whether a file's mode is that of a pipe, a socket or a device."""
-    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+def check_kind(path: Path) -> None:
+    """Raise ``ValueError`` for what is there and neither a file nor a folder: reading a pipe would wait for ever."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(f"'{path}' {SPECIAL}")
