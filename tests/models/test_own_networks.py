@@ -1,0 +1,150 @@
+"""Networks as users make them: what can be trained is made as it is, what cannot is refused before a run starts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedprune_app import plugins
+from fedprune_app.config import ConfigError
+from fedprune_app.models.vision import architecture
+from fedprune_app.startable import check_startable
+
+SHAPE = (1, 8, 8)
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch.compile imports what warns
+
+
+def plain(shape, classes, *, inner=()):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), *inner, nn.ReLU(), nn.Linear(8, classes))
+
+
+def compiled(shape, classes):
+    return torch.compile(plain(shape, classes))
+
+
+def compiled_part(shape, classes):
+    network = plain(shape, classes)
+    network[1] = torch.compile(network[1])
+    return network
+
+
+def compiled_in_place(shape, classes):
+    network = plain(shape, classes)
+    network.compile()
+    return network
+
+
+def in_parallel(shape, classes):
+    return nn.DataParallel(plain(shape, classes))
+
+
+@pytest.mark.parametrize("build", [compiled, compiled_part, compiled_in_place, in_parallel])
+def test_a_network_is_trained_without_what_is_wrapped_around_it(build):
+    network = architecture("mine", SHAPE, 10, build)
+    assert list(network.state_dict()) == list(plain(SHAPE, 10).state_dict())
+    assert not hasattr(network, "_compiled_call_impl") or network._compiled_call_impl is None
+    assert not any("OptimizedModule" in type(part).__name__ for part in network.modules())
+
+
+def test_a_network_is_made_once_as_its_function_makes_it():
+    def build(shape, classes):
+        network = plain(shape, classes, inner=[nn.Dropout(torch.linspace(0, 0.2, 3)[1].item())]).to("cpu")
+        with torch.no_grad():
+            network[1].weight.copy_(torch.from_numpy(np.full((8, 64), 0.25)))
+        return network
+
+    assert bool((architecture("mine", SHAPE, 10, build)[1].weight == 0.25).all())
+
+
+FILE = """
+import torch
+from torch import nn
+
+
+def plain(classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, classes))
+
+
+class TupleInTraining(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.inner = plain(classes)
+
+    def forward(self, x):
+        return (self.inner(x), 0) if self.training else self.inner(x)
+
+
+def in_training(shape, classes):
+    return TupleInTraining(classes)
+
+
+def scripted(shape, classes):
+    return torch.jit.script(plain(classes))
+
+
+def with_nothing(shape, classes):
+    network = plain(classes)
+    network.register_parameter("nothing", nn.Parameter(torch.empty(0, 3)))
+    network.register_buffer("constant", torch.ones(2, dtype=torch.float64))
+    return network
+
+
+def normed(shape, classes):
+    network = plain(classes)
+    network[1] = nn.utils.parametrizations.weight_norm(network[1])
+    return network
+
+
+class Attention(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.first, self.attention = nn.Linear(8, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.last = nn.Linear(8, classes)
+
+    def forward(self, x):
+        x = self.first(x.flatten(1, 2))
+        return self.last(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+def attention(shape, classes):
+    return Attention(classes)
+"""
+
+
+@pytest.fixture
+def check(tmp_path, no_plugins):
+    (tmp_path / "mine.py").write_text(FILE)
+
+    def checked(name, **settings):
+        values = {"out-dir": str(tmp_path / "run"), "model": f"{tmp_path / 'mine.py'}:{name}", "system": "fedavg"}
+        return check_startable(plugins.parse({**values, **settings}), 3)
+
+    return checked
+
+
+PRIVATE = {"dp.enabled": True, "dp.noise-multiplier": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "reason"),
+    [
+        ("in_training", {}, "must be Tensor, not tuple"),
+        ("in_training", PRIVATE, "'tuple' object has no attribute"),
+        ("scripted", {}, "it is TorchScript, allowed: a network in Python"),
+        ("normed", PRIVATE, "the gradient of '1.parametrizations.weight.original0' is not what its layer's rule finds"),
+        ("attention", {"system": "fjord"}, "which cannot be used for training with fjord"),
+    ],
+)
+def test_a_network_that_fails_in_round_1_is_refused_before(check, name, settings, reason):
+    with pytest.raises(ConfigError, match=reason) as caught:
+        check(name, **settings)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("with_nothing", {}), ("with_nothing", PRIVATE), ("normed", {}), ("attention", {})]
+)
+def test_a_network_that_can_be_trained_may_start(check, name, settings):
+    assert all("its clients are trained one by one" in line for line in check(name, **settings))
