@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedprune_app.core.torchvision_shim import prepare_when_imported
+from fedprune_app.printable import keep_logs_printable
 
 if TYPE_CHECKING:
     from fedprune_app.api import (
@@ -47,6 +48,7 @@ __all__ = [
     "sweep",
 ]
 prepare_when_imported()
+keep_logs_printable()
 
 
 def __getattr__(name: str) -> object:

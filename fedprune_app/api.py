@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
-from rich.console import Console
 from torch import Tensor, nn
 
 from fedprune_app.config import ConfigError, Scalar, flatten, read_toml
@@ -41,6 +40,7 @@ from fedprune_app.results.reader import load_run as read_run
 from fedprune_app.results.report import run_folders, write_report
 from fedprune_app.shipped import config_file
 from fedprune_app.starting import Given, number_of_clients, placed, recorded, with_plugins
+from fedprune_app.terminal import Terminal
 
 __all__ = [
     "ConfigError",
@@ -148,7 +148,7 @@ def run(
     configuration = placed(_given(config, settings), folder, before, force=force)
     count = number_of_clients(clients, before)
     placement = Placement(engine, count, workers, ray_address=ray_address)
-    console = Console(stderr=True, quiet=not progress)
+    console = Terminal(stderr=True, quiet=not progress)
     make_way = partial(clear_the_way, folder) if force and not resume else None
     with Session(placement, console) as session:
         session.run(configuration, folder, once_checked=make_way)
@@ -192,10 +192,10 @@ def sweep(
         if isinstance(matrix, Mapping)
         else read_matrix(_path("matrix", matrix, ", or a mapping with its entries"))
     )
-    console = Console(stderr=True, quiet=not progress)
+    console = Terminal(stderr=True, quiet=not progress)
 
     def tell(label: str, text: str) -> None:
-        console.print(f"{label}{text}", soft_wrap=True, markup=False, highlight=False)
+        console.print(f"{label}{text}", soft_wrap=True)
 
     folder, given = _path("out", out).resolve(), with_plugins([], _flat(settings)).on_command_line
     count = num_clients_of(read, folder, clients, tell, resume=resume)

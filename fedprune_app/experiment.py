@@ -449,7 +449,7 @@ class _Progress:
             self._bar.update(self._task, said=said, failed=failed)
         if not self._is_live:
             line = f"{self._system}: round {row['round']} of {self._rounds}  {said}  {failed}".rstrip()
-            self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+            self._console.print(line, soft_wrap=True)
 
     @contextmanager
     def in_background(self) -> Iterator[None]:

@@ -27,7 +27,6 @@ from unittest import mock
 
 import torch
 from flwr.app import Array, ArrayRecord, Error, Message, MessageType
-from rich.console import Console
 
 from clients.reply_fields import Kind as ReplyKind
 from clients.reply_fields import undeclared
@@ -43,6 +42,7 @@ from fedprune_app.registry import SYSTEMS, why_not_private
 from fedprune_app.registry import check_system as check_settings
 from fedprune_app.results import own_measures
 from fedprune_app.results.measures import MEASURES, Kind, Measures
+from fedprune_app.terminal import Terminal
 
 CLIENTS, ROUNDS = 5, 3
 QUICK: Mapping[str, Scalar] = {
@@ -409,7 +409,7 @@ class _Laws:
 
         folder = self._folder / engine
         config = plugins.parse({**self._settings, "out-dir": str(folder)})
-        with Session(Placement(engine, CLIENTS, 2), Console(stderr=True, quiet=True)) as session:
+        with Session(Placement(engine, CLIENTS, 2), Terminal(stderr=True, quiet=True)) as session:
             found = session.run(config, folder)["final_sha256"]
         _must(found == self._whole.sha256, f"engine {engine!r} gives the same models", "they are others")
 

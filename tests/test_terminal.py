@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import json
+import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from fedprune_app.cli.looking import _print_predictions
+from fedprune_app.cli.terminal import print_rows, say
+from fedprune_app.predicting import Prediction
+from fedprune_app.terminal import Terminal
 from tests.results.conftest import made_up_run
 
+RED, SHOWN = "\x1b[31m\u202e", r"\x1b[31m\u202e"  # a command to the terminal, and what is shown of it
 STRANGE = "[/red]x[bold]:smile:"  # as a path, a folder "[" and in it "red]x[bold]:smile:"
 HERE = ["--engine", "inprocess", "--clients", "3", "num-server-rounds=1", "local-epochs=1", "system=fedavg"]
 
@@ -68,20 +77,52 @@ def test_an_error_names_strange_things_as_they_are(fedprune, arguments, says):
 
 
 def test_the_progress_bar_shows_what_a_server_says_as_it_is(tmp_path, capsys):
-    from rich.console import Console
-
     from fedprune_app.config import parse_config
     from fedprune_app.experiment import _Progress
 
-    row = {"round": 1, "failures": 2, "perplexity_by_text": {STRANGE: {"own": 3.0}}}
-    with _Progress(parse_config({}), tmp_path, Console(width=300, force_terminal=True)) as progress:
-        (tmp_path / "progress.json").write_text(json.dumps({"text": STRANGE}))
+    row = {"round": 1, "failures": 2, "perplexity_by_text": {f"{STRANGE}{RED}": {"own": 3.0}}}
+    with _Progress(parse_config({}), tmp_path, Terminal(width=300, force_terminal=True)) as progress:
+        (tmp_path / "progress.json").write_text(json.dumps({"text": f"{STRANGE}{RED}"}))
         progress.update()
         (tmp_path / "progress.json").write_text(json.dumps({"done": 1, "total": 2, "text": STRANGE}))
         (tmp_path / "rounds.jsonl").write_text(json.dumps(row) + "\n")
     said = capsys.readouterr().out
-    assert STRANGE in said
+    assert f"{STRANGE}{SHOWN}" in said
+    assert RED not in said
     assert "2 failed" in said
+
+
+def test_what_strangers_call_their_classes_and_files_does_not_command_the_terminal(tmp_path, capsys):
+    print_rows([("classes", f"a, b{RED}")])
+    _print_predictions([Prediction(tmp_path / f"{RED}.png", None, [(f"b{RED}", 1.0)])])
+    say(f" no class b{RED}", "error:", "red")
+    said = capsys.readouterr()
+    assert f"a, b{SHOWN}" in said.out
+    assert f"error: no class b{SHOWN}" in said.err
+    assert "\x1b" not in said.out + said.err
+    assert "\u202e" not in said.out + said.err
+
+
+def test_a_log_has_no_command_for_the_terminal_in_a_message_or_in_a_traceback():
+    log, text = logging.getLogger("flwr"), io.StringIO()  # Flower logs what a client raises
+    handler = logging.StreamHandler(text)
+    log.addHandler(handler)
+    try:
+        raise ValueError(f"no class b{RED}")
+    except ValueError as error:
+        log.error("the client %s fails", RED, exc_info=error)
+        logging.getLogger("flwr.fedprune").error("%s", error)
+    finally:
+        log.removeHandler(handler)
+    lines = text.getvalue().splitlines()
+    assert lines[0] == f"the client {SHOWN} fails"
+    assert lines[-2:] == [f"ValueError: no class b{SHOWN}", f"no class b{SHOWN}"]
+
+
+def test_there_is_no_other_console_than_the_terminal_that_makes_text_printable():
+    for path in sorted((Path(__file__).parents[1] / "fedprune_app").rglob("*.py")):
+        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        assert "Console" not in {call.id for call in calls if isinstance(call, ast.Name)}, path
 
 
 def test_a_terminal_without_greek_letters_shows_the_settings():

@@ -225,7 +225,7 @@ def check(
     from fedprune_app.deploy import check_link
 
     until = check_link(address, ca.expanduser())
-    console.print(f"{address} speaks TLS, its certificate is valid until {until:%Y-%m-%d}", highlight=False)
+    console.print(f"{address} speaks TLS, its certificate is valid until {until:%Y-%m-%d}")
 
 
 @app.command()

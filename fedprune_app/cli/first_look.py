@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from fedprune_app.cli.running import say_sizes
-from fedprune_app.cli.terminal import AS_IT_IS, Force, Out, Plugins, Workers, console, say
+from fedprune_app.cli.terminal import Force, Out, Plugins, Workers, console, say
 from fedprune_app.config import OPTIONS, ConfigError, Option, is_used, toml_value
 from fedprune_app.config.meant import not_allowed
 from fedprune_app.starting import Given, given_in, placed
+from fedprune_app.terminal import Terminal
 
 app = typer.Typer()
 
@@ -66,7 +67,7 @@ def list_(
         }
         typer.echo(json.dumps({**kinds, "measures": told, "keys": settings}, indent=1))
         return
-    out = Console(**AS_IT_IS)
+    out = Terminal()
     if keys:
         out.print(_keys_table(options))
         return

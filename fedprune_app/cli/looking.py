@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fedprune_app.cli.terminal import AS_IT_IS, Plugins, console, named_plugins, say, say_unsealed
+from fedprune_app.cli.terminal import Plugins, console, named_plugins, say, say_unsealed
 from fedprune_app.config import ConfigError
+from fedprune_app.terminal import Terminal
 
 if TYPE_CHECKING:
     from fedprune_app.predicting import Prediction
@@ -134,7 +134,7 @@ def export(
         after = small.milliseconds[batch]
         cells = f"{milliseconds:.3g}", f"{after:.3g}", f"{after / milliseconds:.1%}"
         table.add_row(f"ms per batch of {batch}", *cells)
-    Console(**AS_IT_IS).print(table)
+    Terminal().print(table)
     if info.model.endswith("-cr"):
         said = " the model predicts from an image's mean code; the run's accuracy is of the mean over drawn codes"
         say(said, "note:", "yellow")
@@ -164,7 +164,7 @@ def _export_language_model(folder: Path, output: Path, force: bool) -> None:
     ):
         table.add_row(name, f"{before:{form}}", f"{after:{form}}", f"{after / before:.1%}")
     table.add_row("sparse linear layers", "0", str(found.sparse_layers), f"of {found.layers}")
-    Console(**AS_IT_IS).print(table)
+    Terminal().print(table)
     say(f": {output.resolve()}", "exported", "green")
 
 
@@ -217,4 +217,4 @@ def _print_predictions(found: Sequence[Prediction]) -> None:
         for name, share in classes:
             table.add_row(*example, name, f"{share:.1%}")
             example = [""] * len(example)
-    Console(**AS_IT_IS).print(table)
+    Terminal().print(table)

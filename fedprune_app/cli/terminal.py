@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from fedprune_app.config import Config
 from fedprune_app.starting import Given, given_in
+from fedprune_app.terminal import Terminal
 
-AS_IT_IS: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}  # paths and errors hold no markup
-console = Console(stderr=True, **AS_IT_IS)
+console = Terminal(stderr=True)
 
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...")]
@@ -99,4 +98,4 @@ def print_rows(rows: Iterable[tuple[str, str]]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False)
     for subject, words in rows:
         table.add_row(Text(subject, "bold"), words)
-    Console(**AS_IT_IS).print(table)
+    Terminal().print(table)

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
-from fedprune_app.cli.terminal import AS_IT_IS, Plugins, console, say
+from fedprune_app.cli.terminal import Plugins, console, say
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.errors import LaunchError
 from fedprune_app.starting import Given, given_in
+from fedprune_app.terminal import Terminal
 
 app = typer.Typer()
 
@@ -78,7 +78,7 @@ def audit(
         ("confidence", f"{found.confidence:.1%}"),
     ):
         table.add_row(name, text)
-    Console(**AS_IT_IS).print(table)
+    Terminal().print(table)
     if json_file is not None:  # nothing is lost where it cannot be written
         replace_file(json_file.expanduser().resolve(), json.dumps(found.to_dict(), indent=1).encode())
     if not found.holds:
@@ -150,7 +150,7 @@ def simulate_faults(
         faults = sum(part.happened[kind] for kind in COUNTED.values())
         counts = (len(part.seeds), faults, round(part.seconds), len(part.violations))
         table.add_row(part.system, *(f"{count:,}" for count in counts))
-    Console(**AS_IT_IS).print(table)
+    Terminal().print(table)
     if table_file is not None:
         write_rows(table_file, (done[name] for name in names))
     if any(part.violations for part in done.values()):

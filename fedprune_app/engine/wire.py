@@ -17,6 +17,7 @@ from fedprune_app.core import codec
 from fedprune_app.core.bounds import LARGEST_SAID, bounded
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.flower_private import recorddict_to_proto
+from fedprune_app.printable import printable
 
 Fields = Mapping[str, Any]
 PAYLOAD = "payload"
@@ -196,8 +197,7 @@ def number(fields: Fields, name: str, least: float = -LARGEST_SAID, most: float 
 
 def one_line(text: str) -> str:
     """Return a client's text as it may stand in a log or a record: one printable line of at most 500 characters."""
-    start = " ".join(text[: 4 * _LINE].split())
-    return "".join(character for character in start if character.isprintable())[:_LINE]
+    return printable(" ".join(text[: 4 * _LINE].split()))[:_LINE]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,35 @@
+"""Text from outside is made printable here, before a terminal or a log gets it.
+
+A name of a class, a label or a file may come from a stranger, and so may an error that quotes it. It could command the
+terminal that shows it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+_LOGGERS = ("flwr", "flwr.fedprune", "fedprune")
+
+
+def printable(text: str) -> str:
+    r"""Return a text with its lines and tabs, and with escapes for all else that is not printable.
+
+    >>> printable("red: \x1b[31m")
+    'red: \\x1b[31m'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+def keep_logs_printable() -> None:
+    """Make each later record of our loggers and of Flower's printable, with its traceback."""
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(_make_printable)
+
+
+def _make_printable(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable(record.getMessage()), None
+    if record.exc_info:
+        record.exc_text = printable(logging.Formatter().formatException(record.exc_info))
+    return True
