@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 _AT_ONCE = 100  # so many parameters MLflow takes in one request
+_ANSWER_SECONDS = 10.0
 
 
 class Tracker(Protocol):
@@ -115,6 +116,8 @@ class MLflow:
         if not place:
             (folder / "mlflow").mkdir(exist_ok=True)
             place = f"sqlite:///{folder / 'mlflow' / 'mlflow.db'}"
+        elif place.startswith("http"):
+            _check_server(place)
         self._client = mlflow.MlflowClient(tracking_uri=place)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "fedprune")
         experiment = self._client.get_experiment_by_name(name)
@@ -177,6 +180,18 @@ _TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
     "mlflow": MLflow,
     "trackio": Trackio,
 }
+
+
+def _check_server(address: str) -> None:
+    """Raise ``OSError`` where no server answers soon: MLflow would ask it again and again for minutes."""
+    import httpx
+
+    url = httpx.URL(address).copy_with(userinfo=b"")  # any answer will do, so nothing secret is sent
+    try:
+        httpx.head(url, timeout=_ANSWER_SECONDS, verify=False)
+    except httpx.HTTPError as error:
+        told = f"no server answers within {_ANSWER_SECONDS:g} s ({error})"
+        raise OSError(f"MLFLOW_TRACKING_URI is {str(url)!r}: {told}") from None
 
 
 def _settings(info: Mapping[str, Any]) -> dict[str, Any]:

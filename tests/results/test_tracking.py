@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -79,6 +80,18 @@ def test_trackio_has_the_numbers_and_the_settings(tmp_path):
         (settings,) = database.execute("select config from configs").fetchone()
     assert [(step, json.loads(metrics)["accuracy_global"]) for step, metrics in rows] == [(1, 0.1), (2, 0.2)]
     assert json.loads(settings)["learning-rate"] == 0.1
+
+
+@pytest.mark.timeout(60)
+def test_an_mlflow_server_that_never_answers_is_an_error_soon(tmp_path, monkeypatch):
+    """MLflow itself would ask again for minutes."""
+    monkeypatch.setattr(tracking, "_ANSWER_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel takes the connection
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://someone:secret@{address}")
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        with pytest.raises(OSError, match=rf"^MLFLOW_TRACKING_URI is 'http://{address}': no server .* \(timed out\)$"):
+            tracking.open_tracker("mlflow", tmp_path, {"config": {}, "system": "fedavg"})
 
 
 def test_a_folder_in_which_trackio_cannot_write_is_an_error_at_once(tmp_path, monkeypatch):
