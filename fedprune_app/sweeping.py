@@ -168,6 +168,8 @@ def _run_searches(read: Searches, place: _Place) -> Swept:
             say("", f"{asked.name and f'{asked.name} '}best: {words}  {asked.objective} {best.value:.4f}")
             if same:
                 say("", f"{asked.name} has found the settings of {same[0]}, which {BEST} has once")
+            if settings.get("dp.enabled"):
+                say("", "note: the ε of the chosen run does not cover the other trials, which used the same data")
             replace_file(out / asked.best, to_toml(settings).encode())
         runs = tuple(run for _, each in found for run in each.runs)
         tables = (*(each.table for _, each in found), *(write_tables(runs, out) if runs else ()))

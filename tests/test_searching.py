@@ -59,6 +59,16 @@ def test_a_search_tries_settings_of_its_space_and_says_what_was_best(fedprune, t
     assert f"learning-rate={best['learning-rate']}" in " ".join(said.partition("best: ")[2].split())
 
 
+def test_a_private_search_says_that_epsilon_is_of_the_chosen_run_alone(fedprune, tmp_path):
+    private = {"dp.enabled": True, "dp.noise-multiplier": 2.0, "local-epochs": 1, "fraction-train": 1.0}
+    space = {"learning-rate": [0.1, 0.01]}
+    document = {**DOCUMENT, "common": {**DOCUMENT["common"], **private}, "search": {"trials": 1, "space": space}}
+    (tmp_path / "search.yaml").write_text(yaml.safe_dump(document))
+    code, said = fedprune("sweep", "search.yaml", "--engine", "inprocess", "--out", "found")
+    assert code == 0, said
+    assert "note: the ε of the chosen run does not cover the other trials" in said
+
+
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
 def test_a_search_that_was_stopped_goes_on_to_the_same_trials(tmp_path, monkeypatch, sampler):
     document = {**DOCUMENT, "search": {**DOCUMENT["search"], "sampler": sampler}}
