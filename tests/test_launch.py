@@ -110,6 +110,17 @@ def test_processes_find_room_on_the_gpus_that_they_share(processes, gpus):
     assert (on_each - 1) * gpus < processes  # no less than there is for each
 
 
+def test_an_app_that_cannot_be_copied_is_an_error_of_one_file(tmp_path):
+    """On a full disk none of the files can be."""
+    for package in ("strategies", "fedprune_app"):
+        (tmp_path / package).mkdir()
+        for name in ("__init__.py", "base.py", "api.py"):
+            (tmp_path / package / name).symlink_to(name)  # the kernel refuses to open it
+    with pytest.raises(OSError, match=r"^\[Errno \d+\] [^\n]{,300}\.py'$") as refused:
+        launch.stage_app(tmp_path)
+    assert str(refused.value).count("Errno") == 1
+
+
 @pytest.mark.parametrize("engine", ["ray", "flower"])
 def test_a_simulation_tells_its_server_how_many_clients_there_are(monkeypatch, tmp_path, engine):
     started = []
