@@ -8,6 +8,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The release of Flower: the last one whose nodes speak gRPC, at a port of their own. Others: docs/deploy.md.
 FLOWER ?= 1.39.*
 
+ifneq ($(words $(CURDIR)),1)
+$(info The path $(CURDIR) has a space: simulations run in it, and Flower's SuperLink (flwr run, fedprune deploy) does not)
+endif
+
 .PHONY: settings site site-serve demo test programs quick test-all record-hashes rehearsal flower-releases faults faults-sim planted-bugs lint fuzz format lock benchmarks clean
 
 demo: $(STAMP)

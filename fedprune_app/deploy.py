@@ -19,6 +19,7 @@ import sqlite3
 import ssl
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -278,7 +279,13 @@ def _host_and_port(address: str) -> tuple[str, str]:
 
 
 def superlink_command(options: Sequence[str]) -> list[str]:
-    """Return the command that starts Flower's SuperLink with these options and a check at its Control API."""
+    """Return the command that starts Flower's SuperLink with these options and a check at its Control API.
+
+    Raises :class:`ConfigError` where Flower finds nothing of its own, since it splits its path at spaces and commas.
+    """
+    place = sysconfig.get_path("purelib")
+    if " " in place or "," in place:
+        raise ConfigError(f"Flower is in {place!r}, allowed for its SuperLink: a path without spaces and commas")
     return [sys.executable, "-m", "fedprune_app.engine.superlink", *options]
 
 

@@ -414,3 +414,11 @@ def test_noise_comes_from_the_seed_in_simulations_alone_unless_the_operator_says
 def test_a_wrong_node_config_is_named(node_config, named):
     with pytest.raises(ConfigError, match="^" + named.replace(".", r"\.")):
         node_settings({}, node_config)
+
+
+def test_a_superlink_that_would_not_find_its_own_files_is_not_started(monkeypatch):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: "/tmp/my clone/lib/site-packages")
+    with pytest.raises(
+        ConfigError, match=r"^Flower is in '/tmp/my clone/lib/site-packages', allowed for its SuperLink: "
+    ):
+        deploy.superlink_command([])

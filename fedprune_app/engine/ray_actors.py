@@ -10,6 +10,8 @@ and follows the CPUs of this machine, whatever the cluster has. Here the number 
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 import threading
 import time
@@ -133,6 +135,17 @@ def _work(
         dealer.done()
 
 
+def with_this_python(environment: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return Ray's runtime environment with this Python as a shell takes it.
+
+    Ray hands the path of Python to a shell as it is. So its processes never start where the path has a space or a
+    bracket, and Ray waits for them without end. A cluster has a Python of its own.
+    """
+    quoted = shlex.quote(sys.executable)
+    needed = quoted != sys.executable and os.environ.get("RAY_ADDRESS", "local") == "local"
+    return {**({"py_executable": quoted} if needed else {}), **(environment or {})}
+
+
 def adapt_simulation() -> None:
     """Change how clients are given to actors, in Flower's simulation process before those exist; elsewhere do nothing.
 
@@ -154,4 +167,5 @@ def adapt_simulation() -> None:
     InMemoryGrid.push_messages = announced_push  # type: ignore[method-assign]
     flower_private.replace("ThreadPoolExecutor", _UnlimitedExecutor)
     flower_private.replace("ClientAppActor", ClientsOfFlower)
+    os.environ.setdefault("RAY_RUNTIME_ENV_HOOK", f"{__name__}.{with_this_python.__name__}")  # Ray calls it
     flower_private.replace("worker", partial(_work, dealer))

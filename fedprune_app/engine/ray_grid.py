@@ -31,8 +31,9 @@ class SimulatedClients:
         self._app: ClientApp = load_app(client_app, LoadClientAppError, app_folder)
         self._beside_server = beside_server
 
-    def answer(self, asked: list[tuple[Message, Context]]) -> Iterator[tuple[int, Message]]:
-        """Yield the number of each message and the reply to it."""
+    def answer(self, asked: list[tuple[Message, Context]]) -> Iterator[tuple[int, Message] | None]:
+        """Yield None, which shows that this process has started, and then the number of each message and its reply."""
+        yield None
         yield from answers(self._app, asked, self._beside_server)
 
 
@@ -43,7 +44,7 @@ class _Cohort:
     worker: Any
     ids: list[str]
     left: dict[str, Message] = field(default_factory=dict)
-    since: float = field(default_factory=time.monotonic)  # its beginning, or its last reply
+    since: float = 0.0  # its beginning, or its last reply; 0 until its process has started
 
 
 class RayGrid(SimulatedGrid):
@@ -81,9 +82,11 @@ class RayGrid(SimulatedGrid):
     def begun(self) -> dict[str, float]:
         """Return when the clients at work began, by message id, on the clock of ``time.monotonic``.
 
-        Clients of a cohort may work one after the other: the time of those that are left begins at the last reply.
+        Clients of a cohort may work one after the other: the time of those that are left begins at the last reply. A
+        cohort whose process has not started yet is not at work.
         """
-        return {message_id: cohort.since for cohort in self._at_work.values() for message_id in cohort.left}
+        begun = [cohort for cohort in self._at_work.values() if cohort.since]
+        return {message_id: cohort.since for cohort in begun for message_id in cohort.left}
 
     def forget(self, message_ids: Iterable[str]) -> None:
         """Nobody waits for these replies any more: messages in the queue leave it, and replies to come are dropped."""
@@ -144,7 +147,7 @@ class RayGrid(SimulatedGrid):
         """Take in the next reply of a cohort, or its end."""
         cohort = self._at_work[replies]
         try:
-            number, reply = ray.get(next(replies))
+            answered = ray.get(next(replies))
         except StopIteration:
             del self._at_work[replies]
             self._idle.append(cohort.worker)
@@ -161,6 +164,9 @@ class RayGrid(SimulatedGrid):
                 self._arrive(message_id, Message(reason, reply_to=message))
             return
         cohort.since = time.monotonic()
+        if answered is None:
+            return
+        number, reply = answered
         del cohort.left[cohort.ids[number]]
         self._arrive(cohort.ids[number], reply)
 

@@ -13,6 +13,9 @@ import math
 import os
 import secrets
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from fedprune_app.engine.flower_private import (
     get_fused_config_from_dir,
     get_project_config,
 )
+from fedprune_app.engine.ray_actors import with_this_python
 
 _RAY_GRAIN = 1e-4  # Ray rounds to it, and a rounded part might not fit
 # Flower's words around the real error:
@@ -76,9 +80,11 @@ def run(app: Path, config: dict[str, Any], num_clients: int, workers: Workers) -
     from fedprune_app.engine.ray_grid import RayGrid
 
     paths = os.pathsep.join([*sys.path, os.environ.get("PYTHONPATH", "")])
-    ray.init(include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": paths}}, **workers.init_args())
-    components = get_project_config(app)["tool"]["flwr"]["app"]["components"]
+    environment = with_this_python({"env_vars": {"PYTHONPATH": paths}})
     fused = get_fused_config_from_dir(app, config)
+    with _in_time(float(fused["startup-seconds"])):
+        ray.init(include_dashboard=False, runtime_env=environment, **workers.init_args())
+    components = get_project_config(app)["tool"]["flwr"]["app"]["components"]
     grid = RayGrid(components["clientapp"], str(app), num_clients, fused, workers.resources(), workers.processes > 0)
     server_app: ServerApp = load_app(components["serverapp"], RuntimeError, app)
     grid.serve(server_app)
@@ -101,7 +107,8 @@ def run_on_flower(app: Path, config: dict[str, Any], num_clients: int, workers: 
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = run.primary_task_id, run.run_id, SUPERLINK_NODE_ID
     fused = get_fused_config_from_dir(app, config)
     if not workers.processes:
-        ray.init(**workers.init_args())  # to count; Flower connects anew
+        with _in_time(float(fused["startup-seconds"])):
+            ray.init(**workers.init_args())  # to count; Flower connects anew
     resources = workers.resources()
     ray.shutdown()
     _run_simulation(
@@ -132,8 +139,25 @@ def main() -> None:
         while str(cause) in _NO_REASON and cause.__cause__ is not None:
             cause = cause.__cause__
         lines = str(cause).strip().splitlines() or [type(cause).__name__]
-        print(lines[-1], file=sys.stderr, flush=True)
-        os._exit(1)  # the ServerApp's thread may still wait for clients
+        _give_up(lines[-1])
+
+
+@contextmanager
+def _in_time(seconds: float) -> Iterator[None]:
+    """Give up if the block, in which Ray starts, is not over after so many seconds: Ray may wait without end."""
+    timer = threading.Timer(seconds, _give_up, [f"Ray did not start within startup-seconds = {seconds:g}"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _give_up(reason: str) -> None:
+    """End this process at once, whatever its threads wait for, with the reason as the last line of the output."""
+    print(reason, file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def _introductions(
 def _read_info(answer: Answer, kind: type[ClientInfo], numbers: Mapping[int, int]) -> ClientInfo:
     """Read a node's answer. In this exchange the answer's ``client`` is the node's id."""
     if answer.content is None:
-        raise ValueError(f"node {answer.client}: {answer.error}")
+        raise ValueError(f"node {answer.client}: {answer.error}{' (startup-seconds)' * answer.late}")
     info = kind.read(answer.client, wire.fields_of(answer.content))
     if info.own_data and info.id != numbers[info.node_id]:
         raise ValueError(f"node {info.node_id} says that it is {info.id}, allowed: its {numbers[info.node_id]}")

@@ -174,6 +174,18 @@ def test_ctrl_c_ends_everything_the_run_started_and_says_so(tmp_path):
 
 
 @pytest.mark.programs
+@pytest.mark.parametrize("engine", ["ray", "flower"])
+def test_a_python_in_a_folder_with_a_space_and_a_bracket_simulates(engine, tmp_path):
+    place = tmp_path / "my clone [x]"
+    place.symlink_to(sys.prefix)
+    command = [str(place / "bin" / "python"), "-m", "fedprune_app.cli", "run", "num-server-rounds=1", "local-epochs=1"]
+    command += ["--engine", engine, "--clients", "3", "--out", str(tmp_path / "run")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1000)
+    assert done.returncode == 0, done.stderr
+    assert run_info(tmp_path / "run")["status"] == "completed"
+
+
+@pytest.mark.programs
 def test_a_failed_run_exits_non_zero_with_the_reason_on_one_line(tmp_path):
     command = [*COMMAND, "run", "learning-rate=1e30", "--clients", "3", "--out", str(tmp_path / "r")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1000)

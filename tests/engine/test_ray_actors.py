@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
 import threading
 import time
 from queue import Queue
+from types import SimpleNamespace
 
 import pytest
 
-from fedprune_app.engine import ray_actors
-from fedprune_app.engine.ray_actors import Dealer
+from fedprune_app.engine import ray_actors, ray_grid
+from fedprune_app.engine.ray_actors import Dealer, with_this_python
 
 
 @pytest.fixture(autouse=True)
@@ -160,3 +164,39 @@ def test_every_message_is_dealt_once_to_many_workers_that_ask_at_once(patience):
     for worker in workers:
         worker.join()
     assert sorted(given) == list(range(400))
+
+
+@pytest.mark.parametrize(
+    "path", ["/tmp/my clone/bin/python", "/tmp/clone [x]/bin/python", "/tmp/it's $HOME/bin/python"]
+)
+def test_a_shell_finds_this_python_whatever_is_in_its_path(monkeypatch, path):
+    given = {"env_vars": {"A": "b"}}
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert with_this_python(given) == given
+    monkeypatch.setattr(sys, "executable", path)
+    quoted = with_this_python(given)
+    assert shlex.split(quoted.pop("py_executable")) == [path]
+    assert quoted == given
+    monkeypatch.setenv("RAY_ADDRESS", "cluster:6379")  # there it has another path
+    assert with_this_python(None) == {}
+
+
+def test_clients_whose_process_has_not_started_are_not_at_work(monkeypatch):
+    """Else those in the queue would wait for them, startup-seconds more for each cohort."""
+    grid = object.__new__(ray_grid.RayGrid)
+    replies = iter([None, (1, "a reply")])
+    grid._at_work = {replies: ray_grid._Cohort("worker", ["4", "5"], {"4": "message", "5": "message"})}
+    grid._replies, grid._forgotten = {}, {"5"}
+    monkeypatch.setattr(ray_grid, "ray", SimpleNamespace(get=lambda each: each))
+    assert grid.begun() == {}
+    grid._take(replies)
+    assert grid.begun().keys() == {"4", "5"}
+    grid._take(replies)
+    assert grid.begun().keys() == {"4"}
+
+
+@pytest.mark.timeout(120)
+def test_an_engine_that_does_not_start_in_time_ends_with_a_line():
+    code = "import time; from fedprune_app.engine.simulation import _in_time\nwith _in_time(0.1): time.sleep(3600)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "Ray did not start within startup-seconds = 0.1\n")

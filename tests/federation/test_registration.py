@@ -209,6 +209,18 @@ def test_too_few_clients_are_waited_for_no_longer_than_allowed():
     assert 0.5 <= time.monotonic() - started < 5
 
 
+class Silent(InProcessGrid):
+    """Its clients never answer, as where Ray's processes do not start."""
+
+    def pull_messages(self, message_ids):
+        return []
+
+
+def test_clients_that_do_not_answer_in_time_are_an_error_that_names_the_setting():
+    with pytest.raises(TooFewReplies, match=r"^no client could start: node \d+: no reply in 0.2 s \(startup"):
+        register_clients(Silent(client_app.app, 2, DEFAULTS), 0.2, KEY)
+
+
 def with_a_bad_first(grid: InProcessGrid) -> InProcessGrid:
     first = next(iter(grid._contexts.values()))
     first.run_config = {**first.run_config, "dataset": "mnist"}
