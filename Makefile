@@ -88,12 +88,12 @@ BENCHMARKS := $(filter-out benchmarks/_% $(addprefix benchmarks/,evidence.py fau
 benchmarks: $(DEV_STAMP)
 	for script in $(BENCHMARKS); do $(BIN)/python $$script || exit 1; done
 
-# torch first and exactly: a range would let the resolver take a newer build, with gigabytes of CUDA packages.
+# torch first and exactly, with its torchvision: a range would let the resolver take newer ones, with gigabytes of CUDA packages.
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml hatch_build.py $(wildcard fedprune_app/core/native/*.c) | $(BIN)/python
-	$(PIP) install --quiet torch==2.13.0
+	$(PIP) install --quiet torch==2.13.0 torchvision==0.28.0
 	$(PIP) install --quiet 'flwr[simulation]==$(FLOWER)' --editable '.[all]'
 	touch $@
 

@@ -13,13 +13,16 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 FLOWER = "1.39.*"  # as in the Makefile
+TORCH = "2.13.*"
 HEADER = "# All packages of the image{}. Made by `make lock`, from pyproject.toml: do not edit.\n"
 
 
 def main() -> None:
     command = ["uv", "pip", "compile", str(FOLDER.parent / "pyproject.toml"), "-", "--extra", "llm", "--quiet"]
     command += ["--universal", "--python-version", "3.11", "--generate-hashes", "--no-header", "--no-annotate"]
-    done = subprocess.run(command, input=f"hatchling\nflwr=={FLOWER}\n", stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, input=f"hatchling\nflwr=={FLOWER}\ntorch=={TORCH}\n", stdout=subprocess.PIPE, text=True, check=True
+    )
     packages = re.split(r"^(?=[a-z0-9])", done.stdout, flags=re.MULTILINE)
     is_of_torch = re.compile(r"(torch|triton|cuda-[a-z]+|nvidia-[a-z0-9-]+)==")
     with_torch = [package for package in packages if is_of_torch.match(package)]

@@ -36,7 +36,8 @@ import math
 import reprlib
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -370,28 +371,37 @@ def check_studies(several: Sequence[Search], out: Path) -> None:
     if not (out / STUDY).exists():
         return
     names = {_study_name(asked) for asked in several}
-    for study in _optuna().get_all_study_summaries(_storage(out)):
+    with storage_in(out) as storage:
+        studies = _optuna().get_all_study_summaries(storage)
+    for study in studies:
         if study.n_trials and study.study_name not in names:
             said = f"--out {str(out)!r} has trials of another search, {study.study_name!r}"
             raise ConfigError(f"{said}, allowed: the systems that it has and more, or a new folder")
 
 
-def _storage(out: Path) -> str:
-    return f"sqlite:///{out / STUDY}"
+@contextmanager
+def storage_in(out: Path) -> Iterator[Any]:
+    """Give Optuna's storage in ``out``, and close its database when the block ends."""
+    storage = _optuna().storages.RDBStorage(f"sqlite:///{out / STUDY}")
+    try:
+        yield storage
+    finally:
+        storage.remove_session()
+        storage.engine.dispose()
 
 
 def _study_name(asked: Search) -> str:
     return asked.name or "fedprune"
 
 
-def study_of(asked: Search, out: Path) -> Study:
-    """Return the search's study in ``out``, which may hold trials that were made before.
+def study_of(asked: Search, out: Path, storage: Any) -> Study:
+    """Return the search's study in the ``storage`` of ``out``, which may hold trials that were made before.
 
     Raises :class:`ConfigError` if ``out`` has another search.
     """
     optuna = _optuna()
     study: Study = optuna.create_study(
-        storage=_storage(out),
+        storage=storage,
         study_name=_study_name(asked),
         direction=OBJECTIVES[asked.objective],
         load_if_exists=True,

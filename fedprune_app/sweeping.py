@@ -150,7 +150,8 @@ def _run_searches(read: Searches, place: _Place) -> Swept:
         session = stack.enter_context(Session(placement, place.console))
         demo.prepare_models([_checked(asked, session, placement) for asked in several], place.console)
         stack.enter_context(_alone(out))
-        studies = [searching.study_of(asked, out) for asked in several]
+        storage = stack.enter_context(searching.storage_in(out))
+        studies = [searching.study_of(asked, out, storage) for asked in several]
         for asked, study in zip(several, studies, strict=True):
             try:
                 best = searching.search(asked, study, out, lambda config, folder: session.run(config, folder), say)

@@ -181,14 +181,13 @@ def listening(certificates=None):
             context.load_cert_chain(certificates.certificate, certificates.key)
 
         def answer():
-            with suppress(OSError):
-                connection, _ = server.accept()
-                if certificates:
-                    connection = context.wrap_socket(connection, server_side=True)
-                else:
+            with suppress(OSError), server.accept()[0] as connection:
+                if not certificates:
                     connection.sendall(b"\0\0\x12\4\0\0\0\0\0")  # as HTTP/2 without TLS begins
-                connection.recv(1)
-                connection.close()
+                    connection.recv(1)
+                    return
+                with context.wrap_socket(connection, server_side=True) as link:
+                    link.recv(1)
 
         thread = threading.Thread(target=answer)
         thread.start()

@@ -9,6 +9,7 @@ import json
 import math
 import shutil
 import sqlite3
+from contextlib import closing
 
 import pytest
 import yaml
@@ -135,7 +136,7 @@ def test_a_search_goes_on_with_the_number_of_clients_that_it_began_with(tmp_path
 
     search(1, clients=2)
     if is_of_an_earlier_version:  # whose study does not say the number
-        with sqlite3.connect(tmp_path / "s" / "optuna.db") as database:
+        with closing(sqlite3.connect(tmp_path / "s" / "optuna.db")) as database, database:
             assert database.execute("delete from study_user_attributes where key = 'clients'").rowcount == 1
     before = {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match=r"^clients is 3, allowed when resuming 'trial001-seed0': 2, as this run"):

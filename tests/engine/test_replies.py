@@ -78,6 +78,7 @@ class SuperLink:
             warnings.simplefilter("ignore", DeprecationWarning)  # of Alembic, about Flower's use of it
             objects = ObjectStoreFactory(database)
             self.state = LinkStateFactory(database, NoOpFederationManager(), objects).state()
+            self._databases = [self.state, objects.store()]
         self.run_id = self.state.create_run(
             "", "", "", {}, NOOP_FEDERATION_ID, None, NOOP_FLWR_AID, TaskType.SERVER_APP
         )
@@ -152,6 +153,11 @@ class SuperLink:
         assert len({reply.message_id for reply in found}) == len(found)
         return {reply.message_id: reply for reply in found}
 
+    def close(self) -> None:
+        for each in self._databases:
+            if engine := getattr(each, "_engine", None):  # without a database there is none
+                engine.dispose()
+
     def enter(self) -> SuperLink:
         TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = self.run_id, SUPERLINK_NODE_ID, 1
         return self
@@ -160,7 +166,9 @@ class SuperLink:
 @pytest.fixture(scope="module")
 def links(tmp_path_factory):
     """With a database, as in a deployment, and without, which is faster."""
-    return SuperLink(str(tmp_path_factory.mktemp("superlink") / "superlink.db")), SuperLink(FLWR_IN_MEMORY_DB_NAME)
+    path = tmp_path_factory.mktemp("superlink") / "superlink.db"
+    with closing(SuperLink(str(path))) as kept, closing(SuperLink(FLWR_IN_MEMORY_DB_NAME)) as quick:
+        yield kept, quick
 
 
 @pytest.fixture
@@ -325,9 +333,15 @@ def test_a_reply_that_the_superlink_cannot_read_is_the_error_of_its_sender_alone
     assert link.fetch(requests[2])[last].content == content_of()
 
 
-def test_a_superlink_that_cannot_answer_is_no_client_s_error(tmp_path):
-    path = make_database(tmp_path / "superlink.db")
-    link = SuperLink(str(path)).enter()
+@pytest.fixture
+def own_link(tmp_path):
+    """With a database that no other test uses."""
+    with closing(SuperLink(str(make_database(tmp_path / "superlink.db")))) as link:
+        yield link.enter()
+
+
+def test_a_superlink_that_cannot_answer_is_no_client_s_error(own_link, tmp_path):
+    link, path = own_link, tmp_path / "superlink.db"
     requests = link.ask(0, 1)
     link.reply(requests[0], content_of())
     with closing(sqlite3.connect(path)) as database:
@@ -348,10 +362,9 @@ def facts(link: SuperLink) -> dict:
     }
 
 
-def test_a_superlinks_database_gives_back_the_room_of_replies_that_were_refused(tmp_path):
+def test_a_superlinks_database_gives_back_the_room_of_replies_that_were_refused(own_link, tmp_path):
     """Flower deletes them; a database that it makes itself keeps the room of the largest for ever."""
-    path = make_database(tmp_path / "superlink.db")
-    link = SuperLink(str(path)).enter()
+    link, path = own_link, tmp_path / "superlink.db"
     for _ in range(3):
         (request,) = link.ask(0)
         link.reply(request, content_of(random.Random(0).randbytes(20 * MB)))

@@ -8,6 +8,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 
@@ -75,7 +76,7 @@ def test_trackio_has_the_numbers_and_the_settings(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "Trackio" not in done.stdout
-    with sqlite3.connect(tmp_path / "run" / "trackio" / "fedprune.db") as database:
+    with closing(sqlite3.connect(tmp_path / "run" / "trackio" / "fedprune.db")) as database:
         rows = database.execute("select step, metrics from metrics order by step").fetchall()
         (settings,) = database.execute("select config from configs").fetchone()
     assert [(step, json.loads(metrics)["accuracy_global"]) for step, metrics in rows] == [(1, 0.1), (2, 0.2)]
