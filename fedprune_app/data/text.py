@@ -115,13 +115,14 @@ def perplexity_texts(dataset: str, data_dir: str, more: Mapping[str, Path] | Non
 
     Other files are taken as they are. ``ValueError`` where there is no text, or one that cannot be read.
     """
+    found, own = {}, []
     if dataset == "stdlib":
-        found = {"stdlib": ("\n".join(_stdlib()[name].text for name in _HELD_OUT if name in _stdlib()), 0)}
+        found["stdlib"] = "\n".join(_stdlib()[name].text for name in _HELD_OUT if name in _stdlib()), 0
     else:
-        found = {path.stem: _joined(path.stem, path) for path in _files(data_dir, "test")}
-    for name, path in (more or {}).items():
+        own = [(path.stem, path) for path in _files(data_dir, "test")]
+    for name, path in [*own, *(more or {}).items()]:
         if name in found:
-            raise ValueError(f"test text {name!r} is given twice, allowed: names that the dataset's own texts lack")
+            raise ValueError(f"test text {name!r} is given twice, allowed: another name for {str(path)!r}")
         if not path.is_file():
             raise ValueError(f"test text {name!r} is at {str(path)!r}, allowed: a file")
         found[name] = _joined(name, path)
@@ -151,7 +152,7 @@ def _joined(name: str, path: Path) -> tuple[str, int]:
 def _opened(path: Path) -> Iterator[TextIO]:
     """Give the open file; raise :class:`FileError` where the file cannot be read."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:  # tools of Windows put a mark before the text
             yield file
     except (OSError, UnicodeDecodeError) as error:
         why = f"cannot be read ({type(error).__name__})"
@@ -185,11 +186,13 @@ def _documents(path: Path) -> Iterator[Document]:
                 continue
             try:
                 text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError, RecursionError):
-                text = None
-            if not isinstance(text, str):
+                text.encode()
+            except UnicodeEncodeError:  # half of a pair of surrogates, as a cut leaves it
+                why = f"has a line whose text is no Unicode: number {number}"
+                raise FileError(path, "a jsonl file", why) from None
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 why = f"has a line that is no object with a text under 'text': number {number}"
-                raise FileError(path, "a jsonl file", why)
+                raise FileError(path, "a jsonl file", why) from None
             yield Document(f"{path.stem}:{number}", text)
 
 

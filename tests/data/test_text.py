@@ -198,6 +198,29 @@ def test_a_file_that_is_no_text_is_named(tmp_path):
         perplexity_texts("text", str(tmp_path))
 
 
+def test_half_a_surrogate_pair_in_a_jsonl_is_named_with_its_line(tmp_path):
+    (tmp_path / "calibration").mkdir()
+    path = tmp_path / "calibration" / "a.jsonl"
+    path.write_text('{"text": "good"}\n{"text": "cut \\ud83d"}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl' has a line whose text is no Unicode: number 2"):
+        list(calibration_documents("text", str(tmp_path)))
+
+
+def test_a_mark_of_byte_order_is_no_part_of_a_text(tmp_path):
+    (tmp_path / "calibration").mkdir()
+    (tmp_path / "calibration" / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\n')
+    (tmp_path / "calibration" / "b.txt").write_bytes(b"\xef\xbb\xbftwo")
+    assert [each.text for each in calibration_documents("text", str(tmp_path))] == ["one", "two"]
+
+
+def test_two_test_texts_of_one_name_are_refused(tmp_path):
+    (tmp_path / "test").mkdir()
+    for name in ("t.txt", "t.jsonl"):
+        (tmp_path / "test" / name).write_text('{"text": "words"}')
+    with pytest.raises(ValueError, match=r"test text 't' is given twice, allowed: another name for '.*t\.txt'"):
+        perplexity_texts("text", str(tmp_path))
+
+
 def test_more_texts_come_after_the_datasets_own_and_are_joined_by_name(tmp_path):
     (tmp_path / "x.tokens").write_text(" no it \n was n't \n")
     more = {"ptb": tmp_path / "x.tokens", "mine": tmp_path / "x.tokens"}
