@@ -96,13 +96,13 @@ def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
     kept = {"all": 0, "kept": 0}
 
     def layer(number: int) -> Payload:
-        tensors = {name: tensor for name, tensor in model.layer_tensors(number).items() if name in prunable}
+        whole = model.layer_tensors(number)
+        tensors = {name: whole[name] for name in model.prunable(number)}
         found = Payload.pruned(tensors, {name: tensor != 0 for name, tensor in tensors.items()})
         kept["all"] += sum(tensor.numel() for tensor in tensors.values())
         kept["kept"] += found.num_kept()
         return found
 
-    prunable = set(model.prunable(0))
     written = write_packed(model, layer, output)
     try:
         dense, sparse = _both(output)
@@ -115,7 +115,7 @@ def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
         Cost(_bytes(dense), _bytes(dense), times["dense"]),
         Cost(written, _bytes(sparse), times["sparse"]),
         kept["kept"] / max(1, kept["all"]),
-        len(linear) - 1,  # the head is no layer of the decoder
+        max(0, len(linear) - 1),  # the head is no layer of the decoder
         linear.count(SparseLinear),
     )
 

@@ -14,6 +14,7 @@ from fedprune_app.data.text import stdlib_training_text
 from fedprune_app.federation.participation import check_min_replies
 from fedprune_app.files import scratch_folder
 from fedprune_app.models.embedded import embedded_folder, write_untrained
+from fedprune_app.models.layer_pruning import check_layers, same_inputs
 from fedprune_app.models.zero_shot import check_tasks
 from strategies.fedspallm import check_pattern
 
@@ -21,8 +22,8 @@ from strategies.fedspallm import check_pattern
 def check_texts(config: Config, num_clients: int) -> None:
     """Raise ``ValueError`` if a run of ``num_clients`` would refuse its text or its language model.
 
-    Every client is made, and reads and cuts its text as in the run. Of the model the parts that are in no decoder layer
-    are read.
+    Every client is made, and reads and cuts its text as in the run. The model is opened, and one decoder layer of each
+    kind computes.
     """
     if config.dataset == "text" and not Path(config.data_dir).is_dir():
         raise ConfigError(f"data-dir is {config.data_dir!r}, allowed with dataset 'text': a folder of texts")
@@ -35,6 +36,9 @@ def check_texts(config: Config, num_clients: int) -> None:
             client = FedSpaLLMClient(private, Place(number, num_clients, folder / "clients"))
             client.read_text()
         evaluation_windows(here, client.model)
+        check_layers(client.model)
+        if config.fedspallm.merge != "mean":
+            same_inputs(client.model)
         check_pattern(here, client.model)
 
 

@@ -1,22 +1,27 @@
-"""A causal language model on disk is read tensor by tensor, from a local folder or from the Hugging Face hub.
+"""A causal language model on disk is read part by part, from a local folder or from the Hugging Face hub.
 
-Only safetensors are read: nothing is unpickled.
+Which files count, what their tensors are called in the model, and how they are converted is what transformers does in
+``from_pretrained``. Only safetensors are read: nothing is unpickled.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedprune_app.files import locked, replacing_folder
 
 INDEX = "model.safetensors.index.json"
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # as files say it
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
 
 
@@ -62,7 +67,7 @@ def _of_hub(name: str, download: bool) -> Path:
         ) from None
     except Exception as error:  # the hub refuses with many kinds of error
         raise ValueError(f"model {name!r} cannot be downloaded: {one_line(error)}") from None
-    return snapshot if any(snapshot.glob("*.safetensors")) else _converted(name, snapshot, download)
+    return snapshot if weight_files(snapshot) else _converted(name, snapshot, download)
 
 
 def one_line(error: BaseException) -> str:
@@ -111,42 +116,46 @@ def inside(folder: Path, name: object) -> Path:
     return path
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that transformers loads: ``model.safetensors``, or the shards that the index names.
+
+    There are none where the folder has neither. ``ValueError`` for an index that cannot be read or leads elsewhere.
+    """
+    if (only := folder / "model.safetensors").exists():
+        return [only]
+    if not (index := folder / INDEX).exists():
+        return []
+    try:
+        return [inside(folder, name) for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"checkpoint {str(folder)!r} cannot be read: {error}") from None
+
+
 class TensorFiles:
-    """Tensor files are the tensors of a folder's safetensors files, by name; each is read when it is asked for."""
+    """Tensor files are the tensors of a checkpoint's files, by name; each is read when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._file_of: dict[str, Path] = {}
-        index = folder / INDEX
+        self.kinds: dict[str, str] = {}  # by name, the dtype in the words of the file's format
+        self.like: dict[str, Tensor] = {}  # by name, a tensor of the same shape without values
         try:
-            if index.exists():
-                weight_map = json.loads(index.read_text())["weight_map"]
-                self._file_of = {str(name): inside(folder, file) for name, file in weight_map.items()}
-            else:
-                for path in sorted(folder.glob("*.safetensors")):
-                    with safe_open(path, framework="pt") as file:
-                        self._file_of |= dict.fromkeys(file.keys(), path)
-        except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
+            for path in weight_files(folder):
+                with safe_open(path, framework="pt") as file:
+                    entries = {name: file.get_slice(name) for name in sorted(file.keys())}
+                self._file_of |= dict.fromkeys(entries, path)
+                self.kinds |= {name: entry.get_dtype() for name, entry in entries.items()}
+                self.like |= {n: torch.empty(entry.get_shape(), device="meta") for n, entry in entries.items()}
+        except (OSError, SafetensorError) as error:
             raise ValueError(f"checkpoint {str(folder)!r} cannot be read: {error}") from None
         if not self._file_of:
-            raise ValueError(f"checkpoint {str(folder)!r} holds no safetensors, allowed: at least one file")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+            raise ValueError(f"checkpoint {str(folder)!r} holds no safetensors, allowed: model.safetensors, or {INDEX}")
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return copies of the tensors ``names``, aligned as torch's own are.
-
-        ``ValueError`` for a tensor that is not there.
-        """
+        """Return copies of the tensors ``names``, aligned as torch's own are."""
         by_file: dict[Path, list[str]] = {}
         names = list(names)
         for name in names:
-            if name not in self._file_of:
-                raise ValueError(f"checkpoint {str(self.folder)!r} lacks tensor '{name}'")
             by_file.setdefault(self._file_of[name], []).append(name)
         found: dict[str, Tensor] = {}
         for path, wanted in by_file.items():
@@ -156,3 +165,146 @@ class TensorFiles:
             except (OSError, SafetensorError) as error:
                 raise ValueError(f"checkpoint file {str(path)!r} cannot be read: {error}") from None
         return {name: found[name] for name in names}
+
+
+def skeleton(config: Any, dtype: torch.dtype, **how: Any) -> Any:
+    """Return the transformers model of a config in evaluation mode, whose weights are on no device, for :func:`fill`.
+
+    Buffers that are in no checkpoint have their values. ``how`` goes to transformers' ``from_config``.
+    """
+    with torch.device("meta"):
+        auto = import_transformers().AutoModelForCausalLM
+        model = auto.from_config(copy.deepcopy(config), dtype=dtype, **how)
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        owner, _, own = name.rpartition(".")
+        setattr(model.get_submodule(owner), own, torch.empty_like(buffer, device="cpu"))
+    model.initialize_weights()  # of weights on no device nothing is computed
+    return model.eval()
+
+
+def fill(model: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return ``model``, which takes ``tensors`` as its weights, and ties to them what is tied and not among them.
+
+    ``ValueError`` naming a tensor that is too much, or that is still lacking.
+    """
+    unexpected = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
+    model.tie_weights(missing_keys=model.state_dict().keys() - tensors.keys())
+    lacking = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if lacking or unexpected:
+        raise ValueError(f"it has other tensors than its config: {[*lacking, *unexpected][:3]}")
+    return model
+
+
+class Checkpoint:
+    """A checkpoint is a folder's causal language model, of which parts are read as transformers reads the whole.
+
+    ``dtype`` is one of :data:`DTYPES`; "auto" is what transformers takes: the config's, or else that of the first
+    tensor. All tensors are looked for when the checkpoint is opened: ``ValueError`` says in one line what is wrong.
+    """
+
+    def __init__(self, folder: Path, dtype: str = "auto") -> None:
+        transformers = import_transformers()
+        self.folder = folder
+        try:
+            self.config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"checkpoint {str(folder)!r} cannot be read: {one_line(error)}") from None
+        if quantized := getattr(self.config, "quantization_config", None):
+            method = quantized.get("quant_method") if isinstance(quantized, dict) else type(quantized).__name__
+            raise self.refused(f"whose weights are quantized ({method}), allowed: {', '.join(DTYPES[1:])}")
+        self._files = TensorFiles(folder)
+        self.dtype = self._dtype(dtype)
+        try:  # an expert's matrix is seen at work only where each expert computes by itself
+            self.skeleton = skeleton(self.config, self.dtype, experts_implementation="eager")
+        except Exception as error:  # transformers' classes refuse with many kinds of error
+            raise self.refused(f"allowed: a causal language model ({one_line(error)[:200]})") from None
+        self._sources = self._names()
+        self._check()
+
+    def refused(self, why: str) -> ValueError:
+        """Return an error that names the folder and the class of its model."""
+        return ValueError(f"checkpoint {str(self.folder)!r} is of {type(self.config).__name__}, {why}")
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors by their name in the model, on the CPU, as transformers converts and casts them.
+
+        Those that the checkpoint lacks, since they are tied to others, are left out. All of a module are to be asked
+        for together.
+        """
+        names = list(names)
+        model = copy.deepcopy(self.skeleton)
+        sources = {source for name in names for source in self._sources.get(name, ())}
+        self._load(model, self._files.read(source for source in self._files.like if source in sources), "cpu")
+        found = model.state_dict()
+        return {name: found[name] for name in names if not found[name].is_meta}
+
+    def as_stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors under the names, and in the shapes, in which transformers saves this model."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return dict(revert_weight_conversion(self.skeleton, dict(tensors)))
+
+    # --- inside -------------------------------------------------------------------------------------------------
+
+    def _dtype(self, name: str) -> torch.dtype:
+        if name not in DTYPES:
+            raise ValueError(f"dtype is {name!r}, allowed: {', '.join(DTYPES)}")
+        stored = (_FLOATS[kind] for kind in self._files.kinds.values() if kind in _FLOATS)
+        found: Any = getattr(torch, name) if name != "auto" else self.config.dtype or next(stored, None)
+        if str(found).removeprefix("torch.") not in DTYPES:
+            raise self.refused(f"of dtype {found}, allowed: {', '.join(DTYPES[1:])} (fedspallm.dtype)")
+        dtype: torch.dtype = found
+        return dtype
+
+    def _names(self) -> dict[str, list[str]]:
+        """Return, by a tensor's name in the model, the names in the files of those that it is made of.
+
+        Of several tensors that are made of the same one, the first has the name.
+        """
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        rules = get_model_conversion_mapping(self.skeleton)
+        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        start, known = self.skeleton.base_model_prefix, self.skeleton.state_dict()
+        found: dict[str, list[str]] = {}
+        for source in sorted(self._files.like):
+            name = rename_source_key(source, renamings, converters, start, known)[0]
+            if name not in known:
+                name = rename_source_key(source, [], [], start, known)[0]
+            if name in known and known[name].is_floating_point() and self._files.kinds[source] not in _FLOATS:
+                kind = self._files.kinds[source]
+                raise self.refused(f"and has tensor '{source}' of {kind}, allowed: {', '.join(_FLOATS)}")
+            found.setdefault(name, []).append(source)
+        return found
+
+    def _load(self, model: Any, tensors: Mapping[str, Tensor], device: str) -> Any:
+        """Load some of the files' tensors into ``model`` as ``from_pretrained`` does; return what it tells of it."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.modeling_utils import LoadStateDictConfig
+
+        rules: Any = get_model_conversion_mapping(model)
+        how = LoadStateDictConfig(
+            device_map={"": device},
+            dtype=self.dtype,
+            dtype_plan=model._get_dtype_plan(self.dtype),
+            weight_mapping=rules,
+        )
+        return model._load_pretrained_model(model, tensors, None, how)[0]
+
+    def _check(self) -> None:
+        """Load all tensors without their values: the skeleton gets the dtypes of what is read later."""
+        told = self._load(self.skeleton, self._files.like, "meta")
+        self.unexpected = sorted(told.unexpected_keys)
+        for name, found, expected in sorted(told.mismatched_keys):
+            raise ValueError(
+                f"checkpoint {str(self.folder)!r} has tensor '{name}' of shape {tuple(found)}, its config says "
+                f"{tuple(expected)}"
+            )
+        for name, why in sorted(told.conversion_errors.items()):
+            raise self.refused(f"and its tensor '{name}' cannot be made: {one_line(ValueError(why))[-200:]}")
+        lacking = set(told.missing_keys)
+        self.skeleton.tie_weights(missing_keys=lacking)  # which takes out what is tied
+        for name in sorted(lacking):
+            raise ValueError(f"checkpoint {str(self.folder)!r} lacks tensor '{name}'")

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from fedprune_app.core.graphs import Recorder
 from fedprune_app.core.hessians import ClippedMoments
@@ -19,6 +22,7 @@ from fedprune_app.core.sparsegpt import Hessian, InputNorms, sparsegpt_together
 from fedprune_app.models.llm import LanguageModel
 
 PRUNERS = ("sparsegpt", "wanda", "magnitude")
+_LEAST = 0.5  # share of a layer's weights that is in matrices
 
 
 class _Statistics(Protocol):
@@ -49,13 +53,17 @@ class Pruner:
     recorder: Recorder | None = None
 
     def __call__(self, weights: Sequence[Tensor], inputs: Hessian | InputNorms | None) -> list[tuple[Tensor, Tensor]]:
-        """Return (pruned weight, mask) of each matrix; the matrices have the same inputs."""
+        """Return (pruned weight, mask) of each matrix; the matrices have the same inputs.
+
+        An expert to which no token was sent has nothing to go by but the magnitude of its weights.
+        """
         density = None if self.n_of_m else self.density
-        if self.method == "sparsegpt":
+        is_seen = inputs is not None and bool(inputs.input_norms().any())
+        if self.method == "sparsegpt" and is_seen:
             assert isinstance(inputs, Hessian)
             how = density, self.n_of_m, self.block_size, self.damping, self.count, self.recorder
             return sparsegpt_together(weights, inputs.matrix, *how)
-        if self.method == "wanda":
+        if self.method == "wanda" and is_seen:
             assert inputs is not None
             masks = [wanda_mask(weight, inputs.input_norms(), density, self.n_of_m) for weight in weights]
         else:
@@ -86,16 +94,17 @@ def prune_layer(
     names = model.prunable(layer)
     outputs, statistics = _observe(model, module, names, hidden, _KINDS.get(pruner.method), batch_size)
     parameters = dict(module.named_parameters())
+    whole = model.matrices[layer].apart(parameters)
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for together in _of_same_inputs(names, statistics):
         try:
-            done = pruner([parameters[name].data for name in together], statistics.get(together[0]))
+            done = pruner([whole[name].data for name in together], statistics.get(together[0]))
         except ValueError as error:
             raise ValueError(f"{model.prefix}.{layer}.{together[0]}: {error}") from None
-        for name, (pruned, mask) in zip(together, done, strict=True):
-            parameters[name].data = pruned
-            found[name] = pruned.cpu(), mask.cpu()
-    tensors, masks = {name: found[name][0] for name in names}, {name: found[name][1] for name in names}
+        found |= dict(zip(together, done, strict=True))
+    for own, pruned in model.matrices[layer].joined({name: found[name][0] for name in names}).items():
+        parameters[own].data = pruned
+    tensors, masks = {name: found[name][0].cpu() for name in names}, {name: found[name][1].cpu() for name in names}
     per_token = hidden.shape[1] ** -0.5  # statistics are means over sequences, not over tokens
     rms = {name: each.input_norms().cpu() * per_token for name, each in statistics.items()}
     hessians = {name: each.matrix for name, each in _by_first(names, statistics).items() if isinstance(each, Hessian)}
@@ -140,19 +149,49 @@ def _input_matrices(
     return {name: each.matrix for name, each in found.items()}
 
 
+def check_layers(model: LanguageModel) -> None:
+    """Raise ``ValueError`` for a model one of whose decoder layers cannot be pruned.
+
+    One layer of each kind computes. It has to give the same matrices inputs that is known of, the same output each
+    time, and to consist of matrices for the most part.
+    """
+    hidden = model.embed(torch.arange(4).view(2, 2), 2)
+    for layer in {str(_shapes(model, layer)): layer for layer in reversed(range(model.num_layers))}.values():
+        module, names = model.layer(layer, model.layer_tensors(layer)), model.prunable(layer)
+        like = model.layer_like(layer)
+        share = sum(like[name].numel() for name in names) / sum(each.numel() for each in like.values())
+        if share < _LEAST:
+            raise model.checkpoint.refused(
+                f"of which '{model.prefix}.{layer}' has {share:.0%} of its weights in matrices, allowed: {_LEAST:.0%}"
+            )
+        outputs = [_observe(model, module, names, hidden, InputNorms, 2)[0] for _ in range(2)]
+        if not torch.equal(*outputs):
+            raise model.checkpoint.refused(f"whose '{model.prefix}.{layer}' computes another thing each time")
+
+
 _same_inputs: WeakKeyDictionary[LanguageModel, list[list[str]]] = WeakKeyDictionary()
 
 
 def same_inputs(model: LanguageModel) -> list[list[str]]:
     """Return the matrices of a decoder layer in groups that have the same inputs, each in the order of the layer.
 
-    The groups are found by a call of the first layer, once for each model; all layers are of one kind.
+    The groups are found by a call of the first layer, once for each model. ``ValueError`` where not all layers are
+    alike, and for experts, to whom only a part of the text is sent.
     """
     if model not in _same_inputs:
         hidden = model.embed(torch.zeros((1, 2), dtype=torch.int64), 1)
         module, names = model.layer(0, model.layer_tensors(0)), model.prunable(0)
+        has_experts = any(place.expert >= 0 for place in model.matrices[0].places.values())
+        if has_experts or any(_shapes(model, 0) != _shapes(model, layer) for layer in range(model.num_layers)):
+            why = "whose layers differ, or have experts; allowed: fedspallm.merge 'mean', without dp.enabled"
+            raise model.checkpoint.refused(why)
         _same_inputs[model] = _of_same_inputs(names, _observe(model, module, names, hidden, InputNorms, 1)[1])
     return _same_inputs[model]
+
+
+def _shapes(model: LanguageModel, layer: int) -> dict[str, torch.Size]:
+    """Return the shapes of a layer's tensors, by name."""
+    return {name: tensor.shape for name, tensor in model.layer_like(layer).items()}
 
 
 def _by_first(names: list[str], statistics: Mapping[str, Found]) -> dict[str, Found]:
@@ -168,48 +207,84 @@ def _of_same_inputs(names: list[str], statistics: Mapping[str, object]) -> list[
     return list(groups.values())
 
 
+class _Watch(TorchFunctionMode):
+    """A watch sees what is multiplied by which of some matrices (out, in), and calls ``seen`` with name and inputs."""
+
+    def __init__(self, matrices: Mapping[str, Tensor], seen: Callable[[str, Tensor], None]) -> None:
+        super().__init__()
+        self.seen = seen
+        self.names = {_place(matrix): name for name, matrix in matrices.items()}
+        self.turned = {_place(matrix.mT): name for name, matrix in matrices.items()}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        inputs, matrix = args[_PRODUCTS[func] :][:2] if func in _PRODUCTS and len(args) > 1 else (None, None)
+        if isinstance(matrix, Tensor):
+            name = (self.names if func is F.linear else self.turned).get(_place(matrix))
+            if name is not None:
+                self.seen(name, inputs)
+        return func(*args, **kwargs or {})
+
+
+_PRODUCTS: Mapping[Callable[..., Any], int] = {
+    F.linear: 0, torch.matmul: 0, Tensor.matmul: 0, Tensor.__matmul__: 0, torch.mm: 0, Tensor.mm: 0, torch.addmm: 1,
+}  # fmt: skip
+"""Functions that multiply by a matrix, and where among their arguments the inputs are, which it follows."""
+
+
+def _place(matrix: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+    return matrix.data_ptr(), matrix.shape, matrix.stride()
+
+
 def _observe(
     model: LanguageModel, module: nn.Module, names: list[str], hidden: Tensor, kind: Kind[Found] | None, batch_size: int
 ) -> tuple[Tensor, dict[str, Found]]:
     """Return the layer's outputs, and the statistics of this kind of each matrix' inputs, or none.
 
-    Matrices that are given one tensor share its statistics.
+    Matrices that are given one tensor share its statistics. An expert is sent some tokens of a batch, or none: the
+    others count as zeros.
     """
     found: dict[str, Found] = {}
     given: dict[int, str] = {}  # id of a tensor of the current batch -> the matrix that met it first
     alive: list[Tensor] = []  # so that no id is used twice within a batch
+    unseen = set(names)  # in the current batch
+    layer = model.number_of(module)
+    places = model.matrices[layer].places
 
-    def hook(name: str) -> object:
-        linear = module.get_submodule(name.removesuffix(".weight"))
+    def seen(name: str, inputs: Tensor) -> None:
+        unseen.discard(name)
+        first = given.setdefault(id(inputs), name)
+        if first != name:
+            found[name] = found[first]
+            return
+        alive.append(inputs)
+        size = inputs.shape[-1]
+        if name not in found:
+            assert kind is not None
+            found[name] = kind(size, inputs.device)
+        inputs = inputs.reshape(-1, size)
+        if (lacking := -len(inputs) % num_sequences) and places[name].expert < 0:
+            raise model.checkpoint.refused(f"whose '{name}' in layer {layer} is given a part of the tokens")
+        inputs = F.pad(inputs, (0, 0, 0, lacking)) if lacking else inputs
+        # some models flatten (sequences, length) before their matrices
+        found[name].add(inputs.reshape(num_sequences, -1, size))
 
-        def observe(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            inputs = arguments[0]
-            first = given.setdefault(id(inputs), name)
-            if first != name:
-                found[name] = found[first]
-                return
-            alive.append(inputs)
-            if name not in found:
-                assert kind is not None
-                found[name] = kind(inputs.shape[-1], inputs.device)
-            # some models flatten (sequences, length) before their matrices
-            found[name].add(inputs.reshape(num_sequences, -1, inputs.shape[-1]))
-
-        return linear.register_forward_pre_hook(observe)
-
-    hooks = [hook(name) for name in names] if kind is not None else []
     outputs, done = torch.empty_like(hidden), 0
     num_sequences = min(batch_size, len(hidden))
-    try:
+    views = model.matrices[layer].views(dict(module.named_parameters()))
+    matrices = {name: views[name] for name in names}
+    with _Watch(matrices, seen) if kind is not None else nullcontext():
         for output in model.run(module, hidden, batch_size):
             outputs[done : done + len(output)] = output
             done += len(output)
+            at_work = {places[name].parameter for name in names if name not in unseen}
+            for name in sorted(unseen) if kind is not None else ():
+                if places[name].parameter not in at_work:
+                    raise model.checkpoint.refused(f"whose '{name}' in layer {layer} was given no input that is known")
+                seen(name, hidden.new_zeros(num_sequences, matrices[name].shape[1]))
+            unseen = set(names)
             given.clear()
             alive.clear()
             num_sequences = min(batch_size, len(hidden) - done)
-    finally:
-        for each in hooks:
-            each.remove()  # type: ignore[attr-defined]
-    if kind is not None and (unseen := [name for name in names if name not in found]):
-        raise ValueError(f"{unseen[0]} was given no input, allowed: layers that use all their matrices")
     return outputs, found

@@ -1,7 +1,8 @@
 """A causal language model is a shell and a row of decoder layers, of which one is in memory at a time.
 
-This works for any transformers model that keeps its decoder layers, all of one kind, in a list and their matrices in
-``nn.Linear``: OPT, LLaMA, Qwen, Mistral, Phi and their like. Nothing here knows a family by name.
+This works for any transformers model that hands hidden states, and nothing else, from one decoder layer to the next.
+Nothing here knows a family by name: how layers are called is seen at calls of the model itself, and a model that does
+more between its layers is refused when it is opened.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -20,84 +22,80 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedprune_app.core.payload import Payload
-from fedprune_app.models.checkpoints import TensorFiles, one_line
+from fedprune_app.models.checkpoints import Checkpoint, fill, one_line
 from fedprune_app.models.checkpoints import import_transformers as import_transformers
 from fedprune_app.models.hidden_states import home_of
+from fedprune_app.models.matrices import Matrices
 
 log = logging.getLogger("flwr.fedprune")
-DTYPES = ("auto", "float32", "float16", "bfloat16")
 _LENGTH = 2048  # tokens in SparseGPT's, Wanda's and FedSpaLLM's sequences
 _LOGITS = 2**22  # logits in memory at a time, unless one sequence has more; logits are many times wider than states
 _HIDDEN = 2**32  # bytes of hidden states of the texts whose perplexity is measured at a time
 _REMEMBERED = 2**22  # longest text, in characters, whose tokens are remembered
 LayerTensors = Callable[[int], Mapping[str, Tensor]]
 """A function of this type returns the tensors of decoder layer i, by name within the layer."""
-
-
-def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return ``module`` with its weights in ``dtype``; buffers that are in no checkpoint stay as they are.
-
-    ``module.to(dtype)`` would round these buffers too: rotary frequencies, which are float32 in a model of any dtype.
-    """
-    stored = module.state_dict()
-    tensors = [*module.parameters(), *(buffer for name, buffer in module.named_buffers() if name in stored)]
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
-    return module
+Arguments = tuple[tuple[Any, ...], tuple[tuple[str, Any], ...]]
+"""With these arguments, and these by keyword, a decoder layer is called beside its hidden states."""
 
 
 class _Relay(nn.Module):
-    """A relay stands in the shell for all decoder layers.
+    """A relay stands in the shell for a decoder layer: it notes how it was called, and hands on what it was given.
 
-    The relay notes how the first layer was called, and hands on the output of the last layer.
+    ``result`` is handed on in place of that where there is one. ``beside`` is how many outputs the layer returns beside
+    the hidden states. Whatever else the model asks of a layer is the layer's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.hidden = torch.empty(0)
-        self.keywords: dict[str, Any] = {}
+        self.layer = (layer,)  # in a tuple, so that it is no part of the shell
+        self.calls: list[tuple[Tensor, Arguments]] = []
         self.result: Tensor | None = None
+        self.beside: int | None = None
 
-    def forward(self, hidden: Tensor, **keywords: Any) -> Tensor:
-        self.hidden, self.keywords = hidden, keywords
-        return hidden if self.result is None else self.result
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["layer"][0], name)
+
+    def forward(self, *given: Any, **keywords: Any) -> Any:
+        hidden, *more = given or (keywords.pop("hidden_states"),)
+        self.calls.append((hidden, (tuple(more), tuple(keywords.items()))))
+        out = hidden if self.result is None else self.result
+        return out if self.beside is None else (out, *[None] * self.beside)
 
 
 class LanguageModel:
-    """A language model is an opened checkpoint folder.
+    """A language model is an opened checkpoint folder, see :class:`Checkpoint`.
 
-    ``dtype`` is one of :data:`DTYPES`; "auto" is the checkpoint's own.
+    Names of tensors within a layer are transformers' own, but for matrices that are no ``nn.Linear``: see
+    :class:`Matrices`.
     """
 
     def __init__(self, folder: Path, dtype: str = "auto", device: torch.device | str = "cpu") -> None:
-        transformers = import_transformers()
         self.folder, self.device = folder, torch.device(device)
-        try:
-            self.config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"checkpoint {str(folder)!r} cannot be read: {one_line(error)}") from None
-        self._files = TensorFiles(folder)
+        self.checkpoint = Checkpoint(folder, dtype)
+        self.config, self.dtype = self.checkpoint.config, self.checkpoint.dtype
+        self._text = self.config.get_text_config()
         self._tokenizer: Any = None
         self._encode_once = lru_cache(maxsize=32)(self._encode)
         self._digests: dict[int, str] = {}
         self.dense: dict[str, dict[str, Perplexity]] = {}  # of the model's own layers: dense_perplexities
-        self._called: tuple[tuple[int, int], dict[str, Any]] | None = None
-        auto = transformers.AutoModelForCausalLM
+        self._called: tuple[tuple[int, int], list[Arguments]] | None = None
         try:
-            with torch.device("meta"):
-                whole = auto.from_config(self.config)
-        except ValueError:
-            kind = type(self.config).__name__
-            raise ValueError(f"checkpoint {str(folder)!r} is of {kind}, allowed: a causal language model") from None
-        self.prefix, self._layers = decoder_layers(whole)
+            self.prefix, self._layers = decoder_layers(self.checkpoint.skeleton)
+        except ValueError as error:
+            raise self.checkpoint.refused(str(error)) from None
+        self.matrices = [Matrices(layer) for layer in self._layers]
         more = self.prefix + f".{self.num_layers}."
-        if beyond := next((name for name in self._files if name.startswith(more)), None):
+        if beyond := next((name for name in self.checkpoint.unexpected if name.startswith(more)), None):
             log.warning(
                 "checkpoint %r has tensor '%s', its config says %d layers", str(folder), beyond, self.num_layers
             )
-        self.dtype = self._dtype(dtype)
-        self._shell, self._relay = self._build_shell(auto)
+        self._shell = copy.deepcopy(self.checkpoint.skeleton)
+        self._relays = [_Relay(layer) for layer in self._layers]
+        self._shell.set_submodule(self.prefix, nn.ModuleList(self._relays))
+        fill(self._shell, self.shell_tensors()).to(self.device).requires_grad_(False)
         self._try()
 
     @property
@@ -108,7 +106,7 @@ class LanguageModel:
     @property
     def max_length(self) -> int | None:
         """Return the longest sequence for which the model was made; None where its config does not say so."""
-        return getattr(self.config, "max_position_embeddings", None)
+        return getattr(self._text, "max_position_embeddings", None)
 
     def sequence_length(self, asked: int) -> int:
         """Return the tokens of a sequence: ``asked``, or for 0 the papers' length, but no more than the model takes.
@@ -143,35 +141,46 @@ class LanguageModel:
     def _encode(self, text: str) -> Tensor:
         if self._tokenizer is None:
             self._tokenizer = self.tokenizer()
-        return torch.tensor(self._tokenizer(text, verbose=False).input_ids, dtype=torch.int64)
+        ids = torch.tensor(self._tokenizer(text, verbose=False).input_ids, dtype=torch.int64)
+        if len(ids) and int(ids.max()) >= self._vocabulary:
+            raise self.checkpoint.refused(
+                f"whose tokenizer gives the id {int(ids.max())}, and which embeds {self._vocabulary} ids"
+            )
+        return ids
+
+    @property
+    def _vocabulary(self) -> int:
+        return len(self._shell.get_input_embeddings().weight)
 
     # --- weights ------------------------------------------------------------------------------------------------
 
     def prunable(self, layer: int) -> list[str]:
-        """Return the names, within the layer, of its matrices.
+        """Return the names, within the layer, of its matrices, see :class:`Matrices`.
 
-        Matrices are the weights of ``nn.Linear``. Biases and norms are never pruned.
+        Biases, norms and other tensors are never pruned.
         """
-        return [f"{name}.weight" for name, module in self._layers[layer].named_modules() if _is_matrix(module)]
+        return list(self.matrices[layer].places)
 
     def layer_tensors(self, layer: int) -> dict[str, Tensor]:
         """Return the checkpoint's tensors of a decoder layer, by name within the layer, on the CPU."""
         start = f"{self.prefix}.{layer}."
-        names = list(self._layers[layer].state_dict())
-        read = self._read(start + name for name in names)
-        return {name: read[start + name] for name in names}
+        read = self.checkpoint.read(start + name for name in self._layers[layer].state_dict())
+        return self.matrices[layer].apart({name.removeprefix(start): tensor for name, tensor in read.items()})
 
     def layer_like(self, layer: int) -> dict[str, Tensor]:
         """Return tensors of the names, shapes and dtypes of :meth:`layer_tensors`, without values."""
-        like = self._layers[layer].state_dict()
-        return {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in like.items()}
+        return self.matrices[layer].apart(self._layers[layer].state_dict())
 
     def shell_tensors(self) -> dict[str, Tensor]:
         """Return the checkpoint's other tensors, by full name: embeddings, last norm, head.
 
         Tied tensors are there once.
         """
-        return self._read(name for name in self._shell.state_dict() if self._stored(name))
+        return self.checkpoint.read(self._shell.state_dict())
+
+    def named(self, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors of a decoder layer, or masks, as transformers' model has them, by full name."""
+        return {f"{self.prefix}.{layer}.{n}": t for n, t in self.matrices[layer].joined(tensors).items()}
 
     def layer_digest(self, layer: int) -> str:
         """Return the SHA-256 of a dense layer."""
@@ -188,7 +197,8 @@ class LanguageModel:
 
     def num_parameters(self) -> tuple[int, int]:
         """Return two numbers of parameters: of the whole model, and of the prunable matrices."""
-        prunable = sum(module.weight.numel() for module in self._layers.modules() if isinstance(module, nn.Linear))
+        likes = [self.layer_like(layer) for layer in range(self.num_layers)]
+        prunable = sum(like[name].numel() for layer, like in enumerate(likes) for name in self.prunable(layer))
         in_layers = sum(parameter.numel() for parameter in self._layers.parameters())
         return in_layers + sum(parameter.numel() for parameter in self._shell.parameters()), prunable
 
@@ -201,35 +211,31 @@ class LanguageModel:
     @property
     def token_bytes(self) -> int:
         """Return the bytes of one token's hidden state."""
-        return int(getattr(self.config, "hidden_size", 1)) * self.dtype.itemsize
+        return int(getattr(self._text, "hidden_size", 1)) * self.dtype.itemsize
 
     def layer(self, layer: int, tensors: Mapping[str, Tensor]) -> nn.Module:
         """Return a decoder layer with these weights, on the device, in eval mode."""
         module = copy.deepcopy(self._layers[layer])
-        for name, tensor in self.layer_like(layer).items():
-            self._check_shape(f"{self.prefix}.{layer}.{name}", tensors[name].shape, tensor.shape)
-        module.load_state_dict(
-            {name: tensor.to(self.device, self.dtype) for name, tensor in tensors.items()}, assign=True
-        )
-        if any(buffer.is_meta for buffer in module.buffers()):
-            raise ValueError(
-                f"decoder layer {layer} of {type(self.config).__name__} has buffers outside the checkpoint"
-            )
-        return module.eval().requires_grad_(False)
+        module.__dict__["number"] = layer
+        joined = {name: tensor.to(self.device) for name, tensor in self.matrices[layer].joined(tensors).items()}
+        module.load_state_dict(joined, assign=True)
+        return module.to(self.device).requires_grad_(False)
+
+    @staticmethod
+    def number_of(module: nn.Module) -> int:
+        """Return which layer a module of :meth:`layer` is."""
+        return int(module.__dict__["number"])
 
     def whole(self, layers: LayerTensors) -> Any:
-        """Return the transformers model with the matrices of ``layers`` in place of its own, in training mode.
+        """Return the transformers model with copies of the matrices of ``layers`` in place of its own, to be trained.
 
         All of it is in memory, on the device, in the model's dtype.
         """
-        model: Any = cast(import_transformers().AutoModelForCausalLM.from_config(self.config), self.dtype)
         tensors = self.shell_tensors()
         for layer in range(self.num_layers):
-            own = {**self.layer_tensors(layer), **layers(layer)}
-            tensors |= {f"{self.prefix}.{layer}.{name}": tensor for name, tensor in own.items()}
-        model.load_state_dict(tensors, strict=False)
-        model.tie_weights()
-        return model.to(self.device).train()
+            own = {name: tensor.clone() for name, tensor in layers(layer).items()}
+            tensors |= self.named(layer, {**self.layer_tensors(layer), **own})
+        return fill(copy.deepcopy(self.checkpoint.skeleton), tensors).to(self.device).train()
 
     @torch.no_grad()
     def embed(self, tokens: Tensor, batch_size: int, device: torch.device | str | None = None) -> Tensor:
@@ -241,7 +247,7 @@ class LanguageModel:
         self._check_length(tokens.shape[1])
         hidden = torch.empty(0)
         for start in range(0, len(tokens), batch_size):
-            entered = self._enter(tokens[start : start + batch_size])[0]
+            entered = self._calls(tokens[start : start + batch_size])[0][0]
             if not start:
                 if device is None:
                     device = self.home(tokens.numel())
@@ -253,7 +259,8 @@ class LanguageModel:
     def run(self, module: nn.Module, hidden: Tensor, batch_size: int) -> Iterator[Tensor]:
         """Yield the layer's outputs for these hidden states, batch by batch, where the states lie."""
         for batch in torch.split(hidden, batch_size):
-            output = module(batch.to(self.device), **self._keywords(batch.shape[0], batch.shape[1]))
+            more, keywords = self._arguments(batch.shape[0], batch.shape[1])[self.number_of(module)]
+            output = module(batch.to(self.device), *more, **dict(keywords))
             yield (output[0] if isinstance(output, tuple) else output).to(hidden.device)
 
     def pass_through(self, module: nn.Module, hidden: Tensor, batch_size: int) -> Tensor:
@@ -269,13 +276,9 @@ class LanguageModel:
     def losses(self, tokens: Tensor, hidden: Tensor) -> list[float]:
         """Return the mean cross entropy of each sequence's next tokens; ``hidden`` are the last layer's outputs."""
         found: list[float] = []
-        at_once = max(1, _LOGITS // (self.config.vocab_size * tokens.shape[1]))
+        at_once = max(1, _LOGITS // (self._vocabulary * tokens.shape[1]))
         for ids, state in zip(torch.split(tokens, at_once), torch.split(hidden, at_once), strict=True):
-            self._relay.result = state.to(self.device)
-            try:
-                logits = self._shell(ids.to(self.device), use_cache=False).logits
-            finally:
-                self._relay.result = None
+            logits = self._logits(ids, state)
             each = F.cross_entropy(
                 logits[:, :-1].float().transpose(1, 2), ids[:, 1:].to(self.device), reduction="none"
             )  # (sequences, length - 1)
@@ -284,101 +287,85 @@ class LanguageModel:
 
     # --- inside -------------------------------------------------------------------------------------------------
 
-    def _read(self, names: Any) -> dict[str, Tensor]:
-        stored = {name: self._stored(name) or name for name in names}
-        tensors = self._files.read(stored.values())
-        return {
-            name: tensors[other].to(self.dtype) if tensors[other].is_floating_point() else tensors[other]
-            for name, other in stored.items()
-        }
-
-    def _check_shape(self, name: str, found: torch.Size, expected: torch.Size) -> None:
-        if found != expected:
-            raise ValueError(
-                f"checkpoint {str(self.folder)!r} has tensor '{name}' of shape {tuple(found)}, its config says "
-                f"{tuple(expected)}"
-            )
-
-    def _try(self) -> None:
-        """Refuse a family whose decoder layers are not called, or do not answer, as the relay does."""
-        ids = torch.zeros((1, 2), dtype=torch.int64)
+    def _logits(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """Return the logits of sequences whose hidden states after the last layer are ``hidden``."""
+        self._relays[-1].result = hidden.to(self.device)
         try:
-            self.losses(ids, self.embed(ids, 1))
-        except (TypeError, IndexError, AttributeError, KeyError, RuntimeError) as error:
-            kind = type(self.config).__name__
-            raise ValueError(
-                f"checkpoint {str(self.folder)!r} is of {kind}, whose decoder layers are not called like OPT's and "
-                f"LLaMA's ({one_line(error)[:200]})"
-            ) from None
+            found: Tensor = self._shell(ids.to(self.device), use_cache=False).logits
+        finally:
+            self._relays[-1].result = None
+            for relay in self._relays:
+                relay.calls.clear()
+        return found
 
-    def _stored(self, name: str) -> str | None:
-        """Return the checkpoint's name of a tensor: old checkpoints lack the head model's prefix."""
-        return next((each for each in (name, name.partition(".")[2]) if each in self._files), None)
-
-    def _dtype(self, name: str) -> torch.dtype:
-        if name not in DTYPES:
-            raise ValueError(f"dtype is {name!r}, allowed: {', '.join(DTYPES)}")
-        if name != "auto":
-            return getattr(torch, name)  # type: ignore[no-any-return]
-        first = f"{self.prefix}.0.{self.prunable(0)[0]}"
-        (tensor,) = self._files.read([self._stored(first) or first]).values()
-        return tensor.dtype
-
-    def _build_shell(self, auto: Any) -> tuple[Any, _Relay]:
-        shell = auto.from_config(with_layers(self.config, 1))
-        relay = _Relay()
-        shell.get_submodule(self.prefix)[0] = relay
-        shell.tie_weights()
-        expected = {name: tensor.shape for name, tensor in shell.state_dict().items() if self._stored(name)}
-        wanted = self._read(expected)
-        for name, shape in expected.items():
-            self._check_shape(name, wanted[name].shape, shape)
-        shell.load_state_dict(wanted, strict=False)
-        shell.tie_weights()
-        pointers = {tensor.data_ptr() for name, tensor in shell.state_dict().items() if name in wanted}
-        lacking = [name for name, tensor in shell.state_dict().items() if tensor.data_ptr() not in pointers]
-        if lacking:  # neither stored nor tied to a stored tensor
-            raise ValueError(f"checkpoint {str(self.folder)!r} lacks tensor '{lacking[0]}'")
-        return cast(shell, self.dtype).to(self.device).eval().requires_grad_(False), relay
-
-    def _enter(self, tokens: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    def _calls(self, tokens: Tensor) -> list[tuple[Tensor, Arguments]]:
+        """Return how the decoder layers are called, in turn, for these tokens."""
+        for relay in self._relays:
+            relay.calls.clear()
         self._shell.base_model(tokens.to(self.device), use_cache=False)
-        return self._relay.hidden, self._relay.keywords
+        if any(len(relay.calls) != 1 for relay in self._relays):
+            raise ValueError("does not call each of them once")
+        return [relay.calls[0] for relay in self._relays]
 
-    def _keywords(self, num_sequences: int, length: int) -> dict[str, Any]:
-        """Return the arguments with which a layer is called for sequences of this length without padding.
+    def _arguments(self, num_sequences: int, length: int) -> list[Arguments]:
+        """Return with what each layer is called for sequences of this length without padding.
 
         The last answer is remembered.
         """
         shape = (num_sequences, length)
         if self._called is None or self._called[0] != shape:
-            self._called = shape, self._enter(torch.zeros(shape, dtype=torch.int64))[1]
+            called = self._calls(torch.zeros(shape, dtype=torch.int64))
+            self._called = shape, [arguments for _, arguments in called]
         return self._called[1]
 
+    @torch.no_grad()
+    def _try(self) -> None:
+        """Refuse a model that does more between its layers, and around them, than to hand hidden states on.
 
-def _is_matrix(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
+        The layers' arguments may depend on the length of the sequences alone, and what comes after the last layer on
+        that layer's output alone. How the layers answer is learned from the first one.
+        """
+        ids = torch.arange(6).view(2, 3).clamp(max=self._vocabulary - 1)
+        try:
+            with suppress(Exception):  # until it is known how layers answer, only the first call counts
+                self._calls(ids)
+            if not self._relays[0].calls:
+                raise ValueError("does not call them")
+            hidden, (more, keywords) = self._relays[0].calls[0]
+            answer = self.layer(0, self.layer_tensors(0))(hidden, *more, **dict(keywords))
+            for relay in self._relays:
+                relay.beside = len(answer) - 1 if isinstance(answer, tuple) else None
+            state = answer[0] if isinstance(answer, tuple) else answer
+            if state.shape != hidden.shape:
+                raise ValueError(f"returns states of shape {tuple(state.shape)} for {tuple(hidden.shape)}")
+            calls, others = self._calls(ids), self._arguments(*ids.shape)
+            if any(given is not calls[0][0] for given, _ in calls):
+                raise ValueError("changes hidden states between them")
+            if not all(map(_alike, [arguments for _, arguments in calls], others)):
+                raise ValueError("calls them with what depends on the text, or with more than tensors and numbers")
+            if not torch.equal(self._logits(ids, state), self._logits(torch.zeros_like(ids), state)):
+                raise ValueError("reads more than the last one's output")
+        except Exception as error:  # families refuse to be taken apart with many kinds of error
+            why = f"which cannot be run layer by layer: '{self.prefix}' is the list of its layers, and it"
+            raise self.checkpoint.refused(f"{why} {one_line(error)[:200]}") from None
 
 
-def with_layers(config: Any, count: int) -> Any:
-    """Return a copy of a transformers config for so many decoder layers. ``ValueError`` where these are not alike."""
-    config = copy.deepcopy(config)
-    config.num_hidden_layers = count
-    kinds = getattr(config, "layer_types", None)
-    if kinds and len(set(kinds)) > 1:
-        raise ValueError(f"decoder layers of {type(config).__name__} are of {len(set(kinds))} kinds, allowed: one")
-    if kinds:
-        config.layer_types = [kinds[0]] * count
-    return config
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether two arguments of decoder layers, of tensors, numbers and words alone, are the same."""
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and torch.equal(one, other)
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    return isinstance(one, bool | int | float | str | torch.dtype | None) and one == other
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the name of the outermost list of modules that holds the most matrices, and the list."""
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     outer = [(n, m) for n, m in lists if not any(n.startswith(f"{other}.") for other, _ in lists)]
-    counts = [sum(_is_matrix(each) for each in module.modules()) for _, module in outer]
+    counts = [len(Matrices(module).places) for _, module in outer]
     if not counts or not max(counts):
-        raise ValueError(f"{type(model).__name__} has no list of decoder layers with Linear modules")
+        raise ValueError("which has no list of decoder layers with matrices")
     return outer[counts.index(max(counts))]
 
 

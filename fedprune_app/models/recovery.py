@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import global_draws_of
-from fedprune_app.models.llm import LanguageModel, cast
+from fedprune_app.models.llm import LanguageModel
 
 _CLIP = 1.0  # the largest norm of a gradient
 _BETAS = (0.9, 0.95)
@@ -53,10 +53,10 @@ def recovered(
     is the mean cross entropy of the next token, in nats, over all steps. Raises ``ValueError`` for a loss that is not
     finite.
     """
-    whole = cast(model.whole(lambda layer: layers[layer].tensors if layer in layers else {}), torch.float32)
-    whole = whole.train().requires_grad_(False)
-    matrices = _matrices(model, whole, layers)
-    masks = {key: layers[key[0]].masks[key[1]].to(model.device) for key in matrices}
+    whole = model.whole(lambda layer: layers[layer].tensors if layer in layers else {}).float().requires_grad_(False)
+    named = {name: m for layer, pruned in layers.items() for name, m in model.named(layer, pruned.masks).items()}
+    matrices = {name: whole.get_parameter(name).requires_grad_(True) for name in named}
+    masks = {name: mask.to(model.device) for name, mask in named.items()}
     optimizer = torch.optim.AdamW(matrices.values(), lr=schedule.learning_rate, betas=_BETAS, weight_decay=0.0)
     losses = []
     with global_draws_of(draw):  # for dropout, which some families have
@@ -68,9 +68,9 @@ def recovered(
             loss = F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
             optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
-            for key, parameter in matrices.items():
+            for name, parameter in matrices.items():
                 assert parameter.grad is not None
-                parameter.grad.mul_(masks[key])  # a weight without gradients stays at zero
+                parameter.grad.mul_(masks[name])  # a weight without gradients stays at zero
             nn.utils.clip_grad_norm_(matrices.values(), _CLIP)
             optimizer.step()
             losses.append(loss.detach())
@@ -79,21 +79,12 @@ def recovered(
         raise ValueError(f"the loss of recovery is {mean}, allowed: a finite one (fedspallm.recovery-learning-rate)")
     found: dict[int, Payload] = {}
     for layer, pruned in layers.items():
-        tensors = {name: matrices[layer, name].detach().to("cpu", pruned.tensors[name].dtype) for name in pruned.masks}
+        start = f"{model.prefix}.{layer}."
+        own = {name.removeprefix(start): each.detach() for name, each in matrices.items() if name.startswith(start)}
+        apart = model.matrices[layer].apart(own)
+        tensors = {name: apart[name].to("cpu", pruned.tensors[name].dtype) for name in pruned.masks}
         found[layer] = Payload.pruned(tensors, pruned.masks)
     return found, mean
-
-
-def _matrices(
-    model: LanguageModel, whole: nn.Module, layers: Mapping[int, Payload]
-) -> dict[tuple[int, str], nn.Parameter]:
-    """Return the parameters that are trained, by layer and name within the layer."""
-    found = {}
-    for layer, pruned in layers.items():
-        for name in pruned.masks:
-            found[layer, name] = whole.get_parameter(f"{model.prefix}.{layer}.{name}")
-            found[layer, name].requires_grad_(True)
-    return found
 
 
 def _batches(segments: Tensor, size: int, draw: torch.Generator) -> Iterator[Tensor]:

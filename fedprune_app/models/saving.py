@@ -18,8 +18,8 @@ from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.files import as_path, replacing_folder
-from fedprune_app.models.checkpoints import INDEX, inside
-from fedprune_app.models.llm import LanguageModel, cast, decoder_layers, import_transformers, with_layers
+from fedprune_app.models.checkpoints import INDEX, fill, import_transformers, inside, skeleton
+from fedprune_app.models.llm import LanguageModel, decoder_layers
 from fedprune_app.models.sparse import Chooser
 
 PrunedLayers = Callable[[int], Payload]
@@ -42,7 +42,7 @@ def write_checkpoint(model: LanguageModel, layers: PrunedLayers, folder: Path) -
     with replacing_folder(folder) as new:
         _write_config(model, new)
         for part in range(count):
-            tensors = _named_part(model, layers, part - 1)[0]
+            tensors = model.checkpoint.as_stored(_named_part(model, layers, part - 1)[0])
             name = f"model-{part + 1:05d}-of-{count:05d}.safetensors"
             save_file({n: t.contiguous() for n, t in tensors.items()}, new / name, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(tensors, name)
@@ -83,13 +83,12 @@ def load_packed(folder: Path | str, *, sparse: bool = False) -> Any:
     folder = as_path("folder", folder)
     if not folder.is_dir():  # transformers would take it for a name on the hub
         raise ValueError(f"packed model {str(folder)!r}: there is no such folder")
-    transformers = import_transformers()
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = import_transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
         if not sparse:
-            return _dense(transformers, config, _parts(folder))
+            return _dense(config, _parts(folder))
         size = sum(path.stat().st_size for path in folder.glob("part-*.fp"))
-        return _sparse(transformers, config, _parts(folder), Chooser(size))
+        return _sparse(config, _parts(folder), Chooser(size))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"packed model {str(folder)!r} cannot be read: {error}") from None
 
@@ -108,31 +107,25 @@ def _parts(folder: Path) -> Iterator[Payload]:
         yield codec.unpack(data, int(max_bytes))
 
 
-def _dense(transformers: Any, config: Any, parts: Iterable[Payload]) -> Any:
+def _dense(config: Any, parts: Iterable[Payload]) -> Any:
     tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
-    dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
-    model: Any = cast(transformers.AutoModelForCausalLM.from_config(config), dtype)
-    _load(model, tensors)
-    return model.eval()
+    return fill(skeleton(config, _dtype(tensors)), tensors)
 
 
-def _sparse(transformers: Any, config: Any, parts: Iterator[Payload], chooser: Chooser) -> Any:
-    auto = transformers.AutoModelForCausalLM
-    with torch.device("meta"):
-        prefix, layers = decoder_layers(auto.from_config(config))
+def _sparse(config: Any, parts: Iterator[Payload], chooser: Chooser) -> Any:
     shell = next(parts).tensors
-    model: Any = cast(auto.from_config(with_layers(config, 1)), next(t.dtype for t in shell.values()))
-    model.get_submodule(prefix)[0] = nn.Identity()
-    _load(model, shell)
-    model.get_submodule(prefix)[0] = _layer(layers[0], f"{prefix}.0.", next(parts), chooser)
-    for number, part in enumerate(parts, start=1):
-        model.get_submodule(prefix).append(_layer(layers[number], f"{prefix}.{number}.", part, chooser))
-    if (count := len(model.get_submodule(prefix))) != len(layers):
-        raise ValueError(f"{count} decoder layers, its config says {len(layers)}")
-    model.config.num_hidden_layers = len(layers)  # the modules share this object
-    if getattr(config, "layer_types", None):
-        model.config.layer_types = config.layer_types
-    return model.eval().requires_grad_(False)
+    model = skeleton(config, _dtype(shell))
+    prefix, layers = decoder_layers(model)
+    model.set_submodule(prefix, nn.ModuleList(nn.Identity() for _ in layers))
+    fill(model, shell)
+    pairs = enumerate(zip(layers, parts, strict=True))
+    made = [_layer(layer, f"{prefix}.{i}.", part, chooser) for i, (layer, part) in pairs]
+    model.set_submodule(prefix, nn.ModuleList(made))
+    return model.requires_grad_(False)
+
+
+def _dtype(tensors: Mapping[str, Tensor]) -> torch.dtype:
+    return next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point())
 
 
 def _layer(like: nn.Module, start: str, part: Payload, chooser: Chooser) -> nn.Module:
@@ -141,23 +134,13 @@ def _layer(like: nn.Module, start: str, part: Payload, chooser: Chooser) -> nn.M
     tensors = {name.removeprefix(start): tensor for name, tensor in part.tensors.items()}
     for name in [name.removeprefix(start) for name in part.masks]:
         owner = name.removesuffix(".weight")
-        if new := chooser.layer(tensors[name], tensors.get(f"{owner}.bias")):
+        is_linear = owner != name and type(like.get_submodule(owner)) is nn.Linear  # others compute more than that
+        if is_linear and (new := chooser.layer(tensors[name], tensors.get(f"{owner}.bias"))):
             module.set_submodule(owner, new)
             tensors = {each: tensor for each, tensor in tensors.items() if each.rpartition(".")[0] != owner}
             tensors |= {f"{owner}.{each}": tensor for each, tensor in new.state_dict().items()}
     module.load_state_dict(tensors, assign=True)
-    if any(buffer.is_meta for buffer in module.buffers()):
-        raise ValueError(f"{type(module).__name__} has buffers outside the checkpoint, allowed: with sparse=False")
     return module
-
-
-def _load(model: Any, tensors: Mapping[str, Tensor]) -> None:
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    model.tie_weights()
-    known = {tensor.data_ptr() for name, tensor in model.state_dict().items() if name in tensors}
-    lacking = [name for name in missing if model.state_dict()[name].data_ptr() not in known]
-    if lacking or unexpected:
-        raise ValueError(f"it has other tensors than its config: {[*lacking, *unexpected][:3]}")
 
 
 def _named_part(
@@ -166,9 +149,9 @@ def _named_part(
     """Return (tensors, masks) by full name: of a decoder layer, or for -1 of all the rest."""
     if layer < 0:
         return model.shell_tensors(), {}
-    pruned, start = layers(layer), f"{model.prefix}.{layer}."
+    pruned = layers(layer)
     tensors = {**model.layer_tensors(layer), **pruned.tensors}
-    return {start + n: t for n, t in tensors.items()}, {start + n: m for n, m in pruned.masks.items()}
+    return model.named(layer, tensors), model.named(layer, pruned.masks)
 
 
 def _write_config(model: LanguageModel, folder: Path) -> None:

@@ -169,12 +169,8 @@ def test_half_precision_models_compute_what_transformers_does_far_into_a_text_to
         assert torch.equal(load_packed(tmp_path / "packed")(ids).logits, logits)
 
 
-def test_families_that_cannot_be_taken_apart_are_refused_in_one_line(tmp_path):
+def test_a_model_that_is_no_causal_language_model_is_refused_in_one_line(tmp_path):
     transformers = import_transformers()
-    config = transformers.BloomConfig(vocab_size=37, hidden_size=16, n_layer=2, n_head=2)
-    transformers.BloomForCausalLM(config).save_pretrained(tmp_path / "bloom")
-    with pytest.raises(ValueError, match="is of BloomConfig, whose decoder layers are not called like OPT's"):
-        LanguageModel(tmp_path / "bloom")
     config = transformers.T5Config(vocab_size=37, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2)
     transformers.T5Model(config).save_pretrained(tmp_path / "t5")
     with pytest.raises(ValueError, match="is of T5Config, allowed: a causal language model") as refused:
@@ -195,12 +191,12 @@ def test_sequences_are_as_long_as_the_papers_where_the_model_takes_that(tmp_path
     assert model.sequence_length(0) == 2048
 
 
-@pytest.mark.parametrize(("key", "name"), [("intermediate_size", "layers.0.mlp"), ("vocab_size", "embed_tokens")])
+@pytest.mark.parametrize(("key", "name"), [("intermediate_size", "model.layers.0.mlp"), ("vocab_size", "lm_head")])
 def test_a_config_of_other_widths_is_refused_in_one_line(tmp_path, key, name):
     folder = tiny_checkpoint(tmp_path, "llama")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, key: config[key] + 4}))
-    with pytest.raises(ValueError, match=f"has tensor 'model.{name}.*' of shape .*, its config says") as refused:
+    with pytest.raises(ValueError, match=f"has tensor '{name}.*' of shape .*, its config says") as refused:
         walk(LanguageModel(folder), tokens(1, 4))
     assert "\n" not in str(refused.value)
 
@@ -264,7 +260,7 @@ def test_a_missing_tensor_is_named(tmp_path):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks tensor 'model\.norm\.weight'"):
         LanguageModel(folder)
-    assert "model.norm.weight" not in TensorFiles(folder)
+    assert "model.norm.weight" not in TensorFiles(folder).like
 
 
 def test_a_hub_name_is_found_in_the_cache_and_never_fetched_unasked(tmp_path, monkeypatch):
