@@ -54,7 +54,7 @@ record-hashes: $(DEV_STAMP)
 SEEDS ?= 0:200
 SYSTEMS ?= subfedavg dispfl fedp3 ldp-fedp3 fedltp
 faults-sim: $(STAMP)
-	$(BIN)/fedprune simulate-faults --seeds $(SEEDS) $(addprefix --system ,$(SYSTEMS))
+	$(BIN)/python -m devtools.faults --seeds $(SEEDS) $(addprefix --system ,$(SYSTEMS))
 
 # After how many schedules each planted bug is found, written to docs/data/faults/planted.csv.
 planted-bugs: $(DEV_STAMP)
@@ -66,11 +66,10 @@ lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy fuzz/fuzz.py
 
 # A million inputs of what a model travels in, two minutes of everything else.
 FUZZ := reply reply_object introduction statement state export run_config matrix jsonl run_info image_folder text_folder
-FUZZED = $(BIN)/python fuzz/fuzz.py $(1) $(2) -rss_limit_mb=2048 -timeout=10 fuzz/corpus/$(1)
+FUZZED = $(BIN)/python devtools/fuzz/fuzz.py $(1) $(2) -rss_limit_mb=2048 -timeout=10 devtools/fuzz/corpus/$(1)
 fuzz: $(DEV_STAMP)
 	$(PIP) install --quiet --editable '.[fuzz]'
 	$(call FUZZED,codec_bytes,-runs=1000000)

@@ -2,7 +2,7 @@
 
     python benchmarks/fault_tables.py
 
-`fedprune simulate-faults --table`, `make planted-bugs` and `benchmarks/kills.py --table` add the rows.
+`python -m devtools.faults --table`, `make planted-bugs` and `benchmarks/kills.py --table` add the rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from _rows import read_rows, with_tables
 
-from fedprune_app.faults.campaign import COUNTED
+from devtools.faults.campaign import COUNTED
 
 ROOT = Path(__file__).parents[1]
 DATA, PAGE = ROOT / "docs" / "data" / "faults", ROOT / "docs" / "concepts" / "faults.md"

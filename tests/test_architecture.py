@@ -42,7 +42,6 @@ ROOF += [
     "sweeping",
     "predicting",
     "packing",
-    "faults",
     "extend",
     "testing",
     "terminal",
@@ -142,6 +141,13 @@ def test_private_names_of_flower_pass_through_one_module():
                 "import the name from fedprune_app.engine.flower_private"
             )
     assert private_names_of_flower(through)
+
+
+@pytest.mark.parametrize("package", ["fedprune_app", "strategies", "clients"])
+def test_the_product_imports_no_tool_of_its_developers(package):
+    for path in files(package):
+        found = {module for module in imports(path) if module.split(".")[0] in {"devtools", "benchmarks", "tests"}}
+        assert not found, f"{path.relative_to(ROOT)} imports {found}"
 
 
 def test_core_knows_no_framework_but_tensors():

@@ -1,4 +1,4 @@
-"""Whatever crosses a border is one ``ValueError`` or a valid result; ``fuzz/fuzz.py`` tries the same for longer."""
+"""Whatever crosses a border is one ``ValueError`` or a valid result; ``devtools/fuzz`` tries the same for longer."""
 
 from __future__ import annotations
 

@@ -12,11 +12,13 @@ import click
 import pytest
 import typer
 
+from devtools.faults.__main__ import app as faults
 from fedprune_app import cli
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("fedprune_app", "strategies", "clients")
-ROOMS = sorted({*PACKAGES, *(f"fedprune_app.{path.parent.name}" for path in ROOT.glob("fedprune_app/*/__init__.py"))})
+ROOMS = ["devtools.faults", *PACKAGES]
+ROOMS += sorted(f"fedprune_app.{path.parent.name}" for path in ROOT.glob("fedprune_app/*/__init__.py"))
 Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -107,7 +109,7 @@ def commands(group: click.Group, *path: str) -> Iterator[tuple[str, click.Comman
 def test_every_command_and_option_has_help_in_whole_sentences():
     group = typer.main.get_command(cli.app)
     assert isinstance(group, click.Group)
-    for name, command in commands(group):
+    for name, command in [*commands(group), ("devtools.faults", typer.main.get_command(faults))]:
         said = command.help or ""
         assert said.splitlines()[0].endswith("."), name
         assert max(map(len, said.splitlines())) < 79, f"{name}: a terminal of 80 columns would break the line"

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 
+from devtools.faults.disk import Died, Disk
 from fedprune_app import files
 from fedprune_app.config import ConfigError
 from fedprune_app.deploy import make_certificates, make_node_key
-from fedprune_app.faults.disk import Died, Disk
 from fedprune_app.files import (
     SharedFolderError,
     append_lines,
@@ -313,9 +313,6 @@ ELSEWHERE = {  # what writes by itself, and why it may
     "fedprune_app/models/checkpoints.py": "into a folder of replacing_folder",
     "fedprune_app/privacy/ledger.py": "adds to a ledger in place, under a lock: a rename could lose a charge",
     "fedprune_app/exporting.py": "into memory",
-    "fedprune_app/faults/disk.py": "puts back files of a scratch folder, as a simulated crash leaves them",
-    "fedprune_app/faults/simulation.py": "damages files of a scratch folder",
-    "fedprune_app/faults/texts.py": "into a scratch folder",
     "fedprune_app/testing.py": "copies a run within a scratch folder",
     "fedprune_app/numbered.py": "a link to a run, where nothing else has its name",
 }

@@ -43,8 +43,8 @@ def options(
     """Train, prune and compare personalised federated models."""
 
 
-def main() -> None:
-    """Run the command line, and tell each error of a user in one line.
+def main(commands: typer.Typer = app) -> None:
+    """Run the command line of ``commands``, and tell each error of a user in one line.
 
     The exit code is 2 for a wrong command or setting, and 1 for a failed run.
     """
@@ -57,7 +57,7 @@ def main() -> None:
             raise ConfigError(f"argument {sys.argv.index('', 1)} is empty, allowed: a text, or no such argument")
         if empty := [each for each in sys.argv[1:] if each.startswith("--") and each.endswith("=")]:
             raise ConfigError(f"{empty[0]} is empty, allowed: a text behind it, or no such option")
-        code = app(standalone_mode=False)  # Typer turns Ctrl-C into 130
+        code = commands(standalone_mode=False)  # Typer turns Ctrl-C into 130
     except click.NoSuchOption as error:
         key = error.option_name.lstrip("-")
         meant = f"; settings are given as KEY=VALUE: {key}=..." if key in OPTIONS else ""

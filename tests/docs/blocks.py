@@ -15,13 +15,14 @@ import click
 import pytest
 import typer
 
+from devtools.faults import __main__ as faults
 from fedprune_app import cli
 from fedprune_app.config import parse_config, read_toml
 from fedprune_app.registry import check_system
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FEDPRUNE = ("fedprune",)
+FEDPRUNE = ("fedprune", "python")
 FLOWER = ("flwr", "flower-superlink", "flower-superexec", "flower-supernode")
 # What else a block of commands may call.
 SHELL = ("umask", "head", "mkdir", "chown", "export", "openssl", "make", "ray", "docker")
@@ -127,10 +128,10 @@ class Checker:
             "deploy.make_control_secret",
             "deploy.log_in",
             "deploy.superlink_command",
-            "faults.campaign.campaign",
-            "cli.trials._show_schedule",
         ):
             self.monkeypatch.setattr(f"fedprune_app.{name}", started)
+        self.monkeypatch.setattr(faults, "campaign", started)
+        self.monkeypatch.setattr(faults, "_show_schedule", started)
         self.monkeypatch.setattr(cli.running, "recorded", lambda out, superlink="": {})
         self.monkeypatch.setattr(cli.deploying, "recorded", lambda out: {})
         self.monkeypatch.setattr("fedprune_app.results.report.run_folders", lambda folder: [folder])
@@ -142,7 +143,10 @@ class Checker:
         """Raise what the command would say to a user, if it would not start."""
         program, *arguments = words
         if program == "fedprune":
-            self._fedprune(arguments)
+            _until_started(cli.app, arguments)
+        elif program == "python":
+            assert arguments[:2] == ["-m", "devtools.faults"], arguments
+            _until_started(faults.app, arguments[2:])
         elif program == "flwr":
             self._flwr(arguments)
         elif program in FLOWER:
@@ -162,13 +166,6 @@ class Checker:
         else:
             assert program in SHELL, program
 
-    def _fedprune(self, arguments: list[str]) -> None:
-        try:
-            code = cli.app(arguments, standalone_mode=False)
-        except Started:
-            return
-        assert not code
-
     def _flwr(self, arguments: list[str]) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Flower's own, of its typer
@@ -177,6 +174,14 @@ class Checker:
             _parse(typer.main.get_command(app), "flwr", arguments)
         if "--run-config" in arguments:
             check_system(parse_config(read_toml(Path(arguments[arguments.index("--run-config") + 1]))))
+
+
+def _until_started(app: typer.Typer, arguments: list[str]) -> None:
+    try:
+        code = app(arguments, standalone_mode=False)
+    except Started:
+        return
+    assert not code
 
 
 def _is_dir(real: Any) -> Any:

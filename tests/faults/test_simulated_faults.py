@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -12,19 +13,20 @@ import pytest
 from typer.testing import CliRunner
 
 from clients import node
+from devtools.faults import simulation
+from devtools.faults.__main__ import app
+from devtools.faults.campaign import Part, campaign, check_table, write_rows
+from devtools.faults.disk import Died, Disk
+from devtools.faults.messages import SPOILS, Fault, fault_of
+from devtools.faults.schedule import Cause, Later, Schedule, Stop
+from devtools.faults.simulation import Simulation, Told
+from devtools.faults.story import BETWEEN, STOPS, Kind, Story
+from devtools.faults.tour import write_tour
 from fedprune_app import files, resuming, testing
-from fedprune_app.cli import app
+from fedprune_app.cli import main
 from fedprune_app.config import ConfigError
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import exchange, replies, store
-from fedprune_app.faults import simulation
-from fedprune_app.faults.campaign import Part, campaign, check_table, write_rows
-from fedprune_app.faults.disk import Died, Disk
-from fedprune_app.faults.messages import SPOILS, Fault, fault_of
-from fedprune_app.faults.schedule import Cause, Later, Schedule, Stop
-from fedprune_app.faults.simulation import Simulation, Told
-from fedprune_app.faults.story import BETWEEN, STOPS, Kind, Story
-from fedprune_app.faults.tour import write_tour
 from fedprune_app.privacy import ledger
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results import reader, recorder
@@ -506,30 +508,40 @@ def test_another_file_is_no_table(tmp_path, content):
 
 def test_the_command_prints_a_table_and_violations(tmp_path, monkeypatch):
     table = tmp_path / "table.csv"
-    given = ["simulate-faults", "--system", "fedavg", "--seeds", "0:2", "--workers", "1", "--table", str(table)]
+    given = ["--system", "fedavg", "--seeds", "0:2", "--workers", "1", "--table", str(table)]
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 0, done.output
     assert "fedavg" in done.output
     assert table.read_text().count("\n") == 2
     monkeypatch.setattr(*written_in_place())
-    done = CliRunner().invoke(app, [*given[:4], "1:2", *given[5:]])
+    done = CliRunner().invoke(app, [*given[:3], "1:2", *given[4:]])
     assert done.exit_code == 1
     assert "violation: fedavg, seed" in done.output
     assert " this change the " in done.output
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "said"),
+    ("arguments", "said"),
     [
-        ("--seeds", "5:5", "allowed: FIRST:END"),
-        ("--seeds", "x", "allowed: FIRST:END"),
-        ("--workers", "0", "at least 1"),
+        (["--seeds", "5:5"], "allowed: FIRST:END"),
+        (["--seeds", "x"], "allowed: FIRST:END"),
+        (["--workers", "0"], "at least 1"),
+        (["system=fedavg"], "system is 'fedavg', allowed here: --system NAME"),
+        (["out-dir=/x"], "out-dir is '/x', allowed here: --out DIR"),
+        (["density=0.1"], "density is 0.1, which has no effect with system 'subfedavg'"),
+        (["--seeds", "3:4", "--report", "x.pdf"], "--report is 'x.pdf', allowed: a file that"),
     ],
 )
-def test_wrong_options_are_one_line(option, value, said):
-    done = CliRunner().invoke(app, ["simulate-faults", option, value])
-    assert isinstance(done.exception, ConfigError)
-    assert said in str(done.exception)
+def test_a_mistake_is_one_line_and_nothing_is_written(arguments, said, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["devtools.faults", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main(app)
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- the page -----------------------------------------------------------------------------------------------------
@@ -537,7 +549,7 @@ def test_wrong_options_are_one_line(option, value, said):
 
 def test_a_schedule_is_a_page(tmp_path):
     out = tmp_path / "tour.html"
-    given = ["simulate-faults", "--system", "dispfl", "--seeds", "3:4", "--report", str(out)]
+    given = ["--system", "dispfl", "--seeds", "3:4", "--report", str(out)]
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 0, done.output
     page = out.read_text()
@@ -567,6 +579,6 @@ def test_the_page_of_a_broken_law_names_the_law(tmp_path):
 
 
 def test_a_page_is_of_one_schedule(tmp_path):
-    given = ["simulate-faults", "--seeds", "3:5", "--report", str(tmp_path / "tour.html")]
+    given = ["--seeds", "3:5", "--report", str(tmp_path / "tour.html")]
     with pytest.raises(ConfigError, match="with one --system and one seed"):
         CliRunner().invoke(app, given, catch_exceptions=False)

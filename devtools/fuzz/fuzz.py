@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of everything that crosses a border: whatever the bytes, a ValueError or a valid result.
 
-    python fuzz/fuzz.py codec_bytes -runs=1000000 -rss_limit_mb=2048 -timeout=10 fuzz/corpus/codec_bytes
+    python devtools/fuzz/fuzz.py codec_bytes -runs=1000000 -rss_limit_mb=2048 -timeout=10 CORPUS
 
 Targets are the names of the functions below marked ``@target``. Any other exception, a hang or memory above the limit
 is a finding, and libFuzzer leaves the input beside it. Options are libFuzzer's. `make fuzz` runs each for a while.

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from devtools.faults.schedule import Cause
+from devtools.faults.story import Kind, Story
 from fedprune_app import files
-from fedprune_app.faults.schedule import Cause
-from fedprune_app.faults.story import Kind, Story
 
 _unlink = os.unlink  # the watched one lets the dead remove nothing
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from flwr.app import Error, Message, MessageType
 
+from devtools.faults.story import Kind, Story
 from fedprune_app import testing
 from fedprune_app.core import rng
 from fedprune_app.engine.flower_private import set_answered_id, set_source
 from fedprune_app.engine.inprocess import InProcessGrid
-from fedprune_app.faults.story import Kind, Story
 
 _SHARE = 0.1  # of the messages go wrong
 _JUMP_SECONDS = 1e6

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
+from devtools.faults.schedule import SAME_MESSAGES, Schedule
+from devtools.faults.simulation import Simulation, Violation, values_of
+from devtools.faults.story import Kind
 from fedprune_app import __version__, plugins
 from fedprune_app.config import ConfigError, Scalar, check_effects, has_effect
-from fedprune_app.faults.schedule import SAME_MESSAGES, Schedule
-from fedprune_app.faults.simulation import Simulation, Violation, values_of
-from fedprune_app.faults.story import Kind
 from fedprune_app.files import append_lines, scratch_folder
 from fedprune_app.registry import check_names
 from fedprune_app.starting import check_no_place

@@ -24,15 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from devtools.faults.arithmetic import Remembered
+from devtools.faults.disk import Died, Disk, Snapshot, tell_stop
+from devtools.faults.messages import failing_grid, faulty_grid
+from devtools.faults.schedule import Cause, Later, Schedule, Stop
+from devtools.faults.story import Kind, Story
+from devtools.faults.texts import tiny_texts
 from fedprune_app import files, plugins, testing
 from fedprune_app.config import Scalar
 from fedprune_app.engine.exchange import TooFewReplies
-from fedprune_app.faults.arithmetic import Remembered
-from fedprune_app.faults.disk import Died, Disk, Snapshot, tell_stop
-from fedprune_app.faults.messages import failing_grid, faulty_grid
-from fedprune_app.faults.schedule import Cause, Later, Schedule, Stop
-from fedprune_app.faults.story import Kind, Story
-from fedprune_app.faults.texts import tiny_texts
 from fedprune_app.models import hidden_states
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.testing import FinishedRun, lasting

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedprune_app.faults.messages import SPOILS
-from fedprune_app.faults.schedule import Schedule
-from fedprune_app.faults.simulation import CLIENTS, Told
-from fedprune_app.faults.story import BETWEEN, STOPS, Event, Kind
+from devtools.faults.messages import SPOILS
+from devtools.faults.schedule import Schedule
+from devtools.faults.simulation import CLIENTS, Told
+from devtools.faults.story import BETWEEN, STOPS, Event, Kind
 from fedprune_app.files import replace_file
 from fedprune_app.results.ownership import check_report_file
 from fedprune_app.results.pages import filled
