@@ -406,7 +406,6 @@ class CommonOptions:
             "none": "no tracker",
             "tensorboard": "TensorBoard's event files in the run folder",
             "mlflow": "MLflow, at MLFLOW_TRACKING_URI or in the run folder",
-            "trackio": "Trackio, which speaks wandb's calls, in TRACKIO_DIR or in the run folder",
         },
         changes_results=False,
         resumable=True,

@@ -1,4 +1,4 @@
-"""A run's numbers also go where people keep those of their other experiments: TensorBoard, MLflow or Trackio.
+"""A run's numbers also go where people keep those of their other experiments: TensorBoard or MLflow.
 
 What is tracked is what rounds.jsonl has: the settings once, the numbers of each round, and the final ones. Tracking
 writes on the server's machine, in the run folder unless the environment names another place. A tracker that fails in
@@ -9,10 +9,8 @@ opened fails at once.
 from __future__ import annotations
 
 import importlib.util
-import io
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -152,33 +150,9 @@ class MLflow:
         self._client.set_terminated(self._run, status=ends[status])
 
 
-class Trackio:
-    """Trackio's run is in TRACKIO_DIR, or else in ``folder/trackio``; ``trackio show`` with that variable shows it."""
-
-    def __init__(self, folder: Path, info: Mapping[str, Any]) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(folder / "trackio"))  # read when trackio is imported
-        Path(os.environ["TRACKIO_DIR"]).expanduser().mkdir(parents=True, exist_ok=True)  # trackio would say nothing
-        trackio = _packages("trackio")
-        name = f"{info['system']} {folder.name} {info.get('run_key', '')}".strip()
-        with redirect_stdout(io.StringIO()):  # the terminal belongs to the run's progress
-            self._run = trackio.init(
-                project="fedprune", name=name, config=_settings(info), resume="allow", embed=False, auto_log_gpu=False
-            )
-
-    def log(self, numbers: Mapping[str, float], round: int) -> None:
-        """Log the numbers at the step of their round."""
-        self._run.log(dict(numbers), step=round)
-
-    def close(self, status: str, numbers: Mapping[str, float]) -> None:
-        """End the run."""
-        with redirect_stdout(io.StringIO()):
-            _packages("trackio").finish()
-
-
 _TRACKERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
     "tensorboard": TensorBoard,
     "mlflow": MLflow,
-    "trackio": Trackio,
 }
 
 
@@ -204,12 +178,8 @@ def _packages(kind: str) -> Any:
         from torch.utils import tensorboard
 
         return tensorboard
-    if kind == "mlflow":
-        import mlflow
-        import mlflow.entities
-        import mlflow.utils.time
+    import mlflow
+    import mlflow.entities
+    import mlflow.utils.time
 
-        return mlflow
-    import trackio
-
-    return trackio
+    return mlflow

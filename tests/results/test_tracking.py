@@ -5,10 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import socket
-import sqlite3
-import subprocess
-import sys
-from contextlib import closing
 
 import pytest
 
@@ -67,22 +63,6 @@ def test_mlflow_has_the_numbers_and_the_settings_and_goes_on_in_the_same_run(tmp
     }
 
 
-def test_trackio_has_the_numbers_and_the_settings(tmp_path):
-    """In a process of its own, because trackio reads its folder when it is imported."""
-    code = "from tests.results.test_tracking import record; from pathlib import Path; record(Path('run'), 'trackio')"
-    environment = {"PYTHONPATH": ":".join(sys.path), "HOME": str(tmp_path), "PATH": ""}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Trackio" not in done.stdout
-    with closing(sqlite3.connect(tmp_path / "run" / "trackio" / "fedprune.db")) as database:
-        rows = database.execute("select step, metrics from metrics order by step").fetchall()
-        (settings,) = database.execute("select config from configs").fetchone()
-    assert [(step, json.loads(metrics)["accuracy_global"]) for step, metrics in rows] == [(1, 0.1), (2, 0.2)]
-    assert json.loads(settings)["learning-rate"] == 0.1
-
-
 @pytest.mark.timeout(60)
 def test_an_mlflow_server_that_never_answers_is_an_error_soon(tmp_path, monkeypatch):
     """MLflow itself would ask again for minutes."""
@@ -93,13 +73,6 @@ def test_an_mlflow_server_that_never_answers_is_an_error_soon(tmp_path, monkeypa
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         with pytest.raises(OSError, match=rf"^MLFLOW_TRACKING_URI is 'http://{address}': no server .* \(timed out\)$"):
             tracking.open_tracker("mlflow", tmp_path, {"config": {}, "system": "fedavg"})
-
-
-def test_a_folder_in_which_trackio_cannot_write_is_an_error_at_once(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "file" / "trackio"))
-    with pytest.raises(NotADirectoryError):
-        tracking.open_tracker("trackio", tmp_path, {"config": {}, "system": "fedavg"})
 
 
 def test_a_tracker_that_fails_stops_no_run_and_is_not_asked_again(tmp_path, caplog, monkeypatch):
@@ -141,7 +114,7 @@ def test_a_tracker_that_cannot_be_opened_stops_a_new_run_and_not_one_that_goes_o
     recorder.finish("completed", final_sha256="ab" * 32)
 
 
-@pytest.mark.parametrize(("kind", "extra"), [("tensorboard", "tracking"), ("mlflow", "mlflow"), ("trackio", "trackio")])
+@pytest.mark.parametrize(("kind", "extra"), [("tensorboard", "tracking"), ("mlflow", "mlflow")])
 def test_a_tracker_that_is_not_installed_is_refused_before_the_run(fedprune, tmp_path, monkeypatch, kind, extra):
     find = tracking.importlib.util.find_spec
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None if name == kind else find(name))
