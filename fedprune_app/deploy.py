@@ -383,8 +383,6 @@ class Deployment:
         database = self.folder / "superlink.db"
         if not database.exists():
             make_database(database)
-        for file in self.folder.glob(f"{database.name}*"):  # an earlier version let others read it
-            file.chmod(0o600)
         command = superlink_command(["--isolation", "process"])
         command += ["--ssl-ca-certfile", str(self.certificates.ca), "--ssl-keyfile", str(self.certificates.key)]
         command += ["--ssl-certfile", str(self.certificates.certificate), "--enable-supernode-auth"]

@@ -37,8 +37,8 @@ from fedprune_app.core.rng import generator
 from fedprune_app.core.structured import coordinate_masks, gather
 from fedprune_app.data.datasets import Dataset
 from fedprune_app.data.names import LOADERS
-from fedprune_app.data.splits import data_config, dataset_of, label_counts
-from fedprune_app.engine.store import State, checkpoint_store, client_store, owner, read_tensors, state_folder
+from fedprune_app.data.splits import data_config, dataset_of
+from fedprune_app.engine.store import State, client_store, owner, read_tensors, state_folder
 from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.files import replace_file
 from fedprune_app.models.initial import channels_of, initial_model, shared_names
@@ -170,7 +170,7 @@ def find_model(
         state, round = _global_state(run, info, config), int(info["rounds_completed"])
     else:
         round, state = _client_state(run, info, config, client, state_dir)
-    return _exportable(run, config, _inputs(run, info, config, client, state, data_dir), client, round, state)
+    return _exportable(run, config, _inputs(run, info, config, state, data_dir), client, round, state)
 
 
 @dataclass(frozen=True)
@@ -185,21 +185,19 @@ class _Inputs:
     features: tuple[str, ...]
 
 
-def _inputs(
-    run: Path, info: Mapping[str, Any], config: Config, client: int | None, state: State, data_dir: str
-) -> _Inputs:
+def _inputs(run: Path, info: Mapping[str, Any], config: Config, state: State, data_dir: str) -> _Inputs:
     """Return what the run's models take, from the client's state and run.json, or else from the data as they are now.
 
     A client's state knows how that client's images were normalised. For dealt data run.json knows it too.
     """
     model = info.get("model") or {}
     told = state.meta.get("normalisation") or model.get("normalisation")
-    if not isinstance(told, dict) or "image_shape" not in model:
-        dataset = _same_data(run, info, config, client, data_dir)
+    if not isinstance(told, dict):
+        dataset = _same_data(run, info, config, data_dir)
         told = {"mean": [*map(float, dataset.mean)], "std": [*map(float, dataset.std)]}
-        model = {**model, "image_shape": list(dataset.image_shape), "features": list(dataset.features)}
+        model = {**model, "features": list(dataset.features)}
     fields = {
-        "image-shape": model["image_shape"],
+        "image-shape": model.get("image_shape"),
         "num-classes": model.get("classes"),
         "classes": model.get("class_names", []),
         "features": state.meta.get("features") or model.get("features", []),
@@ -223,11 +221,12 @@ def _kind_of_inputs(config: Config) -> str:
     return "images" if dataset.train_images.dtype == np.uint8 else "numbers"
 
 
-def _same_data(run: Path, info: Mapping[str, Any], config: Config, client: int | None, data_dir: str) -> Dataset:
+def _same_data(run: Path, info: Mapping[str, Any], config: Config, data_dir: str) -> Dataset:
     """Return the data as they are now, which must be those of the run as far as run.json tells.
 
-    A private run has recorded no counts, and its normalisation does not follow from the images. Raises ``ValueError``
-    in one line that says what differs.
+    They are asked for the global model where clients tell no normalisation: that of a private run does not follow from
+    the images, and that of a client's own data stays with the client. Raises ``ValueError`` in one line that says what
+    differs.
     """
     is_own = "nodes" in info  # each client has its own data
     data = replace(data_config(config, is_own), download=False, data_dir=data_dir or config.data_dir)
@@ -237,8 +236,7 @@ def _same_data(run: Path, info: Mapping[str, Any], config: Config, client: int |
     dataset, model = dataset_of(data), info.get("model") or {}
     where = f"data-dir {data.data_dir!r}" if data.data_dir else f"dataset {data.dataset!r}"
     had = f"run {str(run)!r} had"
-    shape = model.get("image_shape", list(dataset.image_shape))
-    if shape != list(dataset.image_shape):
+    if (shape := model.get("image_shape")) != list(dataset.image_shape):
         raise ValueError(f"{where} has images of shape {list(dataset.image_shape)}, allowed: {shape}, as {had}")
     if model.get("classes") != dataset.num_classes:
         raise ValueError(f"{where} has {dataset.num_classes} classes, allowed: {model.get('classes')}, as {had}")
@@ -248,14 +246,6 @@ def _same_data(run: Path, info: Mapping[str, Any], config: Config, client: int |
     columns = {"features": list(dataset.features), "features_digest": dataset.features_digest}
     if any(model.get(key, value) != value for key, value in columns.items()):
         raise ValueError(f"{where} has other columns, or the same in another order, allowed: as {had}")
-    rows = {row["partition"]: row for row in info.get("partition") or []}
-    num_clients = info.get("num_partitions") or max(rows, default=0) + 1
-    for number, before in rows.items():
-        if not before.get("train") or (is_own and number != client):
-            continue
-        now = label_counts(data, *((0, 1) if is_own else (number, num_clients)))
-        if any(before.get(part) != counts for part, counts in now.items()):
-            raise ValueError(f"{where} has other numbers of examples by class for client {number}, allowed: as {had}")
     return dataset
 
 
@@ -306,7 +296,7 @@ def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: in
         raise ValueError(f"--client is {client}, allowed: {_ranges(known)}{_or_global(run, info, config)}")
     run_key = str(info.get("run_key") or "")
     store = client_store(state_folder(run, state_dir or config.state_dir, run_key), client, run_key)
-    rounds = _state_rounds(run, info)
+    rounds = {int(p): int(r) for p, r in info["state_rounds"].items()}
     if client not in rounds:
         trained = f"{_ranges(sorted(rounds))}{_or_global(run, info, config)}"
         raise ValueError(f"--client {client} never trained in this run and has no model, allowed: {trained}")
@@ -334,18 +324,6 @@ def _read(path: Path) -> State:
     if not path.exists():
         raise ValueError(f"{str(path)!r} is missing")
     return read_tensors(path)
-
-
-def _state_rounds(run: Path, info: Mapping[str, Any]) -> dict[int, int]:
-    """Return for each client the round of its last state that counted.
-
-    The rounds are those of run.json. A run by an earlier version has them in its last checkpoint.
-    """
-    found = info.get("state_rounds")
-    if found is None:
-        checkpoints = checkpoint_store(run, str(info.get("run_key") or ""))
-        found = checkpoints.read(int(info["rounds_completed"])).meta["state-rounds"]
-    return {int(p): int(r) for p, r in found.items()}
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -162,8 +162,6 @@ def choose(found: Found, lost_states: LostStates, *, accept_loss: bool) -> Choic
     if repeated := recorded - kept:
         why = "" if reasons else f"round {recorded} left no readable checkpoint: "
         notes.append(f"{why}rounds repeated: {repeated}")
-    if "records" not in found.before:
-        notes.append("the run was begun by an earlier version: nothing shows whether its files are damaged")
     lasting = losses[id(chosen)] if chosen else []
     if chosen is not None and chosen.renews:
         there = {p: round for p, round in chosen.state_rounds.items() if round not in lost_states.get(p, {})}

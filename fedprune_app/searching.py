@@ -407,10 +407,10 @@ def study_of(asked: Search, out: Path, storage: Any) -> Study:
         load_if_exists=True,
     )
     before = study.user_attrs.get("asked")
-    if study.trials and before not in (None, asked.asked):
+    if study.trials and before != asked.asked:
         raise ConfigError(f"--out {str(out)!r} has a search with other settings, allowed: the same, or a new folder")
-    began_with = study.user_attrs.get("clients")  # a study of an earlier version does not say that, but its runs do
-    if study.trials and began_with not in (None, asked.num_clients):
+    began_with = study.user_attrs.get("clients")
+    if study.trials and began_with != asked.num_clients:
         raise ConfigError(
             f"--clients is {asked.num_clients}, allowed when resuming the search in {str(out)!r}: {began_with}, as it "
             "began; or a new folder"

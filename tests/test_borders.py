@@ -100,7 +100,7 @@ def test_a_damaged_state_is_refused_or_read(tmp_path, data):
 
 def test_a_state_whose_header_is_nested_without_end_is_refused(tmp_path):
     path = tmp_path / "state.safetensors"
-    header = json.dumps({"__metadata__": {"fedprune": "[" * 100_000}}).encode()
+    header = json.dumps({"__metadata__": {"fedprune-state": "[" * 100_000}}).encode()
     path.write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(ValueError, match="is damaged"):
         read_tensors(path)

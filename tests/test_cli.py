@@ -103,7 +103,7 @@ def test_a_run_that_stopped_before_its_clients_were_known_goes_on_with_as_many(f
     code, says = fedprune("run", "--resume", *HERE[:2], "--out", "a")
     assert code == 0, says
     assert len(json.loads((tmp_path / "a" / "run.json").read_text())["partition"]) == 4
-    write_info(tmp_path / "a", {**info, "num_partitions": None})  # as an earlier version left it
+    write_info(tmp_path / "a", {**info, "num_partitions": None})  # as a run of real nodes leaves it
     code, says = fedprune("run", "--resume", *HERE[:2], "--out", "a")
     assert (code, "--clients is not given, allowed when resuming a run" in says) == (2, True), says
 

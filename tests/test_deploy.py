@@ -105,10 +105,8 @@ def test_a_superlinks_database_is_its_owners_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "spawn", lambda *_: None)
     folder = tmp_path / "deployment"
     folder.mkdir()
-    for _ in range(2):
-        deploy.Deployment(folder, certificates_in(folder), 1, 2).start_superlink()
-        assert stat.S_IMODE((folder / "superlink.db").stat().st_mode) == 0o600
-        (folder / "superlink.db").chmod(0o644)  # as an earlier version left it
+    deploy.Deployment(folder, certificates_in(folder), 1, 2).start_superlink()
+    assert stat.S_IMODE((folder / "superlink.db").stat().st_mode) == 0o600
     with pytest.raises(ConfigError, match=r"superlink\.db' exists, allowed: a new file$"):
         deploy.make_database(folder / "superlink.db")
 

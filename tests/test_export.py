@@ -489,18 +489,6 @@ def add_class(folder):
         shutil.copytree(folder / part / "cat", folder / part / "eel")
 
 
-def of_an_earlier_version(folder, keeps=()):
-    """Take from a run what earlier versions did not record."""
-    info = json.loads((folder / "run.json").read_text())
-    info["model"] = {name: value for name, value in info["model"].items() if name in ("name", "classes", *keeps)}
-    write_info(folder, info)
-    for path in folder.glob("clients/*/round-*.safetensors"):
-        state = read_tensors(path)
-        whose = f"state of client {int(path.parent.name)} of run {info['run_key']}"
-        meta = {name: value for name, value in state.meta.items() if name != "normalisation"}
-        write_tensors(path, state.tensors, meta, round=int(path.stem[-5:]), owner=whose)
-
-
 @pytest.fixture
 def of_shades(tmp_path):
     """``of_shades(**settings)``: a run on a folder of its own, and that folder."""
@@ -528,35 +516,6 @@ def test_data_that_change_after_a_run_change_no_export(of_shades, tmp_path, chan
         path, (info, *_) = exported(run, client, tmp_path, force=True)
         assert path.read_bytes() == content
         assert info.class_names == ("cat", "dog")
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (add_bright, "has other numbers of examples by class for client 0, allowed: as run '.*' had$"),
-        (rename, "has the class 'dog', allowed in its place: 'cat', as run '.*' had$"),
-        (add_class, "has 3 classes, allowed: 2, as run '.*' had$"),
-    ],
-)
-def test_a_run_of_an_earlier_version_is_exported_with_its_own_data_alone(of_shades, tmp_path, change, says):
-    run, folder = of_shades()
-    before = {client: exported(run, client, tmp_path)[0].read_bytes() for client in (None, 0)}
-    of_an_earlier_version(run.folder, keeps=["class_names"])
-    for client, content in before.items():
-        assert exported(run, client, tmp_path, force=True)[0].read_bytes() == content
-    change(folder)
-    splits.forget()
-    for client in before:
-        refused(run.folder, client, tmp_path, f"^data-dir '{folder}' {says}")
-
-
-def test_the_folder_of_an_earlier_versions_pictures_may_be_elsewhere(of_shades, tmp_path):
-    run, folder = of_shades()
-    of_an_earlier_version(run.folder)
-    moved = folder.rename(tmp_path / "moved")
-    splits.forget()
-    refused(run.folder, 0, tmp_path, "shades' does not exist")
-    assert exported(run, 0, tmp_path, data_dir=str(moved))[1][0].class_names == ()  # it did not record them
 
 
 def test_a_private_run_tells_no_normalisation_since_its_own_does_not_follow_from_the_images(of_shades, tmp_path):

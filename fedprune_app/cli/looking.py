@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from fedprune_app.cli.terminal import Plugins, console, named_plugins, say, say_unsealed
+from fedprune_app.cli.terminal import Plugins, console, named_plugins, say
 from fedprune_app.config import ConfigError
 from fedprune_app.terminal import Terminal
 
@@ -44,7 +44,6 @@ def report(
     if watch:
         _watch(folders, output, force)
     found = each_once(each for folder in folders for each in run_folders(folder))
-    say_unsealed(found)
     left_out: list[str] = []
     write_report(found, output, force=force, on_left_out=left_out.append)
     for reason in left_out:
@@ -104,7 +103,6 @@ def export(
     format = format_of(output, format)
     if (client is None) != is_global:
         raise ConfigError("export needs one of --client K and --global")
-    say_unsealed([folder])
     info, full, small = export_model(
         folder,
         client,
@@ -145,8 +143,6 @@ def _export_language_model(folder: Path, output: Path, force: bool) -> None:
     from fedprune_app.exporting import machine
     from fedprune_app.packing import pack_model
 
-    if (folder / "run.json").exists():
-        say_unsealed([folder])
     with console.status(Text(f"packing {folder}")):
         found = pack_model(folder, output.expanduser(), force=force)
     dense, sparse = found.dense, found.sparse

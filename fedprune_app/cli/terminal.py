@@ -83,16 +83,6 @@ def named_plugins(plugin: list[str] | None) -> list[str]:
     return names_in(given_in(None, None, plugin).values)
 
 
-def say_unsealed(folders: list[Path]) -> None:
-    """Name the runs of earlier versions, whose files have no digests."""
-    from fedprune_app.results.reader import is_sealed
-
-    for folder in folders:
-        if not is_sealed(folder):
-            text = f"{folder} was written by an earlier version: nothing shows whether its files are damaged"
-            say(f" {text}", "note:", "yellow")
-
-
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:
     """Print rows of a subject and words on it."""
     table = Table(box=None, show_header=False, pad_edge=False)

@@ -16,10 +16,6 @@ _START = b"fedprune seal "
 _MAX_LINE = 4096
 
 
-class Unsealed(ValueError):
-    """A file has no digest: earlier versions wrote such files."""
-
-
 def json_digest(content: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a JSON object; the order of its keys and the space between them do not matter."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
@@ -32,12 +28,9 @@ def sealed_json(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_json(content: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for an object that is not as :func:`sealed_json` made it.
-
-    An object without a digest raises :class:`Unsealed`.
-    """
+    """Raise ``ValueError`` for an object that is not as :func:`sealed_json` made it."""
     if KEY not in content:
-        raise Unsealed("it has no digest")
+        raise ValueError("it has no digest")
     if json_digest({key: value for key, value in content.items() if key != KEY}) != content[KEY]:
         raise ValueError("its content is not what was written")
 
@@ -59,13 +52,12 @@ def seal(body: bytes | memoryview, about: Mapping[str, Any]) -> bytes:
 def unseal(content: bytes, about: Mapping[str, Any]) -> memoryview:
     """Return the body that :func:`seal` wrote; every entry of ``about`` must be in the seal.
 
-    Raises :class:`Unsealed` for content without a first line of that kind, and ``ValueError`` for content that is
-    damaged, cut, empty or about something else.
+    Raises ``ValueError`` for content that is damaged, cut, empty or about something else.
     """
     if len(content) < len(_START) and _START.startswith(content):
         raise ValueError(f"it ends after {len(content)} bytes")
     if not content.startswith(_START):
-        raise Unsealed("it has no digest")
+        raise ValueError("it has no digest")
     end = content.find(b"\n", 0, _MAX_LINE)
     try:
         line = json.loads(content[len(_START) : end])

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 
 from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.seals import Unsealed, seal, unseal
+from fedprune_app.core.seals import seal, unseal
 from fedprune_app.files import replace_file
 
-log = logging.getLogger("flwr.fedprune")
 _NAME = re.compile(r"layer-(\d{5,})-version-(\d{5,})\.fp")
 
 
@@ -45,14 +43,10 @@ class LayerFiles:
         """Raise ``ValueError`` naming the file where a layer is missing or damaged; the layer is not decoded."""
         self._body(layer, version)
 
-    def _body(self, layer: int, version: int) -> bytes | memoryview:
+    def _body(self, layer: int, version: int) -> memoryview:
         path = self._path(layer, version)
         try:
-            content = path.read_bytes()
-            return unseal(content, self._about(layer, version))
-        except Unsealed:
-            log.warning("layer file %r was written by an earlier version: it has no digest", str(path))
-            return content
+            return unseal(path.read_bytes(), self._about(layer, version))
         except OSError as error:
             raise ValueError(f"layer file {str(path)!r} cannot be read: {error.strerror or error}") from None
         except ValueError as error:

@@ -33,7 +33,7 @@ from fedprune_app.results.lock import LOCK
 
 log = logging.getLogger("flwr.fedprune")  # below Flower's logger, so that `flwr log` shows it
 _NAME = re.compile(r"round-(\d{5,})\.safetensors")
-_KEY, _UNSEALED_KEY = "fedprune-state", "fedprune"  # in the file's metadata; earlier versions wrote the second
+_KEY = "fedprune-state"  # in the file's metadata
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ class State:
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     meta: Mapping[str, Any] = field(default_factory=dict)
-    is_sealed: bool = True  # whether the file had a digest; those of earlier versions have none
 
     def group(self, prefix: str) -> dict[str, Tensor]:
         """Return the tensors named ``prefix/name``, by ``name``."""
@@ -96,23 +95,16 @@ def write_tensors(
 def read_tensors(path: Path, *, round: int | None = None, owner: str | None = None) -> State:
     """Read a file that :func:`write_tensors` wrote, of this ``round`` and ``owner`` where they are given.
 
-    Raises ``ValueError`` naming the file when it is damaged or another's. A file of an earlier version, which has no
-    digest, is read with a warning.
+    Raises ``ValueError`` naming the file when it is damaged or another's.
     """
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
-        if metadata.keys() == {_UNSEALED_KEY}:
-            state = State(tensors, json.loads(metadata[_UNSEALED_KEY]), is_sealed=False)
-        else:
-            state = _checked(tensors, json.loads(metadata[_KEY]), round, owner)
+        return _checked(tensors, json.loads(metadata.get(_KEY, "{}")), round, owner)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(f"state file {str(path)!r} is damaged: {reason}") from None
-    if not state.is_sealed:
-        log.warning("state file %r was written by an earlier version: nothing shows whether it is damaged", str(path))
-    return state
 
 
 def _checked(tensors: Mapping[str, Tensor], about: dict[str, Any], round: int | None, owner: str | None) -> State:

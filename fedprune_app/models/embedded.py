@@ -77,7 +77,7 @@ def train_embedded(texts: Sequence[str], recipe: Recipe = DEFAULT, on_step: OnSt
         known = folder.exists()
         if not (known and is_whole(folder)):
             if known:
-                log.warning("the cached model '%s' is damaged, or older than its digests: it is trained anew", folder)
+                log.warning("the cached model '%s' is damaged: it is trained anew", folder)
             model = _trained(texts, recipe, on_step)
             with replacing_folder(folder) as new:
                 _save(model, new)

@@ -96,13 +96,12 @@ def load_packed(folder: Path | str, *, sparse: bool = False) -> Any:
 def _parts(folder: Path) -> Iterator[Payload]:
     """Yield the parts of a packed model, each checked: the shell first, then the decoder layers."""
     index = json.loads((folder / _PARTS).read_text())
-    if "sha256" in index:  # earlier versions wrote no digests
-        check_json(index)
+    check_json(index)
     for name, max_bytes in index["parts"].items():
         if Path(name).name != name:
             raise ValueError(f"{name!r} is no name of a part")
         data = (folder / name).read_bytes()
-        if "sha256" in index and hashlib.sha256(data).hexdigest() != index["sha256"][name]:
+        if hashlib.sha256(data).hexdigest() != index["sha256"][name]:
             raise ValueError(f"{name} is damaged: its content is not what was written")
         yield codec.unpack(data, int(max_bytes))
 

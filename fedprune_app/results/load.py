@@ -7,7 +7,7 @@ In the file's metadata, under ``fedprune``, is a JSON object with the fields of 
 * ``body_sha256`` is the digest of the tensor.
 * ``content_sha256`` is the digest of the object itself.
 
-A file that contradicts its digests is refused. A file of an earlier version, without digests, is read.
+A file that contradicts its digests, or has none, is refused.
 
 >>> model = load_model("client-3.safetensors")  # doctest: +SKIP
 >>> logits = model(images)  # (N, C, H, W) in [0, 1], then (x - mean) / std with read_export_info's
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 
 from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.seals import Unsealed, check_json, sealed_json
+from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.core.structured import ChannelGroup, Slice, shrink
 from fedprune_app.files import as_path
 from fedprune_app.models.names import BUILDERS, MODELS
@@ -46,7 +45,6 @@ from fedprune_app.models.vision import (
     parameter_names,
 )
 
-log = logging.getLogger("flwr.fedprune")
 FORMAT = 1
 _BODY = "body_sha256"
 MAX_FILE_BYTES = 1 << 31
@@ -101,23 +99,19 @@ class ExportInfo:
         if not isinstance(found, dict):
             raise ValueError(f"its metadata is {_short(found)}, allowed: a JSON object")
         for key, (is_allowed, allowed) in _KEYS.items():
-            if key not in found and key in _LATER:
-                continue
             if key not in found:
                 raise ValueError(f"its metadata has no '{key}', allowed: {allowed}")
-            if not is_allowed(found.get(key)):
-                raise ValueError(f"'{key}' is {_short(found.get(key))}, allowed: {allowed}")
+            if not is_allowed(found[key]):
+                raise ValueError(f"'{key}' is {_short(found[key])}, allowed: {allowed}")
         depth = found["image_shape"][0]
         for key in ("mean", "std"):
             if len(found[key]) != depth:
                 raise ValueError(f"'{key}' has {len(found[key])} numbers, allowed: {depth}, one per channel")
-        if (count := len(found.get("class_names") or [])) not in (0, found["classes"]):
+        if (count := len(found["class_names"])) not in (0, found["classes"]):
             raise ValueError(f"'class_names' has {count} names, allowed: {found['classes']}, or none")
-        if (count := len(found.get("features") or [])) not in (0, math.prod(found["image_shape"])):
+        if (count := len(found["features"])) not in (0, math.prod(found["image_shape"])):
             raise ValueError(f"'features' has {count} names, allowed: {math.prod(found['image_shape'])}, or none")
-        values: dict[str, Any] = {
-            f.name: tuple(v) if isinstance(v := found[f.name], list) else v for f in fields(cls) if f.name in found
-        }
+        values: dict[str, Any] = {f.name: tuple(v) if isinstance(v := found[f.name], list) else v for f in fields(cls)}
         channels = {name: tuple(indices) for name, indices in found["channels"].items()}
         return cls(**{**values, "channels": channels})
 
@@ -231,10 +225,6 @@ def _check_digests(path: Path, found: _Found) -> None:
     try:
         check_json(about)
         if found.body is None or _sha256(found.body) == about.get(_BODY):
-            return
-    except Unsealed:
-        if _BODY not in about:
-            log.warning("exported model %r was written by an earlier version: it has no digest", str(path))
             return
     except (ValueError, RecursionError):
         pass
@@ -350,7 +340,6 @@ def _short(value: object) -> str:
 
 _COUNT = 1 << 53
 _INPUTS = ("images", "numbers", "unknown")
-_LATER = ("class_names", "image_fit", "inputs", "features")  # not in files of earlier versions
 _KEYS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "format": (lambda v: _is_whole(v, FORMAT, FORMAT), str(FORMAT)),
     "inputs": (lambda v: v in _INPUTS, ", ".join(_INPUTS)),

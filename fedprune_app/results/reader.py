@@ -229,7 +229,7 @@ RECORDS = ("rounds.jsonl", "clients.jsonl")
 
 
 def marks_of(found: object, where: str) -> dict[str, Mark]:
-    """Return the mark of each record that vouches for it; earlier versions wrote none, and then nothing is returned."""
+    """Return the mark of each record that vouches for it; nothing where there are no marks."""
     if found is None:
         return {}
     if not isinstance(found, Mapping):
@@ -280,14 +280,6 @@ def _bears_out(path: Path, mark: Mark) -> bool:
     return not left and total.hexdigest() == mark.sha256
 
 
-def is_sealed(folder: Path) -> bool:
-    """Return whether a run.json has a digest, or cannot be read, which its reader will say."""
-    try:
-        return seals.KEY in read_info(folder)
-    except (ValueError, OSError):
-        return True
-
-
 def read_info(folder: Path) -> dict[str, Any]:
     """Read the run.json of a run folder, and check the types of the fields that others rely on.
 
@@ -298,7 +290,6 @@ def read_info(folder: Path) -> dict[str, Any]:
         raise ValueError(f"'{folder}' is not a run folder: it has no run.json")
     _check_size(path, MAX_JSON_BYTES)
     info = _parse(path.read_bytes(), str(path), _int64)
-    _check_seal(info, path)
     for key, (kinds, allowed) in _INFO_TYPES.items():
         if type(info.get(key)) not in kinds:
             raise ValueError(f"{path}: '{key}' is {_short(info.get(key))}, allowed: {allowed}")
@@ -309,19 +300,13 @@ def read_info(folder: Path) -> dict[str, Any]:
     partition = info.get("partition")
     for row in [] if partition is None else partition if isinstance(partition, list) else [partition]:
         _check_partition(row, path)
+    try:
+        seals.check_json(info)  # last, because a digest cannot say what is wrong
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
     if info["status"] == "running" and not is_held(folder):
         info |= {"status": "interrupted", "error": info.get("error") or "its process ended without a word"}
     return info
-
-
-def _check_seal(info: Mapping[str, Any], path: Path) -> None:
-    try:
-        seals.check_json(info)
-    except seals.Unsealed:
-        if "records" in info:  # so no earlier version wrote it
-            raise ValueError(f"{path} is damaged: its digest is missing") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 def read_masks(folder: Path, info: Mapping[str, Any] | None = None) -> Masks | None:

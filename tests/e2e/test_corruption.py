@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 from collections import Counter
@@ -12,15 +11,13 @@ from pathlib import Path
 import pytest
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from safetensors.torch import save
 
 from fedprune_app import client_app, server_app
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.inprocess import run_in_process
-from fedprune_app.engine.store import read_tensors
 from fedprune_app.exporting import find_model
-from fedprune_app.results.reader import Run, is_sealed, load_run
+from fedprune_app.results.reader import Run, load_run
 from tests.conftest import Finished, tampered_app, wrapped_app
 from tests.strategies.conftest import TINY
 
@@ -288,20 +285,3 @@ def test_a_state_that_is_damaged_while_a_run_goes_on_marks_the_run(tmp_path):
     config = parse_config({**settings, "out-dir": str(tmp_path / "run")})
     run_in_process(server_app.app, wrapped_app(spoil), CLIENTS, config.to_dict())
     assert Finished(tmp_path / "run").info["losses"] == ["client 1: the state of round 1 is lost, began anew"]
-
-
-def test_files_of_an_earlier_version_are_read_and_it_is_said(runs, tmp_path):
-    """They have no digests: whether they are damaged, nothing shows."""
-    whole, cut = runs("subfedavg")
-    folder = tmp_path / "run"
-    shutil.copytree(cut, folder)
-    for path in folder.rglob("*.safetensors"):
-        state = read_tensors(path)
-        path.write_bytes(save(dict(state.tensors), metadata={"fedprune": json.dumps(dict(state.meta))}))
-    info = {key: value for key, value in Finished(folder).info.items() if key not in ("records", "content_sha256")}
-    (folder / "run.json").write_text(json.dumps(info))
-    assert not is_sealed(folder)
-    again = federate("subfedavg", folder, **{"resume-from": str(folder)})
-    assert again.sha256 == Finished(whole).sha256
-    assert ["earlier version" in note for note in again.info["notes"]] == [True]
-    assert is_sealed(folder)

@@ -119,7 +119,7 @@ COLUMNS = [f"x{k}" for k in range(64)]
 def test_whose_table_has_its_columns_in_another_order_is_left_out(usual, other):
     """A network tells columns apart by their place, so that the average of both would be of no use to anybody."""
     roster, (reason,) = introduced((0, other), *((partition, usual) for partition in (1, 2)))
-    assert list(roster) == [1, 2, 3]  # client 3 tells no columns, as one of an earlier version
+    assert list(roster) == [1, 2, 3]  # client 3 tells no columns
     assert "client 0 is unlike most: has other columns, or the same in another order, allowed: the same" in reason
 
 

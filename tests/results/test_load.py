@@ -169,7 +169,23 @@ def test_metadata_that_cannot_be_is_refused_by_its_key(key, value, content, load
 
 @pytest.mark.parametrize(
     "key",
-    ["format", "system", "client", "round", "model", "image_shape", "classes", "mean", "std", "density", "channels"],
+    [
+        "format",
+        "system",
+        "client",
+        "round",
+        "model",
+        "image_shape",
+        "classes",
+        "mean",
+        "std",
+        "density",
+        "channels",
+        "class_names",
+        "features",
+        "image_fit",
+        "inputs",
+    ],
 )
 def test_metadata_that_lacks_a_key_is_refused_by_it(key, content, load, tmp_path):
     tensors = safetensors.torch.load(content)

@@ -6,6 +6,7 @@ import pytest
 
 from fedprune_app.results import reader
 from fedprune_app.results.reader import load_run
+from fedprune_app.results.recorder import write_info
 
 INFO = {
     "system": "dispfl",
@@ -21,7 +22,7 @@ MASKS = {"round": 3, "partitions": [2, 5], "distance": [[0, 0.25], [0.25, 0]]}
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "run.json").write_text(json.dumps(INFO))
+    write_info(tmp_path, INFO)
     (tmp_path / "rounds.jsonl").write_text('{"round": 1, "loss_mean": 0.5}\n')
     return tmp_path
 
@@ -99,6 +100,12 @@ def test_run_json_with_a_field_of_the_wrong_kind_is_one_line_naming_it(folder, c
     with pytest.raises(ValueError, match=rf"run\.json: '{next(iter(change))}' .* allowed: ") as caught:
         load_run(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_json_without_its_digest_is_damaged(folder):
+    (folder / "run.json").write_text(json.dumps(INFO))
+    with pytest.raises(ValueError, match=r"run\.json is damaged: it has no digest$"):
+        load_run(folder)
 
 
 def test_numbers_that_are_none_read_as_not_measured(folder):
