@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -19,8 +18,7 @@ class SGD:
     ``max_grad_norm`` bounds the global L2 norm of the dense gradient, before masks act (Dis-PFL's code); None leaves
     the gradient alone. With ``steps_per_epoch`` an epoch has so many steps, however many times these go through the
     examples. With 0 an epoch goes through the examples once. With ``skips_lone`` a last batch of one example is left
-    out, as for a network with BatchNorm that cannot be trained on one example. Raises ``ValueError`` for a value out of
-    range.
+    out, as for a network with BatchNorm that cannot be trained on one example. The options declare the ranges.
     """
 
     learning_rate: float
@@ -31,19 +29,6 @@ class SGD:
     max_grad_norm: float | None = None
     steps_per_epoch: int = 0
     skips_lone: bool = field(default=False, repr=False)  # which follows from the network
-
-    def __post_init__(self) -> None:
-        for key in ("learning_rate", "momentum", "weight_decay"):
-            value = getattr(self, key)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{key} is {value}, allowed: a finite number >= 0")
-        for key in ("batch_size", "epochs"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"{key} is {getattr(self, key)}, allowed: an integer >= 1")
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm is {self.max_grad_norm}, allowed: a number > 0, or None")
-        if self.steps_per_epoch < 0:
-            raise ValueError(f"steps_per_epoch is {self.steps_per_epoch}, allowed: an integer >= 0")
 
     def _once_through(self, num_examples: int) -> tuple[int, int]:
         """This returns the steps that go through all examples once, and how many examples these steps take."""

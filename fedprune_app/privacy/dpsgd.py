@@ -29,7 +29,6 @@ from fedprune_app.core.computation import computation_key, generic_copy
 from fedprune_app.privacy.noise import Noise, noised
 from fedprune_app.privacy.per_example import RULES, clip_factors
 
-GRAD_SAMPLES = ("auto", "one-pass", "hooks")
 ClippedSum = Callable[..., dict[str, Tensor]]
 """A clipped sum takes a batch (images, labels) to the sum of the masked and clipped gradients, by name.
 
@@ -42,7 +41,7 @@ class DPSGD:
     """DP-SGD settings say how the gradients of a private training are made.
 
     At most ``physical_batch`` examples are in work at a time. This number changes memory and not the result (but for
-    the order of float sums). Raises ``ValueError`` for a number out of range and another ``grad_sample``.
+    the order of float sums). The options declare the ranges.
     """
 
     noise_multiplier: float
@@ -52,16 +51,6 @@ class DPSGD:
     noise: Noise
     grad_sample: str = "auto"
     physical_batch: int = 256
-
-    def __post_init__(self) -> None:
-        if not self.clip_norm > 0:
-            raise ValueError(f"clip_norm is {self.clip_norm}, allowed: above 0")
-        if not self.noise_multiplier >= 0:
-            raise ValueError(f"noise_multiplier is {self.noise_multiplier}, allowed: at least 0")
-        if not 0 < self.sample_rate <= 1:
-            raise ValueError(f"sample_rate is {self.sample_rate}, allowed: above 0 and at most 1")
-        if self.grad_sample not in GRAD_SAMPLES:
-            raise ValueError(f"grad_sample is {self.grad_sample!r}, allowed: {', '.join(GRAD_SAMPLES)}")
 
     @property
     def takes_parts(self) -> bool:

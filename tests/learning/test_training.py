@@ -634,21 +634,6 @@ def test_unequal_or_no_examples_are_refused():
         evaluate(new_model(), images, labels[1:])
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"learning_rate": -0.1}, "learning_rate is -0.1, allowed: a finite number >= 0"),
-        ({"momentum": math.nan}, "momentum is nan, allowed: a finite number >= 0"),
-        ({"batch_size": 0}, "batch_size is 0, allowed: an integer >= 1"),
-        ({"epochs": 0}, "epochs is 0, allowed: an integer >= 1"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0, allowed: a number > 0, or None"),
-    ],
-)
-def test_impossible_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        SGD(**{"learning_rate": 0.1, **settings})
-
-
 @pytest.mark.gpu
 def test_training_on_a_gpu_follows_the_cpu():
     assert not torch.backends.cudnn.allow_tf32  # which the bounds below are not for
