@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 
 import torch
@@ -36,10 +37,17 @@ def _attributes(module: nn.Module) -> str:
 
 def traced(model: nn.Module) -> fx.Graph:
     """Return the operations of a network in training, which may be others than in a test."""
-    modes = {module: module.training for module in model.modules()}
-    model.train()
-    try:
+    with module_mode(model, training=True):
         return fx.Tracer().trace(model)
+
+
+@contextmanager
+def module_mode(model: nn.Module, training: bool) -> Iterator[None]:
+    """Put all modules in train or eval mode meanwhile; afterwards each one is back in its own mode."""
+    modes = {module: module.training for module in model.modules()}
+    model.train(training)
+    try:
+        yield
     finally:
         for module, mode in modes.items():
             module.training = mode

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from fedprune_app.core.computation import module_mode
+
 BACKWARD_PER_FORWARD = 2
 """A backward pass costs two forward passes: one product for the gradient by inputs, one for the gradient by weights."""
 
@@ -24,15 +26,10 @@ def forward_flops(model: nn.Module, input_shape: Sequence[int]) -> dict[str, int
     state = {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     first = next(model.parameters())
     example = torch.zeros(1, *input_shape, dtype=first.dtype, device=first.device)
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        # the other kernels of attention are not counted on every device
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            torch.func.functional_call(model, state, (example,))
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    # the other kernels of attention are not counted on every device
+    counting = FlopCounterMode(display=False)
+    with module_mode(model, training=False), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counting as counter:
+        torch.func.functional_call(model, state, (example,))
 
     root = type(model).__name__
     counts = {name: sum(by_op.values()) for name, by_op in counter.get_flop_counts().items()}

@@ -48,18 +48,6 @@ def move_to_device(model: nn.Module, device: torch.device | str | None) -> torch
 
 
 @contextmanager
-def module_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Put all modules in train or eval mode meanwhile; afterwards each one is back in its own mode."""
-    modes = {module: module.training for module in model.modules()}
-    model.train(training)
-    try:
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-
-
-@contextmanager
 def fast_layout(model: nn.Module, precision: str = "float32", frozen: Collection[str] = ()) -> Iterator[None]:
     """Put the channels of convolution weights last in memory meanwhile, where that is faster; activations follow them.
 

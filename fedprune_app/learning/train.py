@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from fedprune_app.core.cohort import together
+from fedprune_app.core.computation import module_mode
 from fedprune_app.core.graphs import Recorder, RepeatedSteps
 from fedprune_app.core.rng import global_draws_of
-from fedprune_app.learning.device import fast_layout, module_mode, move_to_device
+from fedprune_app.learning.device import fast_layout, move_to_device
 from fedprune_app.learning.flat import Flat, FlatLayout, FlatParameters, trained_names, write_masks
 from fedprune_app.learning.hooks import GradientHook, Objective, StepHook, cross_entropy
 from fedprune_app.learning.parts import Part
