@@ -98,7 +98,9 @@ def _client_update(config, client, start, data, k, t, decisions):
         while shuffled:
             batch, shuffled = shuffled[: config.batch_size], shuffled[config.batch_size :]
             optimizer.zero_grad()
-            F.cross_entropy(logits(tensors, data.train_images[batch]), data.train_labels[batch]).backward()
+            # In float64: in float32, rounding decides which of two equal pixels a pool takes, on each processor anew.
+            exact = {name: tensor.double() for name, tensor in tensors.items()}
+            F.cross_entropy(logits(exact, data.train_images[batch].double()), data.train_labels[batch]).backward()
             if masked:
                 for name in WEIGHTS:
                     tensors[name].grad *= client.masks[name]

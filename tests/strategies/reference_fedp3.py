@@ -26,7 +26,8 @@ GROUP_SIZE = {"1": 4, "2": 8, "3": 16}  # channels of a norm's group: 16, 32, 64
 
 
 def logits(w, x):
-    """cnn-gn: three convolutions with norms, the last two pooled before them, and a linear layer."""
+    """cnn-gn: three convolutions with norms, the last two pooled before them, and a linear layer; in float64."""
+    w, x = {name: tensor.double() for name, tensor in w.items()}, x.double()
     for k in HIDDEN:
         x = F.conv2d(x, w[f"conv{k}.weight"], w[f"conv{k}.bias"], stride=2 if k == "1" else 1, padding=1)
         if k != "1":

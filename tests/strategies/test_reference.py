@@ -17,7 +17,13 @@ SYSTEMS = {
         "subfedavg_accuracy_threshold": 60.0,
     },
     "subfedavg, gate on test": {"subfedavg_gate_split": "test", "subfedavg_accuracy_threshold": 60.0},
-    "fedavg": {"partition": "dirichlet-class", "shard_size": 0, "fraction_train": 0.75, "weight_decay": 0.01},
+    "fedavg": {
+        "seed": 3,  # with seed 0 or 1 an activation is within float noise of zero on some processors
+        "partition": "dirichlet-class",
+        "shard_size": 0,
+        "fraction_train": 0.75,
+        "weight_decay": 0.01,
+    },
     "standalone": {"lr_decay": 0.5, "momentum": 0.9},
 }
 

@@ -19,7 +19,14 @@ COMMON = {
 }
 UNEQUAL = {"partition": "dirichlet-class", "shard_size": 0, "samples_per_client": 80}
 TRAINED = {
-    "opu2": {"fedp3_layer_set": "opu2", "momentum": 0.5, "weight_decay": 5e-3, "max_grad_norm": 1.5, **UNEQUAL},
+    "opu2": {
+        "seed": 4,  # with seed 0 a rounding difference moves a weight across a threshold on some processors
+        "fedp3_layer_set": "opu2",
+        "momentum": 0.5,
+        "weight_decay": 5e-3,
+        "max_grad_norm": 1.5,
+        **UNEQUAL,
+    },
     "lowerb, the released code's choices": {
         "fedp3_layer_set": "lowerb",
         "fedp3_pruned_weights": "train",
