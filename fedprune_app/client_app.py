@@ -21,7 +21,6 @@ from fedprune_app.config import POLICY_KEYS, Config, ConfigError, Policy
 from fedprune_app.data.errors import FileError
 from fedprune_app.data.names import LOADERS
 from fedprune_app.engine import wire
-from fedprune_app.engine.ray_actors import adapt_simulation
 from fedprune_app.engine.simulated import is_simulated
 from fedprune_app.learning.device import prepare_torch
 from fedprune_app.node_policy import POLICY_FILE, check_allowed, ledger_folder, read_policy
@@ -29,7 +28,6 @@ from fedprune_app.registry import SYSTEMS, check_system
 from fedprune_app.run_folder import client_state_folder
 
 log = logging.getLogger("flwr.fedprune")
-adapt_simulation()  # Flower loads this module before it makes the actors
 app = ClientApp()
 
 

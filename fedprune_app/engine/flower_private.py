@@ -43,7 +43,6 @@ if TYPE_CHECKING:  # the same names as in PLACES, for type checkers; a test comp
     from flwr.proto.message_pb2 import PullObjectResponse as PullObjectResponse
     from flwr.proto.runtime_pb2 import PullAppMessagesRequest as PullAppMessagesRequest
     from flwr.proto.runtime_pb2 import PullAppMessagesResponse as PullAppMessagesResponse
-    from flwr.simulation.ray_transport.ray_actor import BasicActorPool as BasicActorPool
     from flwr.simulation.ray_transport.ray_actor import pool_size_from_resources as pool_size_from_resources
     from flwr.simulation.run_simulation import _run_simulation as _run_simulation
     from flwr.supercore.auth.typing import AccountAuthCredentials as AccountAuthCredentials
@@ -70,7 +69,6 @@ if TYPE_CHECKING:  # the same names as in PLACES, for type checkers; a test comp
     from flwr.superlink.auth_plugin import ControlAuthnPlugin as ControlAuthnPlugin
     from flwr.superlink.cli.flower_superlink import flower_superlink as flower_superlink
     from flwr.superlink.grid import HttpGrid as HttpGrid
-    from flwr.superlink.grid.inmemory_grid import InMemoryGrid as InMemoryGrid
 
     MessageProto = message_pb2.Message
 
@@ -78,7 +76,6 @@ _FIRST, _LAST = "1.39", "1.42"  # as in pyproject.toml
 
 _OBJECTS = "flwr.supercore.inflatable.inflatable_object"
 _FETCHING = "flwr.supercore.inflatable.inflatable_utils"
-_SIMULATION = "flwr.server.superlink.fleet.vce.vce_api"
 _RAY_ACTOR = "flwr.simulation.ray_transport.ray_actor"
 PLACES = {
     "ACCESS_TOKEN_KEY": "flwr.common.constant",
@@ -89,14 +86,11 @@ PLACES = {
     "AccountInfo": "flwr.supercore.auth.typing",
     "ArrayChunk": "flwr.app.message.arraychunk",
     "AuthnType": "flwr.common.constant",
-    "BasicActorPool": _RAY_ACTOR,
     "ConfirmMessageReceivedRequest": "flwr.proto.message_pb2",
-    "ClientAppActor": "flwr.server.superlink.fleet.vce.backend.raybackend",
     "ControlAuthnPlugin": "flwr.superlink.auth_plugin",
     "ErrorCode": "flwr.common.constant",
     "EventType": "flwr.supercore.telemetry",
     "HttpGrid": "flwr.superlink.grid",
-    "InMemoryGrid": "flwr.superlink.grid.inmemory_grid",
     "LoadClientAppError": "flwr.clientapp.client_app",
     "MessageProto": "flwr.proto.message_pb2:Message",
     "NOOP_ACCOUNT_NAME": "flwr.common.constant",
@@ -113,7 +107,6 @@ PLACES = {
     "Run": "flwr.supercore.run",
     "SUPERLINK_NODE_ID": "flwr.common.constant",
     "TaskIdentity": "flwr.supercore.task_identity",
-    "ThreadPoolExecutor": _SIMULATION,
     "_run_simulation": "flwr.simulation.run_simulation",
     "add_exit_handler": "flwr.supercore.exit",
     "flower_superlink": "flwr.superlink.cli.flower_superlink",
@@ -129,18 +122,15 @@ PLACES = {
     "pool_size_from_resources": _RAY_ACTOR,
     "pull_objects": _FETCHING,
     "recorddict_to_proto": "flwr.common.serde",
-    "worker": _SIMULATION,
 }
 """The module of each private name, and after a colon the name that Flower itself has for it where that differs."""
 
-REPLACED = ("ClientAppActor", "ThreadPoolExecutor", "load_control_authn_plugin", "worker")
+REPLACED = ("load_control_authn_plugin",)
 """Names that are looked up in Flower's own modules, where :func:`replace` puts ours; nobody here imports them."""
 
 MEMBERS = {
-    "BasicActorPool": ("create_actor_fn", "num_actors", "pool"),
     "ControlAuthnPlugin": ("validate_tokens_in_metadata", "get_login_details", "get_auth_tokens", "refresh_tokens"),
     "HttpGrid": ("_runtime_client", "node", "run", "pull_messages"),
-    "InMemoryGrid": ("push_messages",),
     "Run": ("create_empty", "primary_task_id", "federation_id", "override_config"),
     "TaskIdentity": ("task_id", "run_id", "node_id"),
 }

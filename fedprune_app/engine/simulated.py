@@ -5,6 +5,7 @@ Everything else counts as a node of a deployment, whatever the run's configurati
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -33,5 +34,13 @@ def is_beside_server() -> bool:
 
 
 def is_simulated() -> bool:
-    """Return whether the client at work is one of a simulation."""
-    return _answers_in_simulation.get()
+    """Return whether the client at work is one of a simulation: of ours, or of Flower's, whose clients are Ray actors.
+
+    A node of a deployment is a process of its own, which no message makes an actor.
+    """
+    return _answers_in_simulation.get() or _is_ray_actor()
+
+
+def _is_ray_actor() -> bool:
+    ray = sys.modules.get("ray")  # in an actor it is there; a node does not import it for this question
+    return ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id() is not None

@@ -12,9 +12,10 @@ import json
 import math
 import os
 import secrets
+import shlex
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,6 @@ from fedprune_app.engine.flower_private import (
     get_fused_config_from_dir,
     get_project_config,
 )
-from fedprune_app.engine.ray_actors import with_this_python
 
 _RAY_GRAIN = 1e-4  # Ray rounds to it, and a rounded part might not fit
 # Flower's words around the real error:
@@ -66,6 +66,17 @@ class Workers:
         """Return Ray's arguments."""
         own = {"num_cpus": self.processes, "num_gpus": self.gpus} if self.processes else {}
         return {"log_to_driver": False, **own}
+
+
+def with_this_python(environment: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return Ray's runtime environment with this Python as a shell takes it.
+
+    Ray hands the path of Python to a shell as it is. So its processes never start where the path has a space or a
+    bracket, and Ray waits for them without end. A cluster has a Python of its own.
+    """
+    quoted = shlex.quote(sys.executable)
+    needed = quoted != sys.executable and os.environ.get("RAY_ADDRESS", "local") == "local"
+    return {**({"py_executable": quoted} if needed else {}), **(environment or {})}
 
 
 def run(app: Path, config: dict[str, Any], num_clients: int, workers: Workers) -> None:
@@ -111,6 +122,7 @@ def run_on_flower(app: Path, config: dict[str, Any], num_clients: int, workers: 
             ray.init(**workers.init_args())  # to count; Flower connects anew
     resources = workers.resources()
     ray.shutdown()
+    os.environ.setdefault("RAY_RUNTIME_ENV_HOOK", f"fedprune_app.engine.simulation.{with_this_python.__name__}")
     _run_simulation(
         num_supernodes=num_clients,
         exit_event=EventType.FLWR_SIMULATION_RUN_LEAVE,

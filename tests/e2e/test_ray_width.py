@@ -37,9 +37,6 @@ from pathlib import Path
 from flwr.app import Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedprune_app.engine.ray_actors import adapt_simulation
-
-adapt_simulation()  # as fedprune_app.client_app does
 app = ClientApp()
 
 @app.train()
@@ -56,8 +53,8 @@ def train(message, context):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("engine", "gpus"), [("ray", 0), ("flower", 0), ("ray", 3)])
-def test_ten_clients_are_at_work_at_once_on_a_ray_of_ten_cpus(engine, gpus, tmp_path):
+@pytest.mark.parametrize("gpus", [0, 3])
+def test_ten_clients_are_at_work_at_once_on_a_ray_of_ten_cpus(gpus, tmp_path):
     """Ray believes in the GPUs that it is told of."""
     app = launch.stage_app(tmp_path / "app", ("meeting_server:app", "meeting_client:app"))
     (app / "meeting_server.py").write_text(SERVER)
@@ -65,7 +62,7 @@ def test_ten_clients_are_at_work_at_once_on_a_ray_of_ten_cpus(engine, gpus, tmp_
     config = {"wide": WIDE, "patience": 300}
     with (app / "pyproject.toml").open("a") as file:
         file.writelines(f"{key} = {value}\n" for key, value in config.items())
-    with launch.simulation(app, config, num_clients=WIDE, num_workers=WIDE, gpus=gpus, engine=engine) as simulation:
+    with launch.simulation(app, config, num_clients=WIDE, num_workers=WIDE, gpus=gpus) as simulation:
         completed = launch.wait_for(simulation, tmp_path / "run.json", lambda: None)
         assert completed, simulation.log_file.read_text()
     assert json.loads((app / "seen.json").read_text()) == [WIDE] * WIDE

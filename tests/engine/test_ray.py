@@ -1,0 +1,49 @@
+"""Ray's processes start whatever the path of Python, and messages count as at work once their process is there."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from fedprune_app.engine import ray_grid
+from fedprune_app.engine.simulation import with_this_python
+
+
+@pytest.mark.parametrize(
+    "path", ["/tmp/my clone/bin/python", "/tmp/clone [x]/bin/python", "/tmp/it's $HOME/bin/python"]
+)
+def test_a_shell_finds_this_python_whatever_is_in_its_path(monkeypatch, path):
+    given = {"env_vars": {"A": "b"}}
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert with_this_python(given) == given
+    monkeypatch.setattr(sys, "executable", path)
+    quoted = with_this_python(given)
+    assert shlex.split(quoted.pop("py_executable")) == [path]
+    assert quoted == given
+    monkeypatch.setenv("RAY_ADDRESS", "cluster:6379")  # there it has another path
+    assert with_this_python(None) == {}
+
+
+def test_clients_whose_process_has_not_started_are_not_at_work(monkeypatch):
+    """Else those in the queue would wait for them, startup-seconds more for each cohort."""
+    grid = object.__new__(ray_grid.RayGrid)
+    replies = iter([None, (1, "a reply")])
+    grid._at_work = {replies: ray_grid._Cohort("worker", ["4", "5"], {"4": "message", "5": "message"})}
+    grid._replies, grid._forgotten = {}, {"5"}
+    monkeypatch.setattr(ray_grid, "ray", SimpleNamespace(get=lambda each: each))
+    assert grid.begun() == {}
+    grid._take(replies)
+    assert grid.begun().keys() == {"4", "5"}
+    grid._take(replies)
+    assert grid.begun().keys() == {"4"}
+
+
+@pytest.mark.timeout(120)
+def test_an_engine_that_does_not_start_in_time_ends_with_a_line():
+    code = "import time; from fedprune_app.engine.simulation import _in_time\nwith _in_time(0.1): time.sleep(3600)"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "Ray did not start within startup-seconds = 0.1\n")
