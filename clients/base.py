@@ -24,7 +24,6 @@ from fedprune_app.config import OPTIONS, Config, has_effect
 from fedprune_app.core import rng
 from fedprune_app.core.flops import sparse_flops
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine.returned import returned
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.learning.device import recorder_of
 from fedprune_app.learning.train import HowToTrain, train
@@ -145,8 +144,8 @@ class ImageClient(ImageNode[Update]):
         self, task: Task, state: State, **how: Unpack[LocalTraining]
     ) -> tuple[TrainingResult, dict[str, Tensor]]:
         """This trains from :meth:`begin`, and returns how training went and all tensors after it."""
-        vision.load_state_tensors(self.model, returned(self.begin(task, state), dict, self, "begin"))
-        result = returned(self.train(task, **how), TrainingResult, self, "train")
+        vision.load_state_tensors(self.model, self.begin(task, state))
+        result = self.train(task, **how)
         return result, vision.state_tensors(self.model, include_buffers=True)
 
     def train(
@@ -220,7 +219,7 @@ class ImageClient(ImageNode[Update]):
 
         Raises ``ValueError`` when training diverged.
         """
-        if returned(update.training, TrainingResult, self, "train").diverged:
+        if update.training.diverged:
             loss = "" if update.training.loss_mean is None else f" (loss {update.training.loss_mean})"
             raise ValueError(f"training diverged{loss}; try a lower learning-rate")
         told = {"loss": update.training.loss_mean} if self.privacy is None else self.privacy.report(task.round)
@@ -228,8 +227,8 @@ class ImageClient(ImageNode[Update]):
 
     def evaluation(self, task: Task, state: State) -> tuple[int, dict[str, Any]]:
         """This tells accuracies of the personal, received and global model, on this client's own data."""
-        masks = returned(self.masks(task, state), dict, self, "masks")
-        personal = Payload(returned(self.personal_model(task, state), dict, self, "personal_model"), masks)
+        masks = self.masks(task, state)
+        personal = Payload(self.personal_model(task, state), masks)
         own = {name for name in (*self.sizes, *vision.buffer_names(self.model)) if name not in self.unshared}
         if lacking := sorted(own - personal.tensors.keys()):  # what the network holds by chance would be tested
             raise ValueError(

@@ -15,7 +15,6 @@ from clients.reply_fields import Kind, ReplyFields, declared, undeclared
 from clients.task import NDArrays, Task, names_of
 from fedprune_app.config import NO_POLICY, Config, Policy
 from fedprune_app.core.payload import Payload
-from fedprune_app.engine.returned import returned
 from fedprune_app.engine.simulated import is_beside_server
 from fedprune_app.engine.store import State, VersionedStore, client_store
 from fedprune_app.engine.wire import Schema
@@ -186,19 +185,16 @@ class Node(NumPyClient, Generic[AnUpdate]):
         started = time.monotonic()
         state, lost = self.load_state(task, before=task.round)
         update = self.local_update(task, state)
-        for name, kind in (("payload", Payload), ("state", State)):
-            returned(getattr(update, name, update), kind, self, "local_update")
-        told = returned(self.report(task, update), dict, self, "report")
+        told = self.report(task, update)
         durable = not (self.state_waits_for_checkpoint and is_beside_server())
-        kept = returned(self.kept_state(update), State, self, "kept_state")
-        self.store.save(task.round, kept, accepted=task.state_round, durable=durable)
+        self.store.save(task.round, self.kept_state(update), accepted=task.state_round, durable=durable)
         spent = {} if self.config.dp.enabled else {"seconds": time.monotonic() - started}
         return update.payload, self._with_own({**told, **spent, **update.metrics, **_notes(task, lost)})
 
     def answer_evaluation(self, task: Task) -> tuple[int, dict[str, Any]]:
         """This loads the state, evaluates it, and returns the reply: how many examples, and what was found."""
         state, lost = self.load_state(task, before=task.round + 1)
-        num_examples, told = returned(self.evaluation(task, state), tuple, self, "evaluation")
+        num_examples, told = self.evaluation(task, state)
         return num_examples, self._with_own({**told, **_notes(task, lost)})
 
     def _with_own(self, told: dict[str, Any]) -> dict[str, Any]:

@@ -159,6 +159,6 @@ def _make_both(config: Config, num_clients: int, folder: Path) -> list[str]:
     strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, key))
     recorder.finish("interrupted")
     try:
-        return [*unread(client.data_config), *lines, *strategy.lines_of_doubt()]
+        return [*unread(client.data_config), *lines, *strategy.doubts()]
     except TypeError as error:
         raise LaunchError(str(error)) from None

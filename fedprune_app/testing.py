@@ -17,8 +17,8 @@ import math
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +28,7 @@ from unittest import mock
 import torch
 from flwr.app import Array, ArrayRecord, Error, Message, MessageType
 
+from clients.base import Update
 from clients.reply_fields import Kind as ReplyKind
 from clients.reply_fields import undeclared
 from fedprune_app import client_app, plugins, server_app
@@ -37,8 +38,10 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.engine import exchange, inprocess, wire
 from fedprune_app.engine.flower_private import set_answered_id
 from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
+from fedprune_app.engine.store import State
 from fedprune_app.files import scratch_folder
-from fedprune_app.registry import SYSTEMS, why_not_private
+from fedprune_app.learning.training import TrainingResult
+from fedprune_app.registry import SYSTEMS, System, why_not_private
 from fedprune_app.registry import check_system as check_settings
 from fedprune_app.results import own_measures
 from fedprune_app.results.measures import MEASURES, Kind, Measures
@@ -81,6 +84,18 @@ _KINDS: Mapping[str, ReplyKind] = {
     MessageType.TRAIN: "training",
     MessageType.EVALUATE: "evaluation",
 }
+
+_OF_SERVER: Mapping[str, type] = {"state": State, "doubts": list, "expect": wire.Schema, "send": Iterable}
+_OF_CLIENT: Mapping[str, type] = {
+    "begin": dict,
+    "train": TrainingResult,
+    "local_update": Update,
+    "report": dict,
+    "masks": dict,
+    "personal_model": dict,
+    "evaluation": tuple,
+}
+"""What the hooks that a plug-in's system may override return."""
 
 
 class BrokenLawError(AssertionError):
@@ -328,7 +343,9 @@ class _Laws:
         self._folder = folder
         self._settings = settings
         self._count = 0
-        self._whole = self._run(_ALL_REPLY)
+        plugins.parse(settings)  # which loads them
+        with _returns_checked(SYSTEMS[str(settings["system"])]):
+            self._whole = self._run(_ALL_REPLY)
 
     def _run(self, more: Mapping[str, Scalar] | None = None, grid: type[InProcessGrid] = InProcessGrid) -> ObservedRun:
         self._count += 1
@@ -412,6 +429,30 @@ class _Laws:
         with Session(Placement(engine, CLIENTS, 2), Terminal(stderr=True, quiet=True)) as session:
             found = session.run(config, folder)["final_sha256"]
         _must(found == self._whole.sha256, f"engine {engine!r} gives the same models", "they are others")
+
+
+@contextmanager
+def _returns_checked(system: System) -> Iterator[None]:
+    """Let a hook that returns another type than it should raise ``TypeError`` with its name, until the block ends."""
+
+    def checked(owner: type, name: str, kind: type) -> Callable[..., Any]:
+        hook = getattr(owner, name)
+
+        def call(*given: Any, **named: Any) -> Any:
+            value = hook(*given, **named)
+            if not isinstance(value, kind):
+                found = "nothing" if value is None else f"a value of type {type(value).__name__}"
+                raise TypeError(f"{owner.__name__}.{name}() returns {found}, allowed: {kind.__name__}")
+            return value
+
+        return call
+
+    with ExitStack() as stack:
+        for owner, kinds in ((system.strategy, _OF_SERVER), (system.client, _OF_CLIENT)):
+            for name, kind in kinds.items():
+                if hasattr(owner, name):
+                    stack.enter_context(mock.patch.object(owner, name, checked(owner, name, kind)))
+        yield
 
 
 def _must(holds: bool, law: str, found: str) -> None:

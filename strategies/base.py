@@ -22,7 +22,6 @@ from fedprune_app.core.bounds import most_said
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import require
-from fedprune_app.engine.returned import returned, yielded
 from fedprune_app.engine.store import ResumePoint, State, owner, write_tensors
 from fedprune_app.federation import loop, reports
 from fedprune_app.federation.budgets import Budgets
@@ -96,10 +95,6 @@ class FederatedStrategy(StreamedStrategy):
             )
         return lines
 
-    def lines_of_doubt(self) -> list[str]:
-        """Return :meth:`doubts`, which a plug-in may have got wrong. Raises ``TypeError`` where it did."""
-        return list(yielded(returned(self.doubts(), list, self, "doubts"), str, self, "doubts"))
-
     def prepare(self) -> None:
         """Do what comes before the first round; not called where a run goes on from a checkpoint."""
 
@@ -120,15 +115,11 @@ class FederatedStrategy(StreamedStrategy):
 
     def reply_bytes(self, round: Round) -> int:
         """Return the decoded size of the largest reply: a larger one is refused unread."""
-        return max(self.expected(round, client).max_bytes for client in round.participants)
-
-    def expected(self, round: Round, client: int) -> wire.Schema:
-        """Return what :meth:`expect` says, which a plug-in may have got wrong. Raises ``TypeError`` where it did."""
-        return returned(self.expect(round, client), wire.Schema, self, "expect")
+        return max(self.expect(round, client).max_bytes for client in round.participants)
 
     def accept(self, round: Round, client: int, content: RecordDict) -> None:
         """Decode a reply, check it once, and :meth:`receive` it. ``ValueError`` refuses the reply."""
-        schema = self.expected(round, client)
+        schema = self.expect(round, client)
         update = wire.payload_of(content, schema.max_bytes)
         schema.check(update)
         self.receive(round, client, update)

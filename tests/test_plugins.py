@@ -146,6 +146,16 @@ def test_an_error_in_ones_own_code_is_told_with_its_place(fedprune, tmp_path, mo
     assert said in json.loads((tmp_path / "run" / "run.json").read_text())["error"]
 
 
+def with_method(name, method):
+    """A plug-in's system ``name`` whose ``method``, such as "Server.end(self, round): pass", is this one."""
+    head = "from fedprune_app.extend import FedAvg, FedAvgClient, Outgoing, Payload, register_system\n"
+    classes = "class Server(FedAvg): pass\nclass Client(FedAvgClient): pass\n"
+    kind, _, rest = method.partition(".")
+    own = f"class {kind}({kind}):\n    def {rest}"
+    end = f"\nregister_system({name!r}, strategy=Server, client=Client, summary='one that fails')\n"
+    return f"{head}{classes}{own}{end}"
+
+
 @pytest.mark.parametrize(
     ("method", "said"),
     [
@@ -154,20 +164,6 @@ def test_an_error_in_ones_own_code_is_told_with_its_place(fedprune, tmp_path, mo
             "Server.end() leaves self.model with a value of type int",
         ),
         ("Server.end(self, round): self.model = 3", "Server.end() leaves self.model of type int"),
-        ("Server.state(self): return {}", "Server.state() returns a value of type dict, allowed: State"),
-        ("Server.doubts(self): pass", "Server.doubts() returns nothing, allowed: list"),
-        ("Server.doubts(self): return 'no rounds'", "Server.doubts() returns a value of type str, allowed: list"),
-        ("Server.doubts(self): return [3]", "Server.doubts() yields a value of type int, allowed: str"),
-        ("Server.expect(self, round, client): pass", "Server.expect() returns nothing, allowed: Schema"),
-        ("Server.send(self, round): pass", "Server.send() returns nothing, allowed: Iterable"),
-        ("Server.send(self, round): yield 1", "Server.send() yields a value of type int, allowed: Outgoing"),
-        ("Server.send_to_evaluate(self, round): return 5", "Server.send_to_evaluate() returns a value of type int"),
-        ("Client.train(self, task, **how): pass", "Client.train() returns nothing, allowed: TrainingResult"),
-        ("Client.local_update(self, task, state): pass", "Client.local_update() returns nothing, allowed: Payload"),
-        ("Client.begin(self, task, state): return 1", "Client.begin() returns a value of type int, allowed: dict"),
-        ("Client.report(self, task, update): pass", "Client.report() returns nothing, allowed: dict"),
-        ("Client.evaluation(self, task, state): pass", "Client.evaluation() returns nothing, allowed: tuple"),
-        ("Client.personal_model(self, task, state): pass", "Client.personal_model() returns nothing, allowed: dict"),
         ("Client.personal_model(self, task, state): return {}", "Client.personal_model() lacks tensor 'conv1.bias'"),
         ("Server.send(self, round): yield Outgoing(99)", "Server.send() yields a message to client 99, allowed: those"),
         ("Server.send(self, round): yield from [Outgoing(0)] * 2", "Server.send() yields two messages to client 0"),
@@ -181,15 +177,31 @@ def test_a_wrong_value_of_ones_own_code_is_told_with_its_class_and_method(
     fedprune, tmp_path, monkeypatch, method, said
 ):
     monkeypatch.chdir(tmp_path)
-    head = "from fedprune_app.extend import FedAvg, FedAvgClient, Outgoing, Payload, register_system\n"
-    classes = "class Server(FedAvg): pass\nclass Client(FedAvgClient): pass\n"
-    kind, _, rest = method.partition(".")
-    own = f"class {kind}({kind}):\n    def {rest}"
-    end = "\nregister_system('wrong', strategy=Server, client=Client, summary='one that fails')\n"
-    write(tmp_path / "wrong.py", f"{head}{classes}{own}{end}")
+    write(tmp_path / "wrong.py", with_method("wrong", method))
     code, found = fedprune("run", "--plugin", "wrong.py", "system=wrong", *QUICK, "--out", "run")
     assert code == 1
     assert said in " ".join(found.split())
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("Server.state(self): return {}", "Server.state() returns a value of type dict, allowed: State"),
+        ("Server.doubts(self): pass", "Server.doubts() returns nothing, allowed: list"),
+        ("Server.expect(self, round, client): pass", "Server.expect() returns nothing, allowed: Schema"),
+        ("Server.send(self, round): pass", "Server.send() returns nothing, allowed: Iterable"),
+        ("Client.train(self, task, **how): pass", "Client.train() returns nothing, allowed: TrainingResult"),
+        ("Client.local_update(self, task, state): pass", "Client.local_update() returns nothing, allowed: Update"),
+        ("Client.begin(self, task, state): return 1", "Client.begin() returns a value of type int, allowed: dict"),
+        ("Client.report(self, task, update): pass", "Client.report() returns nothing, allowed: dict"),
+        ("Client.evaluation(self, task, state): pass", "Client.evaluation() returns nothing, allowed: tuple"),
+        ("Client.personal_model(self, task, state): pass", "Client.personal_model() returns nothing, allowed: dict"),
+    ],
+)
+def test_the_laws_name_a_method_that_returns_another_type(tmp_path, method, said):
+    code = write(tmp_path / "wrong.py", with_method("wrong", method))
+    with pytest.raises(Exception, match=re.escape(said)):
+        check_system("wrong", plugins=code)
 
 
 HEAD = """from dataclasses import dataclass

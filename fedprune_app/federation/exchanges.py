@@ -15,7 +15,6 @@ from torch import Tensor
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import Answer, exchange, require
-from fedprune_app.engine.returned import yielded
 from fedprune_app.engine.store import State
 from fedprune_app.federation import reports
 from fedprune_app.federation.budgets import Budgets
@@ -41,7 +40,7 @@ class Hooks(Protocol):
     model: dict[str, Tensor]
     measures: Measures
 
-    def lines_of_doubt(self) -> list[str]: ...
+    def doubts(self) -> list[str]: ...
     def prepare(self) -> None: ...
     def round(self, number: int) -> Round: ...
     def begin(self, round: Round) -> None: ...
@@ -139,7 +138,7 @@ class Exchanges:
         """Yield messages of a strategy's method, which a plug-in may have got wrong. Raises ``TypeError``."""
         who, clients = f"{type(self.strategy).__name__}.{method}()", self.strategy.context.clients
         sent_to: set[int] = set()
-        for each in yielded(outgoing, Outgoing, self.strategy, method):
+        for each in outgoing:
             if each.client not in clients:
                 raise TypeError(f"{who} yields a message to client {each.client!r}, allowed: those in self.clients")
             if each.client in sent_to:

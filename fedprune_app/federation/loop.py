@@ -11,7 +11,6 @@ from flwr.serverapp import Grid
 from torch import Tensor
 
 from fedprune_app.engine.exchange import TooFewReplies
-from fedprune_app.engine.returned import returned
 from fedprune_app.engine.store import State, make_states_durable, state_folder
 from fedprune_app.federation import reports
 from fedprune_app.federation.exchanges import Exchanges, Hooks
@@ -29,7 +28,7 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
     """
     exchanges = Exchanges(strategy, grid)
     if not rounds_completed:
-        strategy.context.recorder.note(strategy.lines_of_doubt())
+        strategy.context.recorder.note(strategy.doubts())
         strategy.prepare()
         _check_model(strategy, "prepare")
     last: Round | None = None
@@ -119,7 +118,7 @@ def _make_states_durable(strategy: Hooks, round: int) -> None:
 
 def _vouched(strategy: Hooks) -> State:
     """Return the strategy's state with the marks of the records that were written before it."""
-    state = returned(strategy.state(), State, strategy, "state")
+    state = strategy.state()
     return State(state.tensors, {**state.meta, "records": strategy.context.recorder.marks})
 
 
