@@ -152,7 +152,6 @@ class ClientPrivacy:
             self.steps_per_epoch,
             noise,
             options.grad_sample,
-            options.physical_batch,
         )
 
     def charge_steps(self, steps: int, what: str) -> None:

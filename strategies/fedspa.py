@@ -36,6 +36,9 @@ from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import architecture, buffer_names
 from strategies.dpfed import DPFed
 
+BETA1, BETA2, EPSILON = 0.5, 0.99, 1e-3
+"""The server's momentum and, of Adam alone, the number of its second moment and what is added to that one's root."""
+
 
 class FedSPA(DPFed):
     """The server computes ``θ^{t+1} = θ^t + step(1/K Σ_i Δ_i^t)`` with sparse Δ_i, and no step for statistics."""
@@ -118,15 +121,13 @@ class FedSPA(DPFed):
 
     def step(self, change: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the step for a mean update, after those of earlier rounds (momentum, or Adam)."""
-        options = self.options
-        if options.acceleration == "none":
+        if self.options.acceleration == "none":
             return change
-        beta1, beta2 = options.server_momentum, options.adam_beta2
-        self.momentum = {name: beta1 * self.momentum[name] + (1 - beta1) * delta for name, delta in change.items()}
-        if options.acceleration == "momentum":
+        self.momentum = {name: BETA1 * self.momentum[name] + (1 - BETA1) * delta for name, delta in change.items()}
+        if self.options.acceleration == "momentum":
             return self.momentum
-        self.variance = {name: beta2 * self.variance[name] + (1 - beta2) * delta**2 for name, delta in change.items()}
-        return {name: m / (self.variance[name].sqrt() + options.adam_epsilon) for name, m in self.momentum.items()}
+        self.variance = {name: BETA2 * self.variance[name] + (1 - BETA2) * delta**2 for name, delta in change.items()}
+        return {name: m / (self.variance[name].sqrt() + EPSILON) for name, m in self.momentum.items()}
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         size, clients = sum(tensor.numel() for tensor in self.model.values()), len(round.participants)

@@ -27,24 +27,4 @@ class FedSPAOptions(Table):
             "adam": "as Adam steps, which want a smaller server-learning-rate",
         },
     )
-    server_momentum: float = option(
-        0.5,
-        "The server's momentum, for acceleration 'momentum'. For 'adam' the number is β₁.",
-        least=0,
-        below=1,
-        needs={".acceleration": ("momentum", "adam")},
-    )
     server_learning_rate: float = option(1.0, "The factor on the server's step.", above=0)
-    adam_beta2: float = option(
-        0.99,
-        "The number β₂ of acceleration 'adam'.",
-        least=0,
-        below=1,
-        needs={".acceleration": ("adam",)},
-    )
-    adam_epsilon: float = option(
-        1e-3,
-        "The number that acceleration 'adam' adds to the root of the second moment.",
-        above=0,
-        needs={".acceleration": ("adam",)},
-    )

@@ -86,9 +86,6 @@ class DPOptions(Table):
             "hooks": "Opacus' hooks",
         },
     )
-    physical_batch: int = option(
-        256, "The largest number of examples whose gradients are in memory at a time.", least=1
-    )
     secure_rng: bool = option(
         False,
         "If true, noise and samples come from the operating system and cannot be reproduced. If false, those of a"

@@ -265,12 +265,12 @@ def baseline(config, num_clients):
                 total[n] += (after[n] - model[n]).double()
         change = {n: (x / len(chosen)).float() for n, x in total.items()}
         if config.system == "fedspa" and options.acceleration == "momentum":
-            m = {n: options.server_momentum * m[n] + (1 - options.server_momentum) * g for n, g in change.items()}
+            m = {n: 0.5 * m[n] + 0.5 * g for n, g in change.items()}
             change = m
         elif config.system == "fedspa" and options.acceleration == "adam":
-            m = {n: options.server_momentum * m[n] + (1 - options.server_momentum) * g for n, g in change.items()}
-            v = {n: options.adam_beta2 * v[n] + (1 - options.adam_beta2) * g.square() for n, g in change.items()}
-            change = {n: m[n] / (v[n].sqrt() + options.adam_epsilon) for n in m}
+            m = {n: 0.5 * m[n] + 0.5 * g for n, g in change.items()}
+            v = {n: 0.99 * v[n] + 0.01 * g.square() for n, g in change.items()}
+            change = {n: m[n] / (v[n].sqrt() + 1e-3) for n in m}
         rate = options.server_learning_rate if config.system == "fedspa" else 1.0
         model = {n: w + rate * change[n] for n, w in model.items()}
     outcome.model = outcome.last = model

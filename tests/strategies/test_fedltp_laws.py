@@ -424,7 +424,7 @@ def test_fedspa_takes_the_mean_of_running_statistics_which_no_step_may_make_nega
 
 def test_fedspas_momentum_steps_no_further_than_the_mean_update(federation):
     """A step that is a mean of updates carries no more noise than one update does."""
-    strategy = strategy_of(FedSPA, "fedspa", **{"fedspa.acceleration": "momentum", "fedspa.server-momentum": 0.5})
+    strategy = strategy_of(FedSPA, "fedspa", **{"fedspa.acceleration": "momentum"})
     strategy.momentum = strategy.variance = {"w": torch.zeros(3)}
     steps = [strategy.step({"w": torch.ones(3)})["w"] for _ in range(3)]
     assert [step.tolist() for step in steps] == [[0.5] * 3, [0.75] * 3, [0.875] * 3]
