@@ -12,14 +12,19 @@ ifneq ($(words $(CURDIR)),1)
 $(info The path $(CURDIR) has a space: simulations run in it, and Flower's SuperLink (flwr run, fedprune deploy) does not)
 endif
 
-.PHONY: settings site site-serve demo test programs quick test-all record-hashes rehearsal flower-releases faults faults-sim planted-bugs lint fuzz format lock benchmarks clean
+.PHONY: settings site site-serve demo test full programs quick test-all record-hashes rehearsal flower-releases faults faults-sim planted-bugs lint fuzz format lock benchmarks clean
 
 demo: $(STAMP)
 	$(BIN)/fedprune demo --out runs/demo
 
-# Two workers: the tests of a file share their federations in one of them, and so does the conformance of a system.
+# Four minutes on two quiet cores. Two workers: the tests of a file share their federations in one of them, and so does the conformance of a system.
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
+
+# More systems, networks, faults and random inputs than `make test` has, and nothing that it has but the random inputs.
+full: $(DEV_STAMP)
+	HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder \
+	    -m "(full or hypothesis) and not (slow or gpu or programs)"
 
 # What waits for Flower's and Ray's own programs more than it computes: three workers hide the waiting.
 programs: $(DEV_STAMP)

@@ -28,12 +28,13 @@ from fedprune_app.models import names as model_names
 from fedprune_app.results import own_measures
 from fedprune_app.testing import FinishedRun as Finished
 from tests import leftovers
+from tests.examples import PROFILE, examples
 from tests.leftovers import pytest_unconfigure
 
 __all__ = ["Finished", "pytest_unconfigure"]
 # How long an example takes depends on what else the machine does.
-settings.register_profile("any load", settings(), deadline=None)
-settings.load_profile("any load")
+settings.register_profile(PROFILE, settings(), deadline=None, max_examples=examples(100))
+settings.load_profile(PROFILE)
 torch.set_num_threads(1)  # as in a run; two threads of one operation wait for each other where other work goes on
 Tamper = Callable[[Message, Message, int], Message]  # (request, honest reply, partition) -> what is sent
 

@@ -22,8 +22,9 @@ from fedprune_app.engine.store import read_tensors, write_tensors
 from fedprune_app.federation.clients import ImageClientInfo, TextClientInfo
 from fedprune_app.matrices import read_matrix
 from fedprune_app.results.reader import read_info, read_rows
+from tests.examples import examples
 
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -134,7 +135,7 @@ def test_an_introduction_is_refused_in_one_short_line_or_small(said):
             assert len(json.dumps(info.description(), allow_nan=False)) < 2000
 
 
-@settings(quick, max_examples=30)
+@settings(quick, max_examples=examples(30))
 @given(damaged(image_file()))
 def test_a_damaged_image_is_named_or_read(tmp_path_factory, data):
     folder = image_folder(tmp_path_factory.mktemp("images"), data, image_file())

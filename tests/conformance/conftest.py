@@ -7,7 +7,7 @@ that cannot run on the common settings says in ``MORE`` what it needs.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,14 +98,27 @@ VARIANTS = {
 """Settings that take other paths through the code than every system's own run; ``conform`` knows them by name."""
 
 
-def of_system(case: str, *more: Any) -> Any:
-    """Parameters, the case first, whose tests run in one process: there they share the system's runs."""
+FIVE = ("fedp3", "dispfl", "fedltp", "subfedavg", "fedspallm")
+"""The systems for which `make test` holds all laws; for the others, and for variants, `make full` does."""
+
+
+def of_system(case: str, *more: Any, full: bool = False) -> Any:
+    """Parameters, the case first, whose tests run in one process: there they share the system's runs.
+
+    With ``full`` the cases beside the five systems are of `make full`.
+    """
     system = str(VARIANTS.get(case, {}).get("system", case))
-    return pytest.param(case, *more, marks=pytest.mark.xdist_group(f"conformance of {system}"))
+    marks = [pytest.mark.xdist_group(f"conformance of {system}"), *([pytest.mark.full] if full else [])]
+    return pytest.param(case, *more, marks=marks)
 
 
-SYSTEM = pytest.mark.parametrize("system", [of_system(system) for system in SYSTEMS])
-CASE = pytest.mark.parametrize("case", [of_system(case) for case in (*SYSTEMS, *VARIANTS)])
+def _of_all(name: str, cases: Iterable[str], full: bool) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(name, [of_system(case, full=full and case not in FIVE) for case in cases])
+
+
+SYSTEM, CASE = _of_all("system", SYSTEMS, False), _of_all("case", (*SYSTEMS, *VARIANTS), False)
+SYSTEM_BY_TIER, CASE_BY_TIER = _of_all("system", SYSTEMS, True), _of_all("case", (*SYSTEMS, *VARIANTS), True)
+"""Those of tests that need more runs than the one that others share."""
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from fedprune_app.testing import Failing, Misbehaving, Twice, patient_clock
-from tests.conformance.conftest import ROUNDS, SYSTEM
+from tests.conformance.conftest import ROUNDS, SYSTEM_BY_TIER
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def clock():
         yield
 
 
-@SYSTEM
+@SYSTEM_BY_TIER
 def test_bad_replies_leave_everything_as_if_their_clients_had_not_been_asked(conform, clock, system):
     settings = {"deadline_seconds": 5.0, "evaluate_every": ROUNDS}
     without, with_bad = (conform(system, grid=grid, **settings) for grid in (Failing, Misbehaving))
@@ -29,6 +29,6 @@ def test_bad_replies_leave_everything_as_if_their_clients_had_not_been_asked(con
     assert with_bad.sha256 != conform(system).sha256
 
 
-@SYSTEM
+@SYSTEM_BY_TIER
 def test_a_reply_that_comes_twice_counts_once(conform, system):
     assert conform(system, grid=Twice).sha256 == conform(system).sha256

@@ -10,7 +10,7 @@ from fedprune_app.config import parse_config
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.inprocess import InProcessGrid
 from fedprune_app.registry import SYSTEMS
-from tests.conformance.conftest import CLIENTS, PRIVATE, ROUNDS, SYSTEM
+from tests.conformance.conftest import CLIENTS, PRIVATE, ROUNDS, SYSTEM, SYSTEM_BY_TIER
 
 KINDS = {MessageType.QUERY: "introduction", MessageType.TRAIN: "training", MessageType.EVALUATE: "evaluation"}
 PRIVATELY = {
@@ -28,7 +28,9 @@ def private_settings(settings_of, system):
     return None if reason else more
 
 
-@pytest.mark.parametrize("is_private", [False, True], ids=["as it is", "private"])
+@pytest.mark.parametrize(
+    "is_private", [pytest.param(False, id="as it is"), pytest.param(True, id="private", marks=pytest.mark.full)]
+)
 @SYSTEM
 def test_every_reply_holds_declared_fields_alone(conform, settings_of, system, is_private):
     settings = private_settings(settings_of, system) if is_private else {}
@@ -59,7 +61,7 @@ class Diary(InProcessGrid):
     """A name of its own, so that no finished run is taken for one of this."""
 
 
-@SYSTEM
+@SYSTEM_BY_TIER
 def test_a_field_that_nobody_declared_does_not_leave_the_client(conform, monkeypatch, system):
     client = SYSTEMS[system].client
     monkeypatch.setattr(client, "answer_training", telling(client.answer_training, {"diary": 1}))
@@ -84,7 +86,7 @@ def test_a_private_client_sends_no_undeclared_and_no_open_field(conform, monkeyp
 
 
 @pytest.mark.parametrize("told", ["loss", "seconds"])
-@SYSTEM
+@SYSTEM_BY_TIER
 def test_no_system_sends_the_raw_loss_or_its_time_from_a_private_client(
     conform, settings_of, monkeypatch, system, told
 ):

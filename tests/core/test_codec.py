@@ -14,6 +14,7 @@ from fedprune_app.core import codec
 from fedprune_app.core.codec import decode, encode
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator, numpy_generator
+from tests.examples import examples
 
 DTYPES = [
     torch.float32,
@@ -83,7 +84,7 @@ def payloads(draw: st.DrawFn) -> Payload:
 
 
 @given(payloads())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 def test_every_payload_comes_back_bit_for_bit(payload):
     assert_same_bits(decode(encode(payload)), payload)
 
@@ -275,7 +276,7 @@ def test_entropy_coded_masks_are_what_a_slow_reference_coder_writes(densities):
 
 
 @given(st.integers(2, 2**40), st.data())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=examples(100))
 def test_the_coder_uses_exactly_the_probability_that_the_integers_say(numel, data):
     kept = data.draw(st.integers(1, numel - 1))
     entry = codec._Entry("w", (numel,), torch.float32, codec._MASKED, kept)
@@ -410,7 +411,7 @@ def read_or_refuse(body: bytes) -> None:
 
 
 @given(st.binary(max_size=80))
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=examples(400))
 def test_random_bytes_are_refused_or_understood(body):
     read_or_refuse(body)
 
@@ -436,7 +437,7 @@ def mutated(draw: st.DrawFn) -> bytes:
 
 
 @given(mutated())
-@settings(deadline=None, max_examples=500, suppress_health_check=[HealthCheck.too_slow])
+@settings(deadline=None, max_examples=examples(500), suppress_health_check=[HealthCheck.too_slow])
 def test_damaged_messages_are_refused_or_understood(body):
     read_or_refuse(body)
 

@@ -20,6 +20,7 @@ from fedprune_app.core.masks import (
     uniform_densities,
 )
 from fedprune_app.core.rng import generator
+from tests.examples import examples
 
 
 @settings(deadline=None)
@@ -197,7 +198,7 @@ def reference_prune_and_grow(weights, gradients, mask, count):
 COORDINATES = st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3), st.booleans()), min_size=1, max_size=60)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(COORDINATES, st.integers(0, 100))
 def test_prune_and_grow_is_the_rule_written_out_with_sorted_lists(coordinates, percent):
     weights, gradients, mask = map(list, zip(*coordinates, strict=True))
@@ -300,7 +301,7 @@ def test_a_relative_threshold_keeps_what_is_larger_than_a_share_of_the_largest()
     assert relative_threshold_masks({"z": torch.zeros(3), "e": torch.zeros(0)}, 0.0)["z"].tolist() == [False] * 3
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(st.integers(0, 10**6), st.floats(0, 0.99), st.floats(0, 0.99))
 def test_relative_thresholds_are_nested_and_scale_free_and_spare_the_largest(seed, one, other):
     low, high = sorted((one, other))

@@ -13,6 +13,7 @@ from fedprune_app.core.graphs import WARM_UP_STEPS
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.scores import magnitude_mask, wanda_mask
 from fedprune_app.core.sparsegpt import Hessian, InputNorms, sparsegpt
+from tests.examples import examples
 from tests.recording import Recording
 
 
@@ -123,7 +124,7 @@ def test_inputs_that_were_never_seen_lose_their_column_first():
     torch.testing.assert_close(pruned, expected, atol=1e-4, rtol=1e-3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     rows=st.integers(1, 9),
@@ -138,7 +139,7 @@ def test_the_density_is_exact_and_what_is_pruned_is_zero(seed, rows, columns, de
     assert not pruned[~mask].any()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     rows=st.integers(1, 9),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.core.topology import TOPOLOGIES, links, neighbours, read_adjacency
+from tests.examples import examples
 
 
 @st.composite
@@ -28,7 +29,7 @@ def random_adjacency(size, seed=0):
     return numpy_generator(seed, "adjacency").random((size, size)) < 0.5
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.sampled_from(sorted(TOPOLOGIES)), federations())
 def test_every_active_client_receives_from_other_active_clients_only(topology, federation):
     clients, active, limit, seed = federation

@@ -6,6 +6,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fedprune_app.data import partitions
+from tests.examples import examples
 
 CIFAR_LIKE = np.arange(50_000, dtype=np.int64) % 10
 
@@ -42,7 +43,7 @@ def classes_of(labels, parts):
 
 
 @pytest.mark.parametrize("scheme", WHOLE)
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(
     seed=st.integers(0, 2**32),
     num_samples=st.integers(60, 400),
@@ -57,7 +58,7 @@ def test_every_sample_goes_to_exactly_one_client(scheme, seed, num_samples, num_
 
 
 @pytest.mark.parametrize("assignment", ["cyclic", "random"])
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     seed=st.integers(0, 2**32),
     num_clients=st.integers(1, 12),
@@ -230,7 +231,7 @@ def test_a_group_for_each_client_is_no_group():
     assert all(np.array_equal(a, b) for a, b in zip(own, grouped, strict=True))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=examples(40))
 @given(num_clients=st.integers(1, 12), data=st.data())
 def test_groups_change_no_volume(num_clients, data):
     num_groups = data.draw(st.integers(1, num_clients))
@@ -245,7 +246,7 @@ def test_dirichlet_class_keeps_its_least_volume():
     assert volumes(parts).min() >= 8
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     seed=st.integers(0, 2**32),
     num_samples=st.integers(2, 200),
@@ -261,7 +262,7 @@ def test_a_stratified_holdout_has_the_label_shares_of_the_whole(seed, num_sample
     assert (np.abs(np.bincount(labels[held], minlength=len(shares)) - shares) < 1).all()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(seed=st.integers(0, 2**32), num_classes=st.integers(1, 8), data=st.data())
 def test_a_stratified_sample_has_its_size_and_the_label_shares_of_the_whole(seed, num_classes, data):
     labels = some_labels(seed, 50, num_classes)

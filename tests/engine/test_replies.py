@@ -48,9 +48,10 @@ from hypothesis import strategies as st
 from fedprune_app.deploy import make_database
 from fedprune_app.engine import replies, wire
 from fedprune_app.engine.exchange import message_to
+from tests.examples import examples
 from tests.test_borders import damaged, refusal
 
-quick = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 PATHS = {
     "push-messages": (runtime_handlers.push_messages, PushAppMessagesRequest),
     "push-object": (runtime_handlers.push_object, PushObjectRequest),

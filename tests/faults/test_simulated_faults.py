@@ -33,6 +33,7 @@ from fedprune_app.results import reader, recorder
 from strategies import base
 from tests.docs.scripts import script
 
+pytestmark = pytest.mark.full
 SLOW = pytest.mark.slow
 
 

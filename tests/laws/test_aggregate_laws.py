@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fedprune_app.core.aggregate import MaskedMean, masked_mean
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
+from tests.examples import examples
 
 GRID = 2.0**-40
 
@@ -50,7 +51,7 @@ def reference_mean(payloads, weights, fallback):
     return result
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(1, 500)), min_size=1, max_size=5))
 def test_the_masked_mean_is_the_formula(clients):
     payloads = [random_payload(seed, density=None if seed % 4 == 0 else 0.5) for seed, _ in clients]

@@ -16,6 +16,7 @@ from fedprune_app.core.masks import full_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator, numpy_generator
 from fedprune_app.core.topology import neighbours
+from tests.examples import examples
 from tests.laws.test_aggregate_laws import mean_of
 
 SHAPES = {"w": (6, 5), "b": (4,), "s": ()}
@@ -47,7 +48,7 @@ def reference_mix(payloads):
     return mixed
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=5))
 def test_the_gossip_average_is_the_formula(seeds):
     payloads = [random_payload(seed) for seed in seeds]

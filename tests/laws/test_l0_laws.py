@@ -15,6 +15,7 @@ from fedprune_app.core.expansion import INPUT_NORMS, Cut
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
+from tests.examples import examples
 from tests.laws.at_once import expand_masks, l0_mean
 
 
@@ -51,7 +52,7 @@ def reference(payloads, density, ties="magnitude", norms=None):
     return mean, union, after
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seeds=st.lists(st.integers(0, 10**6), min_size=1, max_size=6, unique=True),
     local=st.sampled_from([0.25, 0.5, 0.75]),
@@ -69,7 +70,7 @@ def test_mean_and_expansion_are_the_formulas(seeds, local, density, ties):
     assert torch.equal(expanded.tensors["w"], torch.where(expanded.masks["w"], got.tensors["w"], 0))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.integers(0, 10**6), min_size=2, max_size=5, unique=True), st.floats(0, 1))
 def test_expansion_only_removes_and_hits_the_count_exactly(seeds, density):
     payloads = [client(seed) for seed in seeds]
@@ -150,7 +151,7 @@ def test_a_pattern_survives_expansion():
         assert [i for i in range(4) if not kept[i]] == sorted(order[:2]), group
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.lists(st.integers(0, 10**6), min_size=2, max_size=5, unique=True), st.sampled_from([0.2, 0.4, 0.45]))
 def test_ties_can_go_by_the_weight_times_the_mean_norm_of_its_input(seeds, density):
     norms = [torch.rand(8, generator=generator(seed, "norms")) * 10 + 0.01 for seed in seeds]
@@ -185,7 +186,7 @@ def votes_of(payloads):
     return mean.votes()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seeds=st.lists(st.integers(0, 500), min_size=1, max_size=5, unique=True),
     shapes=st.lists(st.sampled_from([(6, 8), (3, 4), (1, 5)]), min_size=1, max_size=4),

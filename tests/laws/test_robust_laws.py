@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.core.robust import TrimmedMean, clipped, move_norm
+from tests.examples import examples
 from tests.laws.test_aggregate_laws import mean_of, random_payload
 
 FALLBACK = dict(random_payload(99, density=None).tensors)
@@ -42,7 +43,7 @@ def reference(payloads, trim):
     return result
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=9), st.sampled_from([0.0, 0.1, 0.2, 0.34, 0.49]))
 def test_the_trimmed_mean_is_its_definition_over_each_coordinates_keepers(seeds, trim):
     payloads = [random_payload(seed, density=None if seed % 4 == 0 else 0.5) for seed in seeds]
@@ -64,7 +65,7 @@ def test_without_trimming_it_is_the_masked_mean():
         torch.testing.assert_close(mean, plain[name], atol=1e-6, rtol=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 10**6), st.sampled_from([-1e30, -3.0, 0.0, 5.0, 1e30]), st.integers(0, 2))
 def test_a_fifth_of_hostile_clients_cannot_leave_the_range_of_the_honest(seed, value, num_hostile):
     honest = [random_payload(seed + i, density=None) for i in range(8)]
@@ -94,7 +95,7 @@ def test_trimming_everything_is_refused(trim):
         TrimmedMean(trim)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 10**6), st.floats(1e-3, 1e3), st.sampled_from([1e-3, 1.0, 1e6]))
 def test_no_client_moves_further_than_the_bound_and_keeps_its_direction(seed, bound, scale):
     sent = random_payload(seed)
