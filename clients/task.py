@@ -1,7 +1,7 @@
 """A task is what a client is asked, as one value; here alone Flower's arrays and config become tasks, and back.
 
 Flower's ``NumPyClient`` takes a list of arrays and a dictionary. The names of the arrays travel in the dictionary, and
-those of a neighbour's update, from client 3 say, begin with ``letter/3/``.
+those of a neighbour's update, from client 3 say, begin with ``peer/3/``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fedprune_app.engine.wire import Schema
 
 NDArrays = list[np.ndarray[Any, Any]]
 _NOTES = "refused"  # the name in Flower's config under which notes come
-_PEER = "letter/"
+_PEER = "peer/"
 _NAMES = ("tensor-names", "mask-names")
 
 

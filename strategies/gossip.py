@@ -114,7 +114,7 @@ class Gossip(Relay):
                     update = self.read_update(client)
                     mean.check(update)
                 except ValueError as error:
-                    log.note(client, f"its letter is left out of an average: {error}")
+                    log.note(client, f"its update is left out of an average: {error}")
                 else:
                     updates.append(update)
             mean.add_all(updates)

@@ -47,7 +47,7 @@ class Relay(FederatedStrategy):
         try:
             update = self.updates.get(client, self.update_rounds[client])
         except ValueError as error:
-            self.context.lose(client, f"its letter is lost: {error}")
+            self.context.lose(client, f"its update is lost: {error}")
             raise
         update.know(wire.peer_update_name(client), self.update_bytes[client])
         return update
@@ -60,7 +60,7 @@ class Relay(FederatedStrategy):
                 try:
                     found[client] = self.update_of(client)
                 except ValueError as error:
-                    log.note(client, f"its letter is lost: {error}")
+                    log.note(client, f"its update is lost: {error}")
         return found
 
     def accept(self, round: Round, client: int, content: RecordDict) -> None:
@@ -84,7 +84,7 @@ class Relay(FederatedStrategy):
 
     @staticmethod
     def _store(folder: Path, run_key: str) -> UpdateStore:
-        return UpdateStore(folder / "mailbox", run_key=run_key)
+        return UpdateStore(folder / "peers", run_key=run_key)
 
     @classmethod
     def resume_points(
@@ -95,9 +95,9 @@ class Relay(FederatedStrategy):
 
     def state(self) -> State:
         sizes = {str(k): size for k, size in sorted(self._received_bytes.items())}
-        return State({}, {**super().state().meta, "letter-bytes": sizes})
+        return State({}, {**super().state().meta, "peer-bytes": sizes})
 
     def restore(self, state: State) -> None:
         super().restore(State(self.model, state.meta))
-        self._received_bytes = {int(k): int(size) for k, size in state.meta["letter-bytes"].items()}
+        self._received_bytes = {int(k): int(size) for k, size in state.meta["peer-bytes"].items()}
         self.updates.drop_after(max([0, *self.state_rounds.values()]))

@@ -23,7 +23,7 @@ Fields = Mapping[str, Any]
 PAYLOAD = "payload"
 LARGEST = 2.0**23
 """The largest magnitude of a value in a reply or a peer's update: what exact sums of one addend could bear."""
-_PEER_UPDATE = "letter/"  # the name on the wire, which does not change
+_PEER_UPDATE = "peer/"
 _STYPE = "fedprune.codec"
 _LINE = 500
 

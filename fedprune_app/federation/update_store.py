@@ -121,7 +121,7 @@ class UpdateStore:
             self._bytes_decoded -= _decoded_size(decoded)
 
     def _store(self, client: int) -> VersionedStore:
-        whose = owner(f"letter of client {client}", self.run_key)
+        whose = owner(f"update of client {client}", self.run_key)
         return VersionedStore(self.folder / f"{client:05d}", owner=whose)
 
 

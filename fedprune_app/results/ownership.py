@@ -26,7 +26,7 @@ GENERATOR = '<meta name="generator" content="fedprune">'
 """The line of a report's head that says who wrote it."""
 _OF_A_RUN = (
     "run.json", "rounds.jsonl", "clients.jsonl", "masks.json", "progress.json", "models", "checkpoints", "clients",
-    "mailbox", "layers", "tensorboard", "mlflow",
+    "peers", "layers", "tensorboard", "mlflow",
 )  # fmt: skip
 _HEAD_BYTES = 4096
 

@@ -205,8 +205,8 @@ def test_scores_on_other_data_are_not_remembered(client, tmp_path):
 
 def some_payload(seed, masked=True):
     draw = torch.Generator().manual_seed(seed)
-    tensors = {name: torch.randn(4, 3, generator=draw) for name in ("conv1.weight", "layer/1/letter/2/weight", "bias")}
-    masks = {name: torch.rand(4, 3, generator=draw) < 0.5 for name in ("layer/1/letter/2/weight", "conv1.weight")}
+    tensors = {name: torch.randn(4, 3, generator=draw) for name in ("conv1.weight", "layer/1/peer/2/weight", "bias")}
+    masks = {name: torch.rand(4, 3, generator=draw) < 0.5 for name in ("layer/1/peer/2/weight", "conv1.weight")}
     return Payload.pruned(tensors, masks if masked else {})
 
 
@@ -221,7 +221,7 @@ def some_payload(seed, masked=True):
     ],
 )
 def test_peer_updates_survive_flowers_one_list_of_arrays(own, updates):
-    task = Task(3, own, updates, {"round": 3, "width": 0.5}, ["letter/9 is left out: it is none"])
+    task = Task(3, own, updates, {"round": 3, "width": 0.5}, ["peer/9 is left out: it is none"])
     again = Task.from_numpy(*task.to_numpy())
     assert (again.round, again.fields, again.notes) == (3, task.fields, task.notes)
     assert again.payload.digest() == own.digest()
@@ -253,7 +253,7 @@ def test_a_task_says_from_which_round_a_client_goes_on_if_the_server_does():
 def test_what_is_noted_of_a_task_belongs_to_that_task_alone():
     task = Task(1)
     task.note_unusable(3, ValueError("too large"))
-    assert task.notes == ["letter/3 is left out: too large"]
+    assert task.notes == ["peer/3 is left out: too large"]
     assert Task(1).notes == []
     assert Task.from_numpy(*task.to_numpy()).notes is not task.notes
 

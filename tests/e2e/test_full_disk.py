@@ -61,7 +61,7 @@ def fail(message="it is not there"):
 def test_wherever_the_run_folders_disk_fills_up_the_run_stops_on_one_line_and_resumes(
     federate, small_disk, tmp_path, system, left
 ):
-    """Records, checkpoints, mailbox, run.json: what does not fit first depends on the room that is left."""
+    """Records, checkpoints, peers, run.json: what does not fit first depends on the room that is left."""
     settings = {**SETTINGS, "clients": 3, "system": system}
     whole = federate(name="whole", **settings)
     disk = small_disk(tmp_path / "run", 4096)

@@ -129,8 +129,8 @@ def test_a_shared_payload_is_serialised_once_under_each_name(monkeypatch):
     monkeypatch.setattr(wire, "recorddict_to_proto", lambda record: serialised.extend(record) or real(record))
     for partition in range(5):
         wire.num_bytes(wire.pack(shared, {"state-round": partition}, {3: shared}))
-    assert sorted(set(serialised)) == ["fields", "letter/3", "payload"]
-    assert (serialised.count("payload"), serialised.count("letter/3"), serialised.count("fields")) == (1, 1, 5)
+    assert sorted(set(serialised)) == ["fields", "payload", "peer/3"]
+    assert (serialised.count("payload"), serialised.count("peer/3"), serialised.count("fields")) == (1, 1, 5)
 
 
 def test_encoded_arrays_become_bytes_and_the_same_arrays_again():
@@ -153,25 +153,25 @@ def scaled(factor: float) -> Payload:
 @pytest.mark.parametrize(
     ("name", "record", "says"),
     [
-        ("letter/2", wire.from_bytes({"fp1": b"\xff\x00garbage"}), "tensor number 0"),
-        ("letter/2", wire.from_bytes({"fp1": b""}), "missing"),
-        ("letter/2", wire.from_bytes({}), "arrays"),
-        ("letter/2", wire.from_bytes({"fp9": b"abc"}), "fp9"),
-        ("letter/2", ArrayRecord({"fp1": Array("uint8", (3,), "numpy.ndarray", b"abc")}), "is of type"),
-        ("letter/2", wire.to_arrays(bad(tensor_b=torch.ones(2))), "tensor 'b' has shape"),
-        ("letter/2", wire.to_arrays(bad(tensor_b=torch.tensor([1.0, math.nan, 1.0]))), "NaN or infinite"),
-        ("letter/2", wire.to_arrays(bad(mask_w=None)), "wrong masks"),
-        ("letter/2", wire.to_arrays(TOO_LARGE), "allowed"),
-        ("letter/2", ConfigRecord({"a": 1}), "holds no arrays"),
-        ("letter/two", wire.to_arrays(payload()), "two"),
-        ("letter/", wire.to_arrays(payload()), "letter/"),
-        ("letter/1.5", wire.to_arrays(payload()), "1.5"),
+        ("peer/2", wire.from_bytes({"fp1": b"\xff\x00garbage"}), "tensor number 0"),
+        ("peer/2", wire.from_bytes({"fp1": b""}), "missing"),
+        ("peer/2", wire.from_bytes({}), "arrays"),
+        ("peer/2", wire.from_bytes({"fp9": b"abc"}), "fp9"),
+        ("peer/2", ArrayRecord({"fp1": Array("uint8", (3,), "numpy.ndarray", b"abc")}), "is of type"),
+        ("peer/2", wire.to_arrays(bad(tensor_b=torch.ones(2))), "tensor 'b' has shape"),
+        ("peer/2", wire.to_arrays(bad(tensor_b=torch.tensor([1.0, math.nan, 1.0]))), "NaN or infinite"),
+        ("peer/2", wire.to_arrays(bad(mask_w=None)), "wrong masks"),
+        ("peer/2", wire.to_arrays(TOO_LARGE), "allowed"),
+        ("peer/2", ConfigRecord({"a": 1}), "holds no arrays"),
+        ("peer/two", wire.to_arrays(payload()), "two"),
+        ("peer/", wire.to_arrays(payload()), "peer/"),
+        ("peer/1.5", wire.to_arrays(payload()), "1.5"),
     ],
 )
-def test_a_bad_letter_is_left_out_with_its_reason_and_the_good_ones_stay(name, record, says):
+def test_a_bad_update_is_left_out_with_its_reason_and_the_good_ones_stay(name, record, says):
     content = wire.pack(None, {"round": 3}, {11: wire.to_arrays(scaled(2))})
     content[name] = record
-    content["letter/5"] = wire.to_arrays(scaled(3))
+    content["peer/5"] = wire.to_arrays(scaled(3))
     letters, refused = wire.peer_updates_of(content, SCHEMA)
     assert list(letters) == [5, 11]
     assert (letters[5].digest(), letters[11].digest()) == (scaled(3).digest(), scaled(2).digest())

@@ -115,11 +115,11 @@ def test_a_run_says_of_whom_it_has_no_final_model(simulated):
     assert any("ledger.jsonl is damaged" in event.text for event in told.story.events)
 
 
-def test_a_lost_letter_does_not_end_a_run_that_accepts_loss(simulated):
+def test_a_lost_update_does_not_end_a_run_that_accepts_loss(simulated):
     """MTL's server reads the last model of every client in every round; one of them is damaged here."""
     told = simulated.told(Schedule.drawn(3092, "mtl"))
     assert told.law == ""
-    assert any("mailbox/00002" in event.text and "is damaged" in event.text for event in told.story.events)
+    assert any("peers/00002" in event.text and "is damaged" in event.text for event in told.story.events)
     assert told.sha256
 
 

@@ -28,7 +28,7 @@ SIZE = sum(map(len, wire.to_bytes(update()).values()))
 
 @pytest.fixture
 def store(tmp_path: Path) -> UpdateStore:
-    return UpdateStore(tmp_path / "mailbox")
+    return UpdateStore(tmp_path / "peers")
 
 
 def reopened(store: UpdateStore, cache_bytes: int = ROOM) -> UpdateStore:
@@ -65,7 +65,7 @@ def test_every_client_and_round_has_its_own_update(store):
 
 
 def test_a_resumed_run_finds_the_updates_that_its_checkpoint_names(store):
-    """Checkpoints go back two rounds, so a letter is still there when its sender has sent two more."""
+    """Checkpoints go back two rounds, so an update is still there when its sender has sent two more."""
     for round in (4, 6, 7):
         store.put(0, round, update(round), ROOM)
     assert [content(reopened(store), 0, round) for round in (4, 6, 7)] == [wire.to_bytes(update(r)) for r in (4, 6, 7)]
@@ -196,8 +196,8 @@ def test_an_update_for_many_is_measured_once(store, monkeypatch):
     real = wire.recorddict_to_proto
     monkeypatch.setattr(wire, "recorddict_to_proto", lambda record: measured.extend(record) or real(record))
     for _ in range(3):
-        assert store.get(0, 1).item_bytes("letter/0") > SIZE
-    assert measured == ["letter/0"]
+        assert store.get(0, 1).item_bytes("peer/0") > SIZE
+    assert measured == ["peer/0"]
 
 
 @pytest.mark.parametrize("names", [[], ["__metadata__"], ["fp1", "more"], ["fp2"]])

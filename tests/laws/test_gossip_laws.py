@@ -30,7 +30,7 @@ def random_payload(seed: int, density: float = 0.5) -> Payload:
 
 
 def mix_of(payloads):
-    """As the relaying server and the clients of decentralised systems average: one letter after the other."""
+    """As the relaying server and the clients of decentralised systems average: one update after the other."""
     mean = MaskedMean(len(payloads))
     for payload in payloads:
         mean.add(payload)

@@ -43,8 +43,8 @@ class Exchanged:
     up: Payload
     bytes_down: int
     bytes_up: int
-    letters: Mapping[int, Payload]  # from other clients, by their partition
-    letter_bytes: Mapping[int, int]
+    peer_updates: Mapping[int, Payload]  # from other clients, by their partition
+    peer_bytes: Mapping[int, int]
     told: wire.Fields  # the reply's named values
 
 
@@ -71,13 +71,13 @@ class Wiretap:
         def handle(message: Message, context: Any) -> Message:
             request = message.content
             bytes_down, down = _size(message), wire.payload_of(request, 10**9)
-            senders = {int(name.removeprefix("letter/")): name for name in request if name.startswith("letter/")}
-            letters = {sender: wire.payload_of(request, 10**9, name) for sender, name in senders.items()}
+            senders = {int(name.removeprefix("peer/")): name for name in request if name.startswith("peer/")}
+            peer_updates = {sender: wire.payload_of(request, 10**9, name) for sender, name in senders.items()}
             sizes = {sender: _bytes(RecordDict({name: request[name]})) for sender, name in senders.items()}
             reply = real(message, context)
             up, told = wire.payload_of(reply.content, 10**9), wire.fields_of(reply.content)
             round, partition = request["fields"]["round"], context.node_config["partition-id"]
-            seen = Exchanged(kind, round, partition, down, up, bytes_down, _size(reply), letters, sizes, told)
+            seen = Exchanged(kind, round, partition, down, up, bytes_down, _size(reply), peer_updates, sizes, told)
             self.messages.append(seen)
             return reply
 

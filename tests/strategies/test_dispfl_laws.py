@@ -61,7 +61,7 @@ GOSSIP = {
 }
 RESUMED = {  # one of every new system
     "dispfl": GOSSIP["dispfl"],
-    "dispfl, letters": {"dispfl_gossip": "client", **GOSSIP["dispfl"]},
+    "dispfl, clients average": {"dispfl_gossip": "client", **GOSSIP["dispfl"]},
     "dpsgd": GOSSIP["dpsgd"],
     "dpsgd-ft": GOSSIP["dpsgd-ft"],
     "fedavg-ft": {"fraction_train": 0.5},
@@ -104,8 +104,8 @@ def timeless(rows):
 def test_it_does_not_matter_whether_the_server_averages_or_each_client(federation, case):
     relayed = start(federation, case, GOSSIP[case])
     by_client = start(federation, case, GOSSIP[case], **by_letters(case))
-    assert any(message.letters for message in by_client.wiretap.messages)
-    assert not any(message.letters for message in relayed.wiretap.messages)
+    assert any(message.peer_updates for message in by_client.wiretap.messages)
+    assert not any(message.peer_updates for message in relayed.wiretap.messages)
     assert by_client.sha256 == relayed.sha256
     results = [
         [{key: value for key, value in row.items() if "bytes" not in key} for row in timeless(run.clients)]
@@ -232,8 +232,8 @@ def test_a_dropped_client_neither_trains_nor_sends_nor_is_charged_and_is_nobodys
         links = min(2, len(present) - 1)
         assert run.rounds[round - 1]["paper_bytes_down"] == pytest.approx(run.rounds[round - 1]["paper_bytes_up"])
         for message in exchanged.values():
-            assert set(message.letters) <= set(present) - {message.partition}
-            assert len(message.letters) <= links
+            assert set(message.peer_updates) <= set(present) - {message.partition}
+            assert len(message.peer_updates) <= links
     for partition in range(run.num_clients):
         assert list(versions(run, partition)) == [r for r, present in taking_part.items() if partition in present]
 
@@ -257,10 +257,10 @@ def test_a_dropped_client_that_trains_alone_hears_nobody_and_serves_its_old_mode
         dropped = set(range(6)) - set(present)
         assert run.rounds[round - 1]["dropped"] == len(dropped)
         for partition, message in exchanged.items():
-            assert not (message.letters and partition in dropped)
-            heard_of_dropped += len(set(message.letters) & dropped)
-            for sender, letter in message.letters.items():
-                assert letter.digest() == run.wiretap.of("train", round - 1)[sender].up.digest()
+            assert not (message.peer_updates and partition in dropped)
+            heard_of_dropped += len(set(message.peer_updates) & dropped)
+            for sender, update in message.peer_updates.items():
+                assert update.digest() == run.wiretap.of("train", round - 1)[sender].up.digest()
     assert (heard_of_dropped > 0) == (topology != "full")  # as the released code has it
 
 
@@ -285,7 +285,7 @@ def test_the_order_in_which_replies_arrive_does_not_matter(federation, monkeypat
     assert timeless(shuffled.clients) == timeless(in_order.clients)
 
 
-@pytest.mark.parametrize("case", ["dispfl", "dispfl, letters", "dpsgd", "fedfomo"])
+@pytest.mark.parametrize("case", ["dispfl", "dispfl, clients average", "dpsgd", "fedfomo"])
 def test_a_message_made_after_others_have_replied_carries_the_letters_of_the_round_before(
     federation, monkeypatch, case
 ):
@@ -305,10 +305,10 @@ def test_the_peers_bytes_are_those_of_the_letters_and_the_stars_those_of_the_mes
     run = start(federation, case, GOSSIP[case], **by_letters(case))
     for row in run.rounds:
         exchanged = run.wiretap.of("train", row["round"])
-        down = {partition: sum(message.letter_bytes.values()) for partition, message in exchanged.items()}
+        down = {partition: sum(message.peer_bytes.values()) for partition, message in exchanged.items()}
         up = dict.fromkeys(range(run.num_clients), 0)
         for message in exchanged.values():
-            for sender, num_bytes in message.letter_bytes.items():
+            for sender, num_bytes in message.peer_bytes.items():
                 up[sender] += num_bytes
         assert (row["peer_bytes"] > 0) == (row["round"] > 1)
         assert row["peer_bytes"] == sum(down.values()) == sum(up.values())
@@ -433,8 +433,8 @@ def test_fedfomos_server_sums_what_models_were_worth_negative_values_included(fe
     run = start(federation, "fedfomo", RESUMED["fedfomo"], fedfomo_exploration=1.0, learning_rate=0.5)
     expected = torch.zeros(5, 5, dtype=torch.float64)
     for message in run.wiretap.messages:
-        if message.kind == "train" and message.letters:
-            assert message.told["candidates"] == sorted(message.letters)
+        if message.kind == "train" and message.peer_updates:
+            assert message.told["candidates"] == sorted(message.peer_updates)
             for candidate, worth in zip(message.told["candidates"], message.told["worth"], strict=True):
                 expected[message.partition, candidate] += worth
     saved = read_tensors(run.folder / "checkpoints" / "round-00003.safetensors").tensors["affinity"]
@@ -458,10 +458,10 @@ def test_fedfomo_sends_no_more_candidates_than_asked_for_and_never_a_clients_own
     run = start(federation, "fedfomo", RESUMED["fedfomo"], evaluate_every=0)
     for round in (1, 2, 3):
         for partition, message in run.wiretap.of("train", round).items():
-            assert len(message.letters) == (2 if round > 1 else 0)
-            assert partition not in message.letters
-            for sender, letter in message.letters.items():
-                assert letter.digest() == run.wiretap.of("train", round - 1)[sender].up.digest()
+            assert len(message.peer_updates) == (2 if round > 1 else 0)
+            assert partition not in message.peer_updates
+            for sender, update in message.peer_updates.items():
+                assert update.digest() == run.wiretap.of("train", round - 1)[sender].up.digest()
 
 
 def test_a_run_with_a_horizon_of_its_own_can_be_resumed_for_longer(federation, tmp_path):
@@ -564,11 +564,11 @@ def hostile(folder, spoil, **settings):
 
 
 def left_out(run, round):
-    return [note for note in run.rounds[round - 1]["notes"] if "letter/1 is left out" in note]
+    return [note for note in run.rounds[round - 1]["notes"] if "peer/1 is left out" in note]
 
 
 @pytest.mark.parametrize("spoil", BAD)
-def test_a_bad_letter_is_left_out_by_each_client_that_receives_it(tmp_path, spoil):
+def test_a_bad_update_is_left_out_by_each_client_that_receives_it(tmp_path, spoil):
     run = hostile(tmp_path, spoil, system="dispfl", dispfl_gossip="client", dispfl_topology="full")
     assert run.info["status"] == "completed"
     assert [row["replies"] for row in run.rounds] == [4, 4, 4]
@@ -585,7 +585,7 @@ def test_a_bad_reply_is_refused_by_a_server_that_averages(tmp_path, spoil):
 
 
 @pytest.mark.parametrize("gossip", ["client", "server"])
-def test_a_letter_of_numbers_too_large_to_average_harms_nobody_else(tmp_path, gossip):
+def test_an_update_of_numbers_too_large_to_average_harms_nobody_else(tmp_path, gossip):
     run = hostile(tmp_path, huge, system="dispfl", dispfl_gossip=gossip, dispfl_topology="full")
     assert run.info["status"] == "completed"
     honest = [reason for row in run.rounds for reason in row["failure_reasons"] if "client 1:" not in reason]
@@ -597,7 +597,7 @@ def test_a_consensus_model_is_made_without_the_letters_that_cannot_be_read(tmp_p
     run = hostile(tmp_path, with_nan, system="dpsgd", dpsgd_gossip="client", dpsgd_topology="full")
     assert run.info["status"] == "completed"
     assert run.rounds[-1]["accuracy_global"] > 0.1
-    assert any("client 1: its letter is left out" in note for note in run.rounds[-1]["notes"])
+    assert any("client 1: its update is left out" in note for note in run.rounds[-1]["notes"])
 
 
 @pytest.mark.parametrize("spoil", [of_another_shape, with_nan, lacking_a_tensor, huge, overflowing])
