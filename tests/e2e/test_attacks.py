@@ -52,6 +52,7 @@ def model_of(run) -> str:
     return Payload(read_tensors(run.folder / "models" / "global.safetensors").tensors).digest()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("system", ["fedavg", "subfedavg"])
 def test_a_fifth_of_attackers_ruin_a_plain_average_and_no_robust_one(federate, system):
     more = {"system": system, "subfedavg.accuracy-threshold": 30.0}
@@ -122,7 +123,9 @@ AVERAGING = {
 }
 
 
-@pytest.mark.parametrize("system", AVERAGING)
+@pytest.mark.parametrize(
+    "system", ["fedavg", *(pytest.param(each, marks=pytest.mark.full) for each in AVERAGING if each != "fedavg")]
+)
 def test_a_reply_that_is_refused_moves_nothing(federate, system):
     """Whether for values that are too large, or for what is said beside them: as if its client had sent none."""
     settings = {"system": system.partition(" ")[0], **SHORT, **AVERAGING[system]}

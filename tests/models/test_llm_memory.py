@@ -16,7 +16,7 @@ from tests.models.tiny_llm import tiny_checkpoint, tokens
 
 SEQUENCES, LENGTH, WIDTH = 32768, 64, 16
 SIZE = SEQUENCES * LENGTH * WIDTH * 4  # 128 MiB, against which little else counts
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
+pytestmark = [pytest.mark.full, pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")]
 
 
 def status(field: str) -> int:

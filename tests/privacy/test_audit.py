@@ -225,6 +225,7 @@ def configured(**settings):
     return check_system(parse_config(SETTINGS | settings))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "system",
     [name if name in {"fedavg", *SENDS_PARTS} else pytest.param(name, marks=pytest.mark.slow) for name in SYSTEMS],
