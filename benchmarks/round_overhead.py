@@ -42,8 +42,9 @@ from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.masks import random_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator, numpy_generator
+from fedprune_app.data.data_config import data_config
 from fedprune_app.data.datasets import load_dataset
-from fedprune_app.data.splits import client_data, data_config
+from fedprune_app.data.splits import client_data
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import message_to
 from fedprune_app.engine.inprocess import InProcessGrid

@@ -17,15 +17,8 @@ from fedprune_app.config import Config
 from fedprune_app.core.flops import training_flops
 from fedprune_app.core.layers import layers_of
 from fedprune_app.data.augmentation import CropFlip, augmentation
-from fedprune_app.data.splits import (
-    ClientData,
-    client_data,
-    content_sha256,
-    data_config,
-    dataset_of,
-    label_counts,
-    record_digests,
-)
+from fedprune_app.data.data_config import data_config
+from fedprune_app.data.splits import ClientData, client_data, content_sha256, dataset_of, label_counts, record_digests
 from fedprune_app.engine.store import State
 from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.evaluate import Evaluation, evaluate

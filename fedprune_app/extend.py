@@ -14,7 +14,7 @@ from clients.subfedavg import SubFedAvgClient
 from clients.task import Task
 from fedprune_app.config import Config, ConfigError, Table, option
 from fedprune_app.core.payload import Payload
-from fedprune_app.data.datasets import Dataset
+from fedprune_app.data.dataset import Dataset
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.round import Outgoing, Round, RunContext

@@ -169,7 +169,8 @@ class Search:
 
     def check_data(self, config: Config) -> None:
         """Raise :class:`ConfigError` where the search goes by validation data, and no client has any."""
-        from fedprune_app.data.splits import data_config, label_counts
+        from fedprune_app.data.data_config import data_config
+        from fedprune_app.data.splits import label_counts
 
         assert self.num_clients is not None
         if self.objective == "loss_mean":

@@ -14,8 +14,9 @@ from fedprune_app.core.layers import layers_of
 from fedprune_app.core.masks import full_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.tickets import Ticket, selection_probabilities, ticket_masks
+from fedprune_app.data.data_config import data_config
 from fedprune_app.data.public import public_dataset, some_of
-from fedprune_app.data.splits import data_config, public_part
+from fedprune_app.data.splits import public_part
 from fedprune_app.learning.device import device_of
 from fedprune_app.learning.evaluate import evaluate
 from fedprune_app.learning.hooks import adam

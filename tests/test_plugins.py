@@ -18,7 +18,7 @@ import fedprune_app
 from fedprune_app import plugins, registry
 from fedprune_app.config import ConfigError, PolicyError, parse_config, with_carrier
 from fedprune_app.data import brought
-from fedprune_app.data.datasets import Form
+from fedprune_app.data.dataset import Form
 from fedprune_app.node_policy import read_policy
 from fedprune_app.testing import BrokenLawError, check_system
 
@@ -806,7 +806,7 @@ ODD = """
 import numpy as np
 import torch
 from torch import nn
-from fedprune_app.data.datasets import Dataset
+from fedprune_app.data.dataset import Dataset
 
 def layers(classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, classes))

@@ -28,7 +28,7 @@ with atheris.instrument_imports(
     from fedprune_app.core import codec
     from fedprune_app.core.payload import Payload
     from fedprune_app.data import folders
-    from fedprune_app.data.datasets import Form
+    from fedprune_app.data.dataset import Form
     from fedprune_app.data.text import own_documents
     from fedprune_app.engine import replies, wire
     from fedprune_app.engine.store import State, read_tensors, write_tensors

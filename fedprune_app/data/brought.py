@@ -2,7 +2,7 @@
 
 A function that loads a dataset is called with the key ``data-dir`` and returns one of these:
 
-* a :class:`~fedprune_app.data.datasets.Dataset`;
+* a :class:`~fedprune_app.data.dataset.Dataset`;
 * a pair of a training part and a test part, of which the test part may be None;
 * a mapping with the parts "train" and "test", as Hugging Face's DatasetDict is one.
 
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedprune_app.data.datasets import AS_IT_IS, Dataset, Form, Images, Labels, channel_stats, missing
+from fedprune_app.data.dataset import AS_IT_IS, Dataset, Form, Images, Labels, missing, scale
 from fedprune_app.data.errors import shortened
 from fedprune_app.data.labels import coded, in_order, same_text, text_of
 from fedprune_app.data.partitions import Indices
@@ -368,25 +368,3 @@ def _four_dimensions(name: str, which: str, examples: NDArray[Any]) -> NDArray[A
         return numbers
     found = f"{which} examples of shape {examples.shape} and type {examples.dtype}"
     raise _wrong(name, f"has {found}", "uint8 images with 1 or 3 channels, or floating-point (N, C, H, W) or (N, F)")
-
-
-def scale(examples: NDArray[Any], public_scale: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and the standard deviation by channel that examples are normalised with."""
-    channels = examples.shape[1]
-    if public_scale:
-        centre, width = (0.5, 0.5) if examples.dtype == np.uint8 else (0.0, 1.0)
-        return (centre,) * channels, (width,) * channels
-    return measured_scale((examples, np.arange(len(examples))))
-
-
-def measured_scale(*parts: tuple[NDArray[Any], NDArray[np.int64]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation by channel: of images in [0, 1], or of numbers as they are.
-
-    A part has examples, and the positions of those that count.
-    """
-    if parts[0][0].dtype == np.uint8:
-        return channel_stats(*parts)
-    wide = np.concatenate([examples[positions] for examples, positions in parts]).astype(np.float64)
-    axes = (0, 2, 3)
-    std = np.where(np.ptp(wide, axis=axes) > 0, wide.std(axis=axes), 1.0)  # which rounding keeps from 0 for a constant
-    return tuple(map(float, wide.mean(axis=axes))), tuple(map(float, std))

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedprune_app.data.datasets import (
+from fedprune_app.data.dataset import (
     AS_IT_IS,
     Dataset,
     Form,

@@ -14,8 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fedprune_app.data.brought import scale
-from fedprune_app.data.datasets import Dataset, Images, Labels, missing, owned_by, visible
+from fedprune_app.data.dataset import Dataset, Images, Labels, missing, owned_by, scale, visible
 from fedprune_app.data.errors import check_kind
 
 CLASSES = tuple(string.digits + string.ascii_uppercase + string.ascii_lowercase)

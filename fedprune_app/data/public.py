@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.data import partitions
-from fedprune_app.data.datasets import Images, Labels, load_dataset
+from fedprune_app.data.dataset import Images, Labels
+from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.partitions import Indices
 
 _LUMA = (0.299, 0.587, 0.114)  # ITU-R BT.601, what image libraries mean by grey

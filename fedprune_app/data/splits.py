@@ -7,9 +7,8 @@ own data, and data dealt with ``private``, are split record by record: see :func
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -17,82 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedprune_app.config import Config, class_names
 from fedprune_app.config.lists import listed
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.data import brought, datasets, partitions
-from fedprune_app.data.datasets import Dataset, Labels, load_dataset
+from fedprune_app.data.data_config import DataConfig
+from fedprune_app.data.dataset import Dataset, Labels, measured_scale
+from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.names import DEALERS, OWNERS
 from fedprune_app.data.partitions import Indices
-
-Scale = tuple[tuple[float, ...], tuple[float, ...]]
-"""A mean and a standard deviation by channel."""
-_CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """A data configuration says which data is dealt, and how.
-
-    A field is the key of the run configuration with underscores: ``shard_size`` is ``shard-size``.
-
-    * ``samples_per_client``: only this number times clients of samples are dealt out, drawn with the label law of the
-      whole. All clients get as many unless the partition makes volumes unequal. 0 deals out everything.
-    * ``dirichlet_groups``: ``num_groups`` of :func:`~fedprune_app.data.partitions.dirichlet_client`.
-    * ``public_share``: this share of the training images is dealt to no client: :func:`public_part`.
-    * ``test_samples``: with ``test_split="proportional"`` a client is tested on this many images, or a few more,
-      because the number of each label is rounded up.
-    * ``is_own``: the folder is one client's alone, and this client takes all of it. Nothing is dealt, and the client is
-      number 0 of 1. Its test data is the folder's. Where the folder has none, it is ``test_fraction`` of the images.
-    * ``classes``, ``image_size``, ``image_fit`` and the columns: see :class:`~fedprune_app.data.datasets.Form`.
-    * ``private``: each image is inside a promise of privacy. So nothing that is done with one image follows from the
-      others: an image folder is not normalised by its own statistics, and each image's part is drawn by itself.
-    * ``split_secret``: each image's part is drawn by this secret in place of the ``seed``, where it is not empty. The
-      server knows the seed: from how many images are in a part it could find out which images there are.
-    """
-
-    dataset: str = "digits"
-    data_dir: str = ""
-    download: bool = False
-    partition: str = "shards"
-    shard_size: int = 0
-    shards_per_client: int = 2
-    classes_per_client: int = 2
-    class_assignment: str = "cyclic"
-    dirichlet_alpha: float = 0.3
-    dirichlet_groups: int = 0
-    samples_per_client: int = 0
-    validation_fraction: float = 0.1
-    test_split: str = "labels"
-    test_samples: int = 100
-    test_fraction: float = 0.3
-    public_share: float = 0.0
-    image_size: int = 0
-    image_fit: str = "crop"
-    label_column: str = "label"
-    image_column: str = "image"
-    owner_column: str = ""
-    ignore_columns: str = ""
-    seed: int = 0
-    classes: tuple[str, ...] = ()
-    is_own: bool = False
-    private: bool = False
-    split_secret: str = field(default="", repr=False)
-
-    def __post_init__(self) -> None:
-        if self.samples_per_client and self.partition == "shards" and self.shard_size:
-            raise ValueError(
-                f"samples-per-client is {self.samples_per_client}, allowed: 0 with shard-size {self.shard_size}, "
-                "which says it already"
-            )
-
-
-def data_config(config: Config, is_own: bool = False, split_secret: str = "") -> DataConfig:
-    """Return the part of the run's configuration that determines every client's data."""
-    names = set(DataConfig.__dataclass_fields__) - {"is_own", "classes", "private", "split_secret"}
-    same = {name: getattr(config, name) for name in names}
-    classes = class_names(config.classes)
-    return DataConfig(is_own=is_own, classes=classes, private=config.dp.enabled, split_secret=split_secret, **same)
+from fedprune_app.data.pool import CPU, Pool, Scale
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +94,7 @@ def partition_indices(config: DataConfig, num_clients: int) -> list[Indices]:
     return list(_partition(config, num_clients))
 
 
-def client_data(config: DataConfig, partition_id: int, num_clients: int, device: torch.device = _CPU) -> ClientData:
+def client_data(config: DataConfig, partition_id: int, num_clients: int, device: torch.device = CPU) -> ClientData:
     """Return the data of client ``partition_id`` in [0, num_clients), a function of the arguments alone.
 
     Images are on the ``device``, labels on the CPU. Tensors are made when first read, and a process keeps those of its
@@ -215,81 +147,15 @@ def forget() -> None:
         kept.cache_clear()
 
 
-class _Pool:
-    """A pool is a dataset's training set followed by its test set, under one index; nothing is copied but labels."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self.dataset = dataset
-        self.labels: Labels = np.concatenate([dataset.train_labels, dataset.test_labels])
-        self.num_train = len(dataset.train_labels)
-        self._digests: dict[tuple[int, bool], bytes] = {}
-        self._on_device: dict[torch.device, tuple[Tensor, ...] | None] = {}
-
-    def images(self, indices: Indices, device: torch.device = _CPU, scale: Scale | None = None) -> Tensor:
-        """Return images at sorted indices: float32 (N, C, H, W), scaled to [0, 1], then normalised.
-
-        Numbers of a table are normalised in float64: a time in seconds has no meaning in float32.
-        ``scale`` has the mean and the deviation by channel; without it they are the dataset's.
-        """
-        train, test = np.split(indices, [np.searchsorted(indices, self.num_train)])
-        parts = (self.dataset.train_images, train), (self.dataset.test_images, test - self.num_train)
-        if (resident := self._resident(device)) is None:
-            pixels = torch.from_numpy(np.concatenate([images[chosen] for images, chosen in parts])).to(device)
-        else:
-            chosen = [torch.from_numpy(chosen).to(device) for _, chosen in parts]
-            pixels = torch.cat([images.index_select(0, at) for images, at in zip(resident, chosen, strict=True)])
-        constants = scale or (self.dataset.mean, self.dataset.std)
-        # float32 and float64 numbers are not copied again: `pixels` is a copy
-        scaled = pixels.float().div_(255) if pixels.dtype == torch.uint8 else pixels
-        mean, std = (torch.tensor(each, dtype=scaled.dtype, device=device).view(-1, 1, 1) for each in constants)
-        return scaled.sub_(mean).div_(std).float()
-
-    def _resident(self, device: torch.device) -> tuple[Tensor, ...] | None:
-        """Return the pixels of all training and test images on a device that is not the CPU; None if there is no room.
-
-        They are taken there once.
-        """
-        if device not in self._on_device:
-            arrays = self.dataset.train_images, self.dataset.test_images
-            fits = device != _CPU and sum(array.nbytes for array in arrays) <= _room(device)
-            self._on_device[device] = tuple(torch.tensor(array, device=device) for array in arrays) if fits else None
-        return self._on_device[device]
-
-    def digests(self, indices: Indices, *, for_ledgers: bool = False) -> list[bytes]:
-        """Return the SHA-256 digests of the images at these indices, each of that image alone.
-
-        Each image is read once, 1.2 GB a second on one core: 0.25 s for 2,000 images of 224 x 224 pixels in colour. The
-        digests are kept. A grey image has the same digest among grey images, which have one channel here, as among
-        coloured ones, which have three. A ledger has the digests of a table's numbers as float32, as the ledgers of
-        earlier versions have.
-        """
-        keys = [(i, for_ledgers) for i in indices.tolist()]
-        for i, _ in keys:
-            if (i, for_ledgers) not in self._digests:
-                data, place = self.dataset, i - self.num_train
-                image = data.train_images[i] if place < 0 else data.test_images[place]
-                image = image[:1] if (image[1:] == image[:1]).all() else image
-                if for_ledgers and image.dtype == np.float64:
-                    image = image.astype(np.float32)
-                content = f"{image.shape} ".encode() + image.tobytes()
-                self._digests[i, for_ledgers] = hashlib.sha256(content).digest()
-        return [self._digests[key] for key in keys]
-
-
-def _room(device: torch.device) -> float:
-    """Return how many bytes of pixels a device may hold: a quarter of what is free on a GPU."""
-    return torch.cuda.mem_get_info(device)[0] / 4 if device.type == "cuda" else math.inf
-
-
 class _StoredClientData(ClientData):
     """Stored client data leaves a part in the dataset until the part is read: training never builds the test images."""
 
-    _pool: _Pool
+    _pool: Pool
     _indices: dict[str, Indices]
     _device: torch.device
     _scale: Scale
 
-    def __init__(self, pool: _Pool, indices: dict[str, Indices], device: torch.device, scale: Scale) -> None:
+    def __init__(self, pool: Pool, indices: dict[str, Indices], device: torch.device, scale: Scale) -> None:
         object.__setattr__(self, "_pool", pool)  # the class is frozen
         object.__setattr__(self, "_indices", indices)
         object.__setattr__(self, "_device", device)
@@ -333,9 +199,9 @@ def _client_data(config: DataConfig, partition_id: int, num_clients: int, device
 
 
 @lru_cache(maxsize=2)
-def _pool(config: DataConfig) -> _Pool:
+def _pool(config: DataConfig) -> Pool:
     needs_test = not config.is_own and config.test_split != "holdout"
-    return _Pool(
+    return Pool(
         load_dataset(
             config.dataset,
             config.data_dir,
@@ -483,7 +349,7 @@ def _scale(config: DataConfig, num_clients: int) -> Scale:
     train, test = np.split(joined := np.sort(np.concatenate(kept)), [np.searchsorted(joined, pool.num_train)])
     if not len(joined):  # nothing is left to train on, which is said to each client
         return data.mean, data.std
-    return brought.measured_scale((data.train_images, train), (data.test_images, test - pool.num_train))
+    return measured_scale((data.train_images, train), (data.test_images, test - pool.num_train))
 
 
 def _hold_out(own: Indices, share: float, use: str, config: DataConfig, partition_id: int) -> tuple[Indices, Indices]:

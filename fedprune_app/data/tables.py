@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedprune_app.data.brought import scale
-from fedprune_app.data.datasets import Dataset, Form, missing, owned_by, visible
+from fedprune_app.data.dataset import Dataset, Form, missing, owned_by, scale, visible
 from fedprune_app.data.errors import FileError, check_kind, shortened
 from fedprune_app.data.labels import coded, in_order, text_of
 

@@ -20,9 +20,11 @@ from pyarrow import parquet
 import fedprune_app
 from fedprune_app import cli
 from fedprune_app.data import brought, leaf, splits
-from fedprune_app.data.datasets import Form, load_dataset
+from fedprune_app.data.data_config import DataConfig
+from fedprune_app.data.dataset import Form
+from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.errors import FileError
-from fedprune_app.data.splits import DataConfig, client_data, dataset_of, label_counts
+from fedprune_app.data.splits import client_data, dataset_of, label_counts
 from fedprune_app.predicting import predictions
 from fedprune_app.results.load import load_model, read_export_info
 

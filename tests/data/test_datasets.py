@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedprune_app.data import datasets, folders
+from fedprune_app.data import cifar, dataset, datasets, folders
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.errors import FileError
 from fedprune_app.data.names import DATASETS
@@ -81,7 +81,7 @@ def test_a_digest_tells_data_from_other_data(monkeypatch):
     relabelled = replace(digits, train_labels=digits.train_labels[::-1].copy())
     assert relabelled.content_sha256 not in digests
     assert replace(digits, train_images=digits.train_images.copy()).content_sha256 == digits.content_sha256
-    monkeypatch.setattr(datasets, "_MOST_DIGESTED", -(-digits.train_images.nbytes // 10))  # each tenth
+    monkeypatch.setattr(dataset, "_MOST_DIGESTED", -(-digits.train_images.nbytes // 10))  # each tenth
     assert changed(1).content_sha256 == changed(2).content_sha256 != changed(10).content_sha256
 
 
@@ -470,7 +470,7 @@ def test_an_archive_has_to_be_unpacked(tmp_path):
 
 
 def test_a_failed_download_is_an_error_of_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets, "_CIFAR_HOME", (tmp_path / "no-server").as_uri())
+    monkeypatch.setattr(cifar, "_CIFAR_HOME", (tmp_path / "no-server").as_uri())
     message = error_of("cifar10", tmp_path / "new", download=True)
     assert message.startswith(f"data-dir '{tmp_path / 'new'}': download of dataset 'cifar10' failed: ")
 
@@ -482,7 +482,7 @@ def test_a_download_fills_the_folder_once(tmp_path, monkeypatch):
         fetched.append(url)
         write_cifar10(folder)
 
-    monkeypatch.setattr(datasets, "fetch_archive", fetch)
+    monkeypatch.setattr(cifar, "fetch_archive", fetch)
     for _ in range(2):
         datasets._load.cache_clear()
         assert len(load_dataset("cifar10", tmp_path / "new", download=True).train_labels) == 10

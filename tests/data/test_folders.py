@@ -16,8 +16,9 @@ from PIL import Image
 
 from fedprune_app.config import parse_config
 from fedprune_app.data import splits
+from fedprune_app.data.data_config import DataConfig, data_config
 from fedprune_app.data.datasets import load_dataset
-from fedprune_app.data.splits import DataConfig, client_data, label_counts
+from fedprune_app.data.splits import client_data, label_counts
 from fedprune_app.predicting import predictions
 
 
@@ -288,7 +289,7 @@ def test_a_name_in_two_forms_of_unicode_is_one_class_and_one_owner(tmp_path):
     assert data.classes == (composed, "tea")
     assert data.train_labels.tolist() == [0, 0, 1]
     parsed = parse_config({"dataset": "image-folder", "classes": f"tea, {apart}"})
-    assert splits.data_config(parsed).classes == ("tea", composed)
+    assert data_config(parsed).classes == ("tea", composed)
     (tmp_path / "owners.csv").write_text(f"file,client\ntrain/{composed}/1.png,{apart}\ntrain/tea/0.png,{composed}\n")
     assert load_dataset("image-folder", tmp_path, by_owner=True).owners.tolist() == [0, -1, 0]
 

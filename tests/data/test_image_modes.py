@@ -14,7 +14,8 @@ import pytest
 from PIL import Image, ImageOps
 
 from fedprune_app.data import brought
-from fedprune_app.data.datasets import Form, load_dataset
+from fedprune_app.data.dataset import Form
+from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.folders import image_folder, read_image
 
 RAMP = np.linspace(0, 65535, 20).astype(np.uint16).reshape(4, 5)

@@ -21,7 +21,8 @@ from clients.standalone import StandaloneClient
 from fedprune_app import client_app, server_app
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.data import splits
-from fedprune_app.data.splits import DataConfig, client_data, data_config, dataset_of, label_counts
+from fedprune_app.data.data_config import DataConfig, data_config
+from fedprune_app.data.splits import client_data, dataset_of, label_counts
 from fedprune_app.data.text import own_documents
 from fedprune_app.engine import inprocess
 from fedprune_app.engine.exchange import TooFewReplies

@@ -11,7 +11,8 @@ from clients.task import Task
 from fedprune_app.config import parse_config
 from fedprune_app.core import rng
 from fedprune_app.core.payload import Payload
-from fedprune_app.data.splits import client_data, data_config
+from fedprune_app.data.data_config import data_config
+from fedprune_app.data.splits import client_data
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State
 from fedprune_app.exporting import find_model

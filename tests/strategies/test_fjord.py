@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from fedprune_app.config import ConfigError
 from fedprune_app.core import rng
-from fedprune_app.data.splits import client_data, data_config
+from fedprune_app.data.data_config import data_config
+from fedprune_app.data.splits import client_data
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.models.initial import initial_model
 from tests.strategies.reference import logits

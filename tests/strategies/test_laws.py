@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 
 from fedprune_app.config import Config, ConfigError
-from fedprune_app.data.datasets import _IDX
-from fedprune_app.data.splits import client_data, data_config
+from fedprune_app.data.data_config import data_config
+from fedprune_app.data.idx import _IDX
+from fedprune_app.data.splits import client_data
 from fedprune_app.engine import inprocess
 from fedprune_app.engine.store import VersionedStore, read_tensors
 from fedprune_app.federation.round import Round, RunContext

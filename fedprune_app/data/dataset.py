@@ -1,0 +1,241 @@
+"""A dataset is a labelled set of examples in memory; here is also what its readers share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedprune_app.data.errors import check_kind
+from fedprune_app.data.labels import same_text
+from fedprune_app.files import locked
+
+Images = NDArray[Any]  # uint8, float32 from a plug-in, or float64 from a table
+Labels = NDArray[np.int64]
+Split = tuple[Images, Labels]
+_MOST_DIGESTED = 256 << 20  # bytes of each part: 0.2 s
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """A dataset is a labelled image set in memory (or mapped from a cache file); its arrays are read-only.
+
+    Images are uint8 of shape (N, C, H, W), C = 1 for grey; labels int64 of shape (N,) in [0, num_classes). A dataset of
+    a plug-in may hold float32 numbers instead, and a table holds float64 numbers, which are normalised before they
+    become float32. ``mean`` and ``std`` per channel are for images scaled to [0, 1], and for numbers as they are.
+    ``owners`` (N,) says whose each training example is, as a number from 0 on, and -1 where it is nobody's; None where
+    a dataset does not say that. Each number up to the highest one has an example. ``test_owners`` says that of the test
+    examples, and is -1 for who has no training example. ``features`` are the names of the C numbers of an example, in
+    order, where numbers have names. ``is_measured`` says that ``mean`` and ``std`` are those of the training examples,
+    and no published constants. ``notes`` say what is there and is not read.
+    """
+
+    name: str
+    train_images: Images
+    train_labels: Labels
+    test_images: Images
+    test_labels: Labels
+    classes: tuple[str, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    owners: NDArray[np.int64] | None = None
+    test_owners: NDArray[np.int64] | None = None
+    features: tuple[str, ...] = ()
+    is_measured: bool = False
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for array in (self.train_images, self.train_labels, self.test_images, self.test_labels):
+            array.setflags(write=False)  # one copy serves every client of a process
+
+    @property
+    def num_classes(self) -> int:
+        """Return the number of classes."""
+        return len(self.classes)
+
+    @property
+    def features_digest(self) -> str:
+        """Return a SHA-256 of the names of the features in their order, which is empty without names."""
+        return hashlib.sha256(json.dumps(self.features).encode()).hexdigest() if self.features else ""
+
+    @cached_property
+    def content_sha256(self) -> str:
+        """The digest is of all labels and classes, and of all images or of 256 MiB of them, evenly spaced.
+
+        Two datasets of the same digest are taken for one. A change of a few images among many GiB may go unseen.
+        """
+        total = hashlib.sha256(json.dumps(self.classes).encode())
+        for images, labels in ((self.train_images, self.train_labels), (self.test_images, self.test_labels)):
+            step = max(1, -(-images.nbytes // _MOST_DIGESTED))
+            total.update(f"{images.shape} {images.dtype}".encode())
+            total.update(np.ascontiguousarray(labels).data)
+            for start in range(0, len(images), 1000 * step):  # a thousand images at a time are read
+                total.update(np.ascontiguousarray(images[start : start + 1000 * step : step]).data)
+        return total.hexdigest()
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Return (C, H, W)."""
+        channels, height, width = self.train_images.shape[1:]
+        return channels, height, width
+
+
+def owned_by(owners: Sequence[str], test_owners: Sequence[str] = ()) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return whose each training example and each test example is as a number.
+
+    It is that of the name among all names of training examples in order. It is -1 for an empty name, and for somebody
+    who has test examples alone.
+    """
+    names = [[same_text(name) for name in part] for part in (owners, test_owners)]
+    numbers = {name: number for number, name in enumerate(sorted({*names[0]} - {""}))}
+    train, test = (np.array([numbers.get(name, -1) for name in part], np.int64) for part in names)
+    return train, test
+
+
+def visible(folder: Path) -> list[os.DirEntry[str]]:
+    """Return the entries of a folder in the order of their names; an absent folder has none."""
+    if not folder.is_dir():
+        return []
+    with os.scandir(folder) as entries:
+        return sorted((item for item in entries if not item.name.startswith(".")), key=lambda item: item.name)
+
+
+def channel_stats(*parts: tuple[Images, NDArray[np.int64]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the exact mean and standard deviation per channel of images scaled to [0, 1], from a histogram.
+
+    A part has images, and the positions of those that count. A thousand images at a time are read.
+    """
+    levels = np.arange(256) / 255
+    mean, std = [], []
+    histograms = np.zeros((parts[0][0].shape[1], 256), dtype=np.int64)
+    for images, positions in parts:
+        for start in range(0, len(positions), 1000):
+            block = images[positions[start : start + 1000]]
+            for channel, histogram in enumerate(histograms):
+                histogram += np.bincount(block[:, channel].ravel(), minlength=256)
+    for histogram in histograms:
+        average = float(histogram @ levels / histogram.sum())
+        mean.append(average)
+        std.append(float(np.sqrt(histogram @ (levels - average) ** 2 / histogram.sum())) or 1.0)
+    return tuple(mean), tuple(std)
+
+
+def first_folder(*folders: Path, inside: str) -> Path | None:
+    """Return the first folder that has a folder named ``inside``."""
+    return next((folder for folder in folders if (folder / inside).is_dir()), None)
+
+
+def checked(path: Path, images: Images, labels: Labels, classes: tuple[str, ...]) -> Split:
+    """Return images and labels as read from a file. Raises ``ValueError`` where they do not go together."""
+    if len(images) != len(labels):
+        raise ValueError(f"'{path}' has {len(labels)} labels for {len(images)} images")
+    if len(labels) and not 0 <= labels.min() <= labels.max() < len(classes):
+        raise ValueError(f"'{path}' has a label outside the {len(classes)} classes")
+    return images, labels
+
+
+def missing(name: str, folder: Path, expected: str, wanted: Path, advice: str = "") -> str:
+    """Return the error for a folder without ``expected``, with the folder that was probably meant.
+
+    ``wanted`` is a file or folder, relative to the right folder, that would be there. No other name is told: on a node
+    names of files may tell whom they are about.
+    """
+    if not folder.exists():
+        return f"data-dir '{folder}' does not exist; dataset '{name}' is read from {expected} in it{advice}"
+    if not folder.is_dir():
+        return f"data-dir '{folder}' is a file, allowed: a folder with {expected}; an archive has to be unpacked"
+    above = {"the folder above has it": folder.parent, "the folder two above has it": folder.parent.parent}
+    meant = [words for words, other in above.items() if (other / wanted).exists()]
+    if not meant and any((Path(each) / wanted).exists() for each in visible(folder) if each.is_dir()):
+        meant = ["a folder in it has it"]
+    hint = f"; {meant[0]}, give that one" if meant else advice
+    return f"data-dir '{folder}' has no {expected}, which dataset '{name}' is read from{hint}"
+
+
+def require(
+    name: str, files: list[Path], folder: Path, download: bool, fetch: Callable[[], object], other: str = ""
+) -> None:
+    """Make sure that the files exist; with ``download`` missing files are fetched once (one process at a time).
+
+    ``other`` is a text for the error: which other files the dataset could be read from.
+    """
+    if download and not all(file.exists() for file in files):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with locked(folder / ".fedprune-download.lock", f"fetches dataset {name!r} into {str(folder)!r}"):
+                if not all(file.exists() for file in files):
+                    fetch()
+        except (OSError, RuntimeError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ValueError(f"data-dir '{folder}': download of dataset '{name}' failed: {reason}") from error
+    for file in files:
+        if not file.exists():
+            advice = "" if download else "; set download=true to fetch it"
+            wanted = file.relative_to(folder)
+            raise ValueError(missing(name, folder, f"{wanted}{other}", wanted, advice))
+        check_kind(file)
+
+
+def fetch_archive(url: str, folder: Path, md5: str) -> None:
+    """Download an archive with this MD5 digest, and unpack it in ``folder``."""
+    from torchvision.datasets.utils import download_and_extract_archive
+
+    download_and_extract_archive(url, str(folder), md5=md5)
+
+
+def scale(examples: NDArray[Any], public_scale: bool) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the mean and the standard deviation by channel that examples are normalised with."""
+    channels = examples.shape[1]
+    if public_scale:
+        centre, width = (0.5, 0.5) if examples.dtype == np.uint8 else (0.0, 1.0)
+        return (centre,) * channels, (width,) * channels
+    return measured_scale((examples, np.arange(len(examples))))
+
+
+def measured_scale(*parts: tuple[NDArray[Any], NDArray[np.int64]]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation by channel: of images in [0, 1], or of numbers as they are.
+
+    A part has examples, and the positions of those that count.
+    """
+    if parts[0][0].dtype == np.uint8:
+        return channel_stats(*parts)
+    wide = np.concatenate([examples[positions] for examples, positions in parts]).astype(np.float64)
+    axes = (0, 2, 3)
+    std = np.where(np.ptp(wide, axis=axes) > 0, wide.std(axis=axes), 1.0)  # which rounding keeps from 0 for a constant
+    return tuple(map(float, wide.mean(axis=axes))), tuple(map(float, std))
+
+
+@dataclass(frozen=True)
+class Form:
+    """A form says how data of a user's own are read. Fields that are keys of the configuration are described there.
+
+    * ``classes``: the names of the classes, and their order. None means those that the data have: every class that has
+      a folder or a name, or every label.
+    * ``needs_test``: there has to be a test part. Without it data may be without one, and then have no test examples.
+    * ``image_size``: the side of the square that each picture becomes; 0 leaves pictures as they are.
+    * ``image_fit``: "crop" cuts a picture to a square around its middle, "stretch" squeezes it into the square.
+    * ``by_owner``: an image folder says whose each training image is.
+    * ``label_column``, ``image_column``, ``owner_column``: names of columns.
+    * ``ignore_columns``: names of a table's columns that are no features.
+    """
+
+    classes: tuple[str, ...] = ()
+    needs_test: bool = True
+    image_size: int = 0
+    image_fit: str = "crop"
+    by_owner: bool = False
+    label_column: str = "label"
+    image_column: str = "image"
+    owner_column: str = ""
+    ignore_columns: tuple[str, ...] = ()
+
+
+AS_IT_IS = Form()
