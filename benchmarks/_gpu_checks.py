@@ -29,7 +29,8 @@ from fedprune_app.learning import training
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
 from fedprune_app.models.vision import build_model, prunable_names
-from fedprune_app.privacy.dpsgd import DPSGD, METHODS
+from fedprune_app.privacy.clipped_sums import METHODS
+from fedprune_app.privacy.dpsgd import DPSGD
 from fedprune_app.privacy.noise import KeyedNoise
 
 BATCHES = {"lenet5": 10, "cnn-gn": 32, "resnet18-gn": 128}

@@ -112,7 +112,8 @@ def _try_network(client: ImageClient, name: str) -> list[str]:
     some = torch.arange(2) % client.num_examples
     images, labels = client.data.train_images[some], client.data.train_labels[some]
     if client.privacy is not None:
-        from fedprune_app.privacy.dpsgd import DPSGD, check_model  # Opacus takes seconds to import
+        from fedprune_app.privacy.dpsgd import DPSGD
+        from fedprune_app.privacy.suitable import check_model
 
         check_model(client.model, name)
         private = DPSGD(1.0, 1.0, 1.0, 1, KeyedNoise(bytes(32)), config.dp.grad_sample)

@@ -19,7 +19,7 @@ from clients import dispfl, fedfomo, fedltp, images
 from fedprune_app.learning import grouped, work
 from fedprune_app.learning.evaluate import dense_gradient, evaluate
 from fedprune_app.learning.grouped import GroupedForm
-from fedprune_app.privacy import dpsgd
+from fedprune_app.privacy import clipped_sums
 from strategies import tickets
 
 
@@ -46,8 +46,8 @@ class Remembered:
             on.enter_context(mock.patch.object(dispfl, "dense_gradient", self._of_model(dense_gradient)))
             for module in (images, fedltp, fedfomo, tickets):
                 on.enter_context(mock.patch.object(module, "evaluate", self._of_model(evaluate)))
-            methods = {name: self._clipped_sums(method) for name, method in dpsgd.METHODS.items()}
-            on.enter_context(mock.patch.dict(dpsgd.METHODS, methods))
+            methods = {name: self._clipped_sums(method) for name, method in clipped_sums.METHODS.items()}
+            on.enter_context(mock.patch.dict(clipped_sums.METHODS, methods))
             yield
 
     def _gradients(self, compute: Callable[..., tuple[Tensor, list[Tensor]]]) -> Callable[..., Any]:

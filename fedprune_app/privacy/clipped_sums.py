@@ -1,0 +1,258 @@
+"""Sums of clipped gradients per example, in one backward pass or by Opacus' hooks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from opacus.grad_sample import GradSampleModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedprune_app.privacy.per_example import RULES, clip_factors
+
+ClippedSum = Callable[..., dict[str, Tensor]]
+"""A clipped sum takes a batch (images, labels) to the sum of the masked and clipped gradients, by name.
+
+``one-pass`` also takes a network (images -> logits) in place of the model, and masks.
+"""
+
+
+class _Watched:
+    """Layers are watched by hooks, which keep each layer's input and output of a forward pass."""
+
+    def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
+        parameters = set(trained.values())
+        self.layers = {
+            layer: name
+            for name, layer in model.named_modules()
+            if parameters & {*layer.parameters(recurse=False)} and _rule_of(layer) is not None
+        }
+        self.seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Watch a forward pass, and forget it afterwards. A layer that is used twice is refused."""
+
+        def keep(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            if layer in self.seen:
+                raise ValueError(f"layer '{self.layers[layer]}' is used twice, allowed: dp.grad-sample 'hooks'")
+            self.seen[layer] = inputs[0], output
+
+        handles = [layer.register_forward_hook(keep) for layer in self.layers]
+        try:
+            yield
+        finally:
+            self.seen.clear()
+            for handle in handles:
+                handle.remove()
+
+
+def _without(clipped_sum: ClippedSum, factors: Tensor, images: Tensor, labels: Tensor) -> dict[str, Tensor] | None:
+    """Return the sum anew without the examples whose norm is not finite: they have no bounded part in the sum.
+
+    The result is None where all norms are finite.
+    """
+    good = factors.isfinite()
+    if bool(good.all()):
+        return None
+    return clipped_sum(images[good], labels[good]) if bool(good.any()) else {}
+
+
+_LARGEST_SQUARED_NORM = 1e16  # of a linear layer's inputs, and of its backprops, for one example
+
+
+def _squared_norms(gradients: Tensor) -> Tensor:
+    """Return the squared norm per example (n,) of gradients (n, ...)."""
+    return gradients.flatten(1).square().sum(1)
+
+
+def _linear_squared_norms(inputs: Tensor, backprops: Tensor, mask: Tensor | None) -> Tensor:
+    """Return ``‖(b aᵀ) ⊙ M‖²`` per example of inputs a (n, j) and backprops b (n, o), without a tensor (n, o, j).
+
+    The result is NaN where ``‖a‖`` or ``‖b‖`` is above 10⁸, which no honest network reaches. Below it an entry whose
+    square underflows adds less than 10⁻¹¹ to a gradient, however large the other factor is. Above it such an entry
+    could pass the clipping unseen.
+    """
+    a, b = inputs.square(), backprops.square()
+    of_inputs, of_backprops = a.sum(1), b.sum(1)
+    squared = of_inputs * of_backprops if mask is None else ((b @ mask) * a).sum(1)  # (n, o) @ (o, j) * (n, j)
+    return torch.where(torch.maximum(of_inputs, of_backprops) > _LARGEST_SQUARED_NORM, torch.nan, squared)
+
+
+@contextmanager
+def _materialised(
+    model: nn.Module,
+    trained: Mapping[str, nn.Parameter],
+    masks: Mapping[str, Tensor],
+    clip_norm: float,
+) -> Iterator[ClippedSum]:
+    """Give a clipped sum for which Opacus keeps every example's gradient in ``grad_sample``."""
+
+    class PerExample(GradSampleModule):  # type: ignore[misc]  # Opacus has no types
+        GRAD_SAMPLERS: ClassVar = dict(RULES)
+
+    with _wrapped(model, lambda: PerExample(model, loss_reduction="sum")) as wrapped:
+
+        def clipped_sum(images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            wrapped.zero_grad()
+            _no_gradients(trained)
+            F.cross_entropy(wrapped(images), labels, reduction="sum").backward()  # type: ignore[no-untyped-call]
+            found = {name: getattr(parameter, "grad_sample", None) for name, parameter in trained.items()}
+            samples = {name: value for name, value in found.items() if value is not None}  # of used parameters
+            for name in samples.keys() & masks.keys():
+                samples[name].mul_(masks[name])
+            factors = clip_factors(over_tensors(_squared_norms(each) for each in samples.values()), clip_norm)
+            fewer = _without(clipped_sum, factors, images, labels)
+            if fewer is not None:
+                return fewer
+            return {name: torch.einsum("n,n...->...", factors, each) for name, each in samples.items()}
+
+        yield clipped_sum
+
+
+@contextmanager
+def _one_pass(
+    model: nn.Module, trained: Mapping[str, nn.Parameter], masks: Mapping[str, Tensor], clip_norm: float
+) -> Iterator[ClippedSum]:
+    """Give a clipped sum that keeps inputs and outputs of every layer and stops the backward pass at the outputs."""
+    name_of: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
+    watched = _Watched(model, trained)
+
+    def clipped_sum(
+        images: Tensor,
+        labels: Tensor,
+        network: Callable[[Tensor], Tensor] = model,
+        masks: Mapping[str, Tensor] = masks,
+    ) -> dict[str, Tensor]:
+        with watched.forward():
+            loss = F.cross_entropy(network(images), labels, reduction="sum")
+            layers = [layer for layer in watched.layers if layer in watched.seen]  # one without use has no gradient
+            inputs = [watched.seen[layer][0].detach() for layer in layers]
+            outputs = [watched.seen[layer][1] for layer in layers]
+            backprops = torch.autograd.grad(loss, outputs, materialize_grads=True)
+        squared: list[Tensor] = []
+        sums: dict[str, ClippedTensor] = {}
+        for layer, a, b in zip(layers, inputs, backprops, strict=True):
+            for name, squared_norms, total in _of_layer(layer, a, b, name_of, masks):
+                squared.append(squared_norms)
+                sums[name] = total
+        factors = clip_factors(over_tensors(squared), clip_norm)
+        fewer = _without(partial(clipped_sum, network=network, masks=masks), factors, images, labels)
+        return {name: total(factors) for name, total in sums.items()} if fewer is None else fewer
+
+    yield clipped_sum
+
+
+def _rule_of(layer: nn.Module) -> Any:
+    """Return the rule of a layer's type, or of the type that it is made from; None where there is none.
+
+    :func:`check_gradients` refuses a network in which a layer without a rule has gradients.
+    """
+    return next((RULES[kind] for kind in type(layer).__mro__ if kind in RULES), None)
+
+
+ClippedTensor = Callable[[Tensor], Tensor]  # from clipping factors (n,) to the sum of clipped gradients
+
+
+def _of_layer(
+    layer: nn.Module, a: Tensor, b: Tensor, name_of: Mapping[Tensor, str], masks: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor, ClippedTensor]]:
+    """Yield each trained parameter of a layer, its squared norms (n,) and its clipped sum.
+
+    ``a`` are the layer's inputs and ``b`` the gradients of its outputs, both by example.
+    """
+    if isinstance(layer, nn.Linear) and a.dim() == 2:
+        gradients: dict[Tensor, Tensor] = {} if layer.bias is None else {layer.bias: b}
+        if (name := name_of.get(layer.weight)) is not None:
+            mask = masks.get(name)
+            yield name, _linear_squared_norms(a, b, mask), partial(_clipped_linear, a, b, mask)
+    else:
+        gradients = _rule_of(layer)(layer, [a], b)
+    for parameter, gradient in gradients.items():
+        if (name := name_of.get(parameter)) is not None:
+            each = _masked(gradient, masks.get(name))
+            yield name, _squared_norms(each), partial(_clipped, each)
+
+
+def _clipped_linear(a: Tensor, b: Tensor, mask: Tensor | None, factors: Tensor) -> Tensor:
+    return _masked((b * factors[:, None]).T @ a, mask)
+
+
+def _clipped(each: Tensor, factors: Tensor) -> Tensor:
+    total: Tensor = torch.tensordot(factors, each, 1)
+    return total
+
+
+METHODS: Mapping[str, Any] = {
+    "one-pass": _one_pass,
+    "hooks": _materialised,
+}
+
+
+def _masked(values: Tensor, mask: Tensor | None) -> Tensor:
+    return values if mask is None else values * mask
+
+
+def over_tensors(squared: Any) -> Tensor:
+    """Return the sum over tensors of squared norms per example."""
+    return torch.stack(list(squared)).sum(0)
+
+
+def _no_gradients(trained: Mapping[str, nn.Parameter]) -> None:
+    """Remove the gradients that autograd accumulated: they are not private and must not reach the optimiser."""
+    for parameter in trained.values():
+        parameter.grad = None
+
+
+@contextmanager
+def _wrapped(model: nn.Module, wrap: Callable[[], Any]) -> Iterator[Any]:
+    """Give an Opacus module around the model, and leave the model as it was before."""
+    wrapped = wrap()
+    try:
+        yield wrapped
+    finally:
+        wrapped.to_standard_module()
+        left = (
+            "grad_sample",
+            "_forward_counter",
+            "_current_grad_sample",
+            "activations",
+            "max_batch_len",
+        )
+        for owner in [*model.parameters(), *model.modules()]:
+            for attribute in left:
+                if attribute in vars(owner):
+                    delattr(owner, attribute)
+
+
+@contextmanager
+def out_of_place(model: nn.Module) -> Iterator[None]:
+    """Let modules with ``inplace=True`` give new tensors meanwhile: gradients per example need what layers gave."""
+    modules: list[Any] = [module for module in model.modules() if getattr(module, "inplace", False) is True]
+    for module in modules:
+        module.inplace = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.inplace = True
+
+
+@contextmanager
+def attached(
+    model: nn.Module, names: Sequence[str], masks: Mapping[str, Tensor], clip_norm: float, grad_sample: str
+) -> Iterator[ClippedSum]:
+    """Give the clipped sum of a method over the parameters of these names."""
+    parameters = dict(model.named_parameters())
+    method = METHODS["one-pass" if grad_sample == "auto" else grad_sample]
+    trained = {name: parameters[name] for name in names}
+    with warnings.catch_warnings(), out_of_place(model), method(model, trained, masks, clip_norm) as clipped_sum:
+        # Inputs need no gradient, so hooks on the first layer see gradients of outputs alone. No more is needed.
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+        warnings.filterwarnings("ignore", message="There is a performance drop because we have not yet")
+        yield clipped_sum
