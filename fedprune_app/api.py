@@ -34,12 +34,12 @@ from fedprune_app.files import as_path
 from fedprune_app.models.saving import load_packed
 from fedprune_app.models.sparse import sparsify
 from fedprune_app.plugins import names_in
+from fedprune_app.preflight.given import Given, number_of_clients, placed, recorded, with_plugins
 from fedprune_app.results.load import load_model
 from fedprune_app.results.reader import Run
 from fedprune_app.results.reader import load_run as read_run
 from fedprune_app.results.report import run_folders, write_report
 from fedprune_app.shipped import config_file
-from fedprune_app.starting import Given, number_of_clients, placed, recorded, with_plugins
 from fedprune_app.terminal import Terminal
 
 __all__ = [

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.text import Text
-
-from fedprune_app.config import Config, ConfigError, Scalar
+from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.results.lock import is_held
 from fedprune_app.results.ownership import check_free, is_marked
 from fedprune_app.results.reader import read_info
@@ -57,45 +51,3 @@ def check_replaceable(folder: Path, force: bool) -> None:
         return
     if not is_marked(folder, "demo") or read_info(folder).get("resumed_after_rounds"):
         raise ConfigError(f"{str(folder)!r} holds a run that is no demo's, allowed: another --out, or --force")
-
-
-def prepare_models(configs: Iterable[Config], console: Console) -> None:
-    """Train or fetch the language models that runs on this machine need.
-
-    This happens before Flower starts, since the clients have only startup-seconds to introduce themselves. Raises
-    ``ValueError`` for a model that cannot be had.
-    """
-    asked = {(config.model, config.download): None for config in configs if config.system == "fedspallm"}
-    for model, download in asked:  # in the order of the runs
-        if model == "auto":
-            embedded_model(console)
-            continue
-        from fedprune_app.models.checkpoints import resolve_checkpoint
-
-        with console.status(Text(f"fetching {model}" if download else f"looking for {model}")):
-            resolve_checkpoint(model, download)
-
-
-def embedded_model(console: Console) -> Path:
-    """Return the folder of the embedded language model, which is trained now unless that was done before."""
-    from fedprune_app.data.text import stdlib_training_text
-    from fedprune_app.models.embedded import embedded_folder, is_whole, train_embedded
-
-    texts = [document.text for document in stdlib_training_text()]
-    folder = embedded_folder(texts)
-    if is_whole(folder):
-        return folder
-    import torch
-
-    torch.set_num_threads(os.cpu_count() or 1)
-    if not console.is_terminal:  # a bar is shown there alone
-        console.print("training the embedded language model, once; this takes minutes")
-    columns = (TextColumn("{task.description}", style="bold"), BarColumn(bar_width=24), MofNCompleteColumn())
-    said = TextColumn("{task.fields[said]}")
-    with Progress(*columns, said, TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task("training the embedded language model, once", total=None, said="")
-
-        def show(step: int, steps: int, loss: float) -> None:
-            bar.update(task, completed=step, total=steps, said=f"loss {loss:.2f}")
-
-        return train_embedded(texts, on_step=show)

@@ -27,13 +27,14 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from fedprune_app import demo, launch, plugins
+from fedprune_app import launch, plugins
 from fedprune_app.config import Config, ConfigError, Scalar, refused, with_carrier
 from fedprune_app.engine.store import exclusive
 from fedprune_app.engine.watchdog import take_refusal
 from fedprune_app.errors import LaunchError, LeftGoing
 from fedprune_app.files import scratch_folder
 from fedprune_app.launch import Link
+from fedprune_app.preflight import language_models
 from fedprune_app.results import measures
 from fedprune_app.results.recorder import write_info
 
@@ -149,7 +150,7 @@ class Session:
                 f"min-clients is {config.min_clients}, allowed with {self.placement.num_clients} clients: at most that"
             )
         if self.placement.shares_data:
-            from fedprune_app.startable import check_startable, forget_text
+            from fedprune_app.preflight.can_start import check_startable, forget_text
 
             for line in check_startable(config, self.placement.num_clients):
                 if line not in self.told:
@@ -176,7 +177,7 @@ class Session:
         if not checked:
             self.check(config)
         if not self.placement.superlink:  # real nodes have models of their own
-            demo.prepare_models([config], self.console)
+            language_models.prepare_models([config], self.console)
         if once_checked is not None:
             once_checked()
         before = _content(folder / "run.json")

@@ -27,11 +27,11 @@ from fedprune_app.config import (
     paths_from_here,
     told_of,
 )
+from fedprune_app.preflight.given import check_clients, check_no_place
 from fedprune_app.registry import check_names, check_system
 from fedprune_app.results.reader import read_info
 from fedprune_app.results.recorder import holds_run
 from fedprune_app.searching import Entry, Searches, searches_of
-from fedprune_app.starting import check_clients, check_no_place
 
 _SECTIONS = ("clients", "common", "systems", "datasets", "seeds", "search")
 

@@ -55,10 +55,10 @@ from fedprune_app.config import (
 )
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
+from fedprune_app.preflight.given import check_no_place
 from fedprune_app.registry import SYSTEMS, check_names, check_system
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.recorder import holds_run
-from fedprune_app.starting import check_no_place
 
 if TYPE_CHECKING:
     from optuna import Study

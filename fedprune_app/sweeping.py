@@ -9,13 +9,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fedprune_app import demo, searching
+from fedprune_app import searching
 from fedprune_app.config import Config, ConfigError, Scalar, to_toml, told_of
 from fedprune_app.engine.store import exclusive
 from fedprune_app.errors import LaunchError
 from fedprune_app.experiment import Placement, Session
 from fedprune_app.files import replace_file
 from fedprune_app.matrices import Matrix, is_complete, to_yaml
+from fedprune_app.preflight import language_models
+from fedprune_app.preflight.given import check_clients, check_out, recorded_clients
 from fedprune_app.registry import unprotected
 from fedprune_app.results.lock import is_held
 from fedprune_app.results.ownership import check_free, check_marked, clear_the_way, mark
@@ -33,7 +35,6 @@ from fedprune_app.searching import (
     check_studies,
     with_overrides,
 )
-from fedprune_app.starting import check_clients, check_out, recorded_clients
 
 Say = Callable[[str, str], object]
 """This is told what happens: a label, which may be empty, and a text."""
@@ -148,7 +149,7 @@ def _run_searches(read: Searches, place: _Place) -> Swept:
     failed: dict[str, str] = {}
     with ExitStack() as stack:
         session = stack.enter_context(Session(placement, place.console))
-        demo.prepare_models([_checked(asked, session, placement) for asked in several], place.console)
+        language_models.prepare_models([_checked(asked, session, placement) for asked in several], place.console)
         stack.enter_context(_alone(out))
         storage = stack.enter_context(searching.storage_in(out))
         studies = [searching.study_of(asked, out, storage) for asked in several]
@@ -221,7 +222,7 @@ def _run_matrix(matrix: Matrix, place: _Place) -> Swept:
             with matrix.told_of(cell.name):
                 session.check(cell.config)
         # minutes of training or a download, which a mistake should not wait for
-        demo.prepare_models([cell.config for cell in left], place.console)
+        language_models.prepare_models([cell.config for cell in left], place.console)
         stack.enter_context(_alone(out))
         for number, cell in enumerate(cells, start=1):
             folder = out / cell.name

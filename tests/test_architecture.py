@@ -14,6 +14,7 @@ from hatch_build import below_fedprune
 ROOT = Path(__file__).parents[1]
 ROOF = [
     "registry",
+    "preflight",
     "run_folder",
     "server_app",
     "client_app",
@@ -27,14 +28,10 @@ ROOF = [
 ROOF += [
     "node_policy",
     "matrices",
-    "starting",
     "api",
-    "startable",
-    "texts",
     "tasks",
     "audit",
     "resuming",
-    "checked",
     "numbered",
     "shipped",
     "plugins",

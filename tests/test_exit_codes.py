@@ -80,7 +80,8 @@ HERE = ["--engine", "inprocess", "--clients", "4"]
 )
 def test_a_setting_that_the_run_would_refuse_is_told_before_it_starts(fedprune, tmp_path, monkeypatch, settings, says):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("fedprune_app.demo.prepare_models", lambda configs, console: None)  # no model is trained here
+    # no model is trained here
+    monkeypatch.setattr("fedprune_app.preflight.language_models.prepare_models", lambda configs, console: None)
     for part in ("train", "test"):
         for kind in ("a", "b"):
             (tmp_path / "float" / part / kind).mkdir(parents=True)
@@ -114,7 +115,7 @@ def test_a_run_that_fails_exits_1(fedprune, tmp_path):
 def test_a_refusal_within_a_run_exits_2(tmp_path, engine):
     """What cannot be told before: here because the check before the start is left out."""
     code = (
-        "import sys, fedprune_app.startable as s; s.check_startable = lambda config, clients: []\n"
+        "import sys, fedprune_app.preflight.can_start as s; s.check_startable = lambda config, clients: []\n"
         "from fedprune_app.cli import main; main()"
     )
     setting = ["system=fedavg", "robust=trimmed-mean", "robust-trim=0.01"]

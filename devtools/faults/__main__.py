@@ -29,9 +29,9 @@ from fedprune_app.cli import main
 from fedprune_app.cli.terminal import Plugins, console, say
 from fedprune_app.config import ConfigError
 from fedprune_app.files import scratch_folder
+from fedprune_app.preflight.given import Given, given_in
 from fedprune_app.results.ownership import check_report_file
 from fedprune_app.results.report import check_page_name
-from fedprune_app.starting import Given, given_in
 from fedprune_app.terminal import Terminal
 
 app = typer.Typer(pretty_exceptions_enable=False)

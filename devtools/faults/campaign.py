@@ -18,8 +18,8 @@ from devtools.faults.story import Kind
 from fedprune_app import __version__, plugins
 from fedprune_app.config import ConfigError, Scalar, check_effects, has_effect
 from fedprune_app.files import append_lines, scratch_folder
+from fedprune_app.preflight.given import check_no_place
 from fedprune_app.registry import check_names
-from fedprune_app.starting import check_no_place
 
 _MEMORY = Path("/dev/shm")
 _PARTS_PER_PROCESS = 40

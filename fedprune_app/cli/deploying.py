@@ -12,7 +12,7 @@ from fedprune_app.cli.running import run_once
 from fedprune_app.cli.terminal import AcceptLoss, Configs, Force, Out, Overrides, Plugins, console, say, say_doubts
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.errors import LaunchError
-from fedprune_app.starting import check_accept_loss, given_in, placed, recorded
+from fedprune_app.preflight.given import check_accept_loss, given_in, placed, recorded
 
 app = typer.Typer(no_args_is_help=True)
 

@@ -16,7 +16,7 @@ from fedprune_app.cli.running import say_sizes
 from fedprune_app.cli.terminal import Force, Out, Plugins, Workers, console, say
 from fedprune_app.config import OPTIONS, ConfigError, Option, is_used, toml_value
 from fedprune_app.config.meant import not_allowed
-from fedprune_app.starting import Given, given_in, placed
+from fedprune_app.preflight.given import Given, given_in, placed
 from fedprune_app.terminal import Terminal
 
 app = typer.Typer()
@@ -122,10 +122,10 @@ def demo(
         LLM_DENSITIES,
         check_replaceable,
         demo_settings,
-        embedded_model,
         llm_settings,
     )
     from fedprune_app.experiment import Placement, Session
+    from fedprune_app.preflight.language_models import embedded_model
     from fedprune_app.results.ownership import check_report_file, mark, remove_run
     from fedprune_app.results.recorder import holds_run
     from fedprune_app.results.report import write_report

@@ -28,7 +28,7 @@ from fedprune_app.cli.terminal import (
 from fedprune_app.config import OPTIONS, Config, ConfigError, parse_config
 from fedprune_app.config.meant import unknown_key
 from fedprune_app.numbered import LATEST, next_folder, point_to
-from fedprune_app.starting import check_accept_loss, given_in, number_of_clients, placed, recorded
+from fedprune_app.preflight.given import check_accept_loss, given_in, number_of_clients, placed, recorded
 
 if TYPE_CHECKING:
     from fedprune_app.experiment import Placement
@@ -105,8 +105,8 @@ def check_run(
     given.check_effects(settings)
     check_system(settings)
     say_doubts(given, settings)
-    from fedprune_app.checked import described
     from fedprune_app.experiment import Placement, Session
+    from fedprune_app.preflight.describe import described
 
     with Session(Placement("inprocess", clients), console) as session:
         session.check(settings)
@@ -128,7 +128,7 @@ def check_data(overrides: Overrides = None, config: Configs = None, plugin: Plug
 
     check_names(settings)
     given.check_effects(settings)
-    from fedprune_app.checked import data_found
+    from fedprune_app.preflight.describe import data_found
 
     with console.status(Text(f"reading {settings.dataset}")):
         rows, doubts = data_found(settings)

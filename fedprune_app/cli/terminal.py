@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedprune_app.config import Config
-from fedprune_app.starting import Given, given_in
+from fedprune_app.preflight.given import Given, given_in
 from fedprune_app.terminal import Terminal
 
 console = Terminal(stderr=True)

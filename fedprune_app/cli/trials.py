@@ -13,7 +13,7 @@ from rich.text import Text
 from fedprune_app.cli.terminal import Plugins, console, say
 from fedprune_app.config import parse_config
 from fedprune_app.errors import LaunchError
-from fedprune_app.starting import given_in
+from fedprune_app.preflight.given import given_in
 from fedprune_app.terminal import Terminal
 
 app = typer.Typer()

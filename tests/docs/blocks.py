@@ -112,15 +112,15 @@ class Checker:
             raise Started
 
         for name in (
-            "demo.prepare_models",
-            "demo.embedded_model",
+            "preflight.language_models.prepare_models",
+            "preflight.language_models.embedded_model",
             "experiment.Session.check",
             "experiment.Session.run",
             "audit.audit",
             "exporting.export_model",
             "predicting.predictions",
             "searching.search",
-            "checked.data_found",
+            "preflight.describe.data_found",
             "results.report.write_report",
             "deploy.is_healthy",
             "deploy.check_link",

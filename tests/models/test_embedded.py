@@ -9,9 +9,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from fedprune_app import demo
 from fedprune_app.models.embedded import Recipe, byte_tokenizer, embedded_folder, train_embedded
 from fedprune_app.models.llm import LanguageModel, import_transformers, perplexity
+from fedprune_app.preflight import language_models
 
 SMALL = Recipe(width=32, inner_width=48, num_layers=1, num_heads=2, length=32, batch_size=8, steps=120)
 TEXTS = ["def add(a, b):\n    return a + b\n" * 40, "for i in range(10):\n    print(i)\n" * 40]
@@ -66,12 +66,12 @@ def test_a_run_does_not_begin_with_a_damaged_cached_model(cache, monkeypatch):
 
     monkeypatch.setattr("fedprune_app.models.embedded.train_embedded", train)
     console = Console(quiet=True)
-    weights = demo.embedded_model(console) / "model.safetensors"
-    assert demo.embedded_model(console) == weights.parent
+    weights = language_models.embedded_model(console) / "model.safetensors"
+    assert language_models.embedded_model(console) == weights.parent
     assert len(trained) == 1
     before = weights.read_bytes()
     weights.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-    demo.embedded_model(console)
+    language_models.embedded_model(console)
     assert (len(trained), weights.read_bytes()) == (2, before)
 
 

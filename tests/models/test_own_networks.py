@@ -10,7 +10,7 @@ from torch import nn
 from fedprune_app import plugins
 from fedprune_app.config import ConfigError
 from fedprune_app.models.vision import architecture
-from fedprune_app.startable import check_startable
+from fedprune_app.preflight.can_start import check_startable
 
 SHAPE = (1, 8, 8)
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch.compile imports what warns

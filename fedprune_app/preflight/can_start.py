@@ -35,13 +35,13 @@ from fedprune_app.models import vision
 from fedprune_app.models.initial import copied
 from fedprune_app.models.llm import open_model
 from fedprune_app.models.names import chosen_name
+from fedprune_app.preflight.texts import check_texts
 from fedprune_app.privacy.noise import KeyedNoise
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.results.tracking import check_tracker
 from fedprune_app.run_folder import new_run_key
 from fedprune_app.tasks import BUILDS
-from fedprune_app.texts import check_texts
 
 
 def check_startable(config: Config, num_clients: int) -> list[str]:

@@ -17,7 +17,7 @@ def texts(tmp_path, monkeypatch):
         raise AssertionError("the model is trained though the texts are bad")
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("fedprune_app.demo.embedded_model", trains)
+    monkeypatch.setattr("fedprune_app.preflight.language_models.embedded_model", trains)
     return text_folder(tmp_path / "data", size=3000)
 
 
@@ -97,8 +97,8 @@ def test_data_of_a_language_model_are_described(fedprune, texts, capsys):
 
 
 def test_what_is_in_a_folder_of_texts_is_counted_in_tokens_of_the_model(texts, tmp_path):
-    from fedprune_app.checked import data_found
     from fedprune_app.config import parse_config
+    from fedprune_app.preflight.describe import data_found
 
     model = tiny_byte_model(tmp_path / "tiny", "llama")
     settings = {"system": "fedspallm", "dataset": "text", "data-dir": str(texts), "model": str(model)}

@@ -20,8 +20,8 @@ from fedprune_app.learning.device import device_of
 from fedprune_app.models.initial import initial_model, layer_flops
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import prunable_names
+from fedprune_app.preflight.texts import with_a_model
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.texts import with_a_model
 
 
 def described(config: Config, num_clients: int) -> Iterator[tuple[str, str]]:

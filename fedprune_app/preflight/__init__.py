@@ -1,0 +1,1 @@
+"""Preflight is all that happens before a run: it says whether the run may start, and what the run will do."""
