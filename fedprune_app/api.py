@@ -140,8 +140,9 @@ def run(
     Raises :class:`ConfigError` for a wrong setting, before anything is written, and :class:`LaunchError` for a run that
     fails.
     """
-    from fedprune_app.experiment import Placement, Session
+    from fedprune_app.preflight.placement import Placement
     from fedprune_app.results.ownership import clear_the_way
+    from fedprune_app.running.session import Session
 
     folder = _path("out", out).resolve()
     before = recorded(folder) if resume else None
@@ -182,8 +183,8 @@ def sweep(
     a run of the matrix failed. That error says why, and has the other runs. A trial of a search that fails counts for
     nothing, and :class:`LaunchError` says that none succeeded.
     """
-    from fedprune_app.experiment import Placement
     from fedprune_app.matrices import matrix_of, read_matrix
+    from fedprune_app.preflight.placement import Placement
     from fedprune_app.sweeping import num_clients_of
     from fedprune_app.sweeping import sweep as make
 

@@ -13,16 +13,17 @@ from fedprune_app import searching
 from fedprune_app.config import Config, ConfigError, Scalar, to_toml, told_of
 from fedprune_app.engine.store import exclusive
 from fedprune_app.errors import LaunchError
-from fedprune_app.experiment import Placement, Session
 from fedprune_app.files import replace_file
 from fedprune_app.matrices import Matrix, is_complete, to_yaml
 from fedprune_app.preflight import language_models
 from fedprune_app.preflight.given import check_clients, check_out, recorded_clients
+from fedprune_app.preflight.placement import Placement
 from fedprune_app.registry import unprotected
 from fedprune_app.results.lock import is_held
 from fedprune_app.results.ownership import check_free, check_marked, clear_the_way, mark
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import TABLES, write_tables
+from fedprune_app.running.session import Session
 from fedprune_app.searching import (
     BEST,
     STUDY,

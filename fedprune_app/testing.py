@@ -422,7 +422,8 @@ class _Laws:
 
     def is_the_same_on(self, engine: str) -> None:
         """Another engine ends with the same models."""
-        from fedprune_app.experiment import Placement, Session
+        from fedprune_app.preflight.placement import Placement
+        from fedprune_app.running.session import Session
 
         folder = self._folder / engine
         config = plugins.parse({**self._settings, "out-dir": str(folder)})

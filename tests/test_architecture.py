@@ -15,13 +15,12 @@ ROOT = Path(__file__).parents[1]
 ROOF = [
     "registry",
     "preflight",
+    "running",
     "run_folder",
     "server_app",
     "client_app",
     "cli",
-    "demo",
     "deploy",
-    "experiment",
     "exporting",
     "launch",
 ]
@@ -32,7 +31,6 @@ ROOF += [
     "tasks",
     "audit",
     "resuming",
-    "numbered",
     "shipped",
     "plugins",
     "searching",

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from fedprune_app.config import ConfigError
-from fedprune_app.experiment import Placement
+from fedprune_app.preflight.placement import Placement
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

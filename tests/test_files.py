@@ -314,7 +314,7 @@ ELSEWHERE = {  # what writes by itself, and why it may
     "fedprune_app/privacy/ledger.py": "adds to a ledger in place, under a lock: a rename could lose a charge",
     "fedprune_app/exporting.py": "into memory",
     "fedprune_app/testing.py": "copies a run within a scratch folder",
-    "fedprune_app/numbered.py": "a link to a run, where nothing else has its name",
+    "fedprune_app/running/numbered.py": "a link to a run, where nothing else has its name",
 }
 WRITING = {
     "write_text",

@@ -11,8 +11,8 @@ import pytest
 
 from fedprune_app import cli
 from fedprune_app.config import OPTIONS
-from fedprune_app.numbered import next_folder
 from fedprune_app.registry import SYSTEMS
+from fedprune_app.running.numbered import next_folder
 from fedprune_app.shipped import shipped_configs
 
 QUICK = ["--engine", "inprocess", "--clients", "3", "num-server-rounds=1", "local-epochs=1"]

@@ -159,14 +159,14 @@ def test_a_deployment_does_not_begin_in_a_users_folder(fedprune, tmp_path):
 @pytest.fixture
 def quick_demo(monkeypatch):
     """The demo with runs of one system that are made up, on no engine."""
-    from fedprune_app import demo, experiment
+    from fedprune_app.running import demo, session
 
     def run(session, config, folder):
         made_up_run(folder, config.system, rounds=1)
         return {}
 
     monkeypatch.setattr(demo, "DEMO_SYSTEMS", ("fedavg", "standalone"))
-    monkeypatch.setattr(experiment.Session, "run", run)
+    monkeypatch.setattr(session.Session, "run", run)
 
 
 def test_a_demo_refuses_a_folder_with_a_users_run(fedprune, quick_demo, tmp_path):

@@ -46,9 +46,9 @@ def local(
     They use TLS and registered keys, as on real machines.
     Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
     """
-    from fedprune_app.experiment import Placement
     from fedprune_app.node_policy import POLICY_FILE, read_policy
     from fedprune_app.plugins import code_in
+    from fedprune_app.preflight.placement import Placement
     from fedprune_app.results.ownership import check_marked
 
     check_accept_loss(accept_loss, resume)

@@ -115,7 +115,12 @@ def demo(
     The runs of an earlier demo in --out are replaced.
     Any other run there is replaced only with --force.
     """
-    from fedprune_app.demo import (
+    from fedprune_app.preflight.language_models import embedded_model
+    from fedprune_app.preflight.placement import Placement
+    from fedprune_app.results.ownership import check_report_file, mark, remove_run
+    from fedprune_app.results.recorder import holds_run
+    from fedprune_app.results.report import write_report
+    from fedprune_app.running.demo import (
         DEMO_CLIENTS,
         DEMO_SYSTEMS,
         LLM_CLIENTS,
@@ -124,11 +129,7 @@ def demo(
         demo_settings,
         llm_settings,
     )
-    from fedprune_app.experiment import Placement, Session
-    from fedprune_app.preflight.language_models import embedded_model
-    from fedprune_app.results.ownership import check_report_file, mark, remove_run
-    from fedprune_app.results.recorder import holds_run
-    from fedprune_app.results.report import write_report
+    from fedprune_app.running.session import Session
 
     out = out.expanduser().resolve()
     cells = {system: demo_settings(system) for system in DEMO_SYSTEMS}

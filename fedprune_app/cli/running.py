@@ -27,11 +27,11 @@ from fedprune_app.cli.terminal import (
 )
 from fedprune_app.config import OPTIONS, Config, ConfigError, parse_config
 from fedprune_app.config.meant import unknown_key
-from fedprune_app.numbered import LATEST, next_folder, point_to
 from fedprune_app.preflight.given import check_accept_loss, given_in, number_of_clients, placed, recorded
+from fedprune_app.running.numbered import LATEST, next_folder, point_to
 
 if TYPE_CHECKING:
-    from fedprune_app.experiment import Placement
+    from fedprune_app.preflight.placement import Placement
 
 app = typer.Typer()
 _MOST_LINES = 10  # of one kind, at the end of a run
@@ -79,7 +79,7 @@ def run(
         settings = placed(given, folder, before, force=force, is_here=not superlink, accept_loss=accept_loss)
         say_doubts(given, settings)
         clients = number_of_clients(clients, None if superlink else before)
-        from fedprune_app.experiment import Placement
+        from fedprune_app.preflight.placement import Placement
 
         placement = Placement(engine, clients, workers, ray_address=ray_address, superlink=superlink)
         run_once(placement, settings, folder, force and not resume, LATEST if is_numbered else None)
@@ -105,8 +105,9 @@ def check_run(
     given.check_effects(settings)
     check_system(settings)
     say_doubts(given, settings)
-    from fedprune_app.experiment import Placement, Session
     from fedprune_app.preflight.describe import described
+    from fedprune_app.preflight.placement import Placement
+    from fedprune_app.running.session import Session
 
     with Session(Placement("inprocess", clients), console) as session:
         session.check(settings)
@@ -170,7 +171,7 @@ def sweep(
     for key in settings:
         if key not in OPTIONS:
             raise unknown_key(key, OPTIONS)
-    from fedprune_app.experiment import Placement
+    from fedprune_app.preflight.placement import Placement
     from fedprune_app.sweeping import num_clients_of
     from fedprune_app.sweeping import sweep as make
 
@@ -193,8 +194,8 @@ def run_once(placement: Placement, settings: Config, out: Path, force: bool, lin
 
     The ``link`` will lead to the run's folder, from before the run begins.
     """
-    from fedprune_app.experiment import Session
     from fedprune_app.results.ownership import clear_the_way
+    from fedprune_app.running.session import Session
 
     folder = Path(settings.out_dir)
 

@@ -6,7 +6,8 @@ import pytest
 from rich.console import Console
 
 from fedprune_app.config import parse_config
-from fedprune_app.experiment import Placement, Session
+from fedprune_app.preflight.placement import Placement
+from fedprune_app.running.session import Session
 from tests.conformance.conftest import CLIENTS, SYSTEM
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]

@@ -114,8 +114,8 @@ class Checker:
         for name in (
             "preflight.language_models.prepare_models",
             "preflight.language_models.embedded_model",
-            "experiment.Session.check",
-            "experiment.Session.run",
+            "running.session.Session.check",
+            "running.session.Session.run",
             "audit.audit",
             "exporting.export_model",
             "predicting.predictions",

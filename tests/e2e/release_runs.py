@@ -14,7 +14,8 @@ from pathlib import Path
 from rich.console import Console
 
 from fedprune_app.config import parse_config
-from fedprune_app.experiment import Placement, Session
+from fedprune_app.preflight.placement import Placement
+from fedprune_app.running.session import Session
 
 
 def placement(engine: str, clients: int, deployment: str, data: str) -> Placement:

@@ -17,10 +17,11 @@ from fedprune_app.config import parse_config
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State, VersionedStore
 from fedprune_app.errors import LaunchError
-from fedprune_app.experiment import Placement, Session
 from fedprune_app.files import append_lines
+from fedprune_app.preflight.placement import Placement
 from fedprune_app.privacy.accounting import Steps
 from fedprune_app.privacy.ledger import Ledger
+from fedprune_app.running.session import Session
 from tests.conftest import Finished, wrapped_app
 
 SETTINGS = {"num_server_rounds": 3, "fraction_train": 1.0, "local_epochs": 1, "evaluate_every": 0}

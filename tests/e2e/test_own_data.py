@@ -27,12 +27,13 @@ from fedprune_app.data.text import own_documents
 from fedprune_app.engine import inprocess
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
-from fedprune_app.experiment import Placement, Session
 from fedprune_app.exporting import find_model
+from fedprune_app.preflight.placement import Placement
 from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.registry import check_system
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.tables import group_runs, markdown, perplexity_rows
+from fedprune_app.running.session import Session
 from strategies.ldp_fedp3 import LDPFedP3
 from tests.models.tiny_llm import text_folder, tiny_byte_model
 

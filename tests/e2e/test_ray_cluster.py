@@ -19,7 +19,7 @@ import pytest
 from fedprune_app import client_app, launch, server_app
 from fedprune_app.config import ConfigError
 from fedprune_app.engine.inprocess import run_in_process
-from fedprune_app.experiment import Placement
+from fedprune_app.preflight.placement import Placement
 
 QUICK = ["system=fedavg", "num-server-rounds=3", "local-epochs=1", "fraction-train=1.0", "evaluate-every=3"]
 

@@ -23,7 +23,8 @@ from fedprune_app import client_app, launch, server_app
 from fedprune_app.config import parse_config
 from fedprune_app.deploy import local_deployment
 from fedprune_app.engine.inprocess import run_in_process
-from fedprune_app.experiment import Placement, Session
+from fedprune_app.preflight.placement import Placement
+from fedprune_app.running.session import Session
 from tests.e2e.deployed import until
 from tests.e2e.test_proxy import behind_a_dead_proxy
 

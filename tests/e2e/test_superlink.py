@@ -22,7 +22,8 @@ from fedprune_app.config import parse_config
 from fedprune_app.deploy import Deployment, local_deployment, make_certificates, make_node_key
 from fedprune_app.engine.flower_private import has_fleet_port
 from fedprune_app.errors import LaunchError, LeftGoing
-from fedprune_app.experiment import Placement, Session
+from fedprune_app.preflight.placement import Placement
+from fedprune_app.running.session import Session
 from tests.e2e.deployed import SETTINGS, in_process_sha256, nodes_with_the_app, until
 
 pytestmark = pytest.mark.programs

@@ -14,7 +14,6 @@ import pytest
 from rich.console import Console
 
 from fedprune_app.config import parse_config
-from fedprune_app.experiment import _Progress
 from fedprune_app.results import measures
 from fedprune_app.results.figures import figures
 from fedprune_app.results.measures import (
@@ -33,6 +32,7 @@ from fedprune_app.results.measures import (
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.report import write_report
 from fedprune_app.results.tables import comma_separated, final_rows, group_runs
+from fedprune_app.running.progress import RunProgress
 from tests.conftest import tampered_app
 
 SHARPNESS = Measure(
@@ -91,7 +91,7 @@ def test_a_number_that_is_declared_is_checked_recorded_and_shown_without_another
     assert ", sharpness 20.0 %, " in caplog.text
     told = io.StringIO()
     config = parse_config({"system": "fedavg", "out-dir": str(sharp.folder), "num-server-rounds": 2})
-    with _Progress(config, sharp.folder, Console(file=told, width=200, force_terminal=True)):
+    with RunProgress(config, sharp.folder, Console(file=told, width=200, force_terminal=True)):
         pass
     assert "sharp 20.0 %" in told.getvalue()
 

@@ -1,95 +1,30 @@
-"""An experiment is one run from start to end, on either engine; its progress is shown and its outcome is checked."""
+"""A run goes from start to end, on any engine; its progress is shown and its outcome is checked."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from importlib.util import find_spec
-from numbers import Integral
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from rich.text import Text
 
 from fedprune_app import launch, plugins
-from fedprune_app.config import Config, ConfigError, Scalar, refused, with_carrier
+from fedprune_app.config import Config, ConfigError, refused, with_carrier
 from fedprune_app.engine.store import exclusive
 from fedprune_app.engine.watchdog import take_refusal
 from fedprune_app.errors import LaunchError, LeftGoing
 from fedprune_app.files import scratch_folder
 from fedprune_app.launch import Link
 from fedprune_app.preflight import language_models
-from fedprune_app.results import measures
+from fedprune_app.preflight.placement import Placement
 from fedprune_app.results.recorder import write_info
-
-ENGINES = ("ray", "flower", "inprocess")
-_ON_RAY = ("ray", "flower")
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
-
-
-@dataclass(frozen=True)
-class Placement:
-    """A placement says where a run takes place."""
-
-    engine: str = "ray"
-    num_clients: int = 20
-    num_workers: int | None = None  # by default one for each GPU; without a GPU, one for each CPU
-    ray_address: str = ""  # "host:port" of a Ray cluster to use, in place of starting a Ray
-    superlink: str = ""  # the name of a connection in Flower's own configuration, for real nodes
-    nodes: tuple[Mapping[str, Scalar], ...] = ()  # node-configs of a deployment on this machine, instead of engine
-    deployment: Path | None = None  # the folder of that deployment
-
-    @property
-    def is_simulation(self) -> bool:
-        """A placement is a simulation unless it has real nodes: those of a SuperLink, or those of a deployment here."""
-        return not (self.superlink or self.nodes)
-
-    @property
-    def shares_data(self) -> bool:
-        """The clients share data if each of them has its part of data that is on this machine too."""
-        own = any("data-dir" in node for node in self.nodes)
-        return not (self.superlink or self.ray_address or own)
-
-    def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise ConfigError(f"--engine is {self.engine!r}, allowed: {', '.join(ENGINES)}")
-        if self.engine in _ON_RAY and self.is_simulation and find_spec("ray") is None:
-            raise ConfigError(f"--engine is {self.engine!r}, allowed where Ray is not installed: inprocess")
-        if self.superlink and self.engine != "ray":
-            raise ConfigError(f"--superlink is {self.superlink!r}, allowed with --engine {self.engine}: nothing")
-        if self.ray_address and (self.engine not in _ON_RAY or not self.is_simulation):
-            raise ConfigError(f"--ray-address is {self.ray_address!r}, allowed with --engine ray or flower alone")
-        if self.superlink:
-            launch.check_superlink(self.superlink)
-        if self.ray_address:
-            launch.check_ray_address(self.ray_address)
-        for option, value in (("--clients", self.num_clients), ("--workers", self.num_workers)):
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, Integral):
-                raise ConfigError(f"{option} is {value!r}, allowed: a whole number")
-            if value < 1:
-                raise ConfigError(f"{option} is {value}, allowed: at least 1")
-        if self.num_workers is not None and (self.engine == "inprocess" or not self.is_simulation):
-            where = "with --engine inprocess" if self.is_simulation else "on real nodes"
-            raise ConfigError(f"--workers is {self.num_workers!r}, allowed {where}: nothing")
-        object.__setattr__(self, "num_clients", int(self.num_clients))  # it may be a number of NumPy
+from fedprune_app.running.progress import RunProgress, read_json
+from fedprune_app.running.signals import ENDING, Left, leave, on_signals, stoppable
 
 
 class Session:
@@ -182,7 +117,7 @@ class Session:
             once_checked()
         before = _content(folder / "run.json")
         take_refusal(folder)  # remove what was left for a launcher that died before it read it
-        with _stoppable(), _Progress(config, folder, self.console) as progress:
+        with stoppable(), RunProgress(config, folder, self.console) as progress:
             try:
                 if self.placement.engine == "inprocess":
                     self._run_here(config, progress)
@@ -197,14 +132,14 @@ class Session:
                 if not isinstance(error, LeftGoing) and _content(folder / "run.json") != before:
                     _close_folder(folder, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
                 raise
-        info = _read_json(folder / "run.json")
+        info = read_json(folder / "run.json")
         if not info and self.placement.superlink:  # the run folder is where the ServerApp ran
             return {"status": "completed", "rounds_completed": config.num_server_rounds}
         if info.get("status") != "completed":
             raise LaunchError(str(info.get("error") or "the run left no run.json"))
         return info
 
-    def _run_here(self, config: Config, progress: _Progress) -> None:
+    def _run_here(self, config: Config, progress: RunProgress) -> None:
         from fedprune_app import client_app, server_app
         from fedprune_app.engine.inprocess import quiet, run_in_process
 
@@ -216,7 +151,7 @@ class Session:
             except Exception as error:
                 raise LaunchError(_one_line(error)) from error
 
-    def _simulate(self, config: Config, folder: Path, progress: _Progress) -> None:
+    def _simulate(self, config: Config, folder: Path, progress: RunProgress) -> None:
         progress.say("starting clients")
         place, run_file = self.placement, folder / "run.json"
         before = launch.outcome_of(run_file)
@@ -228,7 +163,7 @@ class Session:
             if not launch.wait_for(simulation, run_file, progress.update):
                 raise _failure(folder, before, lambda: launch.last_line(simulation.log_file))
 
-    def _run_on_nodes(self, config: Config, folder: Path, progress: _Progress) -> None:
+    def _run_on_nodes(self, config: Config, folder: Path, progress: RunProgress) -> None:
         progress.say("starting Flower")
         link, run_file = self._connect(), folder / "run.json"
         before = launch.outcome_of(run_file)
@@ -252,7 +187,7 @@ def _failure(folder: Path, before: tuple[str, int] | None, ask_flower: Callable[
     if setting := refused(told):
         return ConfigError(setting)
     run_file = folder / "run.json"
-    error = _read_json(run_file).get("error") if launch.outcome_of(run_file) != before else None
+    error = read_json(run_file).get("error") if launch.outcome_of(run_file) != before else None
     return LaunchError(str(error or told))
 
 
@@ -277,14 +212,6 @@ def _content(path: Path) -> bytes:
         return b""
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _close_folder(folder: Path, status: str, error: BaseException) -> None:
     """Say in run.json how a run ended whose ServerApp could not say so itself.
 
@@ -293,7 +220,7 @@ def _close_folder(folder: Path, status: str, error: BaseException) -> None:
     if not (folder / "run.json").exists():
         return
     with suppress(ValueError, OSError), exclusive(folder, patience_seconds=0.5):  # the terminal tells of a full disk
-        info = _read_json(folder / "run.json")
+        info = read_json(folder / "run.json")
         if info.get("status") == "running":
             text = "interrupted" if status == "interrupted" else _one_line(error)
             write_info(folder, info | {"status": status, "error": text})
@@ -319,8 +246,8 @@ def _elsewhere(link: Link, submit: Callable[[], str]) -> Iterator[str]:
     the run could not be stopped.
     """
     came: list[int] = []
-    with _on_signals(_ENDING, _leave):
-        with _on_signals((signal.SIGINT, *_ENDING), lambda number, frame: came.append(number)):
+    with on_signals(ENDING, leave):
+        with on_signals((signal.SIGINT, *ENDING), lambda number, frame: came.append(number)):
             run_id = submit()
         see = f"`flwr ls {link.name} --run-id {run_id}` shows it, `flwr stop {run_id} {link.name}` stops it"
         try:
@@ -330,141 +257,8 @@ def _elsewhere(link: Link, submit: Callable[[], str]) -> Iterator[str]:
         except KeyboardInterrupt:
             try:
                 launch.stop_run(link, run_id)
-            except (LaunchError, KeyboardInterrupt, _Left) as error:
+            except (LaunchError, KeyboardInterrupt, Left) as error:
                 raise LeftGoing(f"{_one_line(error)}; run {run_id} may still go on: {see}") from None
             raise
-        except (_Left, Exception) as error:
+        except (Left, Exception) as error:
             raise LeftGoing(f"{_one_line(error)}; run {run_id} was left going: {see}") from error
-
-
-class _Left(BaseException):
-    """A signal came that ends this process, but not the run."""
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise _Left(f"{signal.Signals(number).name} came")
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
-
-
-def _stoppable() -> AbstractContextManager[None]:
-    """Let SIGTERM and a closed terminal end a run as Ctrl-C does, so that nothing is left running."""
-    return _on_signals(_ENDING, _interrupt)
-
-
-@contextmanager
-def _on_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Handle the signals ``numbers`` with ``handler`` until the block ends.
-
-    A signal that this process was started to ignore (nohup) stays ignored.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, handler) for number in heard}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
-
-
-class _Progress:
-    """A live bar shows what the run folder says: round, accuracy, bytes, time left."""
-
-    def __init__(self, config: Config, folder: Path, console: Console) -> None:
-        self._folder = folder
-        self._file = folder / "rounds.jsonl"
-        self._counts_rounds = True
-        resumed = bool(config.resume_from) and self._file.exists()
-        self._offset = self._file.stat().st_size if resumed else 0
-        self._inode = self._file.stat().st_ino if resumed else 0
-        self._accuracy = ""
-        self._bytes = 0
-        self._is_live = console.is_terminal or console.is_jupyter
-        self._bar = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}", style="bold", markup=False),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[said]}", markup=False),
-            TextColumn("{task.fields[failed]}", style="yellow", markup=False),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not self._is_live,  # a log gets a line per round instead
-        )
-        self._console, self._system, self._rounds = console, config.system, config.num_server_rounds
-        self._task = self._bar.add_task(config.system, total=config.num_server_rounds, said="starting", failed="")
-
-    def __enter__(self) -> _Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.update()
-        self._bar.stop()
-
-    def say(self, text: str) -> None:
-        self._bar.update(self._task, said=text)
-
-    def update(self) -> None:
-        """Show the rounds that were written since the last call.
-
-        Where the system tells the progress of the current round, that is shown too.
-        """
-        now = _read_json(self._folder / "progress.json")
-        if now and "done" not in now:
-            self.say(str(now.get("text")))
-        with suppress(KeyError):
-            self._bar.update(
-                self._task, completed=now["done"], total=now["total"], said=f"{now['text']}  {self._accuracy}"
-            )
-            self._counts_rounds = False
-        try:
-            with self._file.open("rb") as file:
-                inode = os.fstat(file.fileno()).st_ino
-                if inode != self._inode:
-                    self._inode, self._offset = inode, 0  # a resumed run writes a new file, without lost rounds
-                file.seek(self._offset)
-                new = file.read()
-        except OSError:
-            return
-        complete = new[: new.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        for line in complete.splitlines():
-            with suppress(ValueError):
-                self._show(json.loads(line))
-
-    def _show(self, row: Mapping[str, Any]) -> None:
-        self._bytes += (row.get("bytes_up") or 0) + (row.get("bytes_down") or 0)
-        if shown := measures.progress_line(row):
-            self._accuracy = shown
-        failed = f"{row['failures']} failed" if row.get("failures") else ""
-        said = f"{self._accuracy}{self._bytes / 1e6:.1f} MB"
-        if self._counts_rounds:
-            self._bar.update(self._task, completed=row["round"], said=said, failed=failed)
-        else:
-            self._bar.update(self._task, said=said, failed=failed)
-        if not self._is_live:
-            line = f"{self._system}: round {row['round']} of {self._rounds}  {said}  {failed}".rstrip()
-            self._console.print(line, soft_wrap=True)
-
-    @contextmanager
-    def in_background(self) -> Iterator[None]:
-        """Keep the bar alive while this thread runs the federation."""
-        stop = threading.Event()
-
-        def watch() -> None:
-            while not stop.wait(0.2):
-                self.update()
-
-        watcher = threading.Thread(target=watch, daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            watcher.join()

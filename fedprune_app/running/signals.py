@@ -1,0 +1,47 @@
+"""Signals end a run as Ctrl-C does, or leave the run going."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
+
+ENDING = (signal.SIGTERM, signal.SIGHUP)
+
+
+class Left(BaseException):
+    """A signal came that ends this process, but not the run."""
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    """Raise :class:`Left` for a signal."""
+    raise Left(f"{signal.Signals(number).name} came")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def stoppable() -> AbstractContextManager[None]:
+    """Let SIGTERM and a closed terminal end a run as Ctrl-C does, so that nothing is left running."""
+    return on_signals(ENDING, _interrupt)
+
+
+@contextmanager
+def on_signals(numbers: Iterable[int], handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Handle the signals ``numbers`` with ``handler`` until the block ends.
+
+    A signal that this process was started to ignore (nohup) stays ignored.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heard}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
