@@ -31,6 +31,7 @@ from scipy.special import stdtr, stdtrit
 
 from fedprune_app.config import DEFAULTS, OPTIONS
 from fedprune_app.matrices import Matrix, matrix_of
+from fedprune_app.preflight.given import Given
 from fedprune_app.results.differences import Difference, Paired, difference
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run, load_run
@@ -159,7 +160,7 @@ def missing(name: str, path: Path) -> list[tuple[Any, int, str]]:
     known = {(row["settings"], row["seed"]) for row in read(name)}
     asked = product(document["systems"], document["datasets"], document["seeds"])  # the order of the cells
     found = []
-    for (system, _, seed), cell in zip(asked, matrix.cells(path.parent, {}, resume=False), strict=True):
+    for (system, _, seed), cell in zip(asked, matrix.cells(Given(out=path.parent)), strict=True):
         settings = json.dumps(settings_of(cell.config.to_dict()), sort_keys=True)
         if (settings, str(seed)) not in known:
             found.append((system, seed, settings))

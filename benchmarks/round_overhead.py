@@ -53,9 +53,11 @@ from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
 from fedprune_app.models.initial import initial_model
 from fedprune_app.models.vision import load_state_tensors, prunable_names, state_tensors
+from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.prepare import prepare
 from fedprune_app.run_folder import new_run_key
-from fedprune_app.running.session import Session
+from fedprune_app.running.session import run
 
 _WARM_UP = 2  # first rounds of a run, in which Ray's workers import and load the data
 _TEST_IMAGES = 1000
@@ -179,8 +181,8 @@ def bare_block(pipes: Sequence[Connection], num_rounds: int) -> dict[str, list[f
 def run_block(engine: str, config: Config, options: argparse.Namespace, console: Console) -> list[float]:
     """Seconds of the rounds of one run in a folder of its own."""
     folder = Path(config.out_dir)
-    with Session(Placement(engine, options.clients, options.workers), console) as session:
-        session.run(config, folder)
+    prepared = prepare(Given(config.to_dict()), Placement(engine, options.clients, options.workers))
+    run(prepared, folder, console)
     rows = _rows(folder / "rounds.jsonl")
     for row in rows:
         if row["replies"] != options.per_round:

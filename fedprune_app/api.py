@@ -29,12 +29,14 @@ import numpy as np
 from torch import Tensor, nn
 
 from fedprune_app.config import ConfigError, Scalar, flatten, read_toml
+from fedprune_app.data import splits
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import as_path
 from fedprune_app.models.saving import load_packed
 from fedprune_app.models.sparse import sparsify
-from fedprune_app.plugins import names_in
-from fedprune_app.preflight.given import Given, number_of_clients, placed, recorded, with_plugins
+from fedprune_app.preflight.given import Given, trusted_code, with_plugins
+from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.load import load_model
 from fedprune_app.results.reader import Run
 from fedprune_app.results.reader import load_run as read_run
@@ -140,19 +142,12 @@ def run(
     Raises :class:`ConfigError` for a wrong setting, before anything is written, and :class:`LaunchError` for a run that
     fails.
     """
-    from fedprune_app.preflight.placement import Placement
-    from fedprune_app.results.ownership import clear_the_way
-    from fedprune_app.running.session import Session
+    from fedprune_app.running.session import run as run_prepared
 
     folder = _path("out", out).resolve()
-    before = recorded(folder) if resume else None
-    configuration = placed(_given(config, settings), folder, before, force=force)
-    count = number_of_clients(clients, before)
-    placement = Placement(engine, count, workers, ray_address=ray_address)
-    console = Terminal(stderr=True, quiet=not progress)
-    make_way = partial(clear_the_way, folder) if force and not resume else None
-    with Session(placement, console) as session:
-        session.run(configuration, folder, once_checked=make_way)
+    given = _given(config, settings).for_run_in(folder, resume=resume, force=force)
+    prepared = prepare(given, Placement(engine, clients, workers, ray_address=ray_address))
+    run_prepared(prepared, folder, Terminal(stderr=True, quiet=not progress))
     return load_run(folder)
 
 
@@ -184,8 +179,6 @@ def sweep(
     nothing, and :class:`LaunchError` says that none succeeded.
     """
     from fedprune_app.matrices import matrix_of, read_matrix
-    from fedprune_app.preflight.placement import Placement
-    from fedprune_app.sweeping import num_clients_of
     from fedprune_app.sweeping import sweep as make
 
     read = (
@@ -198,10 +191,8 @@ def sweep(
     def tell(label: str, text: str) -> None:
         console.print(f"{label}{text}", soft_wrap=True)
 
-    folder, given = _path("out", out).resolve(), with_plugins([], _flat(settings)).on_command_line
-    count = num_clients_of(read, folder, clients, tell, resume=resume)
-    placement = Placement(engine, count, workers, ray_address=ray_address)
-    swept = make(read, folder, given, placement, console, tell, resume=resume, force=force)
+    given = _given(None, settings).for_run_in(_path("out", out), resume=resume, force=force)
+    swept = make(read, given, Placement(engine, clients, workers, ray_address=ray_address), console, tell)
     try:
         swept.check(with_reasons=not progress)
     except LaunchError as error:
@@ -210,6 +201,7 @@ def sweep(
 
 
 def _given(config: AnyPath | Settings | None, settings: Settings) -> Given:
+    splits.forget()  # files may have changed since an earlier run of this process
     files: list[dict[str, Scalar]] = []
     if isinstance(config, Mapping):
         files = [_flat(config)]
@@ -385,7 +377,7 @@ def _trusted(plugins: str | Sequence[str]) -> list[str]:
     names = [plugins] if isinstance(plugins, str) else plugins
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"plugins is {plugins!r}, allowed: a text, or a list of texts")
-    return names_in(with_plugins([], {}, names).values) if names else []
+    return trusted_code(names) if names else []
 
 
 @_in_python

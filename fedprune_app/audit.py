@@ -38,9 +38,9 @@ from fedprune_app.errors import LaunchError
 from fedprune_app.files import scratch_folder
 from fedprune_app.learning.training import TrainingResult
 from fedprune_app.models import vision
+from fedprune_app.preflight.prepare import Prepared
 from fedprune_app.privacy.audit import Evidence, Finding
 from fedprune_app.privacy.noise import Noise
-from fedprune_app.registry import SYSTEMS
 
 MOST_CANARIES = 1000  # unless --canaries asks for more
 PIXELS, AMPLITUDE = 1 / 16, 4.0  # of a canary: the share of pixels that is not 0, and its deviation
@@ -59,7 +59,6 @@ class Question:
     delta: float = 0.0  # 0: dp.delta
     confidence: float = 0.95
     client: int = 0  # the client whose data hold the canaries
-    clients: int = 20
     without_noise: bool = False
 
 
@@ -168,20 +167,20 @@ def coins(seed: int, number: int) -> Tensor:
     return torch.rand(number, generator=rng.generator(seed, "audit coins")) < 0.5
 
 
-def audit(config: Config, question: Question) -> Finding:
-    """Run the federation of ``config`` in this process and attack one client's releases.
+def audit(prepared: Prepared, question: Question) -> Finding:
+    """Run a federation in this process and attack one client's releases.
 
     Only a temporary folder is written to: ledgers that the configuration names are not charged. Raises
     :class:`ConfigError` for a question that cannot be asked, and :class:`LaunchError` where the run or the audited
     client fails.
     """
-    kind = SYSTEMS[config.system].client
+    config, kind, clients = prepared.config, prepared.system.client, prepared.placement.clients
     if not issubclass(kind, ImageClient):
         raise ConfigError(f"system is {config.system!r}, allowed with audit: a system that trains on images")
     if not config.dp.enabled:
         raise ConfigError(f"dp.enabled is {str(config.dp.enabled).lower()}, allowed with audit: true")
-    number, guesses = _numbers(config, question)
-    examples = client_data(data_config(config), question.client, question.clients).num_examples
+    number, guesses = _numbers(config, question, clients)
+    examples = client_data(data_config(config), question.client, clients).num_examples
     rows = min(examples, number + _MOST_OTHERS)
     watch = _Watch(question.client, config.seed, number, Evidence(rows))
     privacy = {"privacy_kind": WithoutNoise} if question.without_noise else {}
@@ -190,7 +189,7 @@ def audit(config: Config, question: Question) -> Finding:
         here = replace(written_below(folder, config), tracking="none")
         app = _app(watch, cast(type[ImageClient], watched))
         try:
-            run_in_process(server_app.app, app, question.clients, here.to_dict())
+            run_in_process(server_app.app, app, clients, here.to_dict())
         except ConfigError as error:
             raise ConfigError(refused(str(error)) or str(error)) from error
         except Exception as error:
@@ -205,18 +204,18 @@ def audit(config: Config, question: Question) -> Finding:
     return Finding.of(watch.evidence.scores[:number], client.coins, guesses, delta, question.confidence, claim)
 
 
-def _numbers(config: Config, question: Question) -> tuple[int, int]:
+def _numbers(config: Config, question: Question, clients: int) -> tuple[int, int]:
     """Return the numbers of canaries and guesses.
 
     Raises :class:`ConfigError` for a question that cannot be asked.
     """
-    if not 0 <= question.client < question.clients:
-        raise ConfigError(f"--client is {question.client}, allowed: 0 to {question.clients - 1}")
+    if not 0 <= question.client < clients:
+        raise ConfigError(f"--client is {question.client}, allowed: 0 to {clients - 1}")
     if not 0 < question.confidence < 1:
         raise ConfigError(f"--confidence is {question.confidence}, allowed: above 0 and below 1")
     if not 0 <= question.delta < 1:
         raise ConfigError(f"--delta is {question.delta}, allowed: at least 0 and below 1")
-    examples = client_data(data_config(config), question.client, question.clients).num_examples
+    examples = client_data(data_config(config), question.client, clients).num_examples
     number = question.canaries or min(examples // 2, MOST_CANARIES)
     if not 2 <= number <= examples:
         raise ConfigError(f"--canaries is {number}, allowed: 2 to {examples}, the client's training examples")

@@ -24,7 +24,9 @@ from fedprune_app.engine import wire
 from fedprune_app.engine.simulated import is_simulated
 from fedprune_app.learning.device import prepare_torch
 from fedprune_app.node_policy import POLICY_FILE, check_allowed, ledger_folder, read_policy
-from fedprune_app.registry import SYSTEMS, check_system
+from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.prepare import prepare
+from fedprune_app.registry import SYSTEMS
 from fedprune_app.run_folder import client_state_folder
 
 log = logging.getLogger("flwr.fedprune")
@@ -65,11 +67,11 @@ def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any])
     elif not (is_simulated() and "partition-id" in node_config):  # the run may choose in a simulation alone
         own["dp.secure-rng"] = True
     allows = None if is_simulated() else partial(check_allowed, policy)
-    config = policy.over(plugins.parse({**run_config, **own}, allows=allows))
+    config = policy.over(prepare(Given({**run_config, **own}), allows=allows).config)
     policy.check(config)
     if "partition-id" not in node_config:
         policy.check_own_labels(config)
-    return check_system(config), policy
+    return config, policy
 
 
 def make_client(context: Context, message: Message, kind: type[AnyNode] | None = None) -> AnyNode:

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 
 from clients.base import ImageClient
 from clients.finetune import FineTuned
-from fedprune_app import plugins
 from fedprune_app.config import Config
 from fedprune_app.core.flops import forward_flops, sparse_flops
 from fedprune_app.core.masks import full_masks
@@ -46,7 +45,9 @@ from fedprune_app.models.initial import channels_of, initial_model, shared_names
 from fedprune_app.models.names import BUILDERS, chosen_name
 from fedprune_app.models.sparse import sparsify
 from fedprune_app.models.vision import load_state_tensors, parameter_names, prunable_names, state_tensors
-from fedprune_app.registry import SYSTEMS, check_system
+from fedprune_app.preflight.given import of_run
+from fedprune_app.preflight.prepare import prepare
+from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.load import ExportInfo, encode_export, full_density, network_of, num_parameters
 from fedprune_app.results.reader import read_info
 
@@ -161,9 +162,9 @@ def find_model(
     info = read_info(run)
     if info["status"] != "completed":
         raise ValueError(f"run {str(run)!r} is {info['status']}, allowed: a completed run")
-    plugins.check_named(info["config"], {"plugins": ",".join(trusted)})
-    config = check_system(plugins.parse(info["config"]))
-    if SYSTEMS[config.system].data != "images":
+    prepared = prepare(of_run(info["config"], trusted))
+    config = prepared.config
+    if prepared.system.data != "images":
         raise ValueError(
             f"run {str(run)!r} is of {config.system}, allowed: of images; its models/ are ready as they are"
         )

@@ -7,41 +7,27 @@ import itertools
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fedprune_app import plugins
 from fedprune_app.config import (
     OPTIONS,
-    Config,
     ConfigError,
     Scalar,
-    check_effects,
-    check_resumable,
     flatten,
-    has_effect,
     paths_from_here,
     told_of,
 )
-from fedprune_app.preflight.given import check_clients, check_no_place
-from fedprune_app.registry import check_names, check_system
-from fedprune_app.results.reader import read_info
+from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.prepare import Prepared, prepare_all
 from fedprune_app.results.recorder import holds_run
 from fedprune_app.searching import Entry, Searches, searches_of
 
 _SECTIONS = ("clients", "common", "systems", "datasets", "seeds", "search")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A cell is one run of a matrix; ``name`` is its folder below the sweep's folder."""
-
-    name: str
-    config: Config
 
 
 @dataclass(frozen=True)
@@ -60,46 +46,24 @@ class Matrix:
         """Return the folders of the runs below ``out``, of which any may not be there."""
         return [out / name for name, _ in self.settings]
 
-    def cells(self, out: Path, overrides: Mapping[str, Scalar], resume: bool) -> list[Cell]:
-        """Return the runs of the matrix, with folders below ``out``.
+    def cells(self, given: Given, placement: Placement | None = None) -> list[Prepared]:
+        """Return the runs of the matrix, prepared for ``placement``.
 
-        With ``resume`` a run that has begun before continues.
+        Their folders are below ``given.out``. What is given on the command line are settings of all runs. Of a resumed
+        sweep the runs that have begun continue.
         """
-        check_no_place(overrides)
-        cells = []
         varied = {key for _, values in self.settings for key in values} - self.common
-        for key in overrides:
+        for key in given.on_command_line:
             if key in varied:
                 raise ConfigError(f"{key} is given on the command line, allowed: what the matrix does not vary")
-        for name, relative in self.settings:
-            with self.told_of(name):
-                check_no_place(relative)
-                values = paths_from_here(relative)
-                folder = (out / name).resolve()
-                place: dict[str, Scalar] = {"out-dir": str(folder)}
-                if resume and holds_run(folder):
-                    place["resume-from"] = str(folder)
-                cells.append(Cell(name, check_names(plugins.parse({**values, **overrides, **place}))))
-        self._check_effects(overrides, cells)
-        for cell in cells:  # when all names are right, since this imports the systems
-            with self.told_of(cell.name):
-                check_system(cell.config)
-        return cells
-
-    def told_of(self, name: str) -> AbstractContextManager[None]:
-        """Say in errors in which file, and in which of its runs, a setting is wrong."""
-        return told_of(f"{self.where}, run {name!r}")
-
-    def _check_effects(self, overrides: Mapping[str, Scalar], cells: Sequence[Cell]) -> None:
-        """Raise :class:`ConfigError` for a setting that has an effect in none of the cells to which it is given."""
-        settings = [{**values, **overrides} for _, values in self.settings]
-        for key in dict.fromkeys(key for values in settings for key in values):
-            asked = [cell for cell, values in zip(cells, settings, strict=True) if key in values]
-            if not any(has_effect(key, cell.config) for cell in asked):
-                if key in overrides:
-                    check_effects([key], asked[0].config)
-                with self.told_of(asked[0].name):
-                    check_effects([key], asked[0].config)
+        several = []
+        for name, settings in self.settings:
+            folder, where = given.folder / name, f"{self.where}, run {name!r}"
+            with told_of(where):
+                files = [paths_from_here(settings)]
+            goes_on = given.resume and holds_run(folder)
+            several.append(replace(given, files=files, out=folder, resume=goes_on, is_whole=True, where=where))
+        return prepare_all(several, placement)
 
 
 class _GivenTwice(yaml.YAMLError):
@@ -293,17 +257,3 @@ def _cut(name: str, longest: int) -> str:
         return name
     digest = "-" + hashlib.sha256(name.encode()).hexdigest()[:16]
     return name[: longest - len(digest)] + digest
-
-
-def is_complete(folder: Path, config: Config, num_clients: int) -> bool:
-    """Return whether a run in ``folder`` ended well after all the rounds of ``config``.
-
-    Raises :class:`ConfigError` when the run there was another one: the matrix, or the number of clients, has changed
-    since.
-    """
-    if not holds_run(folder):
-        return False
-    info = read_info(folder)
-    check_resumable(info["config"], config)
-    check_clients(folder, num_clients)
-    return bool(info["status"] == "completed" and info["rounds_completed"] >= config.num_server_rounds)

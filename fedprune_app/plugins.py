@@ -31,7 +31,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fedprune_app.config import DEFAULTS, Config, ConfigError, Table, check_uses, parse_config, register_table, uses_of
+from fedprune_app.config import DEFAULTS, ConfigError, Table, check_uses, register_table, uses_of
 from fedprune_app.data.names import DATASETS, DEALERS, LOADERS, PARTITIONS
 from fedprune_app.models.names import AUTO, BUILDERS, MODELS
 from fedprune_app.registry import SYSTEMS, System
@@ -183,15 +183,6 @@ def _forget() -> None:
 
 
 # --- how a run finds its plug-ins ---------------------------------------------------------------------------------
-
-
-def parse(values: Mapping[str, object], *, allows: Callable[[Code], None] | None = None) -> Config:
-    """Load the plug-ins that ``values`` name, and return the configuration that ``values`` describe.
-
-    Raises :class:`ConfigError` as :func:`load` and :func:`~fedprune_app.config.parse_config`.
-    """
-    load(values, allows=allows)
-    return parse_config(values)
 
 
 def load(values: Mapping[str, object], *, allows: Callable[[Code], None] | None = None) -> None:

@@ -43,7 +43,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedprune_app import plugins
 from fedprune_app.config import (
     Config,
     ConfigError,
@@ -55,8 +54,9 @@ from fedprune_app.config import (
 )
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
-from fedprune_app.preflight.given import check_no_place
-from fedprune_app.registry import SYSTEMS, check_names, check_system
+from fedprune_app.preflight.given import Given, check_chosen
+from fedprune_app.preflight.prepare import prepare
+from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.recorder import holds_run
 
@@ -107,9 +107,7 @@ class Search:
 
     def config(self, drawn: Mapping[str, Scalar], seed: int, place: Mapping[str, Scalar] | None = None) -> Config:
         """Return the settings of one run, checked."""
-        return check_system(
-            check_names(plugins.parse(paths_from_here({**self.common, **drawn, "seed": seed, **(place or {})})))
-        )
+        return prepare(Given(paths_from_here({**self.common, **drawn, "seed": seed, **(place or {})}))).config
 
     def effective(self, drawn: Mapping[str, Scalar]) -> dict[str, Scalar]:
         """Return those of the settings of a trial, ``drawn`` ones included, that have an effect with the others."""
@@ -135,7 +133,7 @@ class Search:
         checked = []
         first = self.first
         with told_of(self.where):
-            check_no_place({**self.common, **first})
+            check_chosen({**self.common, **first})
             for seed in self.seeds:
                 self.config(first, seed)
             for key, each in self.space.items():
@@ -540,7 +538,7 @@ def _optuna() -> Any:
 
 def with_overrides(asked: Search, overrides: Mapping[str, Scalar]) -> Search:
     """Return a search with more settings for all runs. Raises :class:`ConfigError` for one that the search draws."""
-    check_no_place(overrides)
+    check_chosen(overrides)
     for key in overrides:
         if key in asked.space or key == "seed":
             raise ConfigError(f"{key} is given on the command line, allowed: what the search does not draw")

@@ -22,7 +22,9 @@ from fedprune_app.federation.clients import Roster
 from fedprune_app.federation.registration import register_clients
 from fedprune_app.federation.round import RunContext
 from fedprune_app.learning.device import prepare_torch
-from fedprune_app.registry import SYSTEMS, check_system, unprotected
+from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.prepare import Prepared, prepare
+from fedprune_app.registry import SYSTEMS
 from fedprune_app.results import own_measures
 from fedprune_app.results.reader import file_sha256, marks_of, read_info
 from fedprune_app.results.recorder import Recorder, Status
@@ -41,12 +43,13 @@ def main(grid: Grid, context: Context) -> None:
     folder = None
     try:
         # A wrong setting raises here, before anything is written.
-        config = check_system(plugins.parse(context.run_config))
+        prepared = prepare(Given(context.run_config))
+        config = prepared.config
         prepare_torch(config)
         folder = run_folder(config, context.run_id)
         log.info("run folder: %s", folder)
         with exclusive(folder):
-            _run(grid, config, folder)
+            _run(grid, prepared, folder)
     except ConfigError as error:
         if folder is not None:
             tell_launcher(folder, str(error))
@@ -55,9 +58,9 @@ def main(grid: Grid, context: Context) -> None:
         raise refusal(error) from error
 
 
-def _run(grid: Grid, config: Config, folder: Path) -> None:
+def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
+    config, system = prepared.config, prepared.system
     recorder = Recorder(folder, tracking=config.tracking)
-    system = SYSTEMS[config.system]
     found = None
     if config.resume_from:
         found = resuming.find(folder, read_info(folder), config)
@@ -94,7 +97,7 @@ def _run(grid: Grid, config: Config, folder: Path) -> None:
                 strategy.restore(state)
             if choice.point is not None:
                 strategy.go_on_from(choice.point)
-        if line := unprotected(config):
+        for line in prepared.notes:
             log.warning("%s", line)
         with plugins.located():
             strategy.run(grid, rounds_completed=completed)

@@ -10,17 +10,17 @@ from pathlib import Path
 from rich.console import Console
 
 from fedprune_app import searching
-from fedprune_app.config import Config, ConfigError, Scalar, to_toml, told_of
+from fedprune_app.config import Config, ConfigError, Scalar, to_toml
 from fedprune_app.engine.store import exclusive
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
-from fedprune_app.matrices import Matrix, is_complete, to_yaml
+from fedprune_app.matrices import Matrix, to_yaml
 from fedprune_app.preflight import language_models
-from fedprune_app.preflight.given import check_clients, check_out, recorded_clients
-from fedprune_app.preflight.placement import Placement
-from fedprune_app.registry import unprotected
+from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.placement import Placement, recorded_clients
+from fedprune_app.preflight.prepare import check_out, prepare
 from fedprune_app.results.lock import is_held
-from fedprune_app.results.ownership import check_free, check_marked, clear_the_way, mark
+from fedprune_app.results.ownership import check_marked, mark
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import TABLES, write_tables
 from fedprune_app.running.session import Session
@@ -64,20 +64,6 @@ class Swept:
             raise LaunchError(f"{len(self.failed)} of {self.count} {self.of} failed: {said}")
 
 
-def num_clients_of(read: Matrix | Searches, out: Path, asked: int | None, say: Say, *, resume: bool) -> int:
-    """Return how many clients the runs of a sweep have.
-
-    It is the number ``asked``; else, with ``resume``, the number that the runs in ``out`` began with; else that of the
-    file, or 20.
-    """
-    if asked is not None:
-        return asked
-    known = recorded_clients(read.folders(out)) if resume else 0
-    if known and read.num_clients not in (None, known):
-        say("", f"{known} clients, as the runs in {str(out)!r} began; clients is {read.num_clients} in the matrix")
-    return known or read.num_clients or 20
-
-
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
     """Mark a folder as this sweep's, and hold it until the block ends: two sweeps would make the same runs."""
@@ -87,76 +73,72 @@ def _alone(out: Path) -> Iterator[None]:
 
 
 def _check_new(out: Path, resume: bool) -> None:
-    check_out(out)
+    check_out(out, f"--out {str(out)!r}")
     if out.exists() and any(out.iterdir()) and not resume:
         raise ConfigError(f"--out {str(out)!r} is not empty, allowed: a new folder, or --resume")
     if is_held(out):
         raise ConfigError(f"--out {str(out)!r} is in use by another process, allowed: a new folder, or --resume later")
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A sweep is made in the folder ``out``; the fields are the arguments of :func:`sweep`."""
+def sweep(read: Matrix | Searches, given: Given, placement: Placement, console: Console, say: Say) -> Swept:
+    """Make the runs that a matrix file asks for in folders below ``given.out``, and write tables of them.
 
-    out: Path
-    overrides: Mapping[str, Scalar]
-    placement: Placement
-    console: Console
-    say: Say
-    resume: bool
-    force: bool
-
-
-def sweep(
-    read: Matrix | Searches,
-    out: Path,
-    overrides: Mapping[str, Scalar],
-    placement: Placement,
-    console: Console,
-    say: Say,
-    *,
-    resume: bool = False,
-    force: bool = False,
-) -> Swept:
-    """Make the runs that a matrix file asks for in folders below ``out``, and write tables of them.
-
-    ``overrides`` are settings of all runs. With ``resume`` runs that have finished are kept, and trials of a search
-    that were made before count. Raises :class:`ConfigError` before anything is written, also where a run began with
-    another number of clients.
+    What is given on the command line are settings of all runs. With ``resume`` runs that have finished are kept, and
+    trials of a search that were made before count. Raises :class:`ConfigError` before anything is written, also where
+    a run began with another number of clients.
     """
-    place = _Place(out, overrides, placement, console, say, resume, force)
-    return _run_matrix(read, place) if isinstance(read, Matrix) else _run_searches(read, place)
+    placement = replace(placement, num_clients=_num_clients(read, given, placement.num_clients, say))
+    _check_new(given.folder, given.resume)
+    if isinstance(read, Matrix):
+        return _run_matrix(read, given, placement, console, say)
+    return _run_searches(read, given, placement, console, say)
 
 
-def _run_searches(read: Searches, place: _Place) -> Swept:
+def _num_clients(read: Matrix | Searches, given: Given, asked: int | None, say: Say) -> int:
+    """Return how many clients the runs of a sweep have.
+
+    It is the number ``asked``; else, of a resumed sweep, the number that its runs began with; else that of the file, or
+    20.
+    """
+    if asked is not None:
+        return asked
+    known = recorded_clients(read.folders(given.folder)) if given.resume else 0
+    if known and read.num_clients not in (None, known):
+        say(
+            "",
+            f"{known} clients, as the runs in {str(given.folder)!r} began; clients is {read.num_clients} in the matrix",
+        )
+    return known or read.num_clients or 20
+
+
+def _run_searches(read: Searches, given: Given, placement: Placement, console: Console, say: Say) -> Swept:
     """Make all trials of all searches, and write what was best; tables are as for a matrix.
 
     A search in which no trial succeeds stops no other; alone it raises :class:`LaunchError`.
     """
-    out, overrides, placement, say = place.out, place.overrides, place.placement, place.say
-    _check_new(out, place.resume)
-    count = placement.num_clients
+    out, overrides, count = given.folder, given.on_command_line, placement.clients
     several = [replace(with_overrides(each, overrides), num_clients=count) for each in read.each]
     check_searches(several, overrides)
     check_studies(several, out)
-    for asked in several:
-        for folder in asked.folders(out):
-            check_clients(folder, count)
-    if not place.force:
+    if not given.force:
         names = {name for asked in several for name in (asked.table, asked.best)}
         check_marked(out, "sweep", {*TABLES, STUDY, BEST, *names})
     found: list[tuple[Search, Found]] = []
     settled: dict[str, dict[str, Scalar]] = {}
     failed: dict[str, str] = {}
     with ExitStack() as stack:
-        session = stack.enter_context(Session(placement, place.console))
-        language_models.prepare_models([_checked(asked, session, placement) for asked in several], place.console)
+        session = stack.enter_context(Session(console))
+        language_models.prepare_models([_checked(asked, session, placement) for asked in several], console)
         stack.enter_context(_alone(out))
         storage = stack.enter_context(searching.storage_in(out))
         studies = [searching.study_of(asked, out, storage) for asked in several]
+
+        def run(config: Config, folder: Path) -> None:
+            session.run(prepare(Given(config.to_dict()), placement), folder)
+
         for asked, study in zip(several, studies, strict=True):
             try:
-                best = searching.search(asked, study, out, lambda config, folder: session.run(config, folder), say)
+                best = searching.search(asked, study, out, run, say)
             except LaunchError as error:
                 if not asked.name:
                     raise
@@ -185,10 +167,9 @@ def _checked(asked: Search, session: Session, placement: Placement) -> Config:
     Raises :class:`ConfigError` before anything is written.
     """
     first = asked.config(asked.first, asked.seeds[0])
-    with told_of(asked.where):
-        session.check(first)
-        if placement.shares_data:
-            asked.check_data(first)
+    session.tell(prepare(Given(first.to_dict(), where=asked.where), placement).notes)
+    if placement.shares_data:
+        asked.check_data(first)
     return first
 
 
@@ -201,43 +182,31 @@ def _write_best(found: Sequence[tuple[Search, Found]], num_clients: int, out: Pa
     return out / BEST
 
 
-def _run_matrix(matrix: Matrix, place: _Place) -> Swept:
+def _run_matrix(matrix: Matrix, given: Given, placement: Placement, console: Console, say: Say) -> Swept:
     """Make all runs of a matrix; a run that fails stops no other."""
-    out, say, resume = place.out, place.say, place.resume
-    _check_new(out, resume)
-    cells = matrix.cells(out, place.overrides, resume)
-    if not place.force:
+    out = given.folder
+    if not given.force:
         check_marked(out, "sweep", TABLES)
-        for cell in cells:
-            if not cell.config.resume_from:
-                check_free(out / cell.name)
-    count = place.placement.num_clients
-    left = [cell for cell in cells if not is_complete(out / cell.name, cell.config, count)]
+    cells = matrix.cells(given, placement)
+    left = [cell for cell in cells if not cell.is_complete]
     failed: dict[str, str] = {}
     with ExitStack() as stack:
-        session = stack.enter_context(Session(place.placement, place.console))
-        for line in dict.fromkeys(unprotected(cell.config) for cell in left):
-            if line:
-                say("", f"note: {line}")
+        session = stack.enter_context(Session(console))
         for cell in left:
-            with matrix.told_of(cell.name):
-                session.check(cell.config)
+            session.tell(cell.notes)
         # minutes of training or a download, which a mistake should not wait for
-        language_models.prepare_models([cell.config for cell in left], place.console)
+        language_models.prepare_models([cell.config for cell in left], console)
         stack.enter_context(_alone(out))
         for number, cell in enumerate(cells, start=1):
-            folder = out / cell.name
-            if is_complete(folder, cell.config, count):
-                say("", f"({number}/{len(cells)}) {cell.name}: finished before")
+            name = cell.folder.name
+            say("", f"({number}/{len(cells)}) {name}{': finished before' if cell.is_complete else ''}")
+            if cell.is_complete:
                 continue
-            say("", f"({number}/{len(cells)}) {cell.name}")
-            if place.force and not cell.config.resume_from:
-                clear_the_way(folder)
             try:
-                session.run(cell.config, folder, checked=True)
+                session.run(cell, cell.folder)
             except (LaunchError, ConfigError) as error:
-                failed[cell.name] = " ".join(str(error).split())
-                say("failed", f" {cell.name}: {failed[cell.name]}")
-        done = [load_run(out / cell.name) for cell in cells if is_complete(out / cell.name, cell.config, count)]
+                failed[name] = " ".join(str(error).split())
+                say("failed", f" {name}: {failed[name]}")
+        done = [load_run(cell.folder) for cell in cells if cell.folder.name not in failed]
         tables = write_tables(done, out) if done else []
         return Swept(tuple(done), tuple(tables), failed, len(cells))

@@ -31,8 +31,8 @@ from flwr.app import Array, ArrayRecord, Error, Message, MessageType
 from clients.base import Update
 from clients.reply_fields import Kind as ReplyKind
 from clients.reply_fields import undeclared
-from fedprune_app import client_app, plugins, server_app
-from fedprune_app.config import Scalar, paths_from_here, with_carrier
+from fedprune_app import client_app, server_app
+from fedprune_app.config import ConfigError, Scalar, paths_from_here, with_carrier
 from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import exchange, inprocess, wire
@@ -41,8 +41,10 @@ from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
 from fedprune_app.engine.store import State
 from fedprune_app.files import scratch_folder
 from fedprune_app.learning.training import TrainingResult
-from fedprune_app.registry import SYSTEMS, System, why_not_private
-from fedprune_app.registry import check_system as check_settings
+from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.prepare import prepare
+from fedprune_app.registry import System
 from fedprune_app.results import own_measures
 from fedprune_app.results.measures import MEASURES, Kind, Measures
 from fedprune_app.terminal import Terminal
@@ -290,7 +292,7 @@ def run_with(
     values: Mapping[str, Any], folder: Path, grid: type[InProcessGrid] = InProcessGrid, clients: int = CLIENTS
 ) -> ObservedRun:
     """Run a federation with the settings ``values`` in this process, on ``grid``, in ``folder``."""
-    config = check_settings(plugins.parse({**values, "out-dir": str(folder)}))
+    config = prepare(Given({**values, "out-dir": str(folder)})).config
     replies: dict[str, list[set[str]]] = defaultdict(list)
     with mock.patch.object(inprocess, "InProcessGrid", listening(grid, replies)):
         run_in_process(server_app.app, client_app.app, clients, with_carrier(config))
@@ -343,8 +345,7 @@ class _Laws:
         self._folder = folder
         self._settings = settings
         self._count = 0
-        plugins.parse(settings)  # which loads them
-        with _returns_checked(SYSTEMS[str(settings["system"])]):
+        with _returns_checked(prepare(Given(settings)).system):
             self._whole = self._run(_ALL_REPLY)
 
     def _run(self, more: Mapping[str, Scalar] | None = None, grid: type[InProcessGrid] = InProcessGrid) -> ObservedRun:
@@ -375,11 +376,15 @@ class _Laws:
 
     def replies_are_declared(self) -> None:
         """Replies hold what the client's class declares; a private client's as much as any other's."""
-        config = plugins.parse(self._settings)
-        client = SYSTEMS[config.system].client
+        found = prepare(Given(self._settings))
+        config, client = found.config, found.system.client
         runs = {config.dp.enabled: self._whole}
-        if not config.dp.enabled and not why_not_private(plugins.parse({**self._settings, **PRIVATE})):
-            runs[True] = self._run({**_ALL_REPLY, **PRIVATE})
+        try:
+            prepare(Given({**self._settings, **PRIVATE}))
+        except ConfigError:  # it cannot be private
+            runs[False] = self._whole
+        else:
+            runs[True] = self._whole if config.dp.enabled else self._run({**_ALL_REPLY, **PRIVATE})
         for is_private, run in runs.items():
             for kind, replies in run.replies.items():
                 allowed = client.reply_fields(config.system).allowed(_KINDS[kind], is_private)
@@ -422,13 +427,11 @@ class _Laws:
 
     def is_the_same_on(self, engine: str) -> None:
         """Another engine ends with the same models."""
-        from fedprune_app.preflight.placement import Placement
-        from fedprune_app.running.session import Session
+        from fedprune_app.running.session import run
 
         folder = self._folder / engine
-        config = plugins.parse({**self._settings, "out-dir": str(folder)})
-        with Session(Placement(engine, CLIENTS, 2), Terminal(stderr=True, quiet=True)) as session:
-            found = session.run(config, folder)["final_sha256"]
+        prepared = prepare(Given({**self._settings, "out-dir": str(folder)}), Placement(engine, CLIENTS, 2))
+        found = run(prepared, folder, Terminal(stderr=True, quiet=True))["final_sha256"]
         _must(found == self._whole.sha256, f"engine {engine!r} gives the same models", "they are others")
 
 

@@ -320,7 +320,7 @@ def test_a_matrix_goes_on_with_the_number_of_clients_that_it_began_with(tmp_path
         )
 
     sweep([0], clients=2)
-    said = r"^clients is 4, allowed when resuming 'fedavg-digits-seed0': 2"
+    said = r"run 'fedavg-digits-seed0': clients is 4, allowed when resuming: 2"
     with pytest.raises(fedprune_app.ConfigError, match=said):
         sweep([0, 1], clients=4, resume=True)
     assert not (tmp_path / "s" / "fedavg-digits-seed1").exists()

@@ -11,6 +11,7 @@ import pytest
 
 from fedprune_app import cli
 from fedprune_app.config import OPTIONS
+from fedprune_app.preflight.given import Given
 from fedprune_app.results.recorder import write_info
 
 SMALL = ["num-server-rounds=2", "local-epochs=1", "evaluate-every=1"]
@@ -303,7 +304,7 @@ def test_a_matrix_with_a_mistake_is_refused_by_name(text, says, tmp_path):
 
     (tmp_path / "m.yaml").write_text(text)
     with pytest.raises(ValueError, match=r".") as caught:
-        read_matrix(tmp_path / "m.yaml").cells(tmp_path, {}, resume=False)
+        read_matrix(tmp_path / "m.yaml").cells(Given(out=tmp_path))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -314,7 +315,7 @@ def test_every_matrix_of_the_repository_is_valid(path, tmp_path):
 
     matrix = read_matrix(path)
     needs_data = any(values.get("dataset", "digits") not in ("digits", "stdlib") for _, values in matrix.settings)
-    assert matrix.cells(tmp_path, {"data-dir": "/data"} if needs_data else {}, resume=False)
+    assert matrix.cells(Given(on_command_line={"data-dir": "/data"} if needs_data else {}, out=tmp_path))
 
 
 @pytest.mark.parametrize("table", [1, 2, 3])
@@ -322,7 +323,7 @@ def test_fedspallms_tables_wait_for_all_their_clients_to_read_a_large_text_and_m
     from fedprune_app.matrices import read_matrix
 
     matrix = read_matrix(Path(__file__).parents[1] / f"configs/matrices/fedspallm_table{table}.yaml")
-    for cell in matrix.cells(tmp_path, {"data-dir": "/data"}, resume=False):
+    for cell in matrix.cells(Given(on_command_line={"data-dir": "/data"}, out=tmp_path)):
         assert cell.config.min_clients == matrix.num_clients == (4, 8, 16)[table - 1]
         assert cell.config.startup_seconds >= 1800
 
@@ -332,17 +333,17 @@ def test_the_command_line_may_set_what_a_matrix_does_not_vary(tmp_path):
 
     (tmp_path / "m.yaml").write_text(MATRIX + "  \n")
     matrix = read_matrix(tmp_path / "m.yaml")
-    assert matrix.cells(tmp_path, {"num-server-rounds": 9}, resume=False)[0].config.num_server_rounds == 9
+    assert matrix.cells(Given(on_command_line={"num-server-rounds": 9}, out=tmp_path))[0].config.num_server_rounds == 9
     for key in ("system", "seed", "subfedavg.target-rate"):
         with pytest.raises(ValueError, match=f"{key} is given on the command line"):
-            matrix.cells(tmp_path, {key: 1}, resume=False)
+            matrix.cells(Given(on_command_line={key: 1}, out=tmp_path))
 
 
 def test_a_table_of_a_matrix_may_replace_what_it_merges(tmp_path):
     from fedprune_app.matrices import read_matrix
 
     (tmp_path / "m.yaml").write_text("systems: [&a {system: fedavg, momentum: 0.5}, {<<: *a, momentum: 0.25}]")
-    cells = read_matrix(tmp_path / "m.yaml").cells(tmp_path, {}, resume=False)
+    cells = read_matrix(tmp_path / "m.yaml").cells(Given(out=tmp_path))
     assert [cell.config.momentum for cell in cells] == [0.5, 0.25]
 
 
@@ -369,7 +370,7 @@ def test_numbers_in_a_matrix_are_read_as_in_yaml_1_2(tmp_path):
     from fedprune_app.matrices import read_matrix
 
     (tmp_path / "m.yaml").write_text("systems: [fedavg]\ncommon: {learning-rate: 1e-4, weight-decay: 5E-4}")
-    config = read_matrix(tmp_path / "m.yaml").cells(tmp_path, {}, resume=False)[0].config
+    config = read_matrix(tmp_path / "m.yaml").cells(Given(out=tmp_path))[0].config
     assert (config.learning_rate, config.weight_decay) == (1e-4, 5e-4)
 
 

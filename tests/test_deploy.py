@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
+import itertools
 import os
 import re
 import socket
@@ -25,6 +26,7 @@ from flwr.cli.supernode.register import try_load_public_key
 from flwr.common.config import parse_config_args
 from flwr.common.constant import ACCESS_TOKEN_KEY
 from flwr.supercore.error import ApiErrorCode
+from PIL import Image
 
 from fedprune_app import deploy, launch
 from fedprune_app.cli import deploying
@@ -370,9 +372,16 @@ def test_a_node_of_a_deployment_reads_and_writes_nowhere_that_the_run_names(monk
 
 def test_the_nodes_of_a_local_deployment_have_the_data_of_the_run(fedprune, monkeypatch, tmp_path):
     started = []
-    monkeypatch.setattr(deploying, "run_once", lambda placement, *_: started.append(placement))
-    (tmp_path / "images").mkdir()
-    fedprune("deploy", "local", "dataset=image-folder", "data-dir=images", "--nodes", "2")
+    monkeypatch.setattr(deploying, "run_once", lambda prepared, *_: started.append(prepared.placement))
+    assert (
+        "does not exist" in fedprune("deploy", "local", "dataset=image-folder", "data-dir=nowhere", "--nodes", "2")[1]
+    )
+    for part, number in itertools.product(("train", "test"), range(40)):
+        (tmp_path / "images" / part / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+        image = Image.new("L", (32, 32), number)
+        image.save(tmp_path / "images" / part / "ab"[number % 2] / f"{number}.png")
+    images = ("dataset=image-folder", "data-dir=images", "partition=iid")
+    fedprune("deploy", "local", *images, "--nodes", "2")
     fedprune("deploy", "local", "--nodes", "1", "--out", "digits")
     with_data, without = (placement.nodes for placement in started)
     assert [node["data-dir"] for node in with_data] == [str(tmp_path / "images")] * 2

@@ -161,8 +161,8 @@ def quick_demo(monkeypatch):
     """The demo with runs of one system that are made up, on no engine."""
     from fedprune_app.running import demo, session
 
-    def run(session, config, folder):
-        made_up_run(folder, config.system, rounds=1)
+    def run(session, prepared, folder):
+        made_up_run(folder, prepared.config.system, rounds=1)
         return {}
 
     monkeypatch.setattr(demo, "DEMO_SYSTEMS", ("fedavg", "standalone"))

@@ -20,6 +20,8 @@ from fedprune_app.config import ConfigError, PolicyError, parse_config, with_car
 from fedprune_app.data import brought
 from fedprune_app.data.dataset import Form
 from fedprune_app.node_policy import read_policy
+from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.prepare import prepare
 from fedprune_app.testing import BrokenLawError, check_system
 
 PAGE = Path(__file__).parents[1] / "docs" / "extend.md"
@@ -500,7 +502,7 @@ def test_a_file_that_changes_is_loaded_anew(tmp_path):
     sizes = []
     for layers in ("torch.nn.Linear(64, 10))\n", "torch.nn.Linear(64, 9), torch.nn.Linear(9, 10))\n"):
         settings = {"model": write(path, text + layers) + ":net"}
-        run = plugins.parse(settings)
+        run = prepare(Given(settings)).config
         from fedprune_app.models.initial import initial_model
 
         model = initial_model(run.model, run.dataset, (1, 8, 8), 10, init="default", seed=0)

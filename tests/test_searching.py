@@ -17,6 +17,7 @@ from fedprune_app import searching
 from fedprune_app.config import ConfigError, read_toml
 from fedprune_app.engine.store import exclusive
 from fedprune_app.matrices import matrix_of, read_matrix, to_yaml
+from fedprune_app.preflight.given import Given
 from fedprune_app.searching import Found, best_matrix, best_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -133,7 +134,7 @@ def test_a_search_goes_on_with_the_number_of_clients_that_it_began_with(tmp_path
 
     search(1, clients=2)
     before = {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match=r"^clients is 3, allowed when resuming 'trial001-seed0': 2, as this run"):
+    with pytest.raises(ConfigError, match=r"^clients is 3, allowed when resuming the search in .*: 2, as it began"):
         search(2, clients=3, resume=True)
     assert {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()} == before
     runs = search(2, resume=True)
@@ -431,7 +432,7 @@ def test_a_setting_is_drawn_that_has_an_effect_with_some_choice_of_another_one_a
         assert kept == {**common, "dispfl.topology": topology} | (
             {"dispfl.neighbours": 2} if topology == "random" else {}
         )
-        matrix_of(best_matrix([(search, found)], 4), "x").cells(tmp_path, {}, resume=False)
+        matrix_of(best_matrix([(search, found)], 4), "x").cells(Given(out=tmp_path))
     (search,) = matrix_of({**document, "search": {"space": {**space, "dispfl.topology": ["ring"]}}}, "x").each
     with pytest.raises(ConfigError, match=r"dispfl.neighbours is 3, which has no effect with dispfl.topology 'ring'"):
         search.check()

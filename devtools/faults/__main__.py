@@ -77,14 +77,14 @@ def simulate_faults(
         check_table(table_file)
     given = given_in([], settings or [], plugin)
     names, chosen = list(dict.fromkeys(system or ["subfedavg"])), range(int(first), int(end))
-    check_settings(names, given.values)
+    check_settings(names, given.chosen)
     if report is not None:
         _show_schedule(names, chosen, given, report, force)
         return
     done: dict[str, Part] = {}
     with Progress(*Progress.get_default_columns(), console=console, transient=True) as progress:
         task = progress.add_task("schedules", total=len(names) * len(chosen))
-        for part in campaign(names, chosen, given.values, processes or len(os.sched_getaffinity(0))):
+        for part in campaign(names, chosen, given.chosen, processes or len(os.sched_getaffinity(0))):
             done[part.system] = done[part.system] + part if part.system in done else part
             for found in part.violations:
                 say(f" {found.schedule.system}, seed {found.schedule.seed}: {found.law}", "violation:", "red")
@@ -115,7 +115,7 @@ def _show_schedule(systems: list[str], seeds: range, given: Given, out: Path, fo
         check_report_file(out)
     schedule = Schedule.drawn(seeds.start, systems[0])
     with scratch_folder(scratch_place()) as folder:
-        told = Simulation(folder, given.values).told(schedule)
+        told = Simulation(folder, given.chosen).told(schedule)
     write_tour(schedule, told, out, force=force)
     for line in told.story.lines():
         say(f"  {line}")

@@ -15,11 +15,11 @@ import torch
 from devtools.faults.schedule import SAME_MESSAGES, Schedule
 from devtools.faults.simulation import Simulation, Violation, values_of
 from devtools.faults.story import Kind
-from fedprune_app import __version__, plugins
-from fedprune_app.config import ConfigError, Scalar, check_effects, has_effect
+from fedprune_app import __version__
+from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.files import append_lines, scratch_folder
-from fedprune_app.preflight.given import check_no_place
-from fedprune_app.registry import check_names
+from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.prepare import prepare_all
 
 _MEMORY = Path("/dev/shm")
 _PARTS_PER_PROCESS = 40
@@ -87,11 +87,7 @@ def check_settings(systems: Sequence[str], settings: Mapping[str, Scalar]) -> No
     """Raise :class:`ConfigError` for a setting that a campaign decides, or that has no effect in any of its runs."""
     if "system" in settings:
         raise ConfigError(f"system is {settings['system']!r}, allowed here: --system NAME")
-    check_no_place(settings)
-    configs = [check_names(plugins.parse(values_of(system, settings))) for system in systems]
-    for key in settings:
-        if not any(has_effect(key, config) for config in configs):
-            check_effects([key], configs[0])
+    prepare_all([Given(values_of(system, settings), on_command_line=settings) for system in systems])
 
 
 def check_table(path: Path) -> None:

@@ -37,6 +37,7 @@ with atheris.instrument_imports(
     from fedprune_app.federation.clients import ImageClientInfo, TextClientInfo
     from fedprune_app.matrices import Matrix, read_matrix
     from fedprune_app.models.vision import build_model, state_tensors
+    from fedprune_app.preflight.given import Given
     from fedprune_app.results import measures
     from fedprune_app.results.load import ExportInfo, encode_export, full_density, load_model, read_export_info
     from fedprune_app.results.measures import Reply
@@ -270,7 +271,7 @@ def matrix(data: bytes) -> None:
     path = written("matrix.yaml", data)
     found = read_matrix(path)
     if isinstance(found, Matrix):  # a search draws its runs one after the other
-        found.cells(FOLDER, {}, resume=False)
+        found.cells(Given(out=FOLDER))
 
 
 @target(records)

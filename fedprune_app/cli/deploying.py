@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fedprune_app.cli.running import run_once
-from fedprune_app.cli.terminal import AcceptLoss, Configs, Force, Out, Overrides, Plugins, console, say, say_doubts
+from fedprune_app.cli.terminal import AcceptLoss, Configs, Force, Out, Overrides, Plugins, console, say
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.errors import LaunchError
-from fedprune_app.preflight.given import check_accept_loss, given_in, placed, recorded
+from fedprune_app.preflight.given import given_in
+from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.prepare import prepare
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -47,15 +50,7 @@ def local(
     Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
     """
     from fedprune_app.node_policy import POLICY_FILE, read_policy
-    from fedprune_app.plugins import code_in
-    from fedprune_app.preflight.placement import Placement
-    from fedprune_app.results.ownership import check_marked
 
-    check_accept_loss(accept_loss, resume)
-    before = recorded(out.expanduser().resolve()) if resume else None
-    given = given_in(config, overrides, plugin)
-    settings = placed(given, out, before, force=force, accept_loss=accept_loss)
-    say_doubts(given, settings)
     folders, files = _paths(data_dirs), _paths(policies)
     if nodes is None:
         nodes = len(folders) or len(files) or 3
@@ -79,26 +74,15 @@ def local(
             raise ConfigError(f"--capacities has {share:g}, allowed: numbers above 0 and at most 1")
     if borne and len(borne) != nodes:
         raise ConfigError(f"--capacities has {len(borne)} numbers, allowed: one per node, {nodes}")
-    places: list[dict[str, Scalar]] = [{"data-dir": str(each)} for each in folders]
-    if not places:
-        shared: dict[str, Scalar] = {"data-dir": settings.data_dir} if settings.data_dir else {}
-        places = [{"partition-id": k, "num-partitions": nodes, **shared} for k in range(nodes)]
-    if settings.dp.enabled and not (folders or files):  # a rehearsal, with the hash of the same run in this process
-        places = [{**place, "secure-rng": settings.dp.secure_rng} for place in places]
-    code = ",".join(dict.fromkeys(each.target for each in code_in(settings.to_dict())))
-    if code and not files:  # the nodes of a rehearsal are the user's own; a policy says for itself what it allows
-        places = [{**place, "allowed-plugins": code} for place in places]
-    if settings.dp.enabled and folders and not files:
-        places = [{**place, "allowed-label-columns": settings.label_column} for place in places]
-    for place, capacity in zip(places, borne, strict=False):
-        place["capacity"] = capacity
-    for place, file in zip(places, files, strict=False):
-        place[POLICY_FILE] = str(file)
-    folder = Path(settings.out_dir) / "deployment"
-    placement = Placement(num_clients=nodes, nodes=tuple(places), deployment=folder)
-    if not force:
-        check_marked(folder, "deployment")
-    run_once(placement, settings, out, force and not resume)
+    places: list[dict[str, Scalar]] = [{} for _ in range(nodes)]
+    own: dict[str, Iterable[Scalar]] = {"data-dir": map(str, folders), "capacity": borne, POLICY_FILE: map(str, files)}
+    for key, values in own.items():
+        for place, value in zip(places, values, strict=False):
+            place[key] = value
+    given = given_in(config, overrides, plugin)
+    given = given.for_run_in(out, resume=resume, force=force, accept_loss=accept_loss)
+    placement = Placement(num_clients=nodes, nodes=tuple(places), deployment=given.folder / "deployment")
+    run_once(prepare(given, placement), out)
 
 
 def _paths(text: str) -> list[Path]:

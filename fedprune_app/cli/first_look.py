@@ -16,7 +16,9 @@ from fedprune_app.cli.running import say_sizes
 from fedprune_app.cli.terminal import Force, Out, Plugins, Workers, console, say
 from fedprune_app.config import OPTIONS, ConfigError, Option, is_used, toml_value
 from fedprune_app.config.meant import not_allowed
-from fedprune_app.preflight.given import Given, given_in, placed
+from fedprune_app.preflight.given import Given, given_in
+from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.prepare import prepare
 from fedprune_app.terminal import Terminal
 
 app = typer.Typer()
@@ -116,7 +118,6 @@ def demo(
     Any other run there is replaced only with --force.
     """
     from fedprune_app.preflight.language_models import embedded_model
-    from fedprune_app.preflight.placement import Placement
     from fedprune_app.results.ownership import check_report_file, mark, remove_run
     from fedprune_app.results.recorder import holds_run
     from fedprune_app.results.report import write_report
@@ -145,12 +146,14 @@ def demo(
     if llm:
         say(f"embedded model: {embedded_model(console)}")
     folders = []
-    with Session(Placement("ray", LLM_CLIENTS if llm else DEMO_CLIENTS, workers), console) as session:
+    placement = Placement("ray", LLM_CLIENTS if llm else DEMO_CLIENTS, workers)
+    with Session(console) as session:
         for name, settings in cells.items():
             folder = out / name
             remove_run(folder)
             mark(folder, "demo")
-            say_sizes(session.run(placed(Given([], settings), folder, before=None), folder), folder)
+            prepared = prepare(Given(on_command_line=settings, out=folder), placement)
+            say_sizes(session.run(prepared, folder), folder)
             folders.append(folder)
     write_report(folders, page, force=force)
     say(f": open {page}", "done", "green")

@@ -13,8 +13,9 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from fedprune_app.cli.terminal import Plugins, console, named_plugins, say
+from fedprune_app.cli.terminal import Plugins, console, say
 from fedprune_app.config import ConfigError
+from fedprune_app.preflight.given import trusted_code
 from fedprune_app.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def export(
         force=force,
         state_dir=state_dir,
         data_dir=data_dir,
-        trusted=named_plugins(plugin),
+        trusted=trusted_code(plugin),
     )
     whose = "global model" if client is None else f"client {client}"
     table = Table(

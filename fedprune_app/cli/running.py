@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -23,15 +23,11 @@ from fedprune_app.cli.terminal import (
     console,
     print_rows,
     say,
-    say_doubts,
 )
-from fedprune_app.config import OPTIONS, Config, ConfigError, parse_config
-from fedprune_app.config.meant import unknown_key
-from fedprune_app.preflight.given import check_accept_loss, given_in, number_of_clients, placed, recorded
-from fedprune_app.running.numbered import LATEST, next_folder, point_to
-
-if TYPE_CHECKING:
-    from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.given import given_in
+from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.prepare import Prepared, prepare
+from fedprune_app.running.numbered import LATEST, next_folder
 
 app = typer.Typer()
 _MOST_LINES = 10  # of one kind, at the end of a run
@@ -67,22 +63,12 @@ def run(
 
     Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
     """
-    if force and superlink:
-        raise ConfigError("--force is given, allowed with --superlink: nothing; the folder is on the server")
-    if clients is not None and clients < 1:
-        raise ConfigError(f"--clients is {clients}, allowed: at least 1")
-    check_accept_loss(accept_loss, resume)
+    placement = Placement(engine, clients, workers, ray_address=ray_address, superlink=superlink)
     is_numbered = out is None and not (superlink or resume)
     with next_folder(LATEST.parent) if is_numbered else nullcontext(out or LATEST) as folder:
-        before = recorded(folder.expanduser().resolve(), superlink) if resume else None
         given = given_in(config, overrides, plugin)
-        settings = placed(given, folder, before, force=force, is_here=not superlink, accept_loss=accept_loss)
-        say_doubts(given, settings)
-        clients = number_of_clients(clients, None if superlink else before)
-        from fedprune_app.preflight.placement import Placement
-
-        placement = Placement(engine, clients, workers, ray_address=ray_address, superlink=superlink)
-        run_once(placement, settings, folder, force and not resume, LATEST if is_numbered else None)
+        given = given.for_run_in(folder, resume=resume, force=force, accept_loss=accept_loss)
+        run_once(prepare(given, placement), folder, LATEST if is_numbered else None)
 
 
 @app.command(name="check")
@@ -97,21 +83,11 @@ def check_run(
     Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
     The command reads the data, deals them, and builds the network and the server.
     """
-    given = given_in(config, overrides, plugin)
-    settings = parse_config(given.values)
-    from fedprune_app.registry import check_names, check_system
-
-    check_names(settings)
-    given.check_effects(settings)
-    check_system(settings)
-    say_doubts(given, settings)
     from fedprune_app.preflight.describe import described
-    from fedprune_app.preflight.placement import Placement
-    from fedprune_app.running.session import Session
 
-    with Session(Placement("inprocess", clients), console) as session:
-        session.check(settings)
-    print_rows(described(settings, clients))
+    prepared = prepare(given_in(config, overrides, plugin), Placement("inprocess", clients))
+    say_notes(prepared.notes)
+    print_rows(described(prepared))
     say(": a run can start with these settings", "checked", "green")
 
 
@@ -123,19 +99,13 @@ def check_data(overrides: Overrides = None, config: Configs = None, plugin: Plug
     With system=fedspallm they are texts, which the run's model cuts into tokens.
     `fedprune list` says what data-dir holds for each dataset.
     """
-    given = given_in(config, overrides, plugin)
-    settings = parse_config(given.values)
-    from fedprune_app.registry import check_names
-
-    check_names(settings)
-    given.check_effects(settings)
     from fedprune_app.preflight.describe import data_found
 
+    settings = prepare(given_in(config, overrides, plugin)).config
     with console.status(Text(f"reading {settings.dataset}")):
         rows, doubts = data_found(settings)
     print_rows(rows)
-    for doubt in doubts:
-        say(f" {doubt}", "note:", "yellow")
+    say_notes(doubts)
 
 
 @app.command()
@@ -167,21 +137,13 @@ def sweep(
     from fedprune_app.matrices import read_matrix
 
     read = read_matrix(matrix)
-    settings = given_in(None, overrides, plugin).on_command_line
-    for key in settings:
-        if key not in OPTIONS:
-            raise unknown_key(key, OPTIONS)
-    from fedprune_app.preflight.placement import Placement
-    from fedprune_app.sweeping import num_clients_of
+    given = given_in(None, overrides, plugin).for_run_in(out, resume=resume, force=force)
     from fedprune_app.sweeping import sweep as make
 
     def tell(label: str, text: str) -> None:
         say(text, label, "red")
 
-    folder = out.expanduser().resolve()
-    count = num_clients_of(read, folder, clients, tell, resume=resume)
-    placement = Placement(engine, count, workers, ray_address=ray_address)
-    swept = make(read, folder, settings, placement, console, tell, resume=resume, force=force)
+    swept = make(read, given, Placement(engine, clients, workers, ray_address=ray_address), console, tell)
     for path in swept.tables:
         say(f"table: {path}")
     if swept.best:
@@ -189,26 +151,16 @@ def sweep(
     swept.check()
 
 
-def run_once(placement: Placement, settings: Config, out: Path, force: bool, link: Path | None = None) -> None:
-    """Run one federation, and say how the run ended; ``force`` first removes what is in its way.
+def run_once(prepared: Prepared, out: Path, link: Path | None = None) -> None:
+    """Run one federation, and say how the run ended.
 
     The ``link`` will lead to the run's folder, from before the run begins.
     """
-    from fedprune_app.results.ownership import clear_the_way
-    from fedprune_app.running.session import Session
+    from fedprune_app.running.session import run as run_prepared
 
-    folder = Path(settings.out_dir)
-
-    def make_way() -> None:
-        if force:
-            clear_the_way(folder)
-        if link is not None:
-            point_to(link, folder)
-
-    with Session(placement, console) as session:
-        info = session.run(settings, folder, once_checked=make_way)
+    info = run_prepared(prepared, prepared.folder, console, link)
     for kind, key in (("note", "notes"), ("lost", "losses"), ("left out", "clients_left_out")):
-        lines = [line for line in info.get(key) or [] if line not in session.told]
+        lines = [line for line in info.get(key) or [] if line not in prepared.notes]
         for line in lines[:_MOST_LINES]:
             say(f" {line}", f"{kind}:", "yellow")
         if (more := len(lines) - _MOST_LINES) > 0:
@@ -219,6 +171,12 @@ def run_once(placement: Placement, settings: Config, out: Path, force: bool, lin
         say_sizes(info, out)
     else:
         say("results: in the ServerApp's run folder, on its machine")
+
+
+def say_notes(notes: Iterable[str]) -> None:
+    """Say in what a run or its data are less than they seem."""
+    for line in notes:
+        say(f" {line}", "note:", "yellow")
 
 
 def say_sizes(info: Mapping[str, Any], out: Path) -> None:

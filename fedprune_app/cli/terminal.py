@@ -10,8 +10,6 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from fedprune_app.config import Config
-from fedprune_app.preflight.given import Given, given_in
 from fedprune_app.terminal import Terminal
 
 console = Terminal(stderr=True)
@@ -60,27 +58,6 @@ Force = Annotated[
 def say(text: str, label: str = "", style: str = "") -> None:
     """Print one line to the terminal: a coloured ``label``, then ``text`` as it is."""
     console.print(Text.assemble((label, style), text), soft_wrap=True)
-
-
-def say_doubts(given: Given, config: Config) -> None:
-    """Name the settings that were given and have no effect, and say where a run is less than its system's name says."""
-    from fedprune_app.registry import unprotected
-
-    if line := unprotected(config):
-        say(f" {line}", "note:", "yellow")
-    if idle := given.idle(config):
-        say(f" without effect with system {config.system!r}: {', '.join(idle)}", "note:", "yellow")
-    from fedprune_app import plugins
-
-    for name in plugins.idle(given.values):
-        say(f" plug-in {name!r} registers no name", "note:", "yellow")
-
-
-def named_plugins(plugin: list[str] | None) -> list[str]:
-    """Load the plug-ins that the command line names, and return them with absolute paths."""
-    from fedprune_app.plugins import names_in
-
-    return names_in(given_in(None, None, plugin).values)
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:

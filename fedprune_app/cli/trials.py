@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from fedprune_app.cli.terminal import Plugins, console, say
-from fedprune_app.config import parse_config
 from fedprune_app.errors import LaunchError
 from fedprune_app.preflight.given import given_in
+from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.prepare import prepare
 from fedprune_app.terminal import Terminal
 
 app = typer.Typer()
@@ -52,19 +53,17 @@ def audit(
     from fedprune_app.audit import audit as run_audit
     from fedprune_app.files import replace_file
     from fedprune_app.privacy.audit import JSON_KEYS
-    from fedprune_app.registry import check_system
     from fedprune_app.results.ownership import check_json_file
 
     files = [Path(text) for text in settings if "=" not in text]
     given = given_in(files, [text for text in settings if "=" in text], plugin)
-    config = parse_config(given.values)
-    given.check_effects(config)
-    check_system(config)
-    question = Question(canaries, guesses, delta, confidence, client, clients, without_noise)
+    prepared = prepare(given, Placement("inprocess", clients))
+    config = prepared.config
+    question = Question(canaries, guesses, delta, confidence, client, without_noise)
     if json_file is not None and not force:
         check_json_file(json_file.expanduser().resolve(), JSON_KEYS)
     with console.status(Text(f"auditing {config.system}: {config.num_server_rounds} rounds of {clients} clients")):
-        found = run_audit(config, question)
+        found = run_audit(prepared, question)
     table = Table(box=None, show_header=False)
     for name, text in (
         ("lower bound on ε", f"{found.bound:.3f}"),

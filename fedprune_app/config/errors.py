@@ -16,6 +16,8 @@ def told_of(where: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
+        if not where:
+            raise
         raise ConfigError(f"{where}: {error}") from error
 
 

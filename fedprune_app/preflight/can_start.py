@@ -35,6 +35,7 @@ from fedprune_app.models import vision
 from fedprune_app.models.initial import copied
 from fedprune_app.models.llm import open_model
 from fedprune_app.models.names import chosen_name
+from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.texts import check_texts
 from fedprune_app.privacy.noise import KeyedNoise
 from fedprune_app.registry import SYSTEMS
@@ -42,6 +43,25 @@ from fedprune_app.results.recorder import Recorder
 from fedprune_app.results.tracking import check_tracker
 from fedprune_app.run_folder import new_run_key
 from fedprune_app.tasks import BUILDS
+
+
+def doubts(config: Config, placement: Placement) -> list[str]:
+    """Return what makes a run at this place less than its settings seem to say.
+
+    Raises :class:`ConfigError` for a run that could not start, as far as this machine can tell.
+    """
+    if placement.engine != "inprocess" or not placement.is_simulation:
+        plugins.check_reachable(config.to_dict())
+    if placement.clients < config.min_clients and not placement.superlink:
+        allowed = f"allowed with {placement.clients} clients: at most that"
+        raise ConfigError(f"min-clients is {config.min_clients}, {allowed}")
+    if not placement.shares_data:
+        return []
+    lines = check_startable(config, placement.clients)
+    if placement.engine != "inprocess":  # other processes do the work, and need the memory
+        private_text.forget_documents()
+        open_model.cache_clear()
+    return lines
 
 
 def check_startable(config: Config, num_clients: int) -> list[str]:
@@ -72,12 +92,6 @@ def check_startable(config: Config, num_clients: int) -> list[str]:
         if not plugins.described(config.to_dict()) or isinstance(error, LaunchError):
             raise
         raise ConfigError(plugins.told(error)) from error
-
-
-def forget_text() -> None:
-    """Free the memory that the check of a language model has taken, where other processes do the work."""
-    private_text.forget_documents()
-    open_model.cache_clear()
 
 
 def _check_budget(config: Config, sizes: Sequence[int], folder: Path) -> None:

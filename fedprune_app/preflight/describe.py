@@ -20,16 +20,14 @@ from fedprune_app.learning.device import device_of
 from fedprune_app.models.initial import initial_model, layer_flops
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import prunable_names
+from fedprune_app.preflight.prepare import Prepared
 from fedprune_app.preflight.texts import with_a_model
 from fedprune_app.registry import SYSTEMS
 
 
-def described(config: Config, num_clients: int) -> Iterator[tuple[str, str]]:
-    """Yield subject and words on what a run of ``num_clients`` on this machine would work with.
-
-    The data are read. Raises ``ValueError`` where they cannot be, or cannot be dealt so.
-    """
-    system = SYSTEMS[config.system]
+def described(prepared: Prepared) -> Iterator[tuple[str, str]]:
+    """Yield subject and words on what a run on this machine would work with; its data are read."""
+    config, system, num_clients = prepared.config, prepared.system, prepared.placement.clients
     yield "system", f"{config.system}: {system.summary}"
     if system.data == "images":
         yield from _images(config, num_clients)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from numbers import Integral
 from pathlib import Path
+from typing import Any
 
-from fedprune_app import launch
-from fedprune_app.config import ConfigError, Scalar
+from fedprune_app import plugins
+from fedprune_app.config import Config, ConfigError, Scalar
+from fedprune_app.node_policy import POLICY_FILE
 
 ENGINES = ("ray", "flower", "inprocess")
 _ON_RAY = ("ray", "flower")
@@ -20,7 +22,7 @@ class Placement:
     """A placement says where a run takes place."""
 
     engine: str = "ray"
-    num_clients: int = 20
+    num_clients: int | None = None  # by default as many as a resumed run has, or 20
     num_workers: int | None = None  # by default one for each GPU; without a GPU, one for each CPU
     ray_address: str = ""  # "host:port" of a Ray cluster to use, in place of starting a Ray
     superlink: str = ""  # the name of a connection in Flower's own configuration, for real nodes
@@ -35,8 +37,7 @@ class Placement:
     @property
     def shares_data(self) -> bool:
         """The clients share data if each of them has its part of data that is on this machine too."""
-        own = any("data-dir" in node for node in self.nodes)
-        return not (self.superlink or self.ray_address or own)
+        return not (self.superlink or self.ray_address or any(map(_has_own_data, self.nodes)))
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
@@ -47,10 +48,10 @@ class Placement:
             raise ConfigError(f"--superlink is {self.superlink!r}, allowed with --engine {self.engine}: nothing")
         if self.ray_address and (self.engine not in _ON_RAY or not self.is_simulation):
             raise ConfigError(f"--ray-address is {self.ray_address!r}, allowed with --engine ray or flower alone")
-        if self.superlink:
-            launch.check_superlink(self.superlink)
-        if self.ray_address:
-            launch.check_ray_address(self.ray_address)
+        if self.superlink or self.ray_address:
+            from fedprune_app import launch  # which takes a while to import
+
+            launch.check_superlink(self.superlink) if self.superlink else launch.check_ray_address(self.ray_address)
         for option, value in (("--clients", self.num_clients), ("--workers", self.num_workers)):
             if value is None:
                 continue
@@ -61,4 +62,60 @@ class Placement:
         if self.num_workers is not None and (self.engine == "inprocess" or not self.is_simulation):
             where = "with --engine inprocess" if self.is_simulation else "on real nodes"
             raise ConfigError(f"--workers is {self.num_workers!r}, allowed {where}: nothing")
-        object.__setattr__(self, "num_clients", int(self.num_clients))  # it may be a number of NumPy
+
+    @property
+    def clients(self) -> int:
+        """The number of clients."""
+        return 20 if self.num_clients is None else int(self.num_clients)  # it may be a number of NumPy
+
+    def resumed(self, before: Mapping[str, Any]) -> Placement:
+        """Return the placement of a run whose run.json is ``before``, or of a new one where that is empty.
+
+        Raises :class:`ConfigError` for another number of clients than before, and where a recorded run does not say
+        its number.
+        """
+        if not (before and self.is_simulation):
+            return self
+        known = clients_of(before)
+        if self.num_clients is None and not known:
+            said = "--clients is not given, allowed when resuming a run that does not say its number"
+            raise ConfigError(f"{said}: 1, 2, ...")
+        if self.num_clients is not None and known not in (0, self.num_clients):
+            raise ConfigError(f"--clients is {self.num_clients}, allowed when resuming: {known}, as the run began")
+        return replace(self, num_clients=self.num_clients or known)
+
+    def with_nodes_for(self, config: Config) -> Placement:
+        """Return the placement whose nodes have what their operators would give them for a run with ``config``."""
+        nodes = (_node_for(config, each, k, len(self.nodes)) for k, each in enumerate(self.nodes))
+        return replace(self, nodes=tuple(nodes))
+
+
+def _node_for(config: Config, given: Mapping[str, Scalar], number: int, count: int) -> Mapping[str, Scalar]:
+    """Return the node-config of a rehearsal's node. A node that has a policy says for itself what it allows."""
+    policy: dict[str, Scalar] = {}
+    place: dict[str, Scalar] = {"data-dir": config.data_dir} if config.data_dir else {}
+    place |= {"partition-id": number, "num-partitions": count}
+    if code := ",".join(dict.fromkeys(each.target for each in plugins.code_in(config.to_dict()))):
+        policy["allowed-plugins"] = code  # the nodes are the user's own
+    if config.dp.enabled and _has_own_data(given):
+        policy["allowed-label-columns"] = config.label_column
+    elif config.dp.enabled:  # the hash is that of the same run in this process
+        policy["secure-rng"] = config.dp.secure_rng
+    return {**({} if _has_own_data(given) else place), **({} if POLICY_FILE in given else policy), **given}
+
+
+def _has_own_data(node: Mapping[str, Scalar]) -> bool:
+    return "data-dir" in node and "partition-id" not in node
+
+
+def clients_of(before: Mapping[str, Any]) -> int:
+    """Return how many clients a recorded run began with, those that were left out included; 0 if that is unknown."""
+    return before.get("num_partitions") or len(before.get("partition") or [])
+
+
+def recorded_clients(folders: Iterable[Path]) -> int:
+    """Return how many clients the first run in these folders began with; 0 if no run says that."""
+    from fedprune_app.results.reader import read_info
+    from fedprune_app.results.recorder import holds_run
+
+    return next(filter(None, (clients_of(read_info(folder)) for folder in folders if holds_run(folder))), 0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from fedprune_app import launch, plugins
+from fedprune_app import launch
 from fedprune_app.config import Config, ConfigError, refused, with_carrier
 from fedprune_app.engine.store import exclusive
 from fedprune_app.engine.watchdog import take_refusal
@@ -22,9 +21,18 @@ from fedprune_app.files import scratch_folder
 from fedprune_app.launch import Link
 from fedprune_app.preflight import language_models
 from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.prepare import Prepared
+from fedprune_app.results.ownership import clear_the_way
 from fedprune_app.results.recorder import write_info
+from fedprune_app.running.numbered import point_to
 from fedprune_app.running.progress import RunProgress, read_json
 from fedprune_app.running.signals import ENDING, Left, leave, on_signals, stoppable
+
+
+def run(prepared: Prepared, folder: Path, console: Console, link: Path | None = None) -> dict[str, Any]:
+    """Run one federation, see :meth:`Session.run`."""
+    with Session(console) as session:
+        return session.run(prepared, folder, link)
 
 
 class Session:
@@ -33,19 +41,14 @@ class Session:
     The deployment is started when the first run needs it.
     """
 
-    def __init__(self, placement: Placement, console: Console) -> None:
-        self.placement = placement
+    def __init__(self, console: Console) -> None:
         self.console = console
         self._stack = ExitStack()
         self._work: Path | None = None
         self._link: Link | None = None
-        self.told: set[str] = set()
+        self._told: set[str] = set()
 
     def __enter__(self) -> Session:
-        # files may have changed since an earlier run of this process
-        for name, method in (("fedprune_app.data.splits", "forget"), ("clients.private_text", "forget_documents")):
-            if module := sys.modules.get(name):
-                getattr(module, method)()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -62,69 +65,48 @@ class Session:
         """The app is the folder of the Flower app that is run."""
         return self._folder() / "app"
 
-    def _connect(self) -> Link:
+    def _connect(self, placement: Placement) -> Link:
         if self._link is None:
-            if self.placement.superlink:
-                self._link = Link(self.placement.superlink, os.environ)
+            if placement.superlink:
+                self._link = Link(placement.superlink, os.environ)
             else:
                 from fedprune_app.deploy import local_deployment
 
-                place = self.placement.deployment or self._folder() / "deployment"
-                self._link = self._stack.enter_context(local_deployment(place, self.placement.nodes)).link
+                place = placement.deployment or self._folder() / "deployment"
+                self._link = self._stack.enter_context(local_deployment(place, placement.nodes)).link
         return self._link
 
-    def check(self, config: Config) -> None:
-        """Raise :class:`ConfigError` for a run that could not start, as far as this machine can tell.
+    def tell(self, notes: Iterable[str]) -> None:
+        """Print notes on a run, each of them once in a session."""
+        for line in notes:
+            if line not in self._told:
+                self._told.add(line)
+                self.console.print(Text.assemble(("note:", "yellow"), f" {line}"), soft_wrap=True)
 
-        What makes a run less than its settings seem to say is printed, once in a session.
-        """
-        if self.placement.engine != "inprocess" or not self.placement.is_simulation:
-            plugins.check_reachable(config.to_dict())
-        if self.placement.num_clients < config.min_clients and not self.placement.superlink:
-            raise ConfigError(
-                f"min-clients is {config.min_clients}, allowed with {self.placement.num_clients} clients: at most that"
-            )
-        if self.placement.shares_data:
-            from fedprune_app.preflight.can_start import check_startable, forget_text
+    def run(self, prepared: Prepared, folder: Path, link: Path | None = None) -> dict[str, Any]:
+        """Run a federation to its end in ``folder`` and return its run.json; nothing is checked any more.
 
-            for line in check_startable(config, self.placement.num_clients):
-                if line not in self.told:
-                    self.told.add(line)
-                    self.console.print(Text.assemble(("note:", "yellow"), f" {line}"), soft_wrap=True)
-            if self.placement.engine != "inprocess":
-                forget_text()
-
-    def run(
-        self,
-        config: Config,
-        folder: Path,
-        *,
-        checked: bool = False,
-        once_checked: Callable[[], object] | None = None,
-    ) -> dict[str, Any]:
-        """Run a federation to its end in ``folder`` and return its run.json.
-
-        With ``checked`` the caller has called :meth:`check` before. The language model that the run needs is trained or
-        fetched when all else is checked. ``once_checked`` is called when the run is found to be able to start, before
-        anything is written.
+        The language model that the run needs is trained or fetched first. Then the ``link`` leads to the folder.
         Raises :class:`LaunchError` with the run's own error if the run does not complete.
         """
-        if not checked:
-            self.check(config)
-        if not self.placement.superlink:  # real nodes have models of their own
+        config, place = prepared.config, prepared.placement
+        self.tell(prepared.notes)
+        if not place.superlink:  # real nodes have models of their own
             language_models.prepare_models([config], self.console)
-        if once_checked is not None:
-            once_checked()
+        if prepared.clears_the_way:
+            clear_the_way(folder)
+        if link is not None:
+            point_to(link, folder)
         before = _content(folder / "run.json")
         take_refusal(folder)  # remove what was left for a launcher that died before it read it
         with stoppable(), RunProgress(config, folder, self.console) as progress:
             try:
-                if self.placement.engine == "inprocess":
-                    self._run_here(config, progress)
-                elif self.placement.is_simulation:
-                    self._simulate(config, folder, progress)
+                if not place.is_simulation:
+                    self._run_on_nodes(prepared, folder, progress)
+                elif place.engine == "inprocess":
+                    self._run_here(prepared, progress)
                 else:
-                    self._run_on_nodes(config, folder, progress)
+                    self._simulate(prepared, folder, progress)
             except BaseException as error:
                 self._stack.close()  # from here on nothing may write to the folder
                 self._work = self._link = None
@@ -133,42 +115,44 @@ class Session:
                     _close_folder(folder, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
                 raise
         info = read_json(folder / "run.json")
-        if not info and self.placement.superlink:  # the run folder is where the ServerApp ran
+        if not info and place.superlink:  # the run folder is where the ServerApp ran
             return {"status": "completed", "rounds_completed": config.num_server_rounds}
         if info.get("status") != "completed":
             raise LaunchError(str(info.get("error") or "the run left no run.json"))
         return info
 
-    def _run_here(self, config: Config, progress: RunProgress) -> None:
+    def _run_here(self, prepared: Prepared, progress: RunProgress) -> None:
         from fedprune_app import client_app, server_app
         from fedprune_app.engine.inprocess import quiet, run_in_process
 
         with quiet(), progress.in_background():
             try:
-                run_in_process(server_app.app, client_app.app, self.placement.num_clients, with_carrier(config))
+                values = with_carrier(prepared.config)
+                run_in_process(server_app.app, client_app.app, prepared.placement.clients, values)
             except ConfigError as error:
                 raise ConfigError(refused(str(error)) or str(error)) from error
             except Exception as error:
                 raise LaunchError(_one_line(error)) from error
 
-    def _simulate(self, config: Config, folder: Path, progress: RunProgress) -> None:
+    def _simulate(self, prepared: Prepared, folder: Path, progress: RunProgress) -> None:
         progress.say("starting clients")
-        place, run_file = self.placement, folder / "run.json"
+        config, place, run_file = prepared.config, prepared.placement, folder / "run.json"
         before = launch.outcome_of(run_file)
         values, gpus = with_carrier(config), _num_gpus(config, on_cluster=bool(place.ray_address))
         num_workers = place.num_workers or gpus or os.cpu_count() or 1
         with launch.simulation(
-            self.app, values, place.num_clients, num_workers, gpus, place.ray_address, place.engine
+            self.app, values, place.clients, num_workers, gpus, place.ray_address, place.engine
         ) as simulation:
             if not launch.wait_for(simulation, run_file, progress.update):
                 raise _failure(folder, before, lambda: launch.last_line(simulation.log_file))
 
-    def _run_on_nodes(self, config: Config, folder: Path, progress: RunProgress) -> None:
+    def _run_on_nodes(self, prepared: Prepared, folder: Path, progress: RunProgress) -> None:
         progress.say("starting Flower")
-        link, run_file = self._connect(), folder / "run.json"
+        place, run_file = prepared.placement, folder / "run.json"
+        link = self._connect(place)
         before = launch.outcome_of(run_file)
-        submitted = _elsewhere if self.placement.superlink else _ours
-        with submitted(link, lambda: launch.submit(link, self.app, with_carrier(config))) as run_id:
+        submitted = _elsewhere if place.superlink else _ours
+        with submitted(link, lambda: launch.submit(link, self.app, with_carrier(prepared.config))) as run_id:
             progress.say("starting clients")
             outcome = launch.follow(link, run_id, folder, progress.update)
         if outcome != "finished:completed":

@@ -8,6 +8,7 @@ import pytest
 
 from fedprune_app.config import OPTIONS, ConfigError, check_effects, has_effect, parse_config, read_toml
 from fedprune_app.matrices import read_matrix
+from fedprune_app.preflight.given import Given
 from fedprune_app.registry import SYSTEMS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -99,13 +100,13 @@ def test_shipped_configs_set_nothing_in_vain(path):
 def test_a_matrix_may_set_what_only_some_of_its_systems_take(tmp_path):
     path = tmp_path / "matrix.yaml"
     path.write_text("common: {density: 0.2}\nsystems: [fedavg, dispfl]\n")
-    cells = read_matrix(path).cells(tmp_path / "out", {}, resume=False)
+    cells = read_matrix(path).cells(Given(out=tmp_path / "out"))
     assert [has_effect("density", cell.config) for cell in cells] == [False, True]
     path.write_text("common: {density: 0.2}\nsystems: [fedavg, subfedavg]\n")
     with pytest.raises(
         ConfigError, match=r"run 'fedavg-digits-seed0': density is 0\.2, which has no effect with system 'fedavg'"
     ):
-        read_matrix(path).cells(tmp_path / "out", {}, resume=False)
+        read_matrix(path).cells(Given(out=tmp_path / "out"))
 
 
 @pytest.mark.parametrize("key", ["subfedavg.target-rate", "subfedavg.accuracy-threshold"])

@@ -19,7 +19,7 @@ from fedprune_app.config import (
     to_toml,
     written_below,
 )
-from fedprune_app.registry import check_names, check_system
+from fedprune_app.preflight.combinations import check_names, check_system
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from fedprune_app.config import parse_config
+from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.prepare import prepare
 from fedprune_app.running.session import Session
 from tests.conformance.conftest import CLIENTS, SYSTEM
 
@@ -15,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarn
 
 @pytest.fixture(scope="module", params=["ray with 1 worker", "ray with 2 workers", "flower", "gRPC with TLS"])
 def session(request):
-    """One session for all systems; real nodes stay connected from run to run."""
+    """One session for all systems, and its placement; real nodes stay connected from run to run."""
     placement = {
         "ray with 1 worker": Placement("ray", CLIENTS, num_workers=1),
         "ray with 2 workers": Placement("ray", CLIENTS, num_workers=2),
@@ -26,11 +27,12 @@ def session(request):
             nodes=tuple({"partition-id": k, "num-partitions": CLIENTS, "secure-rng": False} for k in range(CLIENTS)),
         ),
     }[request.param]
-    with Session(placement, Console(stderr=True)) as opened:
-        yield opened
+    with Session(Console(stderr=True)) as opened:
+        yield opened, placement
 
 
 @SYSTEM
 def test_a_system_gives_the_same_models_as_in_one_process(conform, settings_of, session, tmp_path, system):
-    config = parse_config({**settings_of(system), "out-dir": str(tmp_path), "deadline-seconds": 600.0})
-    assert session.run(config, tmp_path)["final_sha256"] == conform(system).sha256
+    opened, placement = session
+    values = {**settings_of(system), "out-dir": str(tmp_path), "deadline-seconds": 600.0}
+    assert opened.run(prepare(Given(values), placement), tmp_path)["final_sha256"] == conform(system).sha256

@@ -17,8 +17,10 @@ import typer
 
 from devtools.faults import __main__ as faults
 from fedprune_app import cli
-from fedprune_app.config import parse_config, read_toml
-from fedprune_app.registry import check_system
+from fedprune_app.config import read_toml
+from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.prepare import prepare
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -91,6 +93,11 @@ def spans() -> list[Block]:
     return found
 
 
+def _recorded(given: Given, placement: Placement | None) -> dict[str, Any] | None:
+    """The run.json of a run that a page resumes, whose settings are not known."""
+    return {} if given.resume else None
+
+
 class Started(Exception):
     """A command would have begun its work."""
 
@@ -114,7 +121,7 @@ class Checker:
         for name in (
             "preflight.language_models.prepare_models",
             "preflight.language_models.embedded_model",
-            "running.session.Session.check",
+            "preflight.prepare._startable",
             "running.session.Session.run",
             "audit.audit",
             "exporting.export_model",
@@ -132,8 +139,7 @@ class Checker:
             self.monkeypatch.setattr(f"fedprune_app.{name}", started)
         self.monkeypatch.setattr(faults, "campaign", started)
         self.monkeypatch.setattr(faults, "_show_schedule", started)
-        self.monkeypatch.setattr(cli.running, "recorded", lambda out, superlink="": {})
-        self.monkeypatch.setattr(cli.deploying, "recorded", lambda out: {})
+        self.monkeypatch.setattr("fedprune_app.preflight.prepare._recorded", _recorded)
         self.monkeypatch.setattr("fedprune_app.results.report.run_folders", lambda folder: [folder])
         self.monkeypatch.setattr("fedprune_app.launch.check_ray_address", lambda address: None)
         self.monkeypatch.setattr("fedprune_app.launch.check_superlink", lambda name: None)
@@ -173,7 +179,7 @@ class Checker:
 
             _parse(typer.main.get_command(app), "flwr", arguments)
         if "--run-config" in arguments:
-            check_system(parse_config(read_toml(Path(arguments[arguments.index("--run-config") + 1]))))
+            prepare(Given(read_toml(Path(arguments[arguments.index("--run-config") + 1]))))
 
 
 def _until_started(app: typer.Typer, arguments: list[str]) -> None:

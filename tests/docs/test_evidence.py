@@ -14,6 +14,7 @@ from scipy.stats import ttest_1samp
 import fedprune_app
 from fedprune_app.config import OPTIONS, parse_config
 from fedprune_app.matrices import read_matrix
+from fedprune_app.preflight.given import Given
 from fedprune_app.results.differences import Difference, difference
 from tests.docs.scripts import script
 
@@ -239,7 +240,7 @@ def test_a_claim_compares_runs_that_its_matrices_make(claim):
     made = [
         {"system": cell.config.system, "seed": str(cell.config.seed), "settings": json.dumps(settings)}
         for path in evidence.matrices_of(claim.data)
-        for cell in read_matrix(path).cells(path.parent, {}, resume=False)
+        for cell in read_matrix(path).cells(Given(out=path.parent))
         for settings in [evidence.settings_of(cell.config.to_dict())]
     ]
     for wanted in (claim.better, claim.worse):

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fedprune_app.config import parse_config
+from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.prepare import prepare
 from fedprune_app.running.session import Session
 
 
@@ -30,10 +31,9 @@ def placement(engine: str, clients: int, deployment: str, data: str) -> Placemen
 def main(task: dict) -> None:
     data = next((settings["data-dir"] for settings in task["runs"].values() if "data-dir" in settings), "")
     place = placement(task["engine"], task["clients"], task["deployment"], data)
-    with Session(place, Console(stderr=True, quiet=True)) as session:
+    with Session(Console(stderr=True, quiet=True)) as session:
         for name, settings in task["runs"].items():
-            config = parse_config(settings)
-            info = session.run(config, Path(settings["out-dir"]))
+            info = session.run(prepare(Given(settings), place), Path(settings["out-dir"]))
             print(json.dumps({"run": name, "sha256": info["final_sha256"]}), flush=True)
 
 

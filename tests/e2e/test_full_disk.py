@@ -13,15 +13,16 @@ from flwr.clientapp import ClientApp
 from rich.console import Console
 
 from fedprune_app import client_app
-from fedprune_app.config import parse_config
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State, VersionedStore
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import append_lines
+from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.accounting import Steps
 from fedprune_app.privacy.ledger import Ledger
-from fedprune_app.running.session import Session
+from fedprune_app.running.session import run
 from tests.conftest import Finished, wrapped_app
 
 SETTINGS = {"num_server_rounds": 3, "fraction_train": 1.0, "local_epochs": 1, "evaluate_every": 0}
@@ -86,9 +87,10 @@ def test_the_command_line_says_that_the_disk_is_full(small_disk, tmp_path):
     """Not that run.json could not be written because of it; and what says so is a failed run, not a wrong setting."""
     disk = small_disk(tmp_path / "run", 2048)
     disk.fill(left=12288)  # run.json is written; the records or checkpoints of some round are not
-    config = parse_config({**{key.replace("_", "-"): v for key, v in SETTINGS.items()}, "out-dir": str(disk.folder)})
-    with Session(Placement("inprocess", 4), Console(stderr=True)) as session, pytest.raises(LaunchError) as caught:
-        session.run(config, disk.folder)
+    values = {**{key.replace("_", "-"): v for key, v in SETTINGS.items()}, "out-dir": str(disk.folder)}
+    prepared = prepare(Given(values), Placement("inprocess", 4))
+    with pytest.raises(LaunchError) as caught:
+        run(prepared, disk.folder, Console(stderr=True))
     assert "No space left on device" in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from rich.console import Console
 from sklearn.datasets import load_digits
 
 from clients.node import Place
@@ -28,12 +27,13 @@ from fedprune_app.engine import inprocess
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
 from fedprune_app.exporting import find_model
+from fedprune_app.preflight.combinations import check_system
+from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.ledger import Ledger
-from fedprune_app.registry import check_system
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.tables import group_runs, markdown, perplexity_rows
-from fedprune_app.running.session import Session
 from strategies.ldp_fedp3 import LDPFedP3
 from tests.models.tiny_llm import text_folder, tiny_byte_model
 
@@ -330,12 +330,9 @@ def test_a_run_waits_for_min_clients_and_whoever_watches_is_told(federate, monke
 
 
 def test_a_simulation_that_can_never_have_so_many_clients_does_not_start(tmp_path):
-    config = parse_config({"min-clients": 3, "out-dir": str(tmp_path / "run")})
-    with (
-        Session(Placement("inprocess", 2), Console()) as session,
-        pytest.raises(ConfigError, match=r"^min-clients is 3, allowed with 2 clients: at most that$"),
-    ):
-        session.run(config, tmp_path / "run")
+    given = Given(on_command_line={"min-clients": 3}, out=tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"^min-clients is 3, allowed with 2 clients: at most that$"):
+        prepare(given, Placement("inprocess", 2))
     assert not (tmp_path / "run").exists()
 
 

@@ -16,7 +16,6 @@ import pytest
 from rich.console import Console
 
 from fedprune_app import launch
-from fedprune_app.config import parse_config
 from tests.models.tiny_llm import text_folder, tiny_byte_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -93,21 +92,24 @@ def test_a_language_model_is_pruned_to_the_same_bits_on_ray_and_in_process(tmp_p
 
 @pytest.mark.programs
 def test_clients_that_die_raise_or_never_answer_are_left_out_and_the_run_goes_on(tmp_path):
+    from fedprune_app.preflight.given import Given
     from fedprune_app.preflight.placement import Placement
+    from fedprune_app.preflight.prepare import prepare
     from fedprune_app.running.session import Session
 
     out = tmp_path / "run"
     settings = {"fraction-train": 1.0, "num-server-rounds": 3, "local-epochs": 1, "evaluate-every": 3}
-    with Session(Placement("ray", num_clients=6, num_workers=2), Console(stderr=True)) as session:
+    place = Placement("ray", num_clients=6, num_workers=2)
+    with Session(Console(stderr=True)) as session:
         # a worker that died starts anew within the deadline; how long that takes on this machine, a whole run tells
         started = time.monotonic()
-        session.run(parse_config({**settings, "out-dir": str(tmp_path / "honest")}), tmp_path / "honest")
+        session.run(prepare(Given({**settings, "out-dir": str(tmp_path / "honest")}), place), tmp_path / "honest")
         deadline = max(25.0, 2 * (time.monotonic() - started))
         # the process that never answers holds one of the two workers from then on
-        config = parse_config({**settings, "out-dir": str(out), "deadline-seconds": deadline})
+        prepared = prepare(Given({**settings, "out-dir": str(out), "deadline-seconds": deadline}), place)
         (session.app / "dying_client.py").write_text(DYING_CLIENT)
         launch.stage_app(session.app, ("fedprune_app.server_app:app", "dying_client:app"))
-        session.run(config, out)
+        session.run(prepared, out)
     rounds = read(out, "rounds.jsonl")
     assert [row["replies"] for row in rounds] == [5, 3, 5]
     assert [row["failures"] for row in rounds] == [1, 3, 1]

@@ -20,10 +20,11 @@ import pytest
 from rich.console import Console
 
 from fedprune_app import client_app, launch, server_app
-from fedprune_app.config import parse_config
 from fedprune_app.deploy import local_deployment
 from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.prepare import prepare
 from fedprune_app.running.session import Session
 from tests.e2e.deployed import until
 from tests.e2e.test_proxy import behind_a_dead_proxy
@@ -145,8 +146,8 @@ def seen(stranger: Stranger, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     out = folder / "run"
     failures: list[BaseException] = []
     over = threading.Event()
-    config = parse_config({**SETTINGS, "out-dir": str(out)})
-    with pytest.MonkeyPatch.context() as patch, Session(Placement("ray", 3, 2), Console(stderr=True)) as session:
+    prepared = prepare(Given({**SETTINGS, "out-dir": str(out)}), Placement("ray", 3, 2))
+    with pytest.MonkeyPatch.context() as patch, Session(Console(stderr=True)) as session:
         behind_a_dead_proxy(patch)
         app = session.app
         (app / "patient_client.py").write_text(PATIENT_CLIENT.replace("FOLDER", repr(str(folder))))
@@ -165,7 +166,7 @@ def seen(stranger: Stranger, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         watcher = threading.Thread(target=meanwhile)
         watcher.start()
         try:
-            seen.info = session.run(config, out)
+            seen.info = session.run(prepared, out)
         finally:
             over.set()
             watcher.join()

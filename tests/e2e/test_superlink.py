@@ -18,12 +18,13 @@ import pytest
 from rich.console import Console
 
 from fedprune_app import launch
-from fedprune_app.config import parse_config
 from fedprune_app.deploy import Deployment, local_deployment, make_certificates, make_node_key
 from fedprune_app.engine.flower_private import has_fleet_port
 from fedprune_app.errors import LaunchError, LeftGoing
+from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
-from fedprune_app.running.session import Session
+from fedprune_app.preflight.prepare import prepare
+from fedprune_app.running.session import run
 from tests.e2e.deployed import SETTINGS, in_process_sha256, nodes_with_the_app, until
 
 pytestmark = pytest.mark.programs
@@ -89,8 +90,7 @@ def follow(link, out, monkeypatch) -> None:
     """What the command does, in this process."""
     for name, value in link.environment.items():
         monkeypatch.setenv(name, value)
-    with Session(Placement(superlink=link.name), Console(stderr=True)) as session:
-        session.run(parse_config({"out-dir": str(out)}), out)
+    run(prepare(Given({"out-dir": str(out)}), Placement(superlink=link.name)), out, Console(stderr=True))
 
 
 def instead_of_flwr(path, script: str):

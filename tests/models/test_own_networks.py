@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedprune_app import plugins
 from fedprune_app.config import ConfigError
 from fedprune_app.models.vision import architecture
 from fedprune_app.preflight.can_start import check_startable
+from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.prepare import prepare
 
 SHAPE = (1, 8, 8)
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # torch.compile imports what warns
@@ -119,7 +120,7 @@ def check(tmp_path, no_plugins):
 
     def checked(name, **settings):
         values = {"out-dir": str(tmp_path / "run"), "model": f"{tmp_path / 'mine.py'}:{name}", "system": "fedavg"}
-        return check_startable(plugins.parse({**values, **settings}), 3)
+        return check_startable(prepare(Given({**values, **settings})).config, 3)
 
     return checked
 

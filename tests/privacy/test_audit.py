@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,12 +13,14 @@ import torch
 from clients.fedavg import FedAvgClient
 from clients.node import Place
 from fedprune_app.audit import AMPLITUDE, Question, Silent, Watched, _Watch, audit, canaries, coins
-from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.config import ConfigError
 from fedprune_app.errors import LaunchError
+from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.audit import Evidence, Finding, guesses_of, lower_bound, p_value
 from fedprune_app.privacy.dpsgd import DPSGD
 from fedprune_app.privacy.noise import KeyedNoise
-from fedprune_app.registry import check_system
 
 # --- the bound --------------------------------------------------------------------------------------------------------
 
@@ -221,8 +224,13 @@ SYSTEMS = {
 SENDS_PARTS = {"fedspa", "fjord", "ldp-fedp3"}  # in a form of their own
 
 
-def configured(**settings):
-    return check_system(parse_config(SETTINGS | settings))
+def prepared(clients, **settings):
+    """A run of so many clients; whether it can start is not tried."""
+    return replace(prepare(Given(SETTINGS | settings)), placement=Placement("inprocess", clients))
+
+
+def configured():
+    return prepared(3).config
 
 
 @pytest.mark.full
@@ -231,9 +239,8 @@ def configured(**settings):
     [name if name in {"fedavg", *SENDS_PARTS} else pytest.param(name, marks=pytest.mark.slow) for name in SYSTEMS],
 )
 def test_the_bound_stays_below_the_claim_and_without_noise_rises_clearly_above_it(system):
-    config = configured(system=system, **SYSTEMS[system])
-    ask = {"canaries": 200, "clients": 3}
-    noised, bare = (audit(config, Question(**ask, without_noise=flag)) for flag in (False, True))
+    asked = prepared(3, system=system, **SYSTEMS[system])
+    noised, bare = (audit(asked, Question(200, without_noise=flag)) for flag in (False, True))
     assert noised.claim == bare.claim  # the ledger does not know that noise lacks
     assert 0 < noised.claim < 1
     assert noised.holds
@@ -243,8 +250,8 @@ def test_the_bound_stays_below_the_claim_and_without_noise_rises_clearly_above_i
 
 @pytest.mark.slow
 def test_more_canaries_bound_more_and_still_less_than_the_claim():
-    config = configured(**{"num-server-rounds": 4, "dp.noise-multiplier": 0.5, "dp.clip-norm": 0.5})
-    noised, bare = (audit(config, Question(canaries=560, clients=2, without_noise=flag)) for flag in (False, True))
+    asked = prepared(2, **{"num-server-rounds": 4, "dp.noise-multiplier": 0.5, "dp.clip-norm": 0.5})
+    noised, bare = (audit(asked, Question(560, without_noise=flag)) for flag in (False, True))
     assert 0 < noised.bound < noised.claim  # the attack sees something through the noise
     assert bare.bound > 3.5
 
@@ -281,17 +288,17 @@ def test_a_canary_that_is_out_has_no_gradient_and_keeps_its_place(tmp_path):
 )
 def test_what_cannot_be_asked_is_refused_before_anything_runs(settings, question, said):
     with pytest.raises(ConfigError, match=said):
-        audit(configured(**settings), Question(**{"clients": 3, **question}))
+        audit(prepared(3, **settings), Question(**question))
 
 
 def test_a_system_that_sends_nothing_cannot_be_audited():
     with pytest.raises(LaunchError, match="client 1 sent no model in 1 rounds"):
-        audit(configured(**{"system": "standalone", "num-server-rounds": 1}), Question(client=1, clients=2))
+        audit(prepared(2, **{"system": "standalone", "num-server-rounds": 1}), Question(client=1))
 
 
 def test_a_client_that_fails_fails_the_audit_with_its_own_words():
     with pytest.raises(LaunchError, match=r"the privacy budget is 0\.01"):
-        audit(configured(**{"dp.epsilon-budget": 0.01}), Question(clients=2))
+        audit(prepared(2, **{"dp.epsilon-budget": 0.01}), Question())
 
 
 def test_the_command_passes_with_noise_fails_without_and_charges_no_ledger_of_the_user(fedprune, tmp_path):

@@ -27,6 +27,7 @@ from fedprune_app.federation import exchanges, update_store
 from fedprune_app.federation.update_store import UpdateStore
 from fedprune_app.matrices import read_matrix
 from fedprune_app.models.initial import initial_model
+from fedprune_app.preflight.given import Given
 from tests.conftest import Finished, tampered_app
 from tests.strategies.conftest import TINY, config_key
 from tests.strategies.reference import WEIGHTS
@@ -448,7 +449,7 @@ def test_in_every_configuration_all_clients_of_fedfomo_train_in_every_round(path
     if path.suffix == ".toml":
         fractions = [parse_config(read_toml(path)).fraction_train]
     else:
-        cells = read_matrix(path).cells(Path("/nowhere"), {}, resume=False)
+        cells = read_matrix(path).cells(Given(out=Path("/nowhere")))
         fractions = [cell.config.fraction_train for cell in cells if cell.config.system == "fedfomo"]
     assert fractions
     assert set(fractions) == {1.0}

@@ -23,7 +23,7 @@ from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.models.llm import import_transformers
 from fedprune_app.models.saving import load_packed
-from fedprune_app.registry import check_system
+from fedprune_app.preflight.combinations import check_system
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.tables import group_runs, perplexity_rows
 from strategies.fedspallm import FedSpaLLM

@@ -15,9 +15,9 @@ from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import read_tensors
 from fedprune_app.models.vision import architecture
+from fedprune_app.preflight.combinations import check_system
 from fedprune_app.privacy import noise
 from fedprune_app.privacy.ledger import Ledger
-from fedprune_app.registry import check_system
 from strategies.ldp_fedp3 import LDPFedP3
 from tests.conftest import tampered_app
 from tests.known_noise import KnownNoise

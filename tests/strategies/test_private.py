@@ -19,9 +19,10 @@ from fedprune_app.data.data_config import data_config
 from fedprune_app.data.splits import client_data
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.federation.budgets import Budgets
+from fedprune_app.preflight.combinations import check_system
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
 from fedprune_app.privacy.ledger import Data, Ledger
-from fedprune_app.registry import SYSTEMS, check_system
+from fedprune_app.registry import SYSTEMS
 from tests.strategies.conftest import TINY, Run, config_key
 
 DELTA, SIGMA, BATCH, ROUND_STEPS = 1e-3, 1.3, 10, 2 * 8  # two epochs of 8 steps

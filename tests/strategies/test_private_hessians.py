@@ -15,10 +15,10 @@ from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core import hessians
 from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.models.layer_pruning import input_moments
+from fedprune_app.preflight.combinations import check_system
 from fedprune_app.privacy.accounting import Steps, epsilon
 from fedprune_app.privacy.audit import guesses_of, lower_bound
 from fedprune_app.privacy.ledger import Ledger
-from fedprune_app.registry import check_system
 from tests.conftest import Finished
 from tests.strategies.test_fedspallm import CLIENTS, cut_off, family, llm, resumed, run, segments_of, settings, texts
 

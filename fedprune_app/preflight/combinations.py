@@ -1,0 +1,118 @@
+"""Combinations of settings: all names are registered, and the system can run so, whatever the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+from fedprune_app.config import Config, ConfigError
+from fedprune_app.config.meant import not_allowed
+from fedprune_app.data.names import DATASETS, PARTITIONS, TEXTS
+from fedprune_app.models.names import BUILDERS, MODELS, chosen_name
+from fedprune_app.registry import SYSTEMS
+
+
+def check_names(config: Config) -> Config:
+    """Return ``config`` if all that it names is registered, else raise :class:`ConfigError`; nothing is imported.
+
+    The model and the partition of a run with texts are looked up when they are opened.
+    """
+    allowed: dict[str, Mapping[str, object]] = {
+        "system": SYSTEMS,
+        "dataset": DATASETS,
+        "partition": PARTITIONS,
+        "fedltp.public-dataset": {"": "", **DATASETS},
+        "model": {"auto": "", **MODELS},
+    }
+    system = SYSTEMS.get(config.system)
+    if system and system.data == "text":
+        if config.dataset not in TEXTS:
+            texts = ", ".join(TEXTS)
+            raise ConfigError(f"dataset is {config.dataset!r}, allowed with system {config.system!r}: {texts}")
+        return config
+    values = config.to_dict()
+    for key, names in allowed.items():
+        value = values[key]
+        if value not in names:
+            error = not_allowed(key, value, names)
+            if key == "model" and str(value).endswith(".py"):
+                raise ConfigError(f"model is {value!r}, allowed: with the function's name, as in '{value}:net'")
+            is_guessed = "did you mean" in str(error) or key == "fedltp.public-dataset"
+            raise error if is_guessed else ConfigError(f"{error}; a plug-in's name needs --plugin")
+    return config
+
+
+@lru_cache(maxsize=16)  # a client checks its run's configuration with every message
+def check_system(config: Config) -> Config:
+    """Return ``config`` if its names are registered and its system can run so, else raise :class:`ConfigError`."""
+    system = SYSTEMS[check_names(config).system]
+    if config.dp.enabled and (reason := why_not_private(config)):
+        raise ConfigError(reason)
+    if config.robust != "none" and not system.strategy.averages:
+        raise ConfigError(
+            f"robust is {config.robust!r}, allowed with system {config.system!r}: none; its server averages no models"
+        )
+    if config.dataset == "table" and config.augmentation != "none":
+        raise ConfigError(
+            f"augmentation is {config.augmentation!r}, allowed with dataset 'table': none; a row is no image"
+        )
+    if config.dp.enabled and system.data != "text":
+        _check_private(config)
+    return config
+
+
+def why_not_private(config: Config) -> str:
+    """Return why the system of ``config`` cannot be private, or an empty text if it can.
+
+    A plug-in's class of clients that changes what its base class does has to say so itself, since what the base class
+    says is of the base class alone.
+    """
+    kind = SYSTEMS[config.system].client
+    for each in kind.__mro__:
+        if "why_not_private" in vars(each):
+            break
+        changed = [name for name, value in vars(each).items() if _is_method(name, value)]
+        if changed and not each.__module__.startswith(("clients.", "fedprune_app.")):
+            return (
+                f"dp.enabled is true, allowed with system {config.system!r}: false; {each.__name__} changes "
+                f"{', '.join(sorted(changed))} and does not say by why_not_private that this is private"
+            )
+    return kind.why_not_private(config)
+
+
+def _is_method(name: str, value: object) -> bool:
+    is_special = name.startswith("__") and name != "__init__"
+    return not is_special and (callable(value) or isinstance(value, property | classmethod | staticmethod))
+
+
+def unprotected(config: Config) -> str:
+    """Return a line on a run without privacy of a system that its paper makes for privacy; empty for any other run."""
+    if config.dp.enabled or not SYSTEMS[config.system].is_private:
+        return ""
+    return f"dp.enabled is false, so this run of system {config.system!r} protects nobody"
+
+
+def _check_private(config: Config) -> None:
+    """Raise :class:`ConfigError` for settings that no system can be private with."""
+    if config.augmentation != "none":
+        raise ConfigError(
+            f"augmentation is {config.augmentation!r}, allowed with dp.enabled: 'none'; a batch draws its crops in "
+            "turn, so one example more changes those of others, which clipping does not bound"
+        )
+    if config.dp.accuracies != "none" and config.test_split != "holdout":
+        raise ConfigError(
+            f"test-split is {config.test_split!r}, allowed with dp.enabled: 'holdout' (with dp.accuracies 'none' "
+            "every split); the labels that a client trains on decide what it is tested on, so an accuracy tells them"
+        )
+    from torch import nn
+
+    from fedprune_app.models.vision import architecture
+
+    name = chosen_name(config.model, config.dataset)
+    if name in BUILDERS:  # it may take images of one shape alone: each client looks at it
+        return
+    layers = architecture(name, (3, 64, 64), 2).modules()  # the size of the images does not matter here
+    if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in layers):
+        raise ConfigError(
+            f"model is {name!r}, allowed with dp.enabled: one without BatchNorm, which mixes the examples of a batch"
+        )
