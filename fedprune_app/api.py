@@ -188,11 +188,8 @@ def sweep(
     )
     console = Terminal(stderr=True, quiet=not progress)
 
-    def tell(label: str, text: str) -> None:
-        console.print(f"{label}{text}", soft_wrap=True)
-
     given = _given(None, settings).for_run_in(_path("out", out), resume=resume, force=force)
-    swept = make(read, given, Placement(engine, clients, workers, ray_address=ray_address), console, tell)
+    swept = make(read, given, Placement(engine, clients, workers, ray_address=ray_address), console)
     try:
         swept.check(with_reasons=not progress)
     except LaunchError as error:

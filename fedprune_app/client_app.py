@@ -66,8 +66,9 @@ def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any])
         own["dp.secure-rng"] = False
     elif not (is_simulated() and "partition-id" in node_config):  # the run may choose in a simulation alone
         own["dp.secure-rng"] = True
-    allows = None if is_simulated() else partial(check_allowed, policy)
-    config = policy.over(prepare(Given({**run_config, **own}), allows=allows).config)
+    if not is_simulated():
+        plugins.load(run_config, allows=partial(check_allowed, policy))
+    config = policy.over(prepare(Given({**run_config, **own})).config)
     policy.check(config)
     if "partition-id" not in node_config:
         policy.check_own_labels(config)

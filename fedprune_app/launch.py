@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,8 +31,7 @@ import psutil
 import clients
 import fedprune_app
 import strategies
-from fedprune_app.config import DEFAULTS, ConfigError, Scalar, to_toml
-from fedprune_app.config.meant import not_allowed
+from fedprune_app.config import DEFAULTS, Scalar, to_toml
 from fedprune_app.engine.watchdog import CLIENTS_VARIABLE, LAUNCHER_VARIABLE, launcher_identity
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import appending, scratch_folder
@@ -45,7 +43,6 @@ _START_SECONDS = 90
 _ANSWER_SECONDS = 120
 _IS_OVER = "[code: 18]"  # of `flwr stop`
 _STATUS_SECONDS = 0.5
-_RAY_SECONDS = 5.0
 _UNASKED_SECONDS = 30.0
 _PATIENCE = 5  # so many questions in a row may stay unanswered
 # loaded here, since nothing should be loaded between fork and exec
@@ -441,30 +438,3 @@ def stop_run(link: Link, run_id: str) -> None:
     except LaunchError as error:
         if _IS_OVER not in str(error):
             raise
-
-
-def check_superlink(name: str) -> None:
-    """Raise :class:`ConfigError` for a connection that Flower's own configuration does not have.
-
-    Where there is no such configuration yet, Flower will make one and say what it has.
-    """
-    file = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
-    try:
-        connections = tomllib.loads(file.read_text(encoding="utf-8")).get("superlink", {})
-    except (OSError, ValueError):
-        return
-    names = [key for key, value in connections.items() if isinstance(value, dict)]
-    if names and name not in names:
-        raise ConfigError(f"{not_allowed('--superlink', name, names)} (the connections in {file})")
-
-
-def check_ray_address(address: str) -> None:
-    """Raise :class:`ConfigError` unless something listens at ``address``; Ray itself would wait for a long time."""
-    host, _, port = address.rpartition(":")
-    allowed = "HOST:PORT of a running cluster, as `ray start --head` prints it"
-    if not (host and port.isdecimal() and 0 < int(port) < 2**16):
-        raise ConfigError(f"--ray-address is {address!r}, allowed: {allowed}")
-    try:
-        socket.create_connection((host, int(port)), timeout=_RAY_SECONDS).close()
-    except OSError as error:
-        raise ConfigError(f"--ray-address is {address!r}, allowed: {allowed}; there: {error}") from None

@@ -18,7 +18,6 @@ from fedprune_app.config import (
     ConfigError,
     Scalar,
     flatten,
-    paths_from_here,
     told_of,
 )
 from fedprune_app.preflight.given import Given
@@ -59,10 +58,8 @@ class Matrix:
         several = []
         for name, settings in self.settings:
             folder, where = given.folder / name, f"{self.where}, run {name!r}"
-            with told_of(where):
-                files = [paths_from_here(settings)]
             goes_on = given.resume and holds_run(folder)
-            several.append(replace(given, files=files, out=folder, resume=goes_on, is_whole=True, where=where))
+            several.append(replace(given, files=[settings], out=folder, resume=goes_on, is_whole=True, where=where))
         return prepare_all(several, placement)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.text import Text
 
 from fedprune_app import searching
 from fedprune_app.config import Config, ConfigError, Scalar, to_toml
@@ -19,7 +20,6 @@ from fedprune_app.preflight import language_models
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement, recorded_clients
 from fedprune_app.preflight.prepare import check_out, prepare
-from fedprune_app.results.lock import is_held
 from fedprune_app.results.ownership import check_marked, mark
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import TABLES, write_tables
@@ -64,29 +64,23 @@ class Swept:
             raise LaunchError(f"{len(self.failed)} of {self.count} {self.of} failed: {said}")
 
 
-@contextmanager
-def _alone(out: Path) -> Iterator[None]:
-    """Mark a folder as this sweep's, and hold it until the block ends: two sweeps would make the same runs."""
-    mark(out, "sweep")
-    with exclusive(out, patience_seconds=1):
-        yield
-
-
 def _check_new(out: Path, resume: bool) -> None:
-    check_out(out, f"--out {str(out)!r}")
+    check_out(out)
     if out.exists() and any(out.iterdir()) and not resume:
         raise ConfigError(f"--out {str(out)!r} is not empty, allowed: a new folder, or --resume")
-    if is_held(out):
-        raise ConfigError(f"--out {str(out)!r} is in use by another process, allowed: a new folder, or --resume later")
 
 
-def sweep(read: Matrix | Searches, given: Given, placement: Placement, console: Console, say: Say) -> Swept:
+def sweep(read: Matrix | Searches, given: Given, placement: Placement, console: Console) -> Swept:
     """Make the runs that a matrix file asks for in folders below ``given.out``, and write tables of them.
 
     What is given on the command line are settings of all runs. With ``resume`` runs that have finished are kept, and
     trials of a search that were made before count. Raises :class:`ConfigError` before anything is written, also where
     a run began with another number of clients.
     """
+
+    def say(label: str, text: str) -> None:
+        console.print(Text.assemble((label, "red"), text), soft_wrap=True)
+
     placement = replace(placement, num_clients=_num_clients(read, given, placement.num_clients, say))
     _check_new(given.folder, given.resume)
     if isinstance(read, Matrix):
@@ -116,7 +110,7 @@ def _run_searches(read: Searches, given: Given, placement: Placement, console: C
 
     A search in which no trial succeeds stops no other; alone it raises :class:`LaunchError`.
     """
-    out, overrides, count = given.folder, given.on_command_line, placement.clients
+    out, overrides, count = given.folder, given.chosen, placement.clients
     several = [replace(with_overrides(each, overrides), num_clients=count) for each in read.each]
     check_searches(several, overrides)
     check_studies(several, out)
@@ -129,7 +123,8 @@ def _run_searches(read: Searches, given: Given, placement: Placement, console: C
     with ExitStack() as stack:
         session = stack.enter_context(Session(console))
         language_models.prepare_models([_checked(asked, session, placement) for asked in several], console)
-        stack.enter_context(_alone(out))
+        mark(out, "sweep")
+        stack.enter_context(exclusive(out, patience_seconds=1))  # two sweeps would make the same runs
         storage = stack.enter_context(searching.storage_in(out))
         studies = [searching.study_of(asked, out, storage) for asked in several]
 
@@ -196,7 +191,8 @@ def _run_matrix(matrix: Matrix, given: Given, placement: Placement, console: Con
             session.tell(cell.notes)
         # minutes of training or a download, which a mistake should not wait for
         language_models.prepare_models([cell.config for cell in left], console)
-        stack.enter_context(_alone(out))
+        mark(out, "sweep")
+        stack.enter_context(exclusive(out, patience_seconds=1))  # two sweeps would make the same runs
         for number, cell in enumerate(cells, start=1):
             name = cell.folder.name
             say("", f"({number}/{len(cells)}) {name}{': finished before' if cell.is_complete else ''}")

@@ -151,8 +151,14 @@ PRIVATE = ("system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1")
             ["run", "--engine", "inprocess", "--workers", "2"],
             "--workers is 2, allowed with --engine inprocess: nothing",
         ),
-        (["deploy", "local", "--capacities", "5 1 1", "system=dispfl"], "--capacities has 5, allowed: numbers above 0"),
-        (["deploy", "local", "--capacities", "1 1 nan", "system=dispfl"], "--capacities has nan, allowed: numbers"),
+        (
+            ["deploy", "local", "--capacities", "5 1 1", "system=dispfl"],
+            "--capacities is '5 1 1', allowed: numbers above 0",
+        ),
+        (
+            ["deploy", "local", "--capacities", "1 1 nan", "system=dispfl"],
+            "--capacities is '1 1 nan', allowed: numbers",
+        ),
         (["audit", *PRIVATE, "--json", "/etc/passwd/audit.json"], "'/etc/passwd/audit.json' cannot be written"),
         (["run", "validation-fraction=0"], "validation-fraction is 0.0"),
         (["run", "seed"], "'seed' is not of the form key=value"),

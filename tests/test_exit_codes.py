@@ -115,7 +115,7 @@ def test_a_run_that_fails_exits_1(fedprune, tmp_path):
 def test_a_refusal_within_a_run_exits_2(tmp_path, engine):
     """What cannot be told before: here because the check before the start is left out."""
     code = (
-        "import sys, fedprune_app.preflight.can_start as s; s.check_startable = lambda config, clients: []\n"
+        "import sys, fedprune_app.preflight.can_start as s; s.doubts = lambda config, placement: []\n"
         "from fedprune_app.cli import main; main()"
     )
     setting = ["system=fedavg", "robust=trimmed-mean", "robust-trim=0.01"]

@@ -333,7 +333,7 @@ def test_a_policy_file_and_the_node_config_hold_together(tmp_path):
 def test_a_private_rehearsal_says_where_noise_of_shared_data_comes_from(fedprune, monkeypatch, tmp_path):
     """Nodes with data or a policy of their own, and runs that are not private, are told nothing."""
     started = []
-    monkeypatch.setattr(cli.deploying, "run_once", lambda placement, *_: started.append(placement))
+    monkeypatch.setattr(cli.deploying, "run_once", lambda prepared, *_: started.append(prepared.placement))
     (tmp_path / "a.toml").write_text("require-dp = true\n")
     (tmp_path / "data").mkdir()
     private = ["deploy", "local", "--nodes", "1", "--out", "run"]
@@ -351,14 +351,14 @@ def test_a_private_rehearsal_says_where_noise_of_shared_data_comes_from(fedprune
 
 def test_a_rehearsal_gives_each_node_its_policy(fedprune, monkeypatch, tmp_path):
     started = []
-    monkeypatch.setattr(cli.deploying, "run_once", lambda placement, *_: started.append(placement))
+    monkeypatch.setattr(cli.deploying, "run_once", lambda prepared, *_: started.append(prepared.placement))
     for name in "ab":
         (tmp_path / f"{name}.toml").write_text("require-dp = true\n")
     assert fedprune("deploy", "local", "--policies", "a.toml, b.toml", "--out", "run") == (0, "")
     (placement,) = started
     assert [node["policy-file"] for node in placement.nodes] == [str(tmp_path / f"{name}.toml") for name in "ab"]
     code, said = fedprune("deploy", "local", "--policies", "a.toml", "--nodes", "3", "--out", "run")
-    assert (code, said.strip()) == (2, "error: --policies has 1 files, allowed: one per node, 3")
+    assert (code, said.strip()) == (2, "error: --policies has 1 entries, allowed: one per node, 3")
     code, said = fedprune("deploy", "local", "--policies", "c.toml", "--out", "run")
     assert (code, len(said.splitlines())) == (2, 1)
     assert f"policy-file: config file '{tmp_path / 'c.toml'}' does not exist" in said

@@ -12,6 +12,7 @@ import typer
 from fedprune_app.cli.running import run_once
 from fedprune_app.cli.terminal import AcceptLoss, Configs, Force, Out, Overrides, Plugins, console, say
 from fedprune_app.config import ConfigError, Scalar
+from fedprune_app.config.lists import share_in_turn
 from fedprune_app.errors import LaunchError
 from fedprune_app.preflight.given import given_in
 from fedprune_app.preflight.placement import Placement
@@ -56,24 +57,15 @@ def local(
         nodes = len(folders) or len(files) or 3
     if nodes < 1:
         raise ConfigError(f"--nodes is {nodes}, allowed: at least 1")
-    if folders and len(folders) != nodes:
-        raise ConfigError(f"--data-dirs has {len(folders)} folders, allowed: one per node, {nodes}")
     for each in folders:
         if not each.is_dir():
             raise ConfigError(f"--data-dirs has {str(each)!r}, allowed: folders")
-    if files and len(files) != nodes:
-        raise ConfigError(f"--policies has {len(files)} files, allowed: one per node, {nodes}")
     for each in files:
         read_policy({POLICY_FILE: str(each)})
-    try:
-        borne = [float(word) for word in capacities.split()]
-    except ValueError:
-        raise ConfigError(f"--capacities is {capacities!r}, allowed: numbers separated by spaces") from None
-    for share in borne:
-        if not 0 < share <= 1:  # NaN is neither
-            raise ConfigError(f"--capacities has {share:g}, allowed: numbers above 0 and at most 1")
-    if borne and len(borne) != nodes:
-        raise ConfigError(f"--capacities has {len(borne)} numbers, allowed: one per node, {nodes}")
+    borne = [share_in_turn("--capacities", capacities, k, 1.0) for k in range(len(capacities.split()))]
+    for count, said in ((len(folders), "--data-dirs"), (len(files), "--policies"), (len(borne), "--capacities")):
+        if count not in (0, nodes):
+            raise ConfigError(f"{said} has {count} entries, allowed: one per node, {nodes}")
     places: list[dict[str, Scalar]] = [{} for _ in range(nodes)]
     own: dict[str, Iterable[Scalar]] = {"data-dir": map(str, folders), "capacity": borne, POLICY_FILE: map(str, files)}
     for key, values in own.items():

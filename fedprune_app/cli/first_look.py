@@ -145,7 +145,6 @@ def demo(
         check_replaceable(out / name, force)
     if llm:
         say(f"embedded model: {embedded_model(console)}")
-    folders = []
     placement = Placement("ray", LLM_CLIENTS if llm else DEMO_CLIENTS, workers)
     with Session(console) as session:
         for name, settings in cells.items():
@@ -154,6 +153,5 @@ def demo(
             mark(folder, "demo")
             prepared = prepare(Given(on_command_line=settings, out=folder), placement)
             say_sizes(session.run(prepared, folder), folder)
-            folders.append(folder)
-    write_report(folders, page, force=force)
+    write_report([out / name for name in cells], page, force=force)
     say(f": open {page}", "done", "green")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -94,7 +94,7 @@ def export(
     For a language model the format is sparse.
     RUN may then be a checkpoint of transformers whose pruned weights are zeros.
     """
-    from fedprune_app.exporting import export_model, format_of, machine
+    from fedprune_app.exporting import export_model, format_of
     from fedprune_app.packing import check_options, is_language_model
 
     if is_language_model(folder):
@@ -115,24 +115,13 @@ def export(
         trusted=trusted_code(plugin),
     )
     whose = "global model" if client is None else f"client {client}"
-    table = Table(
-        title=f"{info.model} of {info.system}, {whose}, after round {info.round}",
-        caption=f"ms of one thread, median, in turns, on {machine()}",
-        box=None,
-    )
-    for column in ("", "dense", format, "share"):
-        table.add_column(column, justify="right" if column else "left")
     rows = [
-        ("bytes on disk", full.file_bytes, small.file_bytes),
-        ("parameters kept", full.parameters, small.parameters),
-        ("FLOPs per example", full.flops, small.flops),
+        ("bytes on disk", full.file_bytes, small.file_bytes, ",.0f"),
+        ("parameters kept", full.parameters, small.parameters, ",.0f"),
+        ("FLOPs per example", full.flops, small.flops, ",.0f"),
+        *((f"ms per batch of {size}", ms, small.milliseconds[size], ".3g") for size, ms in full.milliseconds.items()),
     ]
-    for name, before, after in rows:
-        table.add_row(name, f"{before:,.0f}", f"{after:,.0f}", f"{after / before:.1%}")
-    for batch, milliseconds in full.milliseconds.items():
-        after = small.milliseconds[batch]
-        cells = f"{milliseconds:.3g}", f"{after:.3g}", f"{after / milliseconds:.1%}"
-        table.add_row(f"ms per batch of {batch}", *cells)
+    table = _costs(f"{info.model} of {info.system}, {whose}, after round {info.round}", format, rows)
     Terminal().print(table)
     if info.model.endswith("-cr"):
         said = " the model predicts from an image's mean code; the run's accuracy is of the mean over drawn codes"
@@ -141,28 +130,32 @@ def export(
 
 
 def _export_language_model(folder: Path, output: Path, force: bool) -> None:
-    from fedprune_app.exporting import machine
     from fedprune_app.packing import pack_model
 
     with console.status(Text(f"packing {folder}")):
         found = pack_model(folder, output.expanduser(), force=force)
     dense, sparse = found.dense, found.sparse
-    table = Table(
-        title=f"density {found.density:.2f}",
-        caption=f"ms of one thread, median, in turns, on {machine()}",
-        box=None,
-    )
-    for column in ("", "dense", "sparse", "share"):
-        table.add_column(column, justify="right" if column else "left")
-    for name, before, after, form in (
+    rows = [
         ("bytes on disk", dense.disk, sparse.disk, ",.0f"),
         ("bytes in memory", dense.memory, sparse.memory, ",.0f"),
         ("ms per token", dense.milliseconds, sparse.milliseconds, ".3g"),
-    ):
-        table.add_row(name, f"{before:{form}}", f"{after:{form}}", f"{after / before:.1%}")
+    ]
+    table = _costs(f"density {found.density:.2f}", "sparse", rows)
     table.add_row("sparse linear layers", "0", str(found.sparse_layers), f"of {found.layers}")
     Terminal().print(table)
     say(f": {output.resolve()}", "exported", "green")
+
+
+def _costs(title: str, form: str, rows: Iterable[tuple[str, float, float, str]]) -> Table:
+    """Return a table of what a dense model costs, and an exported one; a row ends with how its numbers are written."""
+    from fedprune_app.exporting import machine
+
+    table = Table(title=title, caption=f"ms of one thread, median, in turns, on {machine()}", box=None)
+    for column in ("", "dense", form, "share"):
+        table.add_column(column, justify="right" if column else "left")
+    for name, before, after, number in rows:
+        table.add_row(name, f"{before:{number}}", f"{after:{number}}", f"{after / before:.1%}")
+    return table
 
 
 @app.command()

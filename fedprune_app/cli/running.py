@@ -140,10 +140,7 @@ def sweep(
     given = given_in(None, overrides, plugin).for_run_in(out, resume=resume, force=force)
     from fedprune_app.sweeping import sweep as make
 
-    def tell(label: str, text: str) -> None:
-        say(text, label, "red")
-
-    swept = make(read, given, Placement(engine, clients, workers, ray_address=ray_address), console, tell)
+    swept = make(read, given, Placement(engine, clients, workers, ray_address=ray_address), console)
     for path in swept.tables:
         say(f"table: {path}")
     if swept.best:

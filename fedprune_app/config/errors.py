@@ -16,9 +16,7 @@ def told_of(where: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        if not where:
-            raise
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(": ".join(filter(None, (where, str(error))))) from error
 
 
 _REFUSED = "refused setting: "

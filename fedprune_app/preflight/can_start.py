@@ -48,31 +48,17 @@ from fedprune_app.tasks import BUILDS
 def doubts(config: Config, placement: Placement) -> list[str]:
     """Return what makes a run at this place less than its settings seem to say.
 
-    Raises :class:`ConfigError` for a run that could not start, as far as this machine can tell.
+    This is what of the data is not read, and what the strategy doubts. Raises :class:`ConfigError` for a run that could
+    not start, as far as this machine can tell. A language model may be large, so its server is not made: its text is
+    read, and its folder is opened. Raises :class:`LaunchError` where a plug-in's ``doubts`` are no lines.
     """
     if placement.engine != "inprocess" or not placement.is_simulation:
         plugins.check_reachable(config.to_dict())
-    if placement.clients < config.min_clients and not placement.superlink:
-        allowed = f"allowed with {placement.clients} clients: at most that"
-        raise ConfigError(f"min-clients is {config.min_clients}, {allowed}")
+    num_clients = placement.clients
+    if num_clients < config.min_clients and not placement.superlink:
+        raise ConfigError(f"min-clients is {config.min_clients}, allowed with {num_clients} clients: at most that")
     if not placement.shares_data:
         return []
-    lines = check_startable(config, placement.clients)
-    if placement.engine != "inprocess":  # other processes do the work, and need the memory
-        private_text.forget_documents()
-        open_model.cache_clear()
-    return lines
-
-
-def check_startable(config: Config, num_clients: int) -> list[str]:
-    """Return what makes a run of ``num_clients`` on this machine less than it seems.
-
-    This is what of the data is not read, and what the strategy doubts.
-
-    Raises :class:`ConfigError` with the reason if the run could not start. A language model may be large, so its server
-    is not made: its text is read, and its folder is opened. Raises :class:`LaunchError` where a plug-in's ``doubts``
-    are no lines.
-    """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda', allowed on this machine, which has none: auto, cpu")
     try:
@@ -92,6 +78,10 @@ def check_startable(config: Config, num_clients: int) -> list[str]:
         if not plugins.described(config.to_dict()) or isinstance(error, LaunchError):
             raise
         raise ConfigError(plugins.told(error)) from error
+    finally:
+        if placement.engine != "inprocess":  # other processes do the work, and need the memory
+            private_text.forget_documents()
+            open_model.cache_clear()
 
 
 def _check_budget(config: Config, sizes: Sequence[int], folder: Path) -> None:

@@ -12,8 +12,8 @@ from fedprune_app.models.names import BUILDERS, MODELS, chosen_name
 from fedprune_app.registry import SYSTEMS
 
 
-def check_names(config: Config) -> Config:
-    """Return ``config`` if all that it names is registered, else raise :class:`ConfigError`; nothing is imported.
+def check_names(config: Config) -> None:
+    """Raise :class:`ConfigError` unless all that ``config`` names is registered; nothing is imported.
 
     The model and the partition of a run with texts are looked up when they are opened.
     """
@@ -29,7 +29,7 @@ def check_names(config: Config) -> Config:
         if config.dataset not in TEXTS:
             texts = ", ".join(TEXTS)
             raise ConfigError(f"dataset is {config.dataset!r}, allowed with system {config.system!r}: {texts}")
-        return config
+        return
     values = config.to_dict()
     for key, names in allowed.items():
         value = values[key]
@@ -39,13 +39,13 @@ def check_names(config: Config) -> Config:
                 raise ConfigError(f"model is {value!r}, allowed: with the function's name, as in '{value}:net'")
             is_guessed = "did you mean" in str(error) or key == "fedltp.public-dataset"
             raise error if is_guessed else ConfigError(f"{error}; a plug-in's name needs --plugin")
-    return config
 
 
 @lru_cache(maxsize=16)  # a client checks its run's configuration with every message
 def check_system(config: Config) -> Config:
     """Return ``config`` if its names are registered and its system can run so, else raise :class:`ConfigError`."""
-    system = SYSTEMS[check_names(config).system]
+    check_names(config)
+    system = SYSTEMS[config.system]
     if config.dp.enabled and (reason := why_not_private(config)):
         raise ConfigError(reason)
     if config.robust != "none" and not system.strategy.averages:
@@ -83,13 +83,6 @@ def why_not_private(config: Config) -> str:
 def _is_method(name: str, value: object) -> bool:
     is_special = name.startswith("__") and name != "__init__"
     return not is_special and (callable(value) or isinstance(value, property | classmethod | staticmethod))
-
-
-def unprotected(config: Config) -> str:
-    """Return a line on a run without privacy of a system that its paper makes for privacy; empty for any other run."""
-    if config.dp.enabled or not SYSTEMS[config.system].is_private:
-        return ""
-    return f"dp.enabled is false, so this run of system {config.system!r} protects nobody"
 
 
 def _check_private(config: Config) -> None:

@@ -40,8 +40,9 @@ class Given:
 
     @property
     def chosen(self) -> dict[str, Scalar]:
-        """The settings of files and of the command line."""
-        return {key: value for source in (*self.files, self.on_command_line) for key, value in source.items()}
+        """The settings of files and of the command line, with absolute paths."""
+        sources = (*self.files, self.on_command_line)
+        return paths_from_here({key: value for source in sources for key, value in source.items()})
 
     def for_run_in(self, out: Path, *, resume: bool = False, force: bool = False, accept_loss: bool = False) -> Given:
         """Return what is given for a run in the folder ``out``."""
@@ -69,18 +70,17 @@ def with_plugins(
     on_command_line: Mapping[str, Scalar],
     more_plugins: Sequence[str] | None = None,
 ) -> Given:
-    """Return settings with absolute paths, when the plug-ins that the settings name are loaded."""
+    """Return settings, when the plug-ins that they name are loaded."""
     for name in more_plugins or ():
         if not name.strip():
             raise ConfigError(f"--plugin is {name!r}, allowed: a module, or a file that ends in .py")
-    chosen = Given(files=files, on_command_line=on_command_line).chosen
+    given = Given(files=files, on_command_line=on_command_line)
     if more_plugins:
-        names = ",".join(dict.fromkeys([*plugins.names_in(chosen), *more_plugins]))
-        on_command_line, chosen = {**on_command_line, "plugins": names}, {**chosen, "plugins": names}
-    # the paths in a plug-in's options are known once it is loaded
-    plugins.load(paths_from_here(chosen))
-    check_chosen(on_command_line)
-    return Given(files=[paths_from_here(file) for file in files], on_command_line=paths_from_here(on_command_line))
+        names = ",".join(dict.fromkeys([*plugins.names_in(given.chosen), *more_plugins]))
+        given = replace(given, on_command_line={**on_command_line, "plugins": names})
+    plugins.load(given.chosen)
+    check_chosen(given.on_command_line)
+    return given
 
 
 def trusted_code(names: Sequence[str] | None) -> list[str]:

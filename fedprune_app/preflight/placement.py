@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -11,10 +14,12 @@ from typing import Any
 
 from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError, Scalar
+from fedprune_app.config.meant import not_allowed
 from fedprune_app.node_policy import POLICY_FILE
 
 ENGINES = ("ray", "flower", "inprocess")
 _ON_RAY = ("ray", "flower")
+_RAY_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -48,10 +53,10 @@ class Placement:
             raise ConfigError(f"--superlink is {self.superlink!r}, allowed with --engine {self.engine}: nothing")
         if self.ray_address and (self.engine not in _ON_RAY or not self.is_simulation):
             raise ConfigError(f"--ray-address is {self.ray_address!r}, allowed with --engine ray or flower alone")
-        if self.superlink or self.ray_address:
-            from fedprune_app import launch  # which takes a while to import
-
-            launch.check_superlink(self.superlink) if self.superlink else launch.check_ray_address(self.ray_address)
+        if self.superlink:
+            _check_superlink(self.superlink)
+        if self.ray_address:
+            _check_ray_address(self.ray_address)
         for option, value in (("--clients", self.num_clients), ("--workers", self.num_workers)):
             if value is None:
                 continue
@@ -77,12 +82,13 @@ class Placement:
         if not (before and self.is_simulation):
             return self
         known = clients_of(before)
-        if self.num_clients is None and not known:
-            said = "--clients is not given, allowed when resuming a run that does not say its number"
-            raise ConfigError(f"{said}: 1, 2, ...")
-        if self.num_clients is not None and known not in (0, self.num_clients):
-            raise ConfigError(f"--clients is {self.num_clients}, allowed when resuming: {known}, as the run began")
-        return replace(self, num_clients=self.num_clients or known)
+        count = self.num_clients or known
+        if not count:
+            allowed = "allowed when resuming a run that does not say its number: 1, 2, ..."
+            raise ConfigError(f"--clients is not given, {allowed}")
+        if known not in (0, count):
+            raise ConfigError(f"--clients is {count}, allowed when resuming: {known}, as the run began")
+        return replace(self, num_clients=count)
 
     def with_nodes_for(self, config: Config) -> Placement:
         """Return the placement whose nodes have what their operators would give them for a run with ``config``."""
@@ -119,3 +125,30 @@ def recorded_clients(folders: Iterable[Path]) -> int:
     from fedprune_app.results.recorder import holds_run
 
     return next(filter(None, (clients_of(read_info(folder)) for folder in folders if holds_run(folder))), 0)
+
+
+def _check_superlink(name: str) -> None:
+    """Raise :class:`ConfigError` for a connection that Flower's own configuration does not have.
+
+    Where there is no such configuration yet, Flower will make one and say what it has.
+    """
+    file = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr") / "config.toml"
+    try:
+        connections = tomllib.loads(file.read_text(encoding="utf-8")).get("superlink", {})
+    except (OSError, ValueError):
+        return
+    names = [key for key, value in connections.items() if isinstance(value, dict)]
+    if names and name not in names:
+        raise ConfigError(f"{not_allowed('--superlink', name, names)} (the connections in {file})")
+
+
+def _check_ray_address(address: str) -> None:
+    """Raise :class:`ConfigError` unless something listens at ``address``; Ray itself would wait for a long time."""
+    host, _, port = address.rpartition(":")
+    allowed = "HOST:PORT of a running cluster, as `ray start --head` prints it"
+    if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ConfigError(f"--ray-address is {address!r}, allowed: {allowed}")
+    try:
+        socket.create_connection((host, int(port)), timeout=_RAY_SECONDS).close()
+    except OSError as error:
+        raise ConfigError(f"--ray-address is {address!r}, allowed: {allowed}; there: {error}") from None

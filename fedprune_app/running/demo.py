@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedprune_app.config import ConfigError, Scalar
-from fedprune_app.results.lock import is_held
+from fedprune_app.preflight.prepare import check_out
 from fedprune_app.results.ownership import check_free, is_marked
 from fedprune_app.results.reader import read_info
 
@@ -42,12 +42,10 @@ def check_replaceable(folder: Path, force: bool) -> None:
     A demo may replace an earlier demo's run, unless somebody has continued that one. ``force`` allows any run that is
     over.
     """
-    if is_held(folder):
-        raise ConfigError(f"{str(folder)!r} is in use by another process, allowed: a run that is over")
+    check_out(folder)
     if force:
         return
     check_free(folder)
-    if not (folder / "run.json").exists():
-        return
-    if not is_marked(folder, "demo") or read_info(folder).get("resumed_after_rounds"):
+    is_there = (folder / "run.json").exists()
+    if is_there and (not is_marked(folder, "demo") or read_info(folder).get("resumed_after_rounds")):
         raise ConfigError(f"{str(folder)!r} holds a run that is no demo's, allowed: another --out, or --force")

@@ -26,7 +26,7 @@ from fedprune_app.results.ownership import clear_the_way
 from fedprune_app.results.recorder import write_info
 from fedprune_app.running.numbered import point_to
 from fedprune_app.running.progress import RunProgress, read_json
-from fedprune_app.running.signals import ENDING, Left, leave, on_signals, stoppable
+from fedprune_app.running.signals import ENDING, Left, interrupt, leave, on_signals
 
 
 def run(prepared: Prepared, folder: Path, console: Console, link: Path | None = None) -> dict[str, Any]:
@@ -35,28 +35,22 @@ def run(prepared: Prepared, folder: Path, console: Console, link: Path | None = 
         return session.run(prepared, folder, link)
 
 
-class Session:
+class Session(ExitStack):
     """A session holds what several runs share: the staged app, and one deployment.
 
     The deployment is started when the first run needs it.
     """
 
     def __init__(self, console: Console) -> None:
+        super().__init__()
         self.console = console
-        self._stack = ExitStack()
         self._work: Path | None = None
         self._link: Link | None = None
         self._told: set[str] = set()
 
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stack.close()
-
     def _folder(self) -> Path:
         if self._work is None:
-            self._work = self._stack.enter_context(scratch_folder())
+            self._work = self.enter_context(scratch_folder())
             launch.stage_app(self._work / "app")
         return self._work
 
@@ -73,7 +67,7 @@ class Session:
                 from fedprune_app.deploy import local_deployment
 
                 place = placement.deployment or self._folder() / "deployment"
-                self._link = self._stack.enter_context(local_deployment(place, placement.nodes)).link
+                self._link = self.enter_context(local_deployment(place, placement.nodes)).link
         return self._link
 
     def tell(self, notes: Iterable[str]) -> None:
@@ -97,9 +91,9 @@ class Session:
             clear_the_way(folder)
         if link is not None:
             point_to(link, folder)
-        before = _content(folder / "run.json")
+        before = read_json(folder / "run.json")
         take_refusal(folder)  # remove what was left for a launcher that died before it read it
-        with stoppable(), RunProgress(config, folder, self.console) as progress:
+        with on_signals(ENDING, interrupt), RunProgress(config, folder, self.console) as progress:
             try:
                 if not place.is_simulation:
                     self._run_on_nodes(prepared, folder, progress)
@@ -108,10 +102,10 @@ class Session:
                 else:
                     self._simulate(prepared, folder, progress)
             except BaseException as error:
-                self._stack.close()  # from here on nothing may write to the folder
+                self.close()  # from here on nothing may write to the folder
                 self._work = self._link = None
                 # where run.json is unchanged, the run never began
-                if not isinstance(error, LeftGoing) and _content(folder / "run.json") != before:
+                if not isinstance(error, LeftGoing) and read_json(folder / "run.json") != before:
                     _close_folder(folder, "interrupted" if isinstance(error, KeyboardInterrupt) else "failed", error)
                 raise
         info = read_json(folder / "run.json")
@@ -187,13 +181,6 @@ def _num_gpus(config: Config, on_cluster: bool) -> int:
 def _one_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return lines[-1] if lines else type(error).__name__
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
 
 
 def _close_folder(folder: Path, status: str, error: BaseException) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import FrameType
 
 ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -20,13 +20,9 @@ def leave(number: int, frame: FrameType | None) -> None:
     raise Left(f"{signal.Signals(number).name} came")
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """End a run as Ctrl-C does, so that nothing is left running."""
     raise KeyboardInterrupt
-
-
-def stoppable() -> AbstractContextManager[None]:
-    """Let SIGTERM and a closed terminal end a run as Ctrl-C does, so that nothing is left running."""
-    return on_signals(ENDING, _interrupt)
 
 
 @contextmanager

@@ -93,9 +93,9 @@ def spans() -> list[Block]:
     return found
 
 
-def _recorded(given: Given, placement: Placement | None) -> dict[str, Any] | None:
+def _recorded(given: Given, placement: Placement | None) -> dict[str, Any]:
     """The run.json of a run that a page resumes, whose settings are not known."""
-    return {} if given.resume else None
+    return {}
 
 
 class Started(Exception):
@@ -121,7 +121,7 @@ class Checker:
         for name in (
             "preflight.language_models.prepare_models",
             "preflight.language_models.embedded_model",
-            "preflight.prepare._startable",
+            "preflight.can_start.doubts",
             "running.session.Session.run",
             "audit.audit",
             "exporting.export_model",
@@ -141,8 +141,8 @@ class Checker:
         self.monkeypatch.setattr(faults, "_show_schedule", started)
         self.monkeypatch.setattr("fedprune_app.preflight.prepare._recorded", _recorded)
         self.monkeypatch.setattr("fedprune_app.results.report.run_folders", lambda folder: [folder])
-        self.monkeypatch.setattr("fedprune_app.launch.check_ray_address", lambda address: None)
-        self.monkeypatch.setattr("fedprune_app.launch.check_superlink", lambda name: None)
+        self.monkeypatch.setattr("fedprune_app.preflight.placement._check_ray_address", lambda address: None)
+        self.monkeypatch.setattr("fedprune_app.preflight.placement._check_superlink", lambda name: None)
         self.monkeypatch.setattr(Path, "is_dir", _is_dir(Path.is_dir))
 
     def check(self, words: list[str]) -> None:

@@ -9,8 +9,9 @@ from torch import nn
 
 from fedprune_app.config import ConfigError
 from fedprune_app.models.vision import architecture
-from fedprune_app.preflight.can_start import check_startable
+from fedprune_app.preflight.can_start import doubts
 from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import prepare
 
 SHAPE = (1, 8, 8)
@@ -120,7 +121,7 @@ def check(tmp_path, no_plugins):
 
     def checked(name, **settings):
         values = {"out-dir": str(tmp_path / "run"), "model": f"{tmp_path / 'mine.py'}:{name}", "system": "fedavg"}
-        return check_startable(prepare(Given({**values, **settings})).config, 3)
+        return doubts(prepare(Given({**values, **settings})).config, Placement("inprocess", 3))
 
     return checked
 
