@@ -30,11 +30,11 @@ from matplotlib.figure import Figure
 from scipy.special import stdtr, stdtrit
 
 from fedprune_app.config import DEFAULTS, OPTIONS
-from fedprune_app.matrices import Matrix, matrix_of
 from fedprune_app.preflight.given import Given
 from fedprune_app.results.differences import Difference, Paired, difference
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run, load_run
+from fedprune_app.sweeps.matrix import Matrix, matrix_of
 
 ROOT = Path(__file__).parents[1]
 DATA, FIGURES = ROOT / "docs" / "data" / "evidence", ROOT / "docs" / "assets" / "evidence"

@@ -170,7 +170,7 @@ def sweep(
 
     ``matrix`` is a YAML file, or a mapping with the same entries: ``{"systems": ["fedavg", "dispfl"], "seeds": [0, 1],
     "common": {"num-server-rounds": 5}}``. With an entry ``search`` settings are drawn, see
-    :mod:`fedprune_app.searching`. ``settings`` are those of all runs, as for :func:`run`. With ``resume`` runs
+    :mod:`fedprune_app.sweeps.search`. ``settings`` are those of all runs, as for :func:`run`. With ``resume`` runs
     that have finished before are kept. By default there are as many ``clients`` as a resumed sweep has, as the matrix
     says, or 20.
 
@@ -178,8 +178,8 @@ def sweep(
     a run of the matrix failed. That error says why, and has the other runs. A trial of a search that fails counts for
     nothing, and :class:`LaunchError` says that none succeeded.
     """
-    from fedprune_app.matrices import matrix_of, read_matrix
-    from fedprune_app.sweeping import sweep as make
+    from fedprune_app.sweeps.matrix import matrix_of, read_matrix
+    from fedprune_app.sweeps.sweep import sweep as make
 
     read = (
         matrix_of(_dashed(_plain(matrix)), "in memory")

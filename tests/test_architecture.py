@@ -26,15 +26,13 @@ ROOF = [
 ]
 ROOF += [
     "node_policy",
-    "matrices",
     "api",
     "tasks",
     "audit",
     "resuming",
     "shipped",
     "plugins",
-    "searching",
-    "sweeping",
+    "sweeps",
     "predicting",
     "packing",
     "extend",

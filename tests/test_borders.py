@@ -20,8 +20,8 @@ from fedprune_app.data.datasets import load_dataset
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import read_tensors, write_tensors
 from fedprune_app.federation.clients import ImageClientInfo, TextClientInfo
-from fedprune_app.matrices import read_matrix
 from fedprune_app.results.reader import read_info, read_rows
+from fedprune_app.sweeps.matrix import read_matrix
 from tests.examples import examples
 
 quick = settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

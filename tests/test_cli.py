@@ -306,7 +306,7 @@ for depth in range(12):  # a hundred bytes a level, ten times the entries
     ],
 )
 def test_a_matrix_with_a_mistake_is_refused_by_name(text, says, tmp_path):
-    from fedprune_app.matrices import read_matrix
+    from fedprune_app.sweeps.matrix import read_matrix
 
     (tmp_path / "m.yaml").write_text(text)
     with pytest.raises(ValueError, match=r".") as caught:
@@ -317,7 +317,7 @@ def test_a_matrix_with_a_mistake_is_refused_by_name(text, says, tmp_path):
 
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "configs/matrices").glob("*.yaml")), ids=str)
 def test_every_matrix_of_the_repository_is_valid(path, tmp_path):
-    from fedprune_app.matrices import read_matrix
+    from fedprune_app.sweeps.matrix import read_matrix
 
     matrix = read_matrix(path)
     needs_data = any(values.get("dataset", "digits") not in ("digits", "stdlib") for _, values in matrix.settings)
@@ -326,7 +326,7 @@ def test_every_matrix_of_the_repository_is_valid(path, tmp_path):
 
 @pytest.mark.parametrize("table", [1, 2, 3])
 def test_fedspallms_tables_wait_for_all_their_clients_to_read_a_large_text_and_model(table, tmp_path):
-    from fedprune_app.matrices import read_matrix
+    from fedprune_app.sweeps.matrix import read_matrix
 
     matrix = read_matrix(Path(__file__).parents[1] / f"configs/matrices/fedspallm_table{table}.yaml")
     for cell in matrix.cells(Given(on_command_line={"data-dir": "/data"}, out=tmp_path)):
@@ -335,7 +335,7 @@ def test_fedspallms_tables_wait_for_all_their_clients_to_read_a_large_text_and_m
 
 
 def test_the_command_line_may_set_what_a_matrix_does_not_vary(tmp_path):
-    from fedprune_app.matrices import read_matrix
+    from fedprune_app.sweeps.matrix import read_matrix
 
     (tmp_path / "m.yaml").write_text(MATRIX + "  \n")
     matrix = read_matrix(tmp_path / "m.yaml")
@@ -346,7 +346,7 @@ def test_the_command_line_may_set_what_a_matrix_does_not_vary(tmp_path):
 
 
 def test_a_table_of_a_matrix_may_replace_what_it_merges(tmp_path):
-    from fedprune_app.matrices import read_matrix
+    from fedprune_app.sweeps.matrix import read_matrix
 
     (tmp_path / "m.yaml").write_text("systems: [&a {system: fedavg, momentum: 0.5}, {<<: *a, momentum: 0.25}]")
     cells = read_matrix(tmp_path / "m.yaml").cells(Given(out=tmp_path))
@@ -354,7 +354,7 @@ def test_a_table_of_a_matrix_may_replace_what_it_merges(tmp_path):
 
 
 def test_settings_too_long_for_a_folders_name_are_cut_and_stay_apart(tmp_path):
-    from fedprune_app.matrices import matrix_of
+    from fedprune_app.sweeps.matrix import matrix_of
 
     settings = [{"system": "fedavg", "classes": ",".join(map(str, range(count)))} for count in (60, 100, 101)]
     names = [name for name, _ in matrix_of({"systems": settings, "datasets": ["image-folder"]}, "x").settings]
@@ -373,7 +373,7 @@ def test_a_sweep_decides_itself_where_its_runs_are(fedprune, tmp_path):
 
 
 def test_numbers_in_a_matrix_are_read_as_in_yaml_1_2(tmp_path):
-    from fedprune_app.matrices import read_matrix
+    from fedprune_app.sweeps.matrix import read_matrix
 
     (tmp_path / "m.yaml").write_text("systems: [fedavg]\ncommon: {learning-rate: 1e-4, weight-decay: 5E-4}")
     config = read_matrix(tmp_path / "m.yaml").cells(Given(out=tmp_path))[0].config
@@ -383,7 +383,7 @@ def test_numbers_in_a_matrix_are_read_as_in_yaml_1_2(tmp_path):
 @pytest.mark.parametrize("text", ["010", "0x1F", "1:30", "1e5x", "1.2.3"])
 def test_what_no_person_reads_as_a_number_is_none_in_a_matrix(tmp_path, text):
     """YAML 1.1 reads 010 as 8, and 1:30 as 90."""
-    from fedprune_app.matrices import read_matrix
+    from fedprune_app.sweeps.matrix import read_matrix
 
     (tmp_path / "m.yaml").write_text(f"systems: [fedavg]\nseeds: [{text}]")
     with pytest.raises(ValueError, match=rf"seeds is \['{text}'\], allowed: a list of whole numbers"):

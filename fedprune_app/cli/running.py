@@ -134,11 +134,11 @@ def sweep(
     Runs that have finished before are skipped.
     The tables are written as markdown, csv and LaTeX.
     """
-    from fedprune_app.matrices import read_matrix
+    from fedprune_app.sweeps.matrix import read_matrix
 
     read = read_matrix(matrix)
     given = given_in(None, overrides, plugin).for_run_in(out, resume=resume, force=force)
-    from fedprune_app.sweeping import sweep as make
+    from fedprune_app.sweeps.sweep import sweep as make
 
     swept = make(read, given, Placement(engine, clients, workers, ray_address=ray_address), console)
     for path in swept.tables:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from fedprune_app.config import OPTIONS, ConfigError, check_effects, has_effect, parse_config, read_toml
-from fedprune_app.matrices import read_matrix
 from fedprune_app.preflight.given import Given
 from fedprune_app.registry import SYSTEMS
+from fedprune_app.sweeps.matrix import read_matrix
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

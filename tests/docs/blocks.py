@@ -126,7 +126,7 @@ class Checker:
             "audit.audit",
             "exporting.export_model",
             "predicting.predictions",
-            "searching.search",
+            "sweeps.search.search",
             "preflight.describe.data_found",
             "results.report.write_report",
             "deploy.is_healthy",

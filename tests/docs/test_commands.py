@@ -10,8 +10,8 @@ import tomllib
 import pytest
 
 from fedprune_app.config import to_toml
-from fedprune_app.matrices import read_matrix, to_yaml
-from fedprune_app.searching import Found, best_matrix, best_settings
+from fedprune_app.sweeps.matrix import read_matrix, to_yaml
+from fedprune_app.sweeps.search import Found, best_matrix, best_settings
 from tests.docs.blocks import ROOT, Block, Checker, blocks, spans
 
 NO_COMMANDS = {

@@ -13,9 +13,9 @@ from scipy.stats import ttest_1samp
 
 import fedprune_app
 from fedprune_app.config import OPTIONS, parse_config
-from fedprune_app.matrices import read_matrix
 from fedprune_app.preflight.given import Given
 from fedprune_app.results.differences import Difference, difference
+from fedprune_app.sweeps.matrix import read_matrix
 from tests.docs.scripts import script
 
 evidence = script("evidence")

@@ -25,9 +25,9 @@ from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.engine.store import State, VersionedStore, read_tensors
 from fedprune_app.federation import exchanges, update_store
 from fedprune_app.federation.update_store import UpdateStore
-from fedprune_app.matrices import read_matrix
 from fedprune_app.models.initial import initial_model
 from fedprune_app.preflight.given import Given
+from fedprune_app.sweeps.matrix import read_matrix
 from tests.conftest import Finished, tampered_app
 from tests.strategies.conftest import TINY, config_key
 from tests.strategies.reference import WEIGHTS

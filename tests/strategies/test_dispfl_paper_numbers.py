@@ -18,9 +18,9 @@ from fedprune_app.data import splits
 from fedprune_app.data.data_config import data_config
 from fedprune_app.data.dataset import Dataset
 from fedprune_app.federation.round import Round, RunContext
-from fedprune_app.matrices import read_matrix
 from fedprune_app.models.vision import build_model, prunable_names
 from fedprune_app.preflight.given import Given
+from fedprune_app.sweeps.matrix import read_matrix
 from strategies.dispfl import DisPFL
 from strategies.dpsgd import DPSGD
 from strategies.fedavg import FedAvg

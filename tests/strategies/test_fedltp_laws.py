@@ -17,12 +17,12 @@ from fedprune_app.core.tickets import Ticket, ticket_masks
 from fedprune_app.data.data_config import data_config
 from fedprune_app.data.splits import client_data, partition_indices, public_part
 from fedprune_app.federation.round import Round, RunContext
-from fedprune_app.matrices import read_matrix
 from fedprune_app.models.vision import build_model, prunable_names, state_tensors
 from fedprune_app.preflight.combinations import check_system
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
 from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.privacy.paper import paper_epsilon
+from fedprune_app.sweeps.matrix import read_matrix
 from strategies.dpfed import DPFed
 from strategies.fedltp import FedLTP
 from strategies.fedspa import FedSPA

@@ -19,11 +19,11 @@ from fedprune_app.engine import inprocess
 from fedprune_app.engine.store import VersionedStore, read_tensors
 from fedprune_app.federation.round import Round, RunContext
 from fedprune_app.learning.evaluate import evaluate
-from fedprune_app.matrices import read_matrix
 from fedprune_app.models.initial import initial_model
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.vision import load_state_tensors
 from fedprune_app.preflight.given import Given
+from fedprune_app.sweeps.matrix import read_matrix
 from strategies.fedavg import FedAvg
 from strategies.standalone import Standalone
 from strategies.subfedavg import SubFedAvg

@@ -10,12 +10,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from fedprune_app import searching
 from fedprune_app.config import Config, ConfigError, Scalar, to_toml
 from fedprune_app.engine.store import exclusive
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
-from fedprune_app.matrices import Matrix, to_yaml
 from fedprune_app.preflight import language_models
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement, recorded_clients
@@ -24,7 +22,9 @@ from fedprune_app.results.ownership import check_marked, mark
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import TABLES, write_tables
 from fedprune_app.running.session import Session
-from fedprune_app.searching import (
+from fedprune_app.sweeps import search as searching
+from fedprune_app.sweeps.matrix import Matrix, to_yaml
+from fedprune_app.sweeps.search import (
     BEST,
     STUDY,
     Found,

@@ -24,7 +24,7 @@ from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import Prepared, prepare_all
 from fedprune_app.results.recorder import holds_run
-from fedprune_app.searching import Entry, Searches, searches_of
+from fedprune_app.sweeps.search import Entry, Searches, searches_of
 
 _SECTIONS = ("clients", "common", "systems", "datasets", "seeds", "search")
 
@@ -146,7 +146,7 @@ def matrix_of(document: object, path: Path | str) -> Matrix | Searches:
     * ``systems`` and ``datasets``: lists of settings. Each entry has at least the key ``system`` or ``dataset``.
     * ``seeds``: a list of whole numbers.
     * ``clients``: a number.
-    * ``search``: settings to draw from, see :mod:`fedprune_app.searching`.
+    * ``search``: settings to draw from, see :mod:`fedprune_app.sweeps.search`.
 
     Raises :class:`ConfigError` naming the entry.
     """

@@ -13,12 +13,12 @@ import pytest
 import yaml
 
 import fedprune_app
-from fedprune_app import searching
 from fedprune_app.config import ConfigError, read_toml
 from fedprune_app.engine.store import exclusive
-from fedprune_app.matrices import matrix_of, read_matrix, to_yaml
 from fedprune_app.preflight.given import Given
-from fedprune_app.searching import Found, best_matrix, best_settings
+from fedprune_app.sweeps import search as searching
+from fedprune_app.sweeps.matrix import matrix_of, read_matrix, to_yaml
+from fedprune_app.sweeps.search import Found, best_matrix, best_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SPACE = {
