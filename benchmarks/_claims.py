@@ -115,7 +115,6 @@ COMMON = frozenset(
 """These settings of systems do not tell the rows of a data file apart."""
 MERGES = {
     "the paper's mean": {"fedspallm.merge": "mean"},
-    "least squares": {"fedspallm.merge": "least-squares"},
     "Hessians": {"fedspallm.merge": "hessians"},
     "Hessians, refined": {"fedspallm.merge": "hessians", "fedspallm.refine": True},
     "Hessians, refined, then recovery": {

@@ -28,7 +28,6 @@ from clients.reply_fields import ReplyFields
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core import hessians
-from fedprune_app.core.expansion import INPUT_NORMS
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.data.text import Document, perplexity_texts, stdlib_training_text, windows_of
@@ -36,7 +35,6 @@ from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.store import State, owner
 from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.device import recorder_of
-from fedprune_app.models import hidden_states
 from fedprune_app.models.checkpoints import resolve_checkpoint
 from fedprune_app.models.embedded import embedded_folder
 from fedprune_app.models.layer_pruning import Pruner, input_hessians, input_moments, prune_layer, same_inputs
@@ -128,15 +126,11 @@ def by_layer(payload: Payload) -> dict[int, Payload]:
 
 @dataclass(frozen=True)
 class LayerUpdate:
-    """A layer update is a layer's pruned matrices, the state after it, and what else to tell the server.
-
-    ``hidden`` are the hidden states that the next layer begins with, also where the state lacks them; else None.
-    """
+    """A layer update is a layer's pruned matrices, the state after it, and what else to tell the server."""
 
     payload: Payload
     state: State
     metrics: Mapping[str, Any]
-    hidden: Tensor | None = None
 
 
 def segment_noise(config: Config, num_releases: int) -> float:
@@ -160,9 +154,6 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
     """The state holds ``hidden``, the hidden states before layer ``next`` of round ``of-round``.
 
     By layer it also says the step that ``pruned`` the layer last, and how many weights that ``removed``.
-
-    With ``fedspallm.hidden-every`` above 1 some states lack ``hidden``. Then ``hidden-at`` is the step of the version
-    that has it, 0 where none of this round has, and ``repeats`` says whether the text leads there too.
     """
 
     versions_kept = 1  # hidden states are large, and can be computed again
@@ -175,7 +166,6 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
     )
 
     def __init__(self, config: Config, place: Place) -> None:
-        self.versions_kept = config.fedspallm.hidden_every
         super().__init__(config, place)
         self.options = config.fedspallm
         self.model = language_model(config, self.device)
@@ -195,8 +185,6 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
             return f"fedspallm.merge is {options.merge!r}, allowed with dp.enabled: {allowed}"
         if options.recovery_rounds:
             return f"fedspallm.recovery-rounds is {options.recovery_rounds}, allowed with dp.enabled: 0"
-        if options.hessian_bits != 32:
-            return f"fedspallm.hessian-bits is {options.hessian_bits}, allowed with dp.enabled: 32"
         if config.dp.clip_norm > 1:
             return f"dp.clip-norm is {config.dp.clip_norm}, allowed with system 'fedspallm': above 0 and at most 1"
         return ""
@@ -309,65 +297,11 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
             self.layers.save(layer, step, payload)
             self.layers.drop_before(layer, pruned_at.get(str(layer), step))
             pruned_at[str(layer)], removed[str(layer)] = step, payload.num_elements() - payload.num_kept()
-            if self.options.ties == "wanda":
-                norms = {INPUT_NORMS + name: rms for name, rms in done.input_rms.items()}
-                payload = Payload({**payload.tensors, **norms}, payload.masks)
-            if self.options.merge == "least-squares":
-                payload = Payload({**payload.tensors, **self._encoded(done.hessians)}, payload.masks)
         else:
             hidden = self.model.pass_through(module, hidden, self.config.batch_size)
         meta = {"of-round": of_round, "next": layer + 1, "pruned": pruned_at, "removed": removed}
-        told = {"relative-error": error}
-        if layer == self.model.num_layers - 1:
-            return LayerUpdate(payload, State({}, meta), told)
-        # What the client has on disk is its own matrices, where it prunes them, and the dense layer.
-        on_disk = self.model.prunable(layer) if task.fields["prunes"] else ()
-        repeats = task.payload.tensors.keys() <= set(on_disk)
-        return LayerUpdate(payload, self._reached(hidden, meta, state, step, repeats=repeats), told, hidden)
-
-    def _reached(
-        self, hidden: Tensor, meta: Mapping[str, Any], before: State, step: int, *, repeats: bool = True
-    ) -> State:
-        """This is the state after ``step`` with the hidden states, or with where to find them; memory keeps them.
-
-        ``before`` is the state before the step. ``repeats`` says whether this step can be done again from what the
-        client has on disk.
-        """
-        if self.options.hidden_every == 1:
-            return State({"hidden": hidden}, meta)
-        is_same_round = before.meta.get("of-round") == meta["of-round"]
-        stored_at, stored_next = before.meta.get("hidden-at", (0, 0)) if is_same_round else (0, 0)
-        meta = {**meta, "step": step, "repeats": repeats and (not is_same_round or before.meta.get("repeats", True))}
-        hidden_states.hold(self._held_as(step), hidden)
-        if not repeats or meta["next"] - stored_next >= self.options.hidden_every:
-            return State({"hidden": hidden}, {**meta, "hidden-at": (step, meta["next"])})
-        return State({}, {**meta, "hidden-at": (stored_at, stored_next)})
-
-    def _held_as(self, step: int) -> hidden_states.Key:
-        return str(self.store.folder), self.place.run_key, step
-
-    def _hidden_in(self, state: State) -> tuple[int, Tensor | None]:
-        """This is the first layer that the hidden states did not pass, and these states; None if only text is left.
-
-        Raises ``ValueError`` where they are lost and cannot be computed again.
-        """
-        position, found = int(state.meta["next"]), state.tensors.get("hidden")
-        if "hidden-at" in state.meta:
-            held = hidden_states.take(self._held_as(int(state.meta["step"])))
-            if held is not None:
-                return position, held
-        if found is None and (at := state.meta.get("hidden-at", (0, 0))[0]):
-            try:
-                older = self.store.read(int(at))
-            except ValueError as error:
-                if not state.meta["repeats"]:
-                    raise
-                log.warning("%s; the hidden states are computed again from the text", error)
-            else:
-                position, found = int(older.meta["next"]), older.tensors["hidden"]
-        if found is None:
-            return 0, None
-        return position, found.to(self.model.home(found.shape[0] * found.shape[1]))
+        is_last = layer == self.model.num_layers - 1
+        return LayerUpdate(payload, State({} if is_last else {"hidden": hidden}, meta), {"relative-error": error})
 
     def observed(self, task: Task, state: State) -> LayerUpdate:
         """This returns the Hessians of a layer, which follows the pruned layers that came from the server.
@@ -382,8 +316,9 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         if self.privacy is not None:
             payload = self._private_moments(self.privacy, layer, module, hidden, meta, task.round)
         else:
-            payload = Payload(self._encoded(input_hessians(self.model, layer, module, hidden, self.config.batch_size)))
-        return LayerUpdate(payload, self._reached(hidden, meta, state, task.round), {}, hidden)
+            found = input_hessians(self.model, layer, module, hidden, self.config.batch_size)
+            payload = Payload(hessians.encoded(found))
+        return LayerUpdate(payload, State({"hidden": hidden}, meta), {})
 
     def _private_moments(
         self,
@@ -436,10 +371,6 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         }
         return LayerUpdate(Payload(kept), State({}, dict(state.meta)), {"recovery-loss": loss})
 
-    def _encoded(self, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        bits = self.options.hessian_bits
-        return {k: t for name, each in found.items() for k, t in hessians.encoded(name, each, bits).items()}
-
     def _received_layers(self, task: Task, state: State) -> dict[str, Any]:
         """This keeps the pruned layers of a message on disk, and returns the state's JSON values with them."""
         meta = {**state.meta, "pruned": dict(state.meta.get("pruned", {}))}
@@ -460,10 +391,10 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         They are computed from those in ``state``, if these are of the same round and of no later layer, else from the
         text. The result takes the memory of the hidden states in ``state``, which are overwritten.
         """
-        position, hidden = 0, None
         if state.meta.get("of-round") == of_round and int(state.meta["next"]) <= layer:
-            position, hidden = self._hidden_in(state)
-        if hidden is None:
+            position, hidden = int(state.meta["next"]), state.tensors["hidden"]
+            hidden = hidden.to(self.model.home(hidden.shape[0] * hidden.shape[1]))
+        else:
             position, hidden = 0, self.model.embed(self.segments()[0], self.config.batch_size)
         if layer:
             private_text.forget_documents()
@@ -498,7 +429,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         if self.privacy is not None:
             self._plan_from(self.privacy, int(task.fields["layer"]) + 1)
             return {"density": self.density(update.state), **self.privacy.report(task.round)}
-        if update.hidden is not None and not bool(update.hidden.isfinite().all()):
+        if not all(bool(hidden.isfinite().all()) for hidden in update.state.tensors.values()):
             raise ValueError(f"hidden states after decoder layer {task.fields['layer']} are not finite")
         return {"density": self.density(update.state)}
 
@@ -515,8 +446,6 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         meta = self.store.read(round).meta
         for layer, version in meta.get("pruned", {}).items():
             self.layers.check(int(layer), int(version))
-        if not meta.get("repeats", True):
-            self.store.read(int(meta["hidden-at"][0]))
 
     def density(self, state: State) -> float:
         """This is the kept share of all parameters of the client's own model."""

@@ -4,17 +4,15 @@ Bai, Li, Li, Zhao, Kim, "FedSpaLLM: Federated Pruning of Large Language Models",
 Where the text leaves a choice, or does not hold:
 
 * Equation (5) divides by one scalar; each entry's own count is meant (``core.aggregate.L0Mean``).
-* Ties in the expansion, which are most of it, go by smallest mean magnitude (``fedspallm.ties``; for ``wanda`` clients
-  also send the root mean square of each matrix' inputs); its scope is a matrix (``fedspallm.expansion``). Nothing that
-  all clients pruned comes back. Weights removed by the expansion are not made up for.
+* Ties in the expansion, which are most of it, go by smallest mean magnitude; its scope is a matrix. Nothing that all
+  clients pruned comes back. Weights removed by the expansion are not made up for.
 * A matrix is averaged over the clients that pruned it: equation (9) would add dense copies to the mean.
 * Corollary 4.1 asks that every layer be pruned by somebody: layers are dealt by a shuffled round-robin, which begins
   with those that were never pruned. One that nobody pruned stays as it is, and the record says so.
 * From round 2 on the cached dense layers of equation (9) are no longer the global model's; ``fedspallm.unsampled =
   "current"`` sends the current ones to those who do not prune them.
 
-A round is one exchange per decoder layer. The server holds one layer's sums, and writes each new layer to its disk;
-with ``fedspallm.expansion = "global"`` the means and counts of all layers wait there until the last is in.
+A round is one exchange per decoder layer. The server holds one layer's sums, and writes each new layer to its disk.
 """
 
 from __future__ import annotations
@@ -26,13 +24,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.app import RecordDict
 
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.core import metrics, rng
 from fedprune_app.core.aggregate import L0Mean
-from fedprune_app.core.expansion import INPUT_NORMS, Cut, Votes
 from fedprune_app.core.layers import assign_layers
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
@@ -138,15 +134,11 @@ class FedSpaLLM(FederatedStrategy):
     # --- the global model ---------------------------------------------------------------------------------------
 
     def answer(self, layer: int) -> wire.Schema:
-        """Return what a reply to a layer holds: its matrices, and the norms of their inputs where ties go by norms."""
-        like, names = self.dense.layer_like(layer), self.dense.prunable(layer)
-        sums = {} if self._hessians is None else self._hessians.like()
-        if self.options.merge == "hessians":
+        """Return what a reply to a layer holds: its matrices with masks, or the Hessians of their inputs."""
+        if self._hessians is not None:
+            sums = self._hessians.like()
             return replace(wire.Schema.like(sums), unscaled=frozenset(sums))
-        tensors = {name: like[name] for name in names}
-        if self.options.ties == "wanda":
-            tensors |= {INPUT_NORMS + name: torch.empty(like[name].shape[1], device="meta") for name in names}
-        return replace(wire.Schema.like(tensors | sums, frozenset(names)), unscaled=frozenset(sums))
+        return self.global_model.schema(layer)
 
     def model_digest(self) -> str:
         return self.global_model.digest()
@@ -156,11 +148,6 @@ class FedSpaLLM(FederatedStrategy):
         """Return the share of every matrix that is kept: ``density``, or the pattern's share."""
         pattern = self.options.n_of_m()
         return pattern[0] / pattern[1] if pattern else self.config.density
-
-    @property
-    def _waits(self) -> bool:
-        """Return whether the means of layers wait for those of all layers."""
-        return self.options.merge == "mean" and self.options.expansion == "global"
 
     # --- a round ------------------------------------------------------------------------------------------------
 
@@ -187,8 +174,6 @@ class FedSpaLLM(FederatedStrategy):
             self._prune_layer(round, layer, exchanges)
             self._by_layer[str(layer)]["seconds"] = time.monotonic() - started
             self._save_progress(round, layer + 1)
-        if self._waits:
-            self._expand_together(round.number)
         self._require_renewed()
         self._note_how_little_moved(round)
         return self._round_metrics(round)
@@ -236,7 +221,7 @@ class FedSpaLLM(FederatedStrategy):
 
     def _prune_layer(self, round: Round, layer: int, exchanges: Exchanges) -> None:
         self._layer, pruners = layer, self._pruners[layer]
-        if self.options.merge != "hessians":
+        if self._hessians is None:
             largest = max((self._weight(client) for client in pruners), default=1)
             self._mean = L0Mean(max(1, len(pruners)), largest)
         receivers = self._receivers(round, layer)
@@ -308,12 +293,8 @@ class FedSpaLLM(FederatedStrategy):
 
     def _add(self, client: int, update: Payload) -> None:
         if self._hessians is not None:
-            beside = self._hessians.beside(update)
-            self._mean.check(beside)
             self._hessians.add(update, self.clients[client].num_examples)
             self._known[client] = self._layer
-            update = beside
-        if not update.tensors:
             return
         self._mean.add(update, self._weight(client))
         if self._distances.compares(client, self.clients):
@@ -326,7 +307,7 @@ class FedSpaLLM(FederatedStrategy):
         """Make the new layer (lines 18 to 20)."""
         row: dict[str, Any] = {"pruners": len(self._pruners[layer]), "density": {}}
         self._by_layer[str(layer)] = row
-        if self._hessians is not None and self.options.merge == "hessians" and not self._hessians.is_empty:
+        if self._hessians is not None and not self._hessians.is_empty:
             self._close_by_hessians(self._hessians, round, layer, row)
             return
         mean = self._mean.mean()
@@ -339,18 +320,8 @@ class FedSpaLLM(FederatedStrategy):
             "kept_before_expansion": sum(int(mask.sum()) for mask in mean.masks.values()),
             "mask_distance": self._distances.close_layer(entries),
         }
-        if self._waits:
-            self.global_model.hold_back(round.number, layer, self._mean.votes())
-        else:
-            new = mean
-            if self.options.expansion != "none":
-                scope = "matrix" if self.options.expansion == "matrix" else "payload"
-                pattern = self.options.n_of_m()
-                ties = self.options.ties
-                new = self._mean.expanded(self.kept_share, n_of_m=pattern, ties=ties, scope=scope, mean=mean)
-            if self._hessians is not None:
-                new = self._hessians.solved(new, self.dense.layer_tensors(layer))
-            self._install(round.number, layer, new)
+        new = self._mean.expanded(self.kept_share, n_of_m=self.options.n_of_m(), mean=mean)
+        self._install(round.number, layer, new)
         self._mean = L0Mean(1)
 
     def _close_by_hessians(self, sums: HessianMerge, round: Round, layer: int, row: dict[str, Any]) -> None:
@@ -361,7 +332,6 @@ class FedSpaLLM(FederatedStrategy):
 
     def _install(self, round: int, layer: int, new: Payload) -> None:
         """A layer's matrices, expanded, become the global model's."""
-        new = Payload({name: new.tensors[name] for name in new.masks}, new.masks)
         before = self.global_model.layer(layer)
         if before.tensors:
             moved = sum(int((new.tensors[name] != before.tensors[name]).sum()) for name in new.tensors)
@@ -379,17 +349,6 @@ class FedSpaLLM(FederatedStrategy):
             with suppress(ValueError):
                 return int(checkpoints.read(round).meta["versions"][str(layer)])
         return self.global_model.versions[layer]
-
-    def _expand_together(self, round: int) -> None:
-        """Expand all matrices as one (lines 18 to 20). That can be begun again: the means stay until the next round."""
-        waiting = [layer for layer in range(self.dense.num_layers) if "weights" in self._by_layer[str(layer)]]
-
-        def votes(layer: int) -> Votes:
-            return self.global_model.held_back(round, layer, 8 * self.answer(layer).max_bytes)
-
-        cut = Cut(lambda: map(votes, waiting), self.config.density, self.options.ties)
-        for layer in waiting:
-            self._install(round, layer, cut.applied(votes(layer)))
 
     def _show_progress(self, round: Round, arrived: int = 0) -> None:
         """Show layers times clients, so far. ``round`` may be a layer's exchange."""
@@ -490,7 +449,6 @@ class FedSpaLLM(FederatedStrategy):
 
     def write_model(self, folder: Path) -> None:
         self.recorder.annotate(final_model=dict(self.write(folder, self.global_model.layer)))
-        self.global_model.forget_pending()
 
     # --- resuming -----------------------------------------------------------------------------------------------
 
@@ -515,7 +473,7 @@ class FedSpaLLM(FederatedStrategy):
         Where everybody prunes all layers in every round, the next round makes anew what clients keep.
         """
         yield from cls._points_after_layers(folder, run_key, round)
-        rounds, lost = state_rounds_of(meta), [*lost_layers(meta["versions"], layer_files(folder, run_key)[0])]
+        rounds, lost = state_rounds_of(meta), [*lost_layers(meta["versions"], layer_files(folder, run_key))]
         yield ResumePoint(round, rounds, tuple(lost), not lost)
         if meta["renewed"] and round < config.num_server_rounds:
             yield ResumePoint(round, rounds, tuple(lost), not lost, renews=True)
@@ -528,7 +486,7 @@ class FedSpaLLM(FederatedStrategy):
     @staticmethod
     def _points_after_layers(folder: Path, run_key: str, round: int) -> Iterator[ResumePoint]:
         """Yield the points after the finished layers of the round that follows ``round``, latest first."""
-        (layers, pending), progress = layer_files(folder, run_key), _progress_in(folder, run_key)
+        layers, progress = layer_files(folder, run_key), _progress_in(folder, run_key)
         for step in reversed(progress.rounds()):
             try:
                 found = progress.read(step).meta
@@ -538,8 +496,6 @@ class FedSpaLLM(FederatedStrategy):
             if found["round"] == round + 1:
                 state = found["state"]
                 lost = [*lost_layers(state["versions"], layers)]
-                waiting = {layer: round + 1 for layer, row in found["by-layer"].items() if "weights" in row}
-                lost += lost_layers(waiting, pending) if found["waits"] else ()
                 yield ResumePoint(round, state_rounds_of(state), tuple(lost), not lost, step)
 
     def go_on_from(self, point: ResumePoint) -> None:
@@ -551,7 +507,6 @@ class FedSpaLLM(FederatedStrategy):
         content = {
             "round": round.number,
             "layers-done": layers_done,
-            "waits": self._waits,
             "state": self.state().meta,
             "log": {**asdict(round.log), "clients": {str(k): row for k, row in round.log.clients.items()}},
             "by-layer": self._by_layer,

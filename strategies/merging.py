@@ -1,14 +1,10 @@
-"""How FedSpaLLM's server makes a layer of Hessians, beside the paper's mean of weights. These rules are ours.
+"""How FedSpaLLM's server makes a layer of Hessians, in place of the paper's mean of weights. This rule is ours.
 
 SparseGPT moves the weights that stay to make up for those that it removes, for one client's text and one client's mask.
-A mean over clients makes up for nobody's removals. With the Hessians of all clients the server can do better:
-
-* ``fedspallm.merge = "hessians"``: clients send Hessians alone. The server prunes each matrix once, by their sum: as
-  SparseGPT would with all text in one place. Each layer follows the pruned layers before it, which clients receive.
-  SparseGPT goes from left to right and looks at each column once. With ``fedspallm.refine`` its weights are solved
-  anew for its masks, as below.
-* ``fedspallm.merge = "least-squares"``: clients prune and vote as in the paper. For the masks that come out, the server
-  solves ``min ‖(W - W₀) X‖²`` by the sum of the Hessians.
+A mean over clients makes up for nobody's removals. With ``fedspallm.merge = "hessians"`` clients send Hessians alone,
+and the server prunes each matrix once, by their sum: as SparseGPT would with all text in one place. Each layer follows
+the pruned layers before it, which clients receive. SparseGPT goes from left to right and looks at each column once.
+With ``fedspallm.refine`` the server solves ``min ‖(W - W₀) X‖²`` anew for SparseGPT's masks.
 
 A Hessian tells more of a text than masks do: docs/systems/fedspallm.md says what. With ``dp.enabled`` clients send
 noised sums of clipped second moments in place of Hessians, and the server takes out what noise it can before it prunes.
@@ -67,13 +63,7 @@ class HessianMerge:
 
     def like(self) -> dict[str, Tensor]:
         """Return what a client sends of a layer's Hessians, without values."""
-        bits = self.options.hessian_bits
-        return {k: each for name, size in self.sizes.items() for k, each in hessians.like(name, size, bits).items()}
-
-    def beside(self, update: Payload) -> Payload:
-        """Return what a client sent beside its Hessians."""
-        sent = self.like().keys()
-        return Payload({name: tensor for name, tensor in update.tensors.items() if name not in sent}, update.masks)
+        return hessians.like(self.sizes)
 
     def add(self, update: Payload, num_sequences: int) -> None:
         """Add a client's Hessians; ``ValueError`` for Hessians that cannot be, and then none of them is added."""
@@ -101,17 +91,6 @@ class HessianMerge:
             {name: found[name][0] for name in dense if name in found},
             {name: found[name][1] for name in dense if name in found},
         )
-
-    def solved(self, voted: Payload, dense: Mapping[str, Tensor]) -> Payload:
-        """Return the ``voted`` masks with the weights that solve the least-squares problem; begin a new sum."""
-        tensors = dict(voted.tensors)
-        for names in self.groups:
-            hessian = self._hessian(names[0])
-            for name in names:
-                weight, mask = dense[name].to(self.device), voted.masks[name].to(self.device)
-                tensors[name] = self._solved(weight, mask, hessian).cpu()
-        self._sums = self._none()
-        return Payload(tensors, voted.masks)
 
     def _solved(self, weight: Tensor, mask: Tensor, hessian: Tensor) -> Tensor:
         return hessians.least_squares(weight, mask, hessian, self.options.damping)

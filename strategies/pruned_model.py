@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fedprune_app.config import Config, ConfigError
-from fedprune_app.core.expansion import Votes
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.engine.store import owner
@@ -23,7 +21,6 @@ from fedprune_app.federation.round import RunContext
 
 DENSE = 0
 """The version of a layer that nobody has pruned yet."""
-_COUNTS = "pruned-by/"  # before a matrix' name: how many clients pruned each entry
 
 
 class DenseModel(Protocol):
@@ -45,13 +42,12 @@ class DenseModel(Protocol):
 class PrunedModel:
     """The global model of a run: each decoder layer is the dense one, or that of the round that pruned it last.
 
-    The folder ``layers`` has one packed file per pruned layer and round, and below ``pending`` the means of layers that
-    wait to be expanded together.
+    The folder ``layers`` has one packed file per pruned layer and round.
     """
 
     def __init__(self, dense: DenseModel, folder: Path, run_key: str) -> None:
         self.dense = dense
-        self.files, self.pending = layer_files(folder, run_key)
+        self.files = layer_files(folder, run_key)
         self.versions = dict.fromkeys(range(dense.num_layers), DENSE)  # by layer, the round that wrote it
 
     def layer(self, layer: int) -> Payload:
@@ -89,24 +85,10 @@ class PrunedModel:
         self.files.drop_before(layer, oldest_needed)
         self.versions[layer] = round
 
-    def hold_back(self, round: int, layer: int, votes: Votes) -> None:
-        """Keep what clients voted for a layer until all layers are expanded together."""
-        self.pending.save(layer, round, _packed(votes))
-        self.pending.drop_before(layer, round)
 
-    def held_back(self, round: int, layer: int, max_bytes: int) -> Votes:
-        """Return what :meth:`hold_back` kept, of at most ``max_bytes`` when decoded."""
-        return _unpacked(self.pending.load(layer, round, max_bytes))
-
-    def forget_pending(self) -> None:
-        """Delete the files that were held back, because no round needs them any more."""
-        shutil.rmtree(self.pending.folder, ignore_errors=True)
-
-
-def layer_files(folder: Path, run_key: str) -> tuple[LayerFiles, LayerFiles]:
-    """Return a run folder's pruned layers, and the means that wait to be expanded together."""
-    layers = folder / "layers"
-    return LayerFiles(layers, owner("layer", run_key)), LayerFiles(layers / "pending", owner("mean", run_key))
+def layer_files(folder: Path, run_key: str) -> LayerFiles:
+    """Return a run folder's pruned layers."""
+    return LayerFiles(folder / "layers", owner("layer", run_key))
 
 
 def together(layers: Mapping[int, Payload]) -> Payload:
@@ -169,17 +151,3 @@ def clients_with_the_model(context: RunContext, dense: DenseModel) -> Roster:
 
 def _first_differing(ones: Sequence[str], others: Sequence[str]) -> int | None:
     return next((i for i, (one, other) in enumerate(zip(ones, others, strict=True)) if one != other), None)
-
-
-def _packed(votes: Votes) -> Payload:
-    """Return the votes as one payload, for the disk."""
-    most = max((int(counts.max()) for counts in votes.pruned.values()), default=0)
-    dtype = torch.uint8 if most < 2**8 else torch.int32
-    counts = {_COUNTS + name: each.to(dtype) for name, each in votes.pruned.items()}
-    return Payload({**votes.mean.tensors, **counts}, votes.mean.masks)
-
-
-def _unpacked(payload: Payload) -> Votes:
-    counts = {name: payload.tensors[_COUNTS + name].int() for name in payload.masks}
-    mean = {name: tensor for name, tensor in payload.tensors.items() if not name.startswith(_COUNTS)}
-    return Votes(Payload(mean, payload.masks), counts)

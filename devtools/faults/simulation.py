@@ -33,7 +33,6 @@ from devtools.faults.texts import tiny_texts
 from fedprune_app import files, plugins, testing
 from fedprune_app.config import Scalar
 from fedprune_app.engine.exchange import TooFewReplies
-from fedprune_app.models import hidden_states
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.testing import FinishedRun, lasting
 
@@ -176,7 +175,6 @@ class Simulation:
 
 def _process(values: Mapping[str, Scalar], folder: Path, messages: int, disk: Disk) -> None:
     """Run the federation in a process that may die, of which the disk and the story take note."""
-    hidden_states.forget()  # memory is empty at the start of a process
     with disk.watched(), testing.patient_clock() as clock, _silent(), _limited():
 
         def jump(seconds: float) -> None:

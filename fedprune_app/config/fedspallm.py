@@ -72,13 +72,6 @@ class FedSpaLLMOptions(Table):
             "own": "the text in the client's own data-dir",
         },
     )
-    hidden_every: int = option(
-        1,
-        "The number of layers after which a client writes its hidden states to disk. Between, they stay in the memory"
-        " of the client's process. A process that lacks them computes them again.",
-        least=1,
-        changes_results=False,
-    )
     window: int = option(
         0,
         "The number of tokens in a window that perplexity is measured on. 0 means as many as the model takes, at "
@@ -105,7 +98,7 @@ class FedSpaLLMOptions(Table):
     evaluate_own: bool = option(
         True,
         "If false, no client measures its own model on the test texts. A run then has no standalone perplexity.",
-        needs={".merge": ("mean", "least-squares")},
+        needs={".merge": ("mean",)},
     )
     dtype: str = option(
         "auto",
@@ -136,16 +129,7 @@ class FedSpaLLMOptions(Table):
         choices={
             "mean": "the paper's rule: each weight's mean over the clients that kept the weight, pruned to density",
             "hessians": "clients send Hessians in place of weights, and the server prunes once by their sum",
-            "least-squares": "clients send both; masks are those of the mean, and weights solve a least-squares"
-            " problem for the sum of the Hessians",
         },
-    )
-    hessian_bits: int = option(
-        32,
-        "The number of bits of an entry of a Hessian on the wire: 32, or 16, which are correlations in half precision.",
-        least=16,
-        most=32,
-        needs={".merge": ("hessians", "least-squares")},
     )
     refine: bool = option(
         False,
@@ -175,32 +159,11 @@ class FedSpaLLMOptions(Table):
         above=0,
         needs={".recovery-rounds": NoneOf((0,))},
     )
-    expansion: str = option(
-        "matrix",
-        "The part of the model over which the mean is pruned to density.",
-        choices={
-            "matrix": "each matrix",
-            "layer": "each decoder layer",
-            "global": "all layers together",
-            "none": "the mean is not pruned",
-        },
-        needs={".merge": ("mean", "least-squares")},
-    )
-    ties: str = option(
-        "magnitude",
-        "The rule that chooses between weights that equally many clients have pruned.",
-        choices={
-            "magnitude": "the weight with the smallest mean |w| is pruned",
-            "wanda": "the weight with the smallest |w|·‖x‖ is pruned; x are the inputs that clients saw",
-            "index": "the first weight in the matrix is pruned",
-        },
-        needs={".merge": ("mean", "least-squares")},
-    )
     weights: str = option(
         "uniform",
         "The weight of a client in the mean.",
         choices={"uniform": "every client counts alike", "segments": "a client counts by its segments"},
-        needs={".merge": ("mean", "least-squares")},
+        needs={".merge": ("mean",)},
     )
 
     def check(self, common: CommonOptions) -> None:
@@ -216,32 +179,24 @@ class FedSpaLLMOptions(Table):
         for key, length in (("segment-length", self.segment_length), ("window", self.window)):
             if length == 1:
                 raise ConfigError(f"fedspallm.{key} is 1, allowed: 0, or at least 2")
-        if self.ties == "wanda" and self.pruner == "magnitude":
-            raise ConfigError("fedspallm.ties is 'wanda', allowed with fedspallm.pruner 'magnitude': magnitude, index")
         if common.system == "fedspallm" and self.pruning_rounds(common) < 1:
             raise ConfigError(
                 f"fedspallm.recovery-rounds is {self.recovery_rounds}, allowed: less than num-server-rounds, "
                 f"{common.num_server_rounds}"
             )
-        if self.merge != "mean":
-            self._check_merge(common)
-        if self.expansion == "global" and self.pattern:
-            raise ConfigError("fedspallm.expansion is 'global', allowed with a pattern: matrix, layer, none")
+        if self.merge == "hessians":
+            self._check_hessians(common)
         if (pattern := self.n_of_m()) and self.block_size % pattern[1]:
             allowed = f"a multiple of {pattern[1]}"
             raise ConfigError(f"fedspallm.block-size is {self.block_size}, allowed with a pattern: {allowed}")
 
-    def _check_merge(self, common: CommonOptions) -> None:
-        with_merge = f"allowed with fedspallm.merge {self.merge!r}"
+    def _check_hessians(self, common: CommonOptions) -> None:
+        with_merge = "allowed with fedspallm.merge 'hessians'"
         if self.pruner != "sparsegpt":
             raise ConfigError(f"fedspallm.pruner is {self.pruner!r}, {with_merge}: sparsegpt")
-        if self.hessian_bits not in (16, 32):
-            raise ConfigError(f"fedspallm.hessian-bits is {self.hessian_bits}, allowed: 16, 32")
         if self.pruning_rounds(common) > 1:
             allowed = "1" + (" more than fedspallm.recovery-rounds" if self.recovery_rounds else "")
             raise ConfigError(f"num-server-rounds is {common.num_server_rounds}, {with_merge}: {allowed}")
-        if self.merge == "least-squares" and self.expansion == "global":
-            raise ConfigError(f"fedspallm.expansion is 'global', {with_merge}: matrix, layer, none")
 
     def pruning_rounds(self, common: CommonOptions) -> int:
         """Return the number of rounds that prune; the others, after them, recover."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fedprune_app.core import masked_tensors
-from fedprune_app.core.expansion import Votes, tie_break
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.scores import NOfM, check_n_of_m, kth_smallest
@@ -269,9 +268,6 @@ def attention_mean(tensors: Sequence[Sequence[Tensor]], temperature: float) -> l
     ]
 
 
-SCOPES = ("matrix", "payload")
-
-
 class L0Mean:
     """An l0 mean is FedSpaLLM's server: it holds each entry's mean over those who kept it, and how many pruned it.
 
@@ -313,67 +309,35 @@ class L0Mean:
         """
         return Payload(self._mean.mixed(), self._mean.held(self._masked))
 
-    def expanded(
-        self,
-        density: float,
-        *,
-        n_of_m: NOfM | None = None,
-        ties: str = "magnitude",
-        scope: str = "matrix",
-        mean: Payload | None = None,
-    ) -> Payload:
-        """Return equations (6) and (7): :meth:`mean`, pruned further to exactly ``keep_count(d, density)`` entries.
+    def expanded(self, density: float, *, n_of_m: NOfM | None = None, mean: Payload | None = None) -> Payload:
+        """Return equations (6) and (7): :meth:`mean`, each matrix pruned further to ``keep_count(d, density)`` entries.
 
-        The entries that most clients pruned (``C`` largest) go first. Among entries with equal ``C`` the order is that
-        of ``core.expansion.tie_break``, and then the lowest flat index. ``ties`` says which order this is:
-
-        * ``magnitude``: the smallest mean magnitude first;
-        * ``wanda``: the smallest product of mean magnitude and norm of its input first;
-        * ``index``: the lowest flat index alone.
+        The entries that most clients pruned (``C`` largest) go first. Among entries with equal ``C`` the smallest mean
+        magnitude goes first, and then the lowest flat index.
 
         If all clients agree on more pruned entries than the density asks for, no entry comes back (``k`` would be
-        negative). With ``scope="matrix"`` ``d`` counts the entries of one matrix. With ``scope="payload"`` ``d`` counts
-        the entries of all masked tensors together, in the payload's order. With ``n_of_m`` every m neighbours of a row
-        keep at most n entries, and ``density`` plays no part. No other entry compensates for an entry that is removed
-        here. ``mean`` is what :meth:`mean` returned, if the caller has that already.
+        negative). With ``n_of_m`` every m neighbours of a row keep at most n entries, and ``density`` plays no part. No
+        other entry compensates for an entry that is removed here. ``mean`` is what :meth:`mean` returned, if the caller
+        has that already.
         """
-        if scope not in SCOPES:
-            raise ValueError(f"scope is {scope!r}, allowed: {', '.join(SCOPES)}")
         mean = self.mean() if mean is None else mean
         masks: dict[str, Tensor] = {}
-        groups = [[name] for name in self._masked] if scope == "matrix" else [list(self._masked)]
-        for names in filter(None, groups):
-            holders = _joined([self._holders(n).view(-1) for n in names])
-            order = _joined([tie_break(mean, n, ties) for n in names])
+        for name in self._masked:
+            holders, order = self._holders(name).view(-1), mean.tensors[name].float().reshape(-1)
+            shape = mean.masks[name].shape
             if n_of_m is not None:
                 kept = holders > 0
-                kept &= _most_held_of_m(holders, order, n_of_m, [mean.masks[n].shape[-1] for n in names])
+                kept &= _most_held_of_m(holders, order, n_of_m, shape[-1])
             else:
                 kept = _most_held(holders, order, holders.numel() - keep_count(holders.numel(), density))
-            parts = torch.split(kept, [mean.masks[n].numel() for n in names])
-            masks |= {name: part.view(mean.masks[name].shape) for name, part in zip(names, parts, strict=True)}
+            masks[name] = kept.view(shape)
         return Payload.pruned(mean.tensors, masks)
-
-    def votes(self) -> Votes:
-        """Return this layer's part in an expansion over several layers together; see ``core.expansion.Cut``."""
-        return Votes(self.mean(), {name: self._counts(name) for name in self._masked})
-
-    def _counts(self, name: str) -> Tensor:
-        """Return how many clients pruned each entry (``C``), as a new tensor."""
-        if name in self._pruned:
-            return self._pruned[name].clone()
-        held = self._mean.held_weight(name)
-        return torch.empty_like(held, dtype=self._count_dtype).copy_(held).neg_().add_(self._addends[name])
 
     def _holders(self, name: str) -> Tensor:
         """Return how many clients kept each entry (``N - C``). The tensor must not be written to."""
         if name in self._pruned:
             return self._addends[name] - self._pruned[name].to(torch.int32)
         return self._mean.held_weight(name)
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def _most_held(holders: Tensor, order: Tensor, target: int) -> Tensor:
@@ -400,10 +364,9 @@ def _most_held(holders: Tensor, order: Tensor, target: int) -> Tensor:
     return kept
 
 
-def _most_held_of_m(holders: Tensor, order: Tensor, n_of_m: NOfM, row_lengths: Sequence[int]) -> Tensor:
+def _most_held_of_m(holders: Tensor, order: Tensor, n_of_m: NOfM, row_length: int) -> Tensor:
     """Return the mask of the n entries of every m neighbours that go last in the order of :func:`_most_held`."""
-    for length in row_lengths:
-        check_n_of_m(n_of_m, length)
+    check_n_of_m(n_of_m, row_length)
     n, m = n_of_m
     by_tie = order.abs().view(-1, m).sort(dim=1, stable=True).indices
     by_holders = holders.view(-1, m).gather(1, by_tie).sort(dim=1, stable=True).indices

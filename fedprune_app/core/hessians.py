@@ -14,9 +14,6 @@ from torch import Tensor
 
 HESSIAN = "hessian/"
 """This prefix before the name of the first matrix with the same inputs names their Hessian in a payload."""
-SCALE = "hessian-scale/"
-"""This prefix names the roots of the Hessian's diagonal, where the Hessian itself travels as correlations."""
-BITS = (32, 16)
 _FRACTION = 2.0**40
 _LARGEST = 2.0**52  # float64 holds an integer of this size with its last bit
 
@@ -37,26 +34,14 @@ def unpacked(upper: Tensor, size: int) -> Tensor:
     return matrix + matrix.triu(1).T
 
 
-def encoded(name: str, matrix: Tensor, bits: int = 32) -> dict[str, Tensor]:
-    """Return the tensors in which a Hessian (n, n) travels.
-
-    With 32 ``bits`` they are its upper triangle in float32. With 16 they are the correlations ``H_ij / √(H_ii H_jj)``
-    in float16, which are off by at most 2⁻¹² relative to the largest, and the roots of the diagonal in float32.
-    """
-    if bits == 32:
-        return {HESSIAN + name: packed_upper(matrix.float())}
-    scale = matrix.diagonal().float().sqrt()
-    safe = torch.where(scale > 0, scale, 1)
-    return {HESSIAN + name: packed_upper((matrix / safe[:, None] / safe).half()), SCALE + name: scale.cpu()}
+def encoded(matrices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors in which Hessians (n, n) travel: their upper triangles in float32."""
+    return {HESSIAN + name: packed_upper(matrix.float()) for name, matrix in matrices.items()}
 
 
-def like(name: str, size: int, bits: int = 32) -> dict[str, Tensor]:
-    """Return tensors of the names, shapes and dtypes that :func:`encoded` has for ``size`` inputs, without values."""
-    entries = size * (size + 1) // 2
-    if bits == 32:
-        return {HESSIAN + name: torch.empty(entries, device="meta")}
-    half = torch.empty(entries, dtype=torch.float16, device="meta")
-    return {HESSIAN + name: half, SCALE + name: torch.empty(size, device="meta")}
+def like(sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return tensors of the names, shapes and dtypes that :func:`encoded` has for ``sizes`` inputs, without values."""
+    return {HESSIAN + name: torch.empty(size * (size + 1) // 2, device="meta") for name, size in sizes.items()}
 
 
 class ClippedMoments:
@@ -167,12 +152,7 @@ class HessianSum:
 
         Raises ``ValueError`` for a diagonal below 0, and for numbers that are too large for an exact sum.
         """
-        upper = tensors[HESSIAN + name].double()
-        if SCALE + name in tensors:
-            scale = tensors[SCALE + name].double()
-            # A correlation of a float16 with itself is 1, whatever was rounded.
-            upper = packed_upper(unpacked(upper, self.size).fill_diagonal_(1) * scale[:, None] * scale)
-        upper = upper * weight
+        upper = tensors[HESSIAN + name].double() * weight
         largest = float(upper.abs().max())
         if not self.is_noised:
             diagonal = upper[_diagonal(self.size)]

@@ -78,8 +78,6 @@ class PrunedLayer:
     payload: Payload
     hidden: Tensor
     relative_error: float  # ‖outputs - outputs before‖² / ‖outputs before‖²
-    input_rms: dict[str, Tensor]  # by matrix: each input's RMS (in,) over the tokens; empty with "magnitude"
-    hessians: dict[str, Tensor]  # by the first matrix with the same inputs; empty unless the method is "sparsegpt"
 
 
 def prune_layer(
@@ -105,9 +103,6 @@ def prune_layer(
     for own, pruned in model.matrices[layer].joined({name: found[name][0] for name in names}).items():
         parameters[own].data = pruned
     tensors, masks = {name: found[name][0].cpu() for name in names}, {name: found[name][1].cpu() for name in names}
-    per_token = hidden.shape[1] ** -0.5  # statistics are means over sequences, not over tokens
-    rms = {name: each.input_norms().cpu() * per_token for name, each in statistics.items()}
-    hessians = {name: each.matrix for name, each in _by_first(names, statistics).items() if isinstance(each, Hessian)}
     del statistics
     moved, size = torch.zeros((2,), dtype=torch.float64, device=outputs.device).unbind()
     for new, old in zip(model.run(module, hidden, batch_size), torch.split(outputs, batch_size), strict=True):
@@ -115,7 +110,7 @@ def prune_layer(
         size += old.float().square().sum(dtype=torch.float64)
         old.copy_(new)
     relative_error = float(moved / size) if size else 0.0
-    return PrunedLayer(Payload(tensors, masks), outputs, relative_error, rms, hessians)
+    return PrunedLayer(Payload(tensors, masks), outputs, relative_error)
 
 
 def input_hessians(

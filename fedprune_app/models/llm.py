@@ -24,12 +24,12 @@ from torch.nn import functional as F
 from fedprune_app.core.payload import Payload
 from fedprune_app.models.checkpoints import Checkpoint, fill, one_line
 from fedprune_app.models.checkpoints import import_transformers as import_transformers
-from fedprune_app.models.hidden_states import home_of
 from fedprune_app.models.matrices import Matrices
 
 log = logging.getLogger("flwr.fedprune")
 _LENGTH = 2048  # tokens in SparseGPT's, Wanda's and FedSpaLLM's sequences
 _LOGITS = 2**22  # logits in memory at a time, unless one sequence has more; logits are many times wider than states
+_SHARE = 4  # hidden states may fill one part in so many of a GPU's memory
 _HIDDEN = 2**32  # bytes of hidden states of the texts whose perplexity is measured at a time
 _REMEMBERED = 2**22  # longest text, in characters, whose tokens are remembered
 LayerTensors = Callable[[int], Mapping[str, Tensor]]
@@ -205,8 +205,12 @@ class LanguageModel:
     # --- computing ----------------------------------------------------------------------------------------------
 
     def home(self, num_tokens: int) -> torch.device:
-        """Return where the hidden states of so many tokens lie: on the device if they take little of it."""
-        return home_of(num_tokens * self.token_bytes, self.device)
+        """Return where the hidden states of so many tokens lie: on a GPU if they take little of it, else on the CPU."""
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            if num_tokens * self.token_bytes <= total // _SHARE:
+                return self.device
+        return torch.device("cpu")
 
     @property
     def token_bytes(self) -> int:

@@ -152,7 +152,7 @@ class Search:
         if self.objective == "loss_mean":
             unmeasured = {
                 ("dp.enabled", "false"): config.dp.enabled,
-                ("fedspallm.merge", "mean, least-squares"): of_text and config.fedspallm.merge == "hessians",
+                ("fedspallm.merge", "mean"): of_text and config.fedspallm.merge == "hessians",
             }
         else:
             unmeasured = {

@@ -77,10 +77,8 @@ VARIANTS = {
     "ditto: private": {"system": "ditto", **PRIVATE},
     "subfedavg: local BatchNorm": {"system": "subfedavg", "model": "cnn-small-bn", "batch-norm": "local"},
     "standalone: private": {"system": "standalone", **PRIVATE},
-    "fedspallm: one cut for a layer, every second layer": {
+    "fedspallm: every second layer": {
         "system": "fedspallm",
-        "fedspallm.expansion": "layer",
-        "fedspallm.ties": "wanda",
         "fedspallm.layer-shares": "0.5 1.0",
         "fedspallm.unsampled": "current",
     },
@@ -93,7 +91,6 @@ VARIANTS = {
         "fedspallm.recovery-learning-rate": 0.01,
     },
     "fedspallm: private": {"system": "fedspallm", "fedspallm.merge": "hessians", "num-server-rounds": 1, **PRIVATE},
-    "fedspallm: least squares": {"system": "fedspallm", "fedspallm.merge": "least-squares", "num-server-rounds": 1},
 }
 """Settings that take other paths through the code than every system's own run; ``conform`` knows them by name."""
 

@@ -25,8 +25,6 @@ def expand_masks(
     density: float,
     *,
     n_of_m: NOfM | None = None,
-    ties: str = "magnitude",
-    scope: str = "matrix",
 ) -> Payload:
     """Return ``mean`` pruned further to ``density``, as in :meth:`L0Mean.expanded`; ``mean`` is ``l0_mean(payloads)``.
 
@@ -37,7 +35,7 @@ def expand_masks(
     same = own.masks.keys() == mean.masks.keys() and all(torch.equal(own.masks[n], mean.masks[n]) for n in own.masks)
     if own.tensors.keys() != mean.tensors.keys() or not same:
         raise ValueError("mean is not the l0 mean of these payloads: it has other tensors or masks")
-    masks = accumulator.expanded(density, n_of_m=n_of_m, ties=ties, scope=scope).masks
+    masks = accumulator.expanded(density, n_of_m=n_of_m).masks
     return Payload.pruned(mean.tensors, masks)
 
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedprune_app.core.aggregate import L0Mean
-from fedprune_app.core.expansion import INPUT_NORMS, Cut
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
@@ -28,24 +27,23 @@ def client(seed: int, density: float = 0.5, shape=(6, 8), dtype=torch.float32) -
     return Payload.pruned({"w": weight}, {"w": mask.view(shape)})
 
 
-def reference(payloads, density, ties="magnitude", norms=None):
+def reference(payloads, density, counts=None):
     """(mean, mask before expansion, mask after it), by equations (5) to (7) for each entry j in turn.
 
-    ``norms``: of the input of each entry, for ties by Wanda's score.
+    ``counts``: how often each client counts in the mean; in the vote everybody does once.
     """
     weights = [p.tensors["w"].flatten().tolist() for p in payloads]
     masks = [p.masks["w"].flatten().tolist() for p in payloads]
     d, n = len(weights[0]), len(payloads)
+    counts = counts or [1] * n
     pruned_by = [sum(not m[j] for m in masks) for j in range(d)]
-    mean = [
-        sum(w[j] for w, m in zip(weights, masks, strict=True) if m[j]) / (n - pruned_by[j]) if pruned_by[j] < n else 0.0
-        for j in range(d)
-    ]
+    mean = []
+    for j in range(d):
+        kept = [(c, w[j]) for c, w, m in zip(counts, weights, masks, strict=True) if m[j]]
+        mean.append(sum(c * w for c, w in kept) / sum(c for c, _ in kept) if kept else 0.0)
     union = [c < n for c in pruned_by]
     k = max(0, math.ceil(round((1 - density) * d, 6)) - sum(not kept for kept in union))
-    size = {"magnitude": abs, "index": lambda value: 0, "wanda": abs}[ties]
-    factor = norms if ties == "wanda" else [1.0] * d
-    left = sorted((j for j in range(d) if union[j]), key=lambda j: (-pruned_by[j], size(mean[j]) * factor[j], j))
+    left = sorted((j for j in range(d) if union[j]), key=lambda j: (-pruned_by[j], abs(mean[j]), j))
     after = list(union)
     for j in left[:k]:
         after[j] = False
@@ -57,15 +55,14 @@ def reference(payloads, density, ties="magnitude", norms=None):
     seeds=st.lists(st.integers(0, 10**6), min_size=1, max_size=6, unique=True),
     local=st.sampled_from([0.25, 0.5, 0.75]),
     density=st.sampled_from([0.1, 0.3, 0.5, 0.9]),
-    ties=st.sampled_from(["magnitude", "index"]),
 )
-def test_mean_and_expansion_are_the_formulas(seeds, local, density, ties):
+def test_mean_and_expansion_are_the_formulas(seeds, local, density):
     payloads = [client(seed, local) for seed in seeds]
-    mean, union, after = reference(payloads, density, ties)
+    mean, union, after = reference(payloads, density)
     got = l0_mean(payloads)
     torch.testing.assert_close(got.tensors["w"].flatten(), torch.tensor(mean), atol=1e-6, rtol=1e-6)
     assert got.masks["w"].flatten().tolist() == union
-    expanded = expand_masks(payloads, got, density, ties=ties)
+    expanded = expand_masks(payloads, got, density)
     assert expanded.masks["w"].flatten().tolist() == after
     assert torch.equal(expanded.tensors["w"], torch.where(expanded.masks["w"], got.tensors["w"], 0))
 
@@ -111,7 +108,6 @@ def test_what_nobody_pruned_goes_only_when_it_must():
     assert expand_masks(payloads, mean, 0.75).masks["w"].tolist() == [True, True, False, True]
     assert expand_masks(payloads, mean, 0.5).masks["w"].tolist() == [True, True, False, False]
     assert expand_masks(payloads, mean, 0.25).masks["w"].tolist() == [False, True, False, False]
-    assert expand_masks(payloads, mean, 0.75, ties="index").masks["w"].tolist() == [True, True, False, True]
 
 
 def test_a_matrix_counts_only_those_who_pruned_it():
@@ -151,110 +147,6 @@ def test_a_pattern_survives_expansion():
         assert [i for i in range(4) if not kept[i]] == sorted(order[:2]), group
 
 
-@settings(max_examples=examples(30), deadline=None)
-@given(st.lists(st.integers(0, 10**6), min_size=2, max_size=5, unique=True), st.sampled_from([0.2, 0.4, 0.45]))
-def test_ties_can_go_by_the_weight_times_the_mean_norm_of_its_input(seeds, density):
-    norms = [torch.rand(8, generator=generator(seed, "norms")) * 10 + 0.01 for seed in seeds]
-    payloads = [client(seed) for seed in seeds]
-    told = [Payload({**p.tensors, INPUT_NORMS + "w": n}, p.masks) for p, n in zip(payloads, norms, strict=True)]
-    by_entry = (torch.stack(norms).double().mean(0).float().expand(6, 8)).flatten().tolist()
-    after = reference(payloads, density, "wanda", by_entry)[2]
-    expanded = expand_masks(told, l0_mean(told), density, ties="wanda")
-    assert expanded.masks["w"].flatten().tolist() == after
-    equal = [Payload({**p.tensors, INPUT_NORMS + "w": torch.full((8,), 3.0)}, p.masks) for p in payloads]
-    by_magnitude = expand_masks(payloads, l0_mean(payloads), density).masks["w"]
-    assert torch.equal(expand_masks(equal, l0_mean(equal), density, ties="wanda").masks["w"], by_magnitude)
-    with pytest.raises(ValueError, match="input-norms/w' is not there"):
-        expand_masks(payloads, l0_mean(payloads), density, ties="wanda")
-
-
-def layers_of(seeds, shapes, tied):
-    """For each layer the payloads of all clients; ``tied``: of few distinct values, so that values tie too."""
-    found = []
-    for number, shape in enumerate(shapes):
-        payloads = [client(seed + 1000 * number, 0.5, shape) for seed in seeds]
-        if tied:
-            payloads = [Payload.pruned({"w": p.tensors["w"].sign()}, p.masks) for p in payloads]
-        found.append(payloads)
-    return found
-
-
-def votes_of(payloads):
-    mean = L0Mean(len(payloads))
-    for payload in payloads:
-        mean.add(payload)
-    return mean.votes()
-
-
-@settings(max_examples=examples(60), deadline=None)
-@given(
-    seeds=st.lists(st.integers(0, 500), min_size=1, max_size=5, unique=True),
-    shapes=st.lists(st.sampled_from([(6, 8), (3, 4), (1, 5)]), min_size=1, max_size=4),
-    density=st.sampled_from([0.0, 0.1, 0.3, 0.5, 0.7, 1.0]),
-    ties=st.sampled_from(["magnitude", "index"]),
-    tied=st.booleans(),
-)
-def test_layers_expanded_one_at_a_time_are_expanded_as_one_matrix(seeds, shapes, density, ties, tied):
-    layers = layers_of(seeds, shapes, tied)
-    joined = [
-        Payload(
-            {"w": torch.cat([layer[k].tensors["w"].flatten() for layer in layers])},
-            {"w": torch.cat([layer[k].masks["w"].flatten() for layer in layers])},
-        )
-        for k in range(len(seeds))
-    ]
-    cut = Cut(lambda: map(votes_of, layers), density, ties)
-    expanded = [cut.applied(votes_of(layer)) for layer in layers]
-    after = reference(joined, density, ties)[2]
-    assert torch.cat([p.masks["w"].flatten() for p in expanded]).tolist() == after
-    for payload, layer in zip(expanded, layers, strict=True):
-        assert torch.equal(payload.tensors["w"], torch.where(payload.masks["w"], l0_mean(layer).tensors["w"], 0))
-
-
-def test_one_layer_can_be_pruned_more_than_another_when_they_are_expanded_together():
-    agreed = [client(1), client(1), client(1)]
-    apart = [client(2), client(3), client(4)]
-    cut = Cut(lambda: map(votes_of, (agreed, apart)), 0.5)
-    one, other = (cut.applied(votes_of(layer)) for layer in (agreed, apart))
-    assert one.num_kept() + other.num_kept() == 48
-    assert one.num_kept() == 24  # what all three kept goes only after what some did not
-    assert other.num_kept() == 24
-    cut = Cut(lambda: map(votes_of, (agreed, apart)), 0.6)
-    one, other = (cut.applied(votes_of(layer)) for layer in (agreed, apart))
-    assert one.num_kept() == 24  # nothing that all pruned comes back
-    assert other.num_kept() == keep_count(96, 0.6) - 24
-
-
-def test_what_all_of_fewer_clients_pruned_is_no_candidate_among_the_entries_of_a_layer_that_more_pruned():
-    def clients(*masks):
-        return [Payload.pruned({"w": torch.full((4,), 5.0)}, {"w": torch.tensor(mask).bool()}) for mask in masks]
-
-    two = clients([1, 1, 0, 0], [1, 1, 0, 0])  # pruned by 0, 0, 2, 2 of 2
-    three = clients([1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 1])  # by 0, 2, 2, 2 of 3
-    cut = Cut(lambda: map(votes_of, (two, three)), 0.5, "index")
-    assert cut.applied(votes_of(two)).masks["w"].tolist() == [True, True, False, False]
-    assert cut.applied(votes_of(three)).masks["w"].tolist() == [True, False, False, True]
-
-
-def test_the_count_may_be_shared_by_the_matrices_of_a_layer():
-    draw = generator(9, "two")
-    payloads = []
-    for _ in range(3):
-        tensors = {"a": torch.randn(4, 4, generator=draw), "b": torch.randn(2, 6, generator=draw)}
-        masks = {name: torch.rand(t.shape, generator=draw) < 0.5 for name, t in tensors.items()}
-        payloads.append(Payload.pruned(tensors, masks))
-    joined = [
-        Payload(
-            {"w": torch.cat([p.tensors["a"].view(-1), p.tensors["b"].view(-1)])},
-            {"w": torch.cat([p.masks["a"].view(-1), p.masks["b"].view(-1)])},
-        )
-        for p in payloads
-    ]
-    both = expand_masks(payloads, l0_mean(payloads), 0.3, scope="payload")
-    one = expand_masks(joined, l0_mean(joined), 0.3)
-    assert torch.equal(torch.cat([both.masks["a"].view(-1), both.masks["b"].view(-1)]), one.masks["w"])
-
-
 def test_weights_shift_the_mean_but_are_no_votes():
     a, b = client(1), client(2)
     weighted = L0Mean(max_addends=2, max_weight=3)
@@ -263,8 +155,8 @@ def test_weights_shift_the_mean_but_are_no_votes():
     both = a.masks["w"] & b.masks["w"]
     expected = (3 * a.tensors["w"] + b.tensors["w"]) / 4
     torch.testing.assert_close(weighted.mean().tensors["w"][both], expected[both])
-    plain = expand_masks([a, b], l0_mean([a, b]), 0.5, ties="index")
-    assert torch.equal(weighted.expanded(0.5, ties="index").masks["w"], plain.masks["w"])
+    plain = expand_masks([a, b], l0_mean([a, b]), 0.5)
+    assert torch.equal(weighted.expanded(0.5).masks["w"], plain.masks["w"])
 
 
 def test_a_mean_of_something_else_is_refused():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,15 @@ def test_layer_by_layer_is_the_whole_model(folder):
         logits = whole(folder)(ids).logits
     expected = [float(F.cross_entropy(x[:-1], y[1:])) for x, y in zip(logits, ids, strict=True)]
     assert model.losses(ids, walk(model, ids)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_hidden_states_lie_on_a_gpu_if_they_take_little_of_it(tmp_path, monkeypatch):
+    model = LanguageModel(tiny_checkpoint(tmp_path / "model", "llama"))
+    assert model.home(1) == torch.device("cpu")
+    model.device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=4000))
+    assert model.home(1000 // model.token_bytes) == model.device
+    assert model.home(1000 // model.token_bytes + 1) == torch.device("cpu")
 
 
 def test_perplexity_is_the_papers(folder):

@@ -56,9 +56,6 @@ def test_a_layer_in_float32_is_pruned_as_on_the_cpu(folder, device, method):
         torch.testing.assert_close(found.payload.tensors[name], standard.payload.tensors[name], atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(found.hidden, standard.hidden, atol=1e-3, rtol=1e-3)
     assert found.relative_error == pytest.approx(standard.relative_error, rel=1e-3)
-    assert found.input_rms.keys() == standard.input_rms.keys()
-    for name, rms in standard.input_rms.items():
-        torch.testing.assert_close(found.input_rms[name], rms, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("device", DEVICES)

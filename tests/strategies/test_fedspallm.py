@@ -195,23 +195,16 @@ def test_every_matrix_has_exactly_the_density_asked_for_and_more_before_expansio
         row = result.rounds[-1]
         assert row["density_global"] == pytest.approx(density, abs=1e-2)
         assert row["density_before_expansion"] > row["density_global"] + 0.02
-        assert run(density=density, fedspallm_expansion="none").rounds[-1]["density_global"] == pytest.approx(
-            row["density_before_expansion"]
-        )
 
 
-def l0_reference_of(each, density, ties="magnitude", norms=None, counts=None):
+def l0_reference_of(each, density, counts=None):
     """The slow reference on (weight, mask) pairs; a client counts as often as ``counts`` says in the mean alone."""
 
     class One:
         def __init__(self, weight, mask):
             self.tensors, self.masks = {"w": weight}, {"w": mask}
 
-    mean, union, after = l0_reference([One(*pair) for pair in each], density, ties, norms)
-    if counts is not None:
-        repeated = [One(*pair) for pair, count in zip(each, counts, strict=True) for _ in range(count)]
-        mean = l0_reference(repeated, density)[0]
-    return mean, union, after
+    return l0_reference([One(*pair) for pair in each], density, counts)
 
 
 def replies_of(result):
@@ -224,62 +217,13 @@ def replies_of(result):
 
 
 def test_clients_can_count_by_their_segments_in_the_mean_but_not_in_the_vote(run, tmp_path):
-    result = run(fedspallm_segment_counts="4 1 2", fedspallm_weights="segments", fedspallm_ties="index")
+    result = run(fedspallm_segment_counts="4 1 2", fedspallm_weights="segments")
     assert [len(segments_of(result.config, k, CLIENTS, tmp_path)) for k in range(CLIENTS)] == [4, 1, 2]
-    plain = run(fedspallm_segment_counts="4 1 2", fedspallm_ties="index")
     for key, (weight, mask) in global_layers(result).items():
-        mean, _, after = l0_reference_of(replies_of(result)[key], 0.5, "index", counts=[4, 1, 2])
+        mean, _, after = l0_reference_of(replies_of(result)[key], 0.5, counts=[4, 1, 2])
         assert mask.flatten().tolist() == after
         torch.testing.assert_close(weight.flatten(), torch.tensor(mean) * torch.tensor(after))
-        assert torch.equal(mask, global_layers(plain)[key][1])
-    assert result.sha256 != plain.sha256
-
-
-def test_ties_can_go_by_the_inputs_that_clients_saw_and_these_travel_only_then(run, llm, tmp_path):
-    result = run(fedspallm_ties="wanda")
-    linears = {n: m for n, m in layers_of(whole(llm))[0].named_modules() if isinstance(m, nn.Linear)}
-    told = {}
-    for message in (m for m in result.wiretap.messages if m.kind == "train" and m.round == 1):
-        names = {f"input-norms/{name}.weight" for name in linears}
-        assert message.up.tensors.keys() - message.up.masks.keys() == names
-        model = whole(llm)
-        linears = {n: m for n, m in layers_of(model)[0].named_modules() if isinstance(m, nn.Linear)}
-        seen = {name: [] for name in linears}
-        for name, linear in linears.items():
-            linear.register_forward_hook(lambda m, arguments, output, into=seen[name]: into.append(arguments[0]))
-        with torch.no_grad():
-            for segment in segments_of(result.config, message.partition, CLIENTS, tmp_path):
-                model(segment[None])
-        for name in linears:
-            inputs = torch.cat([x.reshape(-1, x.shape[-1]) for x in seen[name]])
-            got = message.up.tensors[f"input-norms/{name}.weight"]
-            torch.testing.assert_close(got, inputs.square().mean(0).sqrt(), atol=1e-5, rtol=1e-4)
-            told.setdefault(name, []).append(got)
-    for (layer, matrix), (weight, mask) in global_layers(result).items():
-        if layer == 0:
-            norms = torch.stack(told[matrix.removesuffix(".weight")]).double().mean(0).float()
-            by_entry = norms.expand(weight.shape).flatten().tolist()
-            after = l0_reference_of(replies_of(result)[layer, matrix], 0.5, "wanda", by_entry)[2]
-            assert mask.flatten().tolist() == after, matrix
-    assert global_layers(result).keys() == global_layers(run()).keys()
-
-
-def test_all_matrices_can_be_expanded_as_one(run):
-    result = run(fedspallm_expansion="global", density=0.3)
-    found, replies = global_layers(result), replies_of(result)
-    joined = [
-        tuple(torch.cat([replies[key][k][part].flatten() for key in found]) for part in (0, 1)) for k in range(CLIENTS)
-    ]
-    mean, union, after = l0_reference_of(joined, 0.3)
-    assert torch.cat([mask.flatten() for _, mask in found.values()]).tolist() == after
-    torch.testing.assert_close(
-        torch.cat([weight.flatten() for weight, _ in found.values()]), torch.tensor(mean) * torch.tensor(after)
-    )
-    row = result.rounds[-1]
-    assert row["density_global"] == sum(after) / len(after)
-    assert row["density_before_expansion"] == sum(union) / len(union)
-    assert len({float(mask.float().mean()) for _, mask in found.values()}) > 1
-    assert not (result.folder / "layers" / "pending").exists()
+    assert result.sha256 != run(fedspallm_segment_counts="4 1 2").sha256
 
 
 def cut_off(wanted, folder, monkeypatch):
@@ -305,22 +249,6 @@ def resumed(wanted, folder):
     again = parse_config({**wanted, "resume-from": str(folder)})
     run_in_process(server_app.app, client_app.app, CLIENTS, again.to_dict())
     return Finished(folder)
-
-
-def test_a_global_expansion_that_was_cut_off_is_made_again(run, settings, tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    wanted = {**settings, "fedspallm.expansion": "global", "density": 0.3}
-    assert cut_off(wanted, folder, monkeypatch) == [0, 1]
-    asked = []
-
-    def listen(message, context, honest):
-        asked.append(message)
-        return honest(message, context)
-
-    again = parse_config({**wanted, "resume-from": str(folder)})
-    run_in_process(server_app.app, wrapped_app(listen), CLIENTS, again.to_dict())
-    assert asked == []
-    assert Finished(folder).sha256 == run(fedspallm_expansion="global", density=0.3).sha256
 
 
 def test_more_texts_are_measured_and_the_first_decides(run, texts):
@@ -604,10 +532,7 @@ def test_a_run_cut_off_between_two_layers_goes_on_with_the_next(run, settings, t
         assert row[key] == pytest.approx(expected[key]), key
 
 
-@pytest.mark.parametrize("expansion", ["matrix", "global"])
-def test_a_run_whose_newest_checkpoint_is_damaged_once_the_next_round_has_begun_goes_on(
-    run, settings, tmp_path, expansion
-):
+def test_a_run_whose_newest_checkpoint_is_damaged_once_the_next_round_has_begun_goes_on(run, settings, tmp_path):
     def break_in_round_3(message, context, honest):
         fields = wire.fields_of(message.content)
         if (fields["of-round"], fields["layer"]) == (3, 1):
@@ -615,7 +540,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_once_the_next_round_has_begun_
         return honest(message, context)
 
     folder = tmp_path / "run"
-    wanted = {**settings, "num-server-rounds": 3, "fedspallm.expansion": expansion}
+    wanted = {**settings, "num-server-rounds": 3}
     config = parse_config({**wanted, "out-dir": str(folder)})
     with pytest.raises(Exception, match="decoder layer 1 in round 3 had 0 good replies"):
         run_in_process(server_app.app, wrapped_app(break_in_round_3), CLIENTS, config.to_dict())
@@ -624,7 +549,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_once_the_next_round_has_begun_
     again = parse_config({**wanted, "resume-from": str(folder)})
     run_in_process(server_app.app, client_app.app, CLIENTS, again.to_dict())
     assert Finished(folder).info["resumed_after_rounds"] == [1]
-    assert Finished(folder).sha256 == run(num_server_rounds=3, fedspallm_expansion=expansion).sha256
+    assert Finished(folder).sha256 == run(num_server_rounds=3).sha256
 
 
 def test_layers_that_no_checkpoint_needs_are_dropped(run):

@@ -28,7 +28,7 @@ def run(request, tmp_path):
         settings = {"system": "fedspallm", "dataset": "text", "num-server-rounds": 1, "fraction-train": 1.0}
         settings |= {"batch-size": 3, "evaluate-every": 1, "density": DENSITY, "model": str(model)}
         settings |= {"fedspallm.segments": 4, "fedspallm.segment-length": 24, "fedspallm.window": 32}
-        settings |= {"fedspallm.block-size": 8, "fedspallm.ties": "wanda", "fedspallm.dtype": dtype}
+        settings |= {"fedspallm.block-size": 8, "fedspallm.dtype": dtype}
         settings |= {"data-dir": str(texts), "device": device, "out-dir": str(folder)}
         run_in_process(server_app.app, client_app.app, CLIENTS, parse_config(settings).to_dict())
         return Finished(folder)

@@ -331,12 +331,10 @@ def test_a_ledger_of_own_text_is_found_again_however_segments_are_cut(own, tmp_p
     ("more", "message"),
     [
         ({"fedspallm.merge": "mean"}, "fedspallm.merge is 'mean', allowed with dp.enabled: hessians"),
-        ({"fedspallm.merge": "least-squares"}, "fedspallm.merge is 'least-squares', allowed with dp.enabled: hessians"),
         (
             {"fedspallm.recovery-rounds": 1, "num-server-rounds": 2},
             "fedspallm.recovery-rounds is 1, allowed with dp.en",
         ),
-        ({"fedspallm.hessian-bits": 16}, "fedspallm.hessian-bits is 16, allowed with dp.enabled: 32"),
         ({"dp.clip-norm": 2.0}, "dp.clip-norm is 2.0, allowed with system 'fedspallm': above 0 and at most 1"),
     ],
 )

@@ -241,7 +241,7 @@ def test_a_search_with_a_wrong_entry_beside_it_is_refused_before_anything_is_wri
         (
             "loss_mean",
             {"system": "fedspallm", "fedspallm.merge": "hessians"},
-            "fedspallm.merge is 'hessians', allowed with objective 'loss_mean': mean, least-squares",
+            "fedspallm.merge is 'hessians', allowed with objective 'loss_mean': mean",
         ),
     ],
 )
