@@ -34,7 +34,7 @@ from fedprune_app.preflight.given import Given
 from fedprune_app.results.differences import Difference, Paired, difference
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run, load_run
-from fedprune_app.sweeps.matrix import Matrix, matrix_of
+from fedprune_app.sweeps.matrix import matrix_of
 
 ROOT = Path(__file__).parents[1]
 DATA, FIGURES = ROOT / "docs" / "data" / "evidence", ROOT / "docs" / "assets" / "evidence"
@@ -156,7 +156,6 @@ def missing(name: str, path: Path) -> list[tuple[Any, int, str]]:
     """The runs of a matrix' file of which the data file lacks a row: the system as the file says, seed, settings."""
     document = yaml.safe_load(path.read_text())
     matrix = matrix_of(document, path)
-    assert isinstance(matrix, Matrix)
     known = {(row["settings"], row["seed"]) for row in read(name)}
     asked = product(document["systems"], document["datasets"], document["seeds"])  # the order of the cells
     found = []

@@ -274,7 +274,7 @@ for depth in range(12):  # a hundred bytes a level, ten times the entries
     [
         ("systems: [fedavg]\nrounds: 3", "unknown entry 'rounds', allowed: clients, common, systems, datasets, seeds"),
         ("seeds: [1]", "systems is None, allowed: a list of settings"),
-        ("systems: [{seed: 1}]", "an entry of systems lacks the key 'system'"),
+        ("systems: [{momentum: 0.1}]", "an entry of systems lacks the key 'system'"),
         (f"systems: [{ALIASES}]", "an entry of systems is [[[["),
         (f"systems: [{{system: fedavg, seed: {ALIASES}}}]", "seed in systems is [[[["),
         ("systems: [fedavg, fedavg]", "has two runs named 'fedavg-digits-seed0'"),

@@ -41,7 +41,7 @@ with atheris.instrument_imports(
     from fedprune_app.results.load import ExportInfo, encode_export, full_density, load_model, read_export_info
     from fedprune_app.results.measures import Reply
     from fedprune_app.results.reader import read_info, read_masks, read_rows
-    from fedprune_app.sweeps.matrix import Matrix, read_matrix
+    from fedprune_app.sweeps.matrix import read_matrix
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Metadata, RecordDict
@@ -269,9 +269,7 @@ def run_config(data: bytes) -> None:
 @target(matrices)
 def matrix(data: bytes) -> None:
     path = written("matrix.yaml", data)
-    found = read_matrix(path)
-    if isinstance(found, Matrix):  # a search draws its runs one after the other
-        found.cells(Given(out=FOLDER))
+    read_matrix(path).cells(Given(out=FOLDER))
 
 
 @target(records)

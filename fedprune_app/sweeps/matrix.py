@@ -4,46 +4,47 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import operator
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from fedprune_app.config import (
-    OPTIONS,
-    ConfigError,
-    Scalar,
-    flatten,
-    told_of,
-)
+from fedprune_app.config import OPTIONS, ConfigError, Scalar, flatten, told_of
+from fedprune_app.config.options import Bound, Option
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import Prepared, prepare_all
 from fedprune_app.results.recorder import holds_run
-from fedprune_app.sweeps.search import Entry, Searches, searches_of
+from fedprune_app.sweeps.space import Search, check_range
 
 _SECTIONS = ("clients", "common", "systems", "datasets", "seeds", "search")
+OBJECTIVES = {"accuracy_validation_mean": "maximize", "loss_mean": "minimize"}
+"""What a search may go by, and where better is; no number of test data, which nothing may be decided by."""
+_OF_SEARCH = {
+    "trials": Option(20, "how many settings are drawn", bounds=(Bound("at least", 1, operator.ge),)),
+    "sampler": Option("tpe", "how settings are drawn", {"tpe": "by what was good before", "random": "at random"}),
+    "objective": Option("accuracy_validation_mean", "what is best", OBJECTIVES),
+}
 
 
 @dataclass(frozen=True)
 class Matrix:
     """A matrix holds the settings of its cells, by name, and the number of clients that its file asks for.
 
-    ``num_clients`` is None if the command line decides. ``where`` names the file in errors.
+    ``num_clients`` is None if the command line decides. ``where`` names the file in errors. With ``searches`` the cells
+    are none to be run: they have each choice and each end of what is drawn.
     """
 
     settings: tuple[tuple[str, Mapping[str, Scalar]], ...]
     num_clients: int | None
     common: frozenset[str] = frozenset()  # keys that are the same in all cells
     where: str = "matrix"
-
-    def folders(self, out: Path) -> list[Path]:
-        """Return the folders of the runs below ``out``, of which any may not be there."""
-        return [out / name for name, _ in self.settings]
+    searches: tuple[Search, ...] = ()
 
     def cells(self, given: Given, placement: Placement | None = None) -> list[Prepared]:
         """Return the runs of the matrix, prepared for ``placement``.
@@ -57,7 +58,7 @@ class Matrix:
                 raise ConfigError(f"{key} is given on the command line, allowed: what the matrix does not vary")
         several = []
         for name, settings in self.settings:
-            folder, where = given.folder / name, f"{self.where}, run {name!r}"
+            folder, where = given.folder / name, f"{self.where}, run {name!r}" if name else self.where
             goes_on = given.resume and holds_run(folder)
             several.append(replace(given, files=[settings], out=folder, resume=goes_on, is_whole=True, where=where))
         return prepare_all(several, placement)
@@ -119,7 +120,7 @@ def to_yaml(document: Mapping[str, Any]) -> str:
     return text
 
 
-def read_matrix(path: Path) -> Matrix | Searches:
+def read_matrix(path: Path) -> Matrix:
     """Read a matrix file, see :func:`matrix_of`.
 
     Raises :class:`ConfigError` naming the file and the entry.
@@ -137,7 +138,7 @@ def read_matrix(path: Path) -> Matrix | Searches:
     return matrix_of(document, path)
 
 
-def matrix_of(document: object, path: Path | str) -> Matrix | Searches:
+def matrix_of(document: object, path: Path | str) -> Matrix:
     """Return the matrix, or the searches, that a document describes; ``path`` names it in errors.
 
     The document's entries are:
@@ -150,40 +151,94 @@ def matrix_of(document: object, path: Path | str) -> Matrix | Searches:
 
     Raises :class:`ConfigError` naming the entry.
     """
+    where = f"matrix {str(path)!r}"
     if not isinstance(document, dict):
-        raise ConfigError(f"matrix {str(path)!r} holds no table, allowed: {', '.join(_SECTIONS)}")
+        raise ConfigError(f"{where} holds no table, allowed: {', '.join(_SECTIONS)}")
     for key in document:
-        if key not in _SECTIONS:
-            raise ConfigError(f"matrix {str(path)!r} has unknown entry {key!r}, allowed: {', '.join(_SECTIONS)}")
-    common = _settings(path, "common", document.get("common", {}))
+        if key not in _SECTIONS or (key == "datasets" and "search" in document):
+            raise ConfigError(f"{where} has unknown entry {key!r}, allowed: {', '.join(_SECTIONS)}")
+    common = _settings(where, "common", document.get("common", {}))
     seeds = document.get("seeds", [0])
     if not (isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)):
-        raise ConfigError(f"matrix {str(path)!r}: seeds is {_short(seeds)}, allowed: a list of whole numbers")
+        raise ConfigError(f"{where}: seeds is {_short(seeds)}, allowed: a list of whole numbers")
     if len(set(seeds)) != len(seeds):
-        raise ConfigError(f"matrix {str(path)!r}: seeds is {_short(seeds)}, allowed: each whole number once")
+        raise ConfigError(f"{where}: seeds is {_short(seeds)}, allowed: each whole number once")
     num_clients = document.get("clients")
     if "clients" in document and (type(num_clients) is not int or num_clients < 1):
-        raise ConfigError(
-            f"matrix {str(path)!r}: clients is {_short(num_clients)}, allowed: a whole number, at least 1"
-        )
+        raise ConfigError(f"{where}: clients is {_short(num_clients)}, allowed: a whole number, at least 1")
+    searches: tuple[Search, ...] = ()
     if "search" in document:
-        return searches_of(document, common, seeds, path, _entries(path, document))
-    for key in ("system", "dataset", "seed"):
-        if key in common:
-            raise ConfigError(f"matrix {str(path)!r}: common sets {key!r}, allowed: in {key}s")
-    entries = document.get("systems")
-    if any(isinstance(each, dict) and "space" in each for each in (entries if isinstance(entries, list) else [])):
-        raise ConfigError(f"matrix {str(path)!r}: an entry of systems has a space, allowed: beside the entry search")
-    systems = _variants(path, "systems", "system", entries)
-    datasets = _variants(path, "datasets", "dataset", document.get("datasets", ["digits"]))
+        searches = tuple(_searches(where, document, common, tuple(seeds)))
+        settings = [probe for search in searches for probe in search.probes()]
+    else:
+        settings = _cells(where, document, common, seeds)
+    return Matrix(tuple(settings), num_clients, frozenset(common), where, searches)
+
+
+def _cells(
+    where: str, document: Mapping[str, Any], common: Mapping[str, Any], seeds: Sequence[int]
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return name and settings of each run of a matrix."""
+    _check_not_common(where, common, ("system", "dataset"))
+    systems = _variants(where, "systems", "system", document.get("systems"))
+    datasets = _variants(where, "datasets", "dataset", document.get("datasets", ["digits"]))
     settings = []
     for system, dataset, seed in itertools.product(systems, datasets, seeds):
         values = {**common, **dataset, **system, "seed": seed}
         of_seed = f"-seed{seed}"
         name = _cut(f"{_name(system, 'system')}-{_name(dataset, 'dataset')}", _LONGEST - len(of_seed))
         settings.append((name + of_seed, values))
-    _check_distinct(path, "runs", [name for name, _ in settings])
-    return Matrix(tuple(settings), num_clients, frozenset(common), f"matrix {str(path)!r}")
+    _check_distinct(where, "runs", [name for name, _ in settings])
+    return settings
+
+
+def _searches(
+    where: str, document: Mapping[str, Any], common: Mapping[str, Any], seeds: tuple[int, ...]
+) -> Iterator[Search]:
+    """Yield a search for each entry of ``systems``, or one for the system of ``common``."""
+    given = document["search"]
+    known = (*_OF_SEARCH, "space")
+    if not isinstance(given, dict) or not given.keys() <= {*known}:
+        raise ConfigError(f"{where}: search is {_short(given)}, allowed: a table with {', '.join(known)}")
+    with told_of(where):
+        how: dict[str, Any] = {key: each.parse(key, given.get(key, each.default)) for key, each in _OF_SEARCH.items()}
+    shared = _space(where, given.get("space", {}))
+    if "systems" in document:
+        _check_not_common(where, common, ("system",))
+        entries = document["systems"]
+        bare = [_without_space(entry) for entry in entries] if isinstance(entries, list) else entries
+        variants = _variants(where, "systems", "system", bare)
+        names = [_cut(_name(variant, "system"), _LONGEST_OF_A_SEARCH) for variant in variants]
+        _check_distinct(where, "systems", names)
+        spaces = [entry.get("space", {}) if isinstance(entry, dict) else {} for entry in entries]
+    elif "system" in common:
+        names, variants, spaces = [""], [{}], [{}]
+    else:
+        raise ConfigError(f"{where}: common has no system, allowed with search: one system, or the entry systems")
+    for name, variant, own in zip(names, variants, spaces, strict=True):
+        place = f"{where}: {name!r} in systems" if name else where
+        space = {key: each for key, each in shared.items() if key not in variant} | _space(place, own)
+        if not space:
+            raise ConfigError(f"{place} has nothing to draw, allowed: a space in search or in the entry")
+        yield Search(name, {**common, **variant}, space, seeds, where, **how)
+
+
+def _without_space(entry: Any) -> Any:
+    return {key: value for key, value in entry.items() if key != "space"} if isinstance(entry, dict) else entry
+
+
+def _space(where: str, space: Any) -> dict[str, Any]:
+    if not isinstance(space, dict):
+        raise ConfigError(f"{where}: space is {_short(space)}, allowed: a range or choices for each key")
+    for key, given in space.items():
+        check_range(where, key, given)
+    return space
+
+
+def _check_not_common(where: str, common: Mapping[str, Any], keys: Sequence[str]) -> None:
+    for key in keys:
+        if key in common:
+            raise ConfigError(f"{where}: common sets {key!r}, allowed: in {key}s")
 
 
 _LONGEST = 255  # characters of a folder's name, all of which are ASCII
@@ -191,53 +246,36 @@ _LONGEST_OF_A_SEARCH = 200  # of a system's name, to which trial and seed are ad
 _short = reprlib.repr  # a few lines of YAML aliases can stand for billions of entries
 
 
-def _settings(path: Path | str, section: str, table: Any) -> dict[str, Any]:
+def _settings(where: str, section: str, table: Any) -> dict[str, Any]:
     if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
-        raise ConfigError(f"matrix {str(path)!r}: an entry of {section} is {_short(table)}, allowed: key: value pairs")
+        raise ConfigError(f"{where}: an entry of {section} is {_short(table)}, allowed: key: value pairs")
     try:
-        with told_of(f"matrix {str(path)!r}: an entry of {section}"):
+        with told_of(f"{where}: an entry of {section}"):
             settings = flatten(table)
     except RecursionError:  # an alias that refers to itself
-        raise ConfigError(f"matrix {str(path)!r}: an entry of {section} is nested too deeply") from None
+        raise ConfigError(f"{where}: an entry of {section} is nested too deeply") from None
     for key, value in settings.items():
         if not isinstance(value, bool | int | float | str):
-            raise ConfigError(f"matrix {str(path)!r}: {key} in {section} is {_short(value)}, allowed: one value")
+            raise ConfigError(f"{where}: {key} in {section} is {_short(value)}, allowed: one value")
+    if "seed" in settings:
+        raise ConfigError(f"{where}: an entry of {section} sets 'seed', allowed: in seeds")
     return settings
 
 
-def _variants(path: Path | str, section: str, key: str, entries: Any) -> Sequence[dict[str, Any]]:
+def _variants(where: str, section: str, key: str, entries: Any) -> Sequence[dict[str, Any]]:
     if not (isinstance(entries, list) and entries):
-        raise ConfigError(f"matrix {str(path)!r}: {section} is {_short(entries)}, allowed: a list of settings")
-    variants = [{key: e} if isinstance(e, str) else _settings(path, section, e) for e in entries]
+        raise ConfigError(f"{where}: {section} is {_short(entries)}, allowed: a list of settings")
+    variants = [{key: e} if isinstance(e, str) else _settings(where, section, e) for e in entries]
     for variant in variants:
         if key not in variant:
-            raise ConfigError(f"matrix {str(path)!r}: an entry of {section} lacks the key {key!r}: {_short(variant)}")
-        if "seed" in variant:
-            raise ConfigError(f"matrix {str(path)!r}: an entry of {section} sets 'seed', allowed: in seeds")
+            raise ConfigError(f"{where}: an entry of {section} lacks the key {key!r}: {_short(variant)}")
     return variants
 
 
-def _entries(path: Path | str, document: Mapping[str, Any]) -> list[Entry]:
-    """Return the entries of ``systems`` beside a search, each of which may have a ``space``; none if there are none."""
-    if "systems" not in document:
-        return []
-    entries, spaces = document["systems"], []
-    if isinstance(entries, list):
-        spaces = [each.get("space") if isinstance(each, dict) else None for each in entries]
-        entries = [
-            {key: value for key, value in each.items() if key != "space"} if isinstance(each, dict) else each
-            for each in entries
-        ]
-    variants = _variants(path, "systems", "system", entries)
-    names = [_cut(_name(variant, "system"), _LONGEST_OF_A_SEARCH) for variant in variants]
-    _check_distinct(path, "systems", names)
-    return [Entry(*each) for each in zip(names, variants, spaces, strict=True)]
-
-
-def _check_distinct(path: Path | str, what: str, names: Sequence[str]) -> None:
+def _check_distinct(where: str, what: str, names: Sequence[str]) -> None:
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"matrix {str(path)!r} has two {what} named {twice!r}, allowed: distinct settings")
+        raise ConfigError(f"{where} has two {what} named {twice!r}, allowed: distinct settings")
 
 
 def _name(variant: Mapping[str, Any], key: str) -> str:

@@ -126,7 +126,7 @@ class Checker:
             "audit.audit",
             "exporting.export_model",
             "predicting.predictions",
-            "sweeps.search.search",
+            "sweeps.sweep.find",
             "preflight.describe.data_found",
             "results.report.write_report",
             "deploy.is_healthy",

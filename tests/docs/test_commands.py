@@ -11,7 +11,7 @@ import pytest
 
 from fedprune_app.config import to_toml
 from fedprune_app.sweeps.matrix import read_matrix, to_yaml
-from fedprune_app.sweeps.search import Found, best_matrix, best_settings
+from fedprune_app.sweeps.search import best_matrix, effective
 from tests.docs.blocks import ROOT, Block, Checker, blocks, spans
 
 NO_COMMANDS = {
@@ -54,10 +54,11 @@ def checker(monkeypatch, tmp_path, no_plugins) -> Checker:
 
 def write_what_a_search_would(asked, folder):
     folder.mkdir(parents=True)
-    several = [(search, Found({"learning-rate": 0.1}, 0.5, (), folder)) for search in read_matrix(asked).each]
-    (folder / "best.yaml").write_text(to_yaml(best_matrix(several, 20)))
-    for search, found in several:
-        (folder / search.best).write_text(to_toml(best_settings(search, found)))
+    searches = read_matrix(asked).searches
+    best = [effective(search, {"learning-rate": 0.1}) for search in searches]
+    (folder / "best.yaml").write_text(to_yaml(best_matrix(best, [0, 1], 20)))
+    for search, settings in zip(searches, best, strict=True):
+        (folder / search.file("best.toml")).write_text(to_toml(settings))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,97 @@
+"""A search draws settings from a space: for each key a list of choices, or a range from a low to a high end."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fedprune_app.config import OPTIONS, ConfigError, Scalar, told_of
+
+Range = list[Scalar] | Mapping[str, Any]
+"""These are choices, or a table with ``low`` and ``high``, and with ``log`` or ``step``."""
+_short = reprlib.repr  # a few lines of YAML aliases can stand for billions of entries
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search draws ``trials`` settings from ``space``, which win over its ``settings``; each is a run for each seed.
+
+    ``name`` tells the searches of several systems apart; alone it is empty. ``where`` names the file in errors.
+    """
+
+    name: str
+    settings: Mapping[str, Scalar]
+    space: Mapping[str, Range]
+    seeds: tuple[int, ...]
+    where: str
+    trials: int
+    sampler: str
+    objective: str
+
+    def file(self, what: str) -> str:
+        """Return the name of this search's own file; alone it is ``what``, as ``search.csv``."""
+        stem, _, ending = what.partition(".")
+        return f"{stem}-{self.name}.{ending}" if self.name else what
+
+    def folder(self, number: int, seed: int) -> str:
+        """Return the name of the folder of a trial's run."""
+        return f"{self.name and f'{self.name}-'}trial{number + 1:03d}-seed{seed}"
+
+    def probes(self) -> Iterator[tuple[str, dict[str, Scalar]]]:
+        """Yield a name and settings until each seed, each choice and each end of a range was there once."""
+        values = {
+            key: given if isinstance(given, list) else [given["low"], given["high"]]
+            for key, given in self.space.items()
+        }
+        first = {**self.settings, **{key: each[0] for key, each in values.items()}, "seed": self.seeds[0]}
+        yield self.name, first
+        for key, each in {"seed": list(self.seeds), **values}.items():
+            for value in each[1:]:
+                yield f"{self.name} {key}={_short(value)}".strip(), {**first, key: value}
+
+    def distributions(self) -> dict[str, Any]:
+        """Return what Optuna draws each key from. Raises :class:`ConfigError` for a range that it does not take."""
+        with told_of(self.where):
+            return {key: _distribution(key, given) for key, given in self.space.items()}
+
+
+def check_range(where: str, key: object, given: Any) -> None:
+    """Raise :class:`ConfigError` for what is neither a list of choices nor a table with two ends."""
+    if not isinstance(key, str) or key == "seed":
+        raise ConfigError(f"{where}: space has the key {_short(key)}, allowed: names of settings, and seed in seeds")
+    if isinstance(given, list):
+        is_range = bool(given) and all(isinstance(value, bool | int | float | str) for value in given)
+    else:
+        is_range = isinstance(given, dict) and {"low", "high"} <= given.keys() <= {"low", "high", "log", "step"}
+    if not is_range:
+        allowed = "a list of choices, or {low: ..., high: ...} with log: true or step: ..."
+        raise ConfigError(f"{where}: {key} in space is {_short(given)}, allowed: {allowed}")
+
+
+def optuna() -> Any:
+    """Return the library Optuna. Raises :class:`ConfigError` where it is not installed."""
+    try:
+        import optuna
+    except ImportError:
+        raise ConfigError("a search needs the package optuna: install the extra fedprune[search]") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def _distribution(key: str, given: Range) -> Any:
+    kinds = optuna().distributions
+    option = OPTIONS[key]
+    if isinstance(given, list):
+        return kinds.CategoricalDistribution([option.parse(key, option.from_here(value)) for value in given])
+    kind = {int: kinds.IntDistribution, float: kinds.FloatDistribution}.get(type(option.default))
+    if kind is None:
+        raise ConfigError(f"{key} in space is {_short(given)}, allowed: a list of choices")
+    low, high = (option.parse(key, given[end]) for end in ("low", "high"))
+    more = {name: value for name, value in given.items() if name in ("log", "step")}
+    try:
+        return kind(low, high, **more)
+    except (ArithmeticError, TypeError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise ConfigError(f"{key} in space is {_short(given)}, allowed: what Optuna draws from ({why})") from None
