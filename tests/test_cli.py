@@ -287,8 +287,14 @@ for depth in range(12):  # a hundred bytes a level, ten times the entries
         ("systems: [fedavg]\ncommon: {bogus: 1}", "unknown key 'bogus'"),
         ("systems: [fedavg]\ncommon: {seed: 1}", "common sets 'seed', allowed: in seeds"),
         ("systems: [!!python/object/apply:os.system [id]]", "cannot be read"),
-        ("systems: [fedavg]\nseeds: [1]\nseeds: [2]", "m.yaml' has the key 'seeds' twice, in lines 2 and 3"),
-        ("systems: [{system: fedavg, momentum: 0,\n momentum: 0.5}]", "has the key 'momentum' twice, in lines 1 and 2"),
+        (
+            "systems: [fedavg]\nseeds: [1]\nseeds: [2]",
+            "cannot be read: it has the key 'seeds' twice, in lines 2 and 3",
+        ),
+        (
+            "systems: [{system: fedavg, momentum: 0,\n momentum: 0.5}]",
+            "the key 'momentum' twice, in lines 1 and 2",
+        ),
         (
             "systems: [fedavg]\ncommon: {dp.enabled: true, dp: {enabled: false}}",
             "m.yaml': an entry of common: dp.enabled is given twice, with a dot and in a table, allowed: once",
@@ -372,22 +378,12 @@ def test_a_sweep_decides_itself_where_its_runs_are(fedprune, tmp_path):
         assert (code, told) == (2, "error: out-dir is '/q', allowed here: --out DIR and --resume say it\n")
 
 
-def test_numbers_in_a_matrix_are_read_as_in_yaml_1_2(tmp_path):
+def test_a_text_of_a_matrix_is_the_number_that_its_option_takes(tmp_path):
     from fedprune_app.sweeps.matrix import read_matrix
 
     (tmp_path / "m.yaml").write_text("systems: [fedavg]\ncommon: {learning-rate: 1e-4, weight-decay: 5E-4}")
     config = read_matrix(tmp_path / "m.yaml").cells(Given(out=tmp_path))[0].config
     assert (config.learning_rate, config.weight_decay) == (1e-4, 5e-4)
-
-
-@pytest.mark.parametrize("text", ["010", "0x1F", "1:30", "1e5x", "1.2.3"])
-def test_what_no_person_reads_as_a_number_is_none_in_a_matrix(tmp_path, text):
-    """YAML 1.1 reads 010 as 8, and 1:30 as 90."""
-    from fedprune_app.sweeps.matrix import read_matrix
-
-    (tmp_path / "m.yaml").write_text(f"systems: [fedavg]\nseeds: [{text}]")
-    with pytest.raises(ValueError, match=rf"seeds is \['{text}'\], allowed: a list of whole numbers"):
-        read_matrix(tmp_path / "m.yaml")
 
 
 @pytest.mark.parametrize(

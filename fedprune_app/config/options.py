@@ -6,6 +6,7 @@ import math
 import operator
 import os.path
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import Field, dataclass, field
 from enum import Enum, auto
 from pathlib import Path
@@ -169,6 +170,9 @@ _TOO_LARGE = 1 << 63  # a record of the run could not be read with it
 
 
 def _as_type(key: str, value: object, kind: type[Scalar]) -> Scalar:
+    if kind is float and isinstance(value, str):
+        with suppress(ValueError):
+            value = float(value)  # 1e-3 is a text in YAML, as .1 is in TOML
     if isinstance(value, int | float) and not isinstance(value, bool):
         if kind is float:
             value = _as_float(key, value)

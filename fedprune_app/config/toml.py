@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +56,6 @@ def parse_override(text: str) -> tuple[str, Scalar]:
         parsed = value
     known = OPTIONS.get(key.strip())
     if isinstance(parsed, str):
-        with suppress(ValueError):
-            if known and isinstance(known.default, float):
-                parsed = float(parsed)  # .1 and 1. are no TOML
         return key.strip(), parsed
     if known and isinstance(known.default, str):
         return key.strip(), value.strip()

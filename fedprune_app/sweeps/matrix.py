@@ -64,16 +64,8 @@ class Matrix:
         return prepare_all(several, placement)
 
 
-class _GivenTwice(yaml.YAMLError):
-    """A table of a YAML file has a key twice; the text says which one, and where."""
-
-
 class _Loader(yaml.SafeLoader):
-    """This loader is safe, and refuses a key that a table has twice, of which PyYAML takes the last one.
-
-    It reads ``1e-4`` as a number, as YAML 1.2 does; for YAML 1.1 that is a text. ``010`` and ``1:30`` are texts, which
-    no number is written like; for YAML 1.1 they are 8 and 90.
-    """
+    """This loader is safe, and refuses a key that a table has twice, of which PyYAML takes the last one."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         """Return a table as it is written, before merged tables (``<<``), whose keys its own may replace."""
@@ -84,39 +76,14 @@ class _Loader(yaml.SafeLoader):
                 continue
             name, line = (key.tag, key.value), key.start_mark.line + 1
             if name in lines:
-                raise _GivenTwice(f"the key {_short(key.value)} twice, in lines {lines[name]} and {line}")
+                raise yaml.YAMLError(f"it has the key {_short(key.value)} twice, in lines {lines[name]} and {line}")
             lines[name] = line
         return node
 
 
-_WHOLE, _SCIENTIFIC = r"[-+]?(0|[1-9][0-9_]*)", r"[eE][-+]?[0-9]+"
-_POINT = rf"({_WHOLE}\.[0-9_]*|[-+]?\.[0-9][0-9_]*)"
-_NUMBERS = {
-    "tag:yaml.org,2002:int": re.compile(rf"{_WHOLE}$"),
-    "tag:yaml.org,2002:float": re.compile(rf"({_POINT}({_SCIENTIFIC})?|{_WHOLE}{_SCIENTIFIC}|[-+]?\.inf|\.nan)$"),
-}
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in found if tag not in _NUMBERS]
-    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-for _tag, _pattern in _NUMBERS.items():
-    _Loader.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
-
-
-class _Dumper(yaml.SafeDumper):
-    """This dumper quotes a text that the loader, or a loader of YAML 1.1, would take for another value."""
-
-
-_Dumper.yaml_implicit_resolvers = {
-    first: list(found) for first, found in yaml.SafeDumper.yaml_implicit_resolvers.items()
-}
-for _tag, _pattern in _NUMBERS.items():
-    _Dumper.add_implicit_resolver(_tag, _pattern, list("-+.0123456789"))
-
-
 def to_yaml(document: Mapping[str, Any]) -> str:
     """Return the text of a matrix file, which :func:`read_matrix` reads as this document."""
-    text: str = yaml.dump(dict(document), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    text: str = yaml.safe_dump(dict(document), sort_keys=False, allow_unicode=True)
     return text
 
 
@@ -129,8 +96,6 @@ def read_matrix(path: Path) -> Matrix:
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:
         raise ConfigError(f"matrix {str(path)!r} does not exist") from None
-    except _GivenTwice as error:
-        raise ConfigError(f"matrix {str(path)!r} has {error}, allowed: once") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"matrix {str(path)!r} cannot be read: {' '.join(str(error).split())}") from None
     except RecursionError:

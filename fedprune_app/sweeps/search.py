@@ -136,7 +136,8 @@ def effective(search: Search, drawn: Mapping[str, Scalar]) -> dict[str, Scalar]:
     """Return those of the settings of a trial, but for the seed, that have an effect; paths are absolute."""
     settings = paths_from_here({**search.settings, **drawn})
     config = prepare(Given(settings)).config
-    return {key: value for key, value in settings.items() if has_effect(key, config)}
+    values = config.to_dict()
+    return {key: values[key] for key in settings if has_effect(key, config)}
 
 
 def _different(search: Search, study: Study) -> dict[str, FrozenTrial]:

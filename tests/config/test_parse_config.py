@@ -37,6 +37,12 @@ def test_parsing_the_flat_form_gives_the_configuration_back():
     assert parse_config(flatten(tomllib.loads(to_toml(config.to_dict())))) == config
 
 
+@pytest.mark.parametrize("text", [".1", "1e-1", "0.1"])
+def test_an_option_that_takes_a_number_reads_it_from_a_text(text):
+    """YAML has 1e-1 as a text, and TOML has no .1 at all."""
+    assert parse_config({"learning-rate": text}).learning_rate == 0.1
+
+
 def test_a_list_of_one_number_may_come_as_a_number():
     config = parse_config({"fedspallm.layer-shares": 0.5, "fedspallm.segment-counts": 8})
     assert (config.fedspallm.layer_shares, config.fedspallm.segment_counts) == ("0.5", "8")

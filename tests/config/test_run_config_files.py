@@ -24,8 +24,7 @@ from fedprune_app.config import ConfigError, parse_override, read_toml, to_toml
         ('data-dir="2024_01"', ("data-dir", "2024_01")),
         ("model=true", ("model", "true")),
         ("label-column=1e3", ("label-column", "1e3")),
-        ("learning-rate=.1", ("learning-rate", 0.1)),
-        ("learning-rate=1.", ("learning-rate", 1.0)),
+        ("learning-rate=.1", ("learning-rate", ".1")),
         ("subfedavg.target-rate=70", ("subfedavg.target-rate", 70)),
     ],
 )

