@@ -128,7 +128,6 @@ def run(
     engine: str = "ray",
     ray_address: str = "",
     resume: bool = False,
-    force: bool = False,
     progress: bool = True,
     **settings: object,
 ) -> Run:
@@ -145,7 +144,7 @@ def run(
     from fedprune_app.running.session import run as run_prepared
 
     folder = _path("out", out).resolve()
-    given = _given(config, settings).for_run_in(folder, resume=resume, force=force)
+    given = _given(config, settings).for_run_in(folder, resume=resume)
     prepared = prepare(given, Placement(engine, clients, workers, ray_address=ray_address))
     run_prepared(prepared, folder, Terminal(stderr=True, quiet=not progress))
     return load_run(folder)
@@ -162,7 +161,6 @@ def sweep(
     engine: str = "ray",
     ray_address: str = "",
     resume: bool = False,
-    force: bool = False,
     progress: bool = True,
     **settings: object,
 ) -> list[Run]:
@@ -188,7 +186,7 @@ def sweep(
     )
     console = Terminal(stderr=True, quiet=not progress)
 
-    given = _given(None, settings).for_run_in(_path("out", out), resume=resume, force=force)
+    given = _given(None, settings).for_run_in(_path("out", out), resume=resume)
     swept = make(read, given, Placement(engine, clients, workers, ray_address=ray_address), console)
     try:
         swept.check(with_reasons=not progress)

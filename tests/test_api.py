@@ -351,7 +351,7 @@ def test_a_process_that_ran_a_federation_keeps_nothing_of_it(tmp_path):
         (lambda api, _: api.load_run(5), "folder is 5, allowed: a path"),
         (lambda api, _: api.load_model(None), "path is None, allowed: a path"),
         (lambda api, _: api.predict(None, []), "model is None, allowed: a path"),
-        (lambda api, _: api.run(out="a", force="no"), "force is 'no', allowed: True or False"),
+        (lambda api, _: api.run(out="a", resume="no"), "resume is 'no', allowed: True or False"),
         (lambda api, _: api.predict("a", None), "files is None, allowed: a path, or a list of paths"),
         (lambda api, run: api.model(run, plugins=None), "plugins is None, allowed: a text, or a list of texts"),
         (

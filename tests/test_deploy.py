@@ -282,7 +282,7 @@ def test_an_ended_certificate_is_named_before_anything_is_started(tmp_path):
     with pytest.raises(ConfigError) as raised, local_deployment(tmp_path, []):
         pass
     assert str(raised.value) == f"{says}: remove {str(made.ca)!r}, and new ones are made"
-    assert {path.name for path in tmp_path.iterdir()} == {"certificates", ".fedprune"}
+    assert {path.name for path in tmp_path.iterdir()} == {"certificates"}
     made.ca.unlink()
     assert valid_until(make_certificates(tmp_path / "certificates", ["127.0.0.1"]).ca) > ended
 

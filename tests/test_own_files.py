@@ -1,4 +1,4 @@
-"""Nothing that fedprune did not write is removed or replaced without ``--force``."""
+"""Nothing that fedprune did not write is removed or replaced."""
 
 from __future__ import annotations
 
@@ -40,46 +40,21 @@ def assert_refused(done: tuple[int, str], *says: str) -> None:
 # --- run ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["clients_jsonl", "models__global_safetensors", "run_json", "checkpoints__mine", "tensorboard__mine"]
-)
-def test_a_run_does_not_replace_what_is_in_its_folder(fedprune, tmp_path, name):
-    before = fill(tmp_path / "mine", notes_txt="mine", **{name: "mine"})
+@pytest.mark.parametrize("name", ["clients_jsonl", "run_json", "checkpoints__mine"])
+def test_a_run_begins_in_no_folder_with_a_users_files(fedprune, tmp_path, name):
+    before = fill(tmp_path / "mine", **{name: "mine"})
     first = name.replace("_json", ".json").partition("__")[0]
-    assert_refused(
-        fedprune("run", *SMALL, *HERE, "--out", "mine"), f"holds '{first}'", "which fedprune did not write", "--force"
-    )
+    said = (f"holds '{first}'", "which fedprune did not write", "allowed: a new folder")
+    assert_refused(fedprune("run", *SMALL, *HERE, "--out", "mine"), *said)
     assert contents(tmp_path / "mine") == before
 
 
-def test_files_that_are_not_in_its_way_do_not_hinder_a_run_and_stay(fedprune, tmp_path):
-    before = fill(tmp_path / "mine", notes_txt="mine", log="begun\n", plots__a_png="mine")
+def test_a_file_whose_name_begins_with_a_dot_hinders_no_run_and_stays(fedprune, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / ".gitignore").write_text("mine")
     code, said = fedprune("run", *SMALL, *HERE, "--out", "mine")
     assert code == 0, said
-    assert before.items() <= contents(tmp_path / "mine").items()
-
-
-def test_force_removes_what_is_in_the_way_of_a_run_and_nothing_else(fedprune, tmp_path):
-    fill(tmp_path / "mine", notes_txt="mine", clients_jsonl="mine", models__old_safetensors="mine")
-    code, said = fedprune("run", *SMALL, *HERE, "--out", "mine", "--force")
-    assert code == 0, said
-    after = contents(tmp_path / "mine")
-    assert after["notes.txt"] == b"mine"
-    assert after["clients.jsonl"].startswith(b"{")
-    assert {name for name in after if name.startswith("models")} == {"models/global.safetensors"}
-    refused = fedprune("run", *SMALL, *HERE, "--out", "mine", "--force")
-    assert_refused(refused, "already holds a run, allowed: a new folder, or --resume")
-
-
-def test_a_wrong_setting_removes_nothing_in_spite_of_force(fedprune, tmp_path):
-    before = fill(tmp_path / "mine", clients_jsonl="mine")
-    assert_refused(fedprune("run", *SMALL, "seed=x", *HERE, "--out", "mine", "--force"), "seed is 'x'")
-    missing = [*SMALL, "dataset=mnist", "data-dir=nowhere"]
-    assert_refused(
-        fedprune("run", *missing, *HERE, "--out", "mine", "--force"),
-        "does not exist; dataset 'mnist' is read from MNIST/raw",
-    )
-    assert contents(tmp_path / "mine") == before
+    assert (tmp_path / "mine" / ".gitignore").read_text() == "mine"
 
 
 def test_the_server_looks_itself_for_a_run_that_flower_starts(federate, tmp_path):
@@ -104,20 +79,19 @@ def test_a_run_that_was_killed_before_its_first_round_may_begin_anew(fedprune, t
 MATRIX = "clients: 3\ncommon: {num-server-rounds: 1, local-epochs: 1}\nsystems: [fedavg]\n"
 
 
-def test_a_resumed_sweep_does_not_replace_a_users_tables_and_folders(fedprune, tmp_path):
+def test_a_resumed_sweep_takes_no_folder_with_a_users_files(fedprune, tmp_path):
     (tmp_path / "m.yaml").write_text(MATRIX)
-    sweep = ["sweep", "m.yaml", "--engine", "inprocess", "--out", "mine"]
+    sweep = ["sweep", "m.yaml", "--engine", "inprocess", "--out", "mine", "--resume"]
     before = fill(tmp_path / "mine", table_md="mine")
-    assert_refused(fedprune(*sweep, "--resume"), "holds 'table.md'", "--force")
+    assert_refused(fedprune(*sweep), "holds 'table.md'", "allowed: a new folder")
     assert contents(tmp_path / "mine") == before
     (tmp_path / "mine" / "table.md").unlink()
+    mark(tmp_path / "mine", "sweep")
     before = fill(tmp_path / "mine" / "fedavg-digits-seed0", rounds_jsonl="mine")
-    assert_refused(fedprune(*sweep, "--resume"), "holds 'rounds.jsonl'", "--force")
-    assert contents(tmp_path / "mine" / "fedavg-digits-seed0") == before
-    code, said = fedprune(*sweep, "--resume", "--force")
-    assert code == 0, said
-    code, said = fedprune(*sweep, "--resume")  # its own tables it replaces
-    assert code == 0, said
+    code, said = fedprune(*sweep)
+    assert code == 1, said
+    assert "holds 'rounds.jsonl', which fedprune did not write" in said
+    assert (tmp_path / "mine" / "fedavg-digits-seed0" / "rounds.jsonl").read_text() == "mine"
 
 
 # --- report, audit, deployment ------------------------------------------------------------------------------------
@@ -149,7 +123,7 @@ def test_an_audit_replaces_audits_alone(fedprune, tmp_path):
 
 def test_a_deployment_does_not_begin_in_a_users_folder(fedprune, tmp_path):
     before = fill(tmp_path / "mine", deployment__web_yaml="mine")
-    assert_refused(fedprune("deploy", "local", "--out", "mine"), "holds 'web.yaml', which fedprune did not write")
+    assert_refused(fedprune("deploy", "local", "--out", "mine"), "holds 'deployment', which fedprune did not write")
     assert contents(tmp_path / "mine") == before
 
 
@@ -172,13 +146,8 @@ def quick_demo(monkeypatch):
 def test_a_demo_refuses_a_folder_with_a_users_run(fedprune, quick_demo, tmp_path):
     made_up_run(tmp_path / "mine" / "standalone", "standalone", rounds=2)
     before = fill(tmp_path / "mine", standalone__notes_txt="mine", notes_txt="mine")
-    assert_refused(fedprune("demo", "--out", "mine"), "holds a run that is no demo's", "another --out, or --force")
+    assert_refused(fedprune("demo", "--out", "mine"), "holds a run that is no demo's", "allowed: another --out")
     assert contents(tmp_path / "mine") == before
-    code, said = fedprune("demo", "--out", "mine", "--force")
-    assert code == 0, said
-    after = contents(tmp_path / "mine")
-    assert after["standalone/notes.txt"] == after["notes.txt"] == b"mine"
-    assert after["standalone/run.json"] != before["standalone/run.json"]
 
 
 def test_a_demo_refuses_a_folder_that_is_itself_a_run(fedprune, quick_demo, tmp_path):
@@ -191,7 +160,7 @@ def test_a_demo_refuses_a_folder_that_is_itself_a_run(fedprune, quick_demo, tmp_
 @pytest.mark.parametrize("name", ["report_html", "fedavg__rounds_jsonl", "fedavg__models__global_safetensors"])
 def test_a_demo_refuses_a_folder_with_a_users_files_in_its_way(fedprune, quick_demo, tmp_path, name):
     before = fill(tmp_path / "mine", **{name: "mine"})
-    assert_refused(fedprune("demo", "--out", "mine"), "fedprune did not write", "--force")
+    assert_refused(fedprune("demo", "--out", "mine"), "fedprune did not write")
     assert contents(tmp_path / "mine") == before
 
 

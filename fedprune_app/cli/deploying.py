@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fedprune_app.cli.running import run_once
-from fedprune_app.cli.terminal import AcceptLoss, Configs, Force, Out, Overrides, Plugins, console, say
+from fedprune_app.cli.terminal import AcceptLoss, Configs, Out, Overrides, Plugins, console, say
 from fedprune_app.config import ConfigError, Scalar
 from fedprune_app.config.lists import share_in_turn
 from fedprune_app.errors import LaunchError
@@ -40,7 +40,6 @@ def local(
     ] = "",
     out: Out = Path("runs/deployed"),
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with the same nodes.")] = False,
-    force: Force = False,
     accept_loss: AcceptLoss = False,
     plugin: Plugins = None,
 ) -> None:
@@ -72,7 +71,7 @@ def local(
         for place, value in zip(places, values, strict=False):
             place[key] = value
     given = given_in(config, overrides, plugin)
-    given = given.for_run_in(out, resume=resume, force=force, accept_loss=accept_loss)
+    given = given.for_run_in(out, resume=resume, accept_loss=accept_loss)
     placement = Placement(num_clients=nodes, nodes=tuple(places), deployment=given.folder / "deployment")
     run_once(prepare(given, placement), out)
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedprune_app.cli.running import say_sizes
-from fedprune_app.cli.terminal import Force, Out, Plugins, Workers, console, say
+from fedprune_app.cli.terminal import Out, Plugins, Workers, console, say
 from fedprune_app.config import OPTIONS, ConfigError, Option, is_used, toml_value
 from fedprune_app.config.meant import not_allowed
 from fedprune_app.preflight.given import Given, given_in
@@ -107,7 +107,6 @@ def demo(
     out: Out = Path("runs/demo"),
     workers: Workers = None,
     llm: Annotated[bool, typer.Option("--llm", help="Run FedSpaLLM on a small language model.")] = False,
-    force: Force = False,
 ) -> None:
     """Run four systems on the embedded digits and write a report on them.
 
@@ -115,7 +114,6 @@ def demo(
     With --llm the demo runs FedSpaLLM at two densities instead.
     Its language model is first trained here, on Python's own sources.
     The runs of an earlier demo in --out are replaced.
-    Any other run there is replaced only with --force.
     """
     from fedprune_app.preflight.language_models import embedded_model
     from fedprune_app.results.ownership import check_report_file, mark, remove_run
@@ -139,10 +137,9 @@ def demo(
     page = out / ("report-llm.html" if llm else "report.html")
     if holds_run(out):
         raise ConfigError(f"--out {str(out)!r} holds a run, allowed: a folder for all runs of the demo")
-    if not force:
-        check_report_file(page)
+    check_report_file(page)
     for name in cells:
-        check_replaceable(out / name, force)
+        check_replaceable(out / name)
     if llm:
         say(f"embedded model: {embedded_model(console)}")
     placement = Placement("ray", LLM_CLIENTS if llm else DEMO_CLIENTS, workers)
@@ -153,5 +150,5 @@ def demo(
             mark(folder, "demo")
             prepared = prepare(Given(on_command_line=settings, out=folder), placement)
             say_sizes(session.run(prepared, folder), folder)
-    write_report([out / name for name in cells], page, force=force)
+    write_report([out / name for name in cells], page)
     say(f": open {page}", "done", "green")

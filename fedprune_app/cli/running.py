@@ -14,7 +14,6 @@ from fedprune_app.cli.terminal import (
     AcceptLoss,
     Configs,
     Engine,
-    Force,
     Out,
     Overrides,
     Plugins,
@@ -55,7 +54,6 @@ def run(
         typer.Option("--superlink", help="Run on real nodes. This is the name of a SuperLink in Flower's config.toml."),
     ] = "",
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
-    force: Force = False,
     accept_loss: AcceptLoss = False,
     plugin: Plugins = None,
 ) -> None:
@@ -67,7 +65,7 @@ def run(
     is_numbered = out is None and not (superlink or resume)
     with next_folder(LATEST.parent) if is_numbered else nullcontext(out or LATEST) as folder:
         given = given_in(config, overrides, plugin)
-        given = given.for_run_in(folder, resume=resume, force=force, accept_loss=accept_loss)
+        given = given.for_run_in(folder, resume=resume, accept_loss=accept_loss)
         run_once(prepare(given, placement), folder, LATEST if is_numbered else None)
 
 
@@ -124,7 +122,6 @@ def sweep(
     engine: Engine = "ray",
     ray_address: RayAddress = "",
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the sweep in --out stopped.")] = False,
-    force: Force = False,
     plugin: Plugins = None,
 ) -> None:
     """Run a matrix of experiments and write tables of their results.
@@ -137,7 +134,7 @@ def sweep(
     from fedprune_app.sweeps.matrix import read_matrix
 
     read = read_matrix(matrix)
-    given = given_in(None, overrides, plugin).for_run_in(out, resume=resume, force=force)
+    given = given_in(None, overrides, plugin).for_run_in(out, resume=resume)
     from fedprune_app.sweeps.sweep import sweep as make
 
     swept = make(read, given, Placement(engine, clients, workers, ray_address=ray_address), console)

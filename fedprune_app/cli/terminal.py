@@ -46,13 +46,6 @@ Engine = Annotated[
     str,
     typer.Option("--engine", help="Run on ray, on flower (Flower's own simulation), or inprocess for debugging."),
 ]
-Force = Annotated[
-    bool,
-    typer.Option(
-        "--force",
-        help="Remove or replace what is in the way, even if fedprune did not write it. `run` keeps an earlier run.",
-    ),
-]
 
 
 def say(text: str, label: str = "", style: str = "") -> None:

@@ -18,8 +18,8 @@ class Given:
 
     ``base`` has settings that nobody gives now: those of a run that has begun. ``files`` win over it, later files over
     earlier ones, and the command line wins over all. ``out`` is the run's folder; with ``resume`` the run in it
-    continues, and with ``force`` a new run removes what is in its way there. ``is_whole`` says that the settings are
-    all that there are: a resumed run takes none from its run.json. ``where`` is named in errors.
+    continues. ``is_whole`` says that the settings are all that there are: a resumed run takes none from its run.json.
+    ``where`` is named in errors.
     """
 
     base: Mapping[str, object] = field(default_factory=dict)
@@ -27,7 +27,6 @@ class Given:
     on_command_line: Mapping[str, Scalar] = field(default_factory=dict)
     out: Path | None = None
     resume: bool = False
-    force: bool = False
     accept_loss: bool = False
     is_whole: bool = False
     where: str = ""
@@ -44,9 +43,9 @@ class Given:
         sources = (*self.files, self.on_command_line)
         return paths_from_here({key: value for source in sources for key, value in source.items()})
 
-    def for_run_in(self, out: Path, *, resume: bool = False, force: bool = False, accept_loss: bool = False) -> Given:
+    def for_run_in(self, out: Path, *, resume: bool = False, accept_loss: bool = False) -> Given:
         """Return what is given for a run in the folder ``out``."""
-        return replace(self, out=out, resume=resume, force=force, accept_loss=accept_loss)
+        return replace(self, out=out, resume=resume, accept_loss=accept_loss)
 
 
 def given_in(

@@ -29,15 +29,14 @@ from fedprune_app.registry import SYSTEMS, System
 class Prepared:
     """A run is prepared when it may start, with these settings and at this place.
 
-    ``notes`` say in what the run is less than it seems. ``clears_the_way`` says that what is in its way in its folder
-    is removed, and ``is_complete`` that the folder holds the run with all of its rounds.
+    ``notes`` say in what the run is less than it seems. ``is_complete`` says that the folder holds the run with all of
+    its rounds.
     """
 
     config: Config
     placement: Placement
     system: System
     notes: tuple[str, ...] = ()
-    clears_the_way: bool = False
     is_complete: bool = False
 
     @property
@@ -95,7 +94,7 @@ def _settled(given: Given, placement: Placement | None) -> Prepared:
         check_resumable(before["config"], config)
     is_complete = before.get("status") == "completed" and before["rounds_completed"] >= config.num_server_rounds
     place = (placement or Placement("inprocess")).resumed(before).with_nodes_for(config)
-    return Prepared(config, place, SYSTEMS[config.system], (), given.force and not given.resume, is_complete)
+    return Prepared(config, place, SYSTEMS[config.system], (), is_complete)
 
 
 def _recorded(given: Given, placement: Placement | None) -> Mapping[str, Any]:
@@ -114,22 +113,17 @@ def _recorded(given: Given, placement: Placement | None) -> Mapping[str, Any]:
 
 def _check_folder(given: Given, placement: Placement) -> None:
     """Raise ``ValueError`` where a run may not write to its folder, as far as this machine can tell."""
-    from fedprune_app.results.ownership import check_free, check_marked, in_the_way
+    from fedprune_app.results.ownership import check_free
     from fedprune_app.results.recorder import holds_run
 
     if given.accept_loss and not given.resume:
         raise ConfigError("--accept-loss is given, allowed: with --resume")
-    if given.force and placement.superlink:
-        raise ConfigError("--force is given, allowed with --superlink: nothing; the folder is on the server")
-    if placement.deployment is not None and not given.force:
-        check_marked(placement.deployment, "deployment")
     if given.resume:
         return
     if not placement.superlink:
         check_out(given.folder)
-        if not given.force:
-            check_free(given.folder)
-    if holds_run(given.folder) and not in_the_way(given.folder):
+        check_free(given.folder)
+    if holds_run(given.folder):
         raise ConfigError(f"--out {str(given.out)!r} already holds a run, allowed: a new folder, or --resume")
 
 

@@ -1,9 +1,7 @@
-"""fedprune tells what it wrote from what is a user's own, and removes nothing of a user's unless asked to.
+"""fedprune tells what it wrote from what is a user's own, and removes nothing of a user's.
 
-* A run folder is fedprune's if it holds a run.json that fedprune can read. A new run starts in any other folder too, as
-  long as nothing there has the name of something that a run writes.
-* A folder that a command fills, or fills anew (a demo's run, a sweep, a deployment), holds the file :data:`MARK`, which
-  names that command.
+* A folder is taken by a command when nothing is in it, or when it bears a mark of fedprune's: a run.json that can be
+  read, or the file :data:`MARK`, which names the command that fills the folder.
 * A report names fedprune as its generator.
 
 Errors here are ``ValueError`` of one line that names what is in the way.
@@ -14,7 +12,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from fedprune_app.files import may_write, replace_file
@@ -34,28 +33,23 @@ _HEAD_BYTES = 4096
 # --- folders ------------------------------------------------------------------------------------------------------
 
 
-def in_the_way(folder: Path) -> list[str]:
-    """Return the names in ``folder`` under which a new run would write, and that no run of fedprune's wrote."""
-    found = [name for name in _OF_A_RUN if os.path.lexists(folder / name)]
-    if "run.json" in found:
-        try:
-            read_info(folder)
-        except ValueError:
-            return found
-        return []
-    return found
-
-
 def check_free(folder: Path) -> None:
-    """Raise ``ValueError`` if a new run in ``folder`` would replace what fedprune did not write."""
-    if found := in_the_way(folder):
-        raise ValueError(f"{_held(folder, found)}, allowed: another folder, or --force, which removes that")
+    """Raise ``ValueError`` unless nothing is in ``folder``, or the folder bears a mark of fedprune's.
 
-
-def clear_the_way(folder: Path) -> None:
-    """Remove everything in ``folder`` that :func:`check_free` would refuse."""
-    for name in in_the_way(folder):
-        remove(folder / name)
+    Names that begin with a dot do not count.
+    """
+    there = sorted(path.name for path in folder.glob("[!.]*"))
+    if not there or any(is_marked(folder, command) for command in ("run", "sweep", "demo")):
+        return
+    if "run.json" in there:
+        with suppress(ValueError):
+            read_info(folder)
+            return
+    shown = ", ".join(map(repr, there[:5])) + (" and more" if len(there) > 5 else "")
+    damaged = ", or which is damaged" if "run.json" in there else ""
+    raise ValueError(
+        f"folder {str(folder)!r} holds {shown}, which fedprune did not write{damaged}, allowed: a new folder"
+    )
 
 
 def remove_run(folder: Path) -> None:
@@ -87,22 +81,6 @@ def mark(folder: Path, command: str) -> None:
     if not is_marked(folder, command):
         remove(folder / MARK)
         replace_file(folder / MARK, f"{command}\n".encode())
-
-
-def check_marked(folder: Path, command: str, names: Iterable[str] | None = None) -> None:
-    """Raise ``ValueError`` if ``folder`` holds one of ``names`` (None: anything) and this command did not make it."""
-    if is_marked(folder, command):
-        return
-    there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    found = [name for name in there if names is None or name in names]
-    if found:
-        raise ValueError(f"{_held(folder, found)}, allowed: another folder, or --force, which replaces that")
-
-
-def _held(folder: Path, names: list[str]) -> str:
-    shown = ", ".join(map(repr, names[:5])) + (" and more" if len(names) > 5 else "")
-    damaged = ", or which is damaged" if "run.json" in names else ""
-    return f"folder {str(folder)!r} holds {shown}, which fedprune did not write{damaged}"
 
 
 # --- single files -------------------------------------------------------------------------------------------------

@@ -36,16 +36,13 @@ def llm_settings(density: float) -> dict[str, Scalar]:
     }
 
 
-def check_replaceable(folder: Path, force: bool) -> None:
+def check_replaceable(folder: Path) -> None:
     """Raise :class:`ConfigError` unless a demo may run in ``folder`` and replace what is there.
 
-    A demo may replace an earlier demo's run, unless somebody has continued that one. ``force`` allows any run that is
-    over.
+    A demo may replace an earlier demo's run, unless somebody has continued that one.
     """
     check_out(folder)
-    if force:
-        return
     check_free(folder)
     is_there = (folder / "run.json").exists()
     if is_there and (not is_marked(folder, "demo") or read_info(folder).get("resumed_after_rounds")):
-        raise ConfigError(f"{str(folder)!r} holds a run that is no demo's, allowed: another --out, or --force")
+        raise ConfigError(f"{str(folder)!r} holds a run that is no demo's, allowed: another --out")

@@ -22,7 +22,7 @@ from fedprune_app.launch import Link
 from fedprune_app.preflight import language_models
 from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import Prepared
-from fedprune_app.results.ownership import clear_the_way
+from fedprune_app.results.ownership import mark
 from fedprune_app.results.recorder import write_info
 from fedprune_app.running.numbered import point_to
 from fedprune_app.running.progress import RunProgress, read_json
@@ -87,8 +87,8 @@ class Session(ExitStack):
         self.tell(prepared.notes)
         if not place.superlink:  # real nodes have models of their own
             language_models.prepare_models([config], self.console)
-        if prepared.clears_the_way:
-            clear_the_way(folder)
+        if place.deployment is not None:
+            mark(folder, "run")  # the deployment writes there before the run does
         if link is not None:
             point_to(link, folder)
         before = read_json(folder / "run.json")

@@ -19,13 +19,13 @@ from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement, recorded_clients
 from fedprune_app.preflight.prepare import Prepared, check_out, prepare
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.results.ownership import check_marked, mark
+from fedprune_app.results.ownership import check_free, mark
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.recorder import holds_run
-from fedprune_app.results.tables import TABLES, write_tables
+from fedprune_app.results.tables import write_tables
 from fedprune_app.running.session import Session
 from fedprune_app.sweeps.matrix import Matrix, to_yaml
-from fedprune_app.sweeps.search import BEST, STUDY, Found, best_matrix, find, storage_in, study_of
+from fedprune_app.sweeps.search import BEST, Found, best_matrix, find, storage_in, study_of
 from fedprune_app.sweeps.space import Search
 
 Say = Callable[[str, str], object]
@@ -75,9 +75,7 @@ def sweep(read: Matrix, given: Given, placement: Placement, console: Console) ->
     if out.exists() and any(out.iterdir()) and not given.resume:
         raise ConfigError(f"--out {str(out)!r} is not empty, allowed: a new folder, or --resume")
     searches = [replace(each, settings={**each.settings, **given.chosen}) for each in read.searches]
-    if not given.force:
-        own = {each.file(name) for each in searches for name in ("search.csv", "best.toml")}
-        check_marked(out, "sweep", {*TABLES, *own, *([STUDY, BEST] if searches else [])})
+    check_free(out)
     runs = read.cells(given, None if searches else placement)
     if searches:
         probes = dict(zip((name for name, _ in read.settings), runs, strict=True))
@@ -104,7 +102,7 @@ def sweep(read: Matrix, given: Given, placement: Placement, console: Console) ->
 
         def trial(name: str, settings: Mapping[str, Scalar]) -> Run:
             begun = holds_run(out / name)
-            asked = Given(paths_from_here(settings), out=out / name, resume=begun, force=given.force, is_whole=True)
+            asked = Given(paths_from_here(settings), out=out / name, resume=begun, is_whole=True)
             return make(prepare(asked, placement))
 
         swept = _searched(searches, out, placement.clients, trial, say) if searches else _made(runs, make, say)
