@@ -268,7 +268,7 @@ def test_what_was_lost_is_drawn_by_round_and_reason(make_run):
     lost = {1: {"failures": 2}, 3: {"failures": 1, "dropped": 4}}
     none = {"failures": 0, "stragglers": 0, "dropped": 0, "evaluation_failures": 0}
     run = replace(run, rounds=tuple({**row, **none, **lost.get(row["round"], {})} for row in run.rounds))
-    (view,) = losses.losses(group_runs([run])).variants
+    (view,) = losses.by_reason(group_runs([run]))
     assert {trace["name"]: (trace["x"], trace["y"]) for trace in view.traces} == {
         "Failures": ([1, 3], [2, 1]),
         "Dropped out": ([3], [4]),
@@ -332,7 +332,7 @@ def test_perplexity_is_drawn_against_a_setting(make_run):
         folder = make_run(f"p{density}", "fedspallm", headline="perplexity_global", config={"density": density})
         run = load_run(folder)
         runs.append(replace(run, rounds=(*run.rounds[:-1], {**run.rounds[-1], "perplexity_global": 9 - density})))
-    (view,) = (view for view in settings.by_setting(group_runs(runs)).variants if "perplexity" in view.name)
+    (view,) = (view for view in settings.by_setting(group_runs(runs)) if "perplexity" in view.name)
     line, *points = view.traces
     assert (view.name, line["x"], line["y"]) == ("density, perplexity", [0.3, 0.5], [8.7, 8.5])
     assert [trace["y"] for trace in points] == [[8.7], [8.5]]
@@ -540,7 +540,7 @@ def test_a_client_that_the_last_evaluation_lacks_is_not_among_the_accuracies_by_
     run = load_run(peers[0])
     last = max(row["round"] for row in run.clients if row.get("accuracy_by_class"))
     absent = [row for row in run.clients if (row["round"], row["partition"]) != (last, 7)]
-    view = by_class(group_runs([replace(run, clients=tuple(absent))])).variants[0]
+    view = by_class(group_runs([replace(run, clients=tuple(absent))]))[0]
     assert view.traces[0]["x"] == [str(client) for client in range(20) if client != 7]
 
 

@@ -1,13 +1,14 @@
 """Figures are plain plotly.js traces that say what is drawn; the page decides on colours, theme and size.
 
-Each module answers one question of the reader, and has a figure's title beside what is drawn. Every trace says which
-``series`` (index into the groups) it belongs to. The page gives it that series' colour and dash, and hides it with the
-legend. All text is escaped, since plotly reads a little HTML.
+Each figure is a plan: a title, a caption, and the function that draws its views. Every trace says which ``series``
+(index into the groups) it belongs to. The page gives it that series' colour and dash, and hides it with the legend.
+All text is escaped, since plotly reads a little HTML.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from fedprune_app.results.figures import (
     clients,
@@ -16,39 +17,166 @@ from fedprune_app.results.figures import (
     layers,
     losses,
     masks,
-    partition,
-    privacy,
     settings,
     tradeoff,
     traffic,
 )
-from fedprune_app.results.figures.common import Figure
-from fedprune_app.results.tables import Group
+from fedprune_app.results.figures.common import Figure, Plan
+from fedprune_app.results.tables import Group, epsilon_remark
 
 
 def figures(groups: Sequence[Group]) -> list[Figure]:
     """Draw all figures for which some run has data, in reading order."""
-    drawn = [
-        curves.accuracy(groups),
-        curves.efficiency(groups),
-        curves.privacy(groups),
-        tradeoff.tradeoff(groups),
-        settings.by_setting(groups),
-        clients.accuracies(groups),
-        language.perplexity(groups),
-        layers.decoder_layers(groups),
-        clients.by_class(groups),
-        clients.density_groups(groups),
-        traffic.measured(groups),
-        traffic.layer_sets(groups),
-        losses.losses(groups),
-        layers.densities(groups),
-        layers.by_round(groups),
-        *curves.declared(groups),
-        privacy.epsilon(groups),
-        partition.partition(groups),
-        masks.similarity(groups),
-        masks.neighbourhood(groups),
-        masks.agreement(groups),
-    ]
+    drawn = [plan.drawn(groups) for plan in _plans(groups)]
     return [figure for figure in drawn if figure.variants]
+
+
+def _plans(groups: Sequence[Group]) -> list[Plan]:
+    return [
+        Plan(
+            "accuracy",
+            "Accuracy by round",
+            "Mean over all clients, or over those drawn by evaluate-clients, each on its own test split.",
+            partial(curves.accuracies, curve=curves.by_round, x_title="Round"),
+        ),
+        Plan(
+            "efficiency",
+            "Accuracy by traffic",
+            "Against the training traffic so far, as measured on the serialised messages: to and from the server, or "
+            "over all links where models go from peer to peer.",
+            partial(curves.accuracies, curve=curves.by_megabytes, x_title="Measured traffic (MB)"),
+        ),
+        Plan(
+            "privacy",
+            "Accuracy by privacy",
+            "Against the largest ε of any client so far, from the ledger of what ran: the smaller, the more private.",
+            partial(curves.accuracies, curve=curves.by_epsilon, x_title=f"Largest ε so far{epsilon_remark(groups)}"),
+        ),
+        Plan(
+            "tradeoff",
+            "What accuracy costs",
+            "One point per setting at the end of the run: the main number against what was spent for it. A line joins "
+            "the settings of a system; bars are standard deviations over seeds. The dotted line is the front: a pale "
+            "point is behind, since another setting is at least as accurate for no more. Settings with other data, or "
+            "judged by another model, have a front of their own.",
+            tradeoff.by_cost,
+        ),
+        Plan(
+            "settings",
+            "What a setting does",
+            "One point per setting at the end of the run: the main number against the value of this setting. A line "
+            "joins points of a system that differ in nothing else; bars are standard deviations over seeds. Choose "
+            "settings by validation accuracy, not by test accuracy.",
+            settings.by_setting,
+        ),
+        Plan(
+            "clients",
+            "Accuracy of each client",
+            "One point per client in the last evaluation; the diamond is the mean of the worst tenth.",
+            clients.accuracies,
+            rows=True,
+        ),
+        Plan(
+            "perplexity",
+            "Perplexity by sparsity",
+            "The global model (diamonds, solid) and the mean of the clients' own (circles, dotted), on each test text; "
+            "lower is better, and the curves begin at the dense model. A view's name says how many windows of how many "
+            "tokens were measured. After one round the clients' own are the standalone baseline, later they are not.",
+            language.perplexity,
+        ),
+        Plan(
+            "decoder-layers",
+            "Decoder layers",
+            "By layer of a language model, in the last round: how far the clients' masks agree, mean over pairs, and "
+            "the density of their mean before and after the server expands its masks.",
+            layers.decoder_layers,
+        ),
+        Plan(
+            "classes",
+            "Accuracy by class and client",
+            "Accuracy of each client's own model in the last evaluation, on the client's test examples of each class. "
+            "A cell is empty where a client has none.",
+            clients.by_class,
+            wide=True,
+        ),
+        Plan(
+            "density-groups",
+            "Accuracy by density of the client",
+            "One point per client in the last evaluation, by its own kept share; the line joins the means of clients "
+            "of the same density.",
+            clients.by_density,
+        ),
+        Plan(
+            "bytes",
+            "Traffic, measured and by the papers' formulas",
+            "Training messages of the whole run, up ↑ and down ↓. Solid: measured. Hatched: the paper's own formula."
+            + traffic.on_peers(groups),
+            traffic.measured,
+            rows=True,
+        ),
+        Plan(
+            "layer-sets",
+            "Traffic of a client by the layers it trains",
+            "Measured on the last training messages of a client of each set, to it and from it. The last layer, which "
+            "all train, is not named.",
+            traffic.by_layer_set,
+        ),
+        Plan(
+            "losses",
+            "What was lost when",
+            "Clients of each round whose reply does not count, by the reason. A run without such a round is not shown.",
+            losses.by_reason,
+        ),
+        Plan(
+            "layers",
+            "Density by layer",
+            "Kept share of each layer in the last evaluation, mean over clients.",
+            layers.densities,
+        ),
+        Plan(
+            "mask-layers",
+            "Each client's mask by layer and round",
+            "Kept share of each layer of a client's own model, in the evaluated rounds.",
+            layers.by_round,
+            wide=True,
+        ),
+        *curves.declared(groups),
+        Plan(
+            "epsilon",
+            "Privacy spent",
+            "ε from the ledger of what ran. Dotted: the budget, where there is one.",
+            curves.epsilon,
+            by_round=True,
+        ),
+        Plan(
+            "partition",
+            "Who has which classes",
+            "Training examples of each class at each client; an empty cell is none.",
+            clients.partition,
+            wide=True,
+        ),
+        Plan(
+            "masks",
+            "Label similarity and mask similarity",
+            "Each two clients: cosine of their training label counts, and the share of coordinates in which their "
+            "masks agree. In both, clients with alike labels stand side by side.",
+            masks.similarity,
+            wide=True,
+        ),
+        Plan(
+            "neighbourhood",
+            "Who is like whom",
+            "Each point is a client. Clients with alike masks are near each other: the map is a projection of all mask "
+            "distances to two dimensions, by classical multidimensional scaling.",
+            masks.neighbourhood,
+            wide=True,
+        ),
+        Plan(
+            "agreement",
+            "Agreement of the clients' masks",
+            "Each two clients: the share of a language model's weights that both keep or both prune, all decoder "
+            "layers together. A client of one document has its name.",
+            masks.agreement,
+            wide=True,
+        ),
+    ]

@@ -1,19 +1,22 @@
-"""These figures show how each client fares."""
+"""These figures show how each client fares, and which client has which classes."""
 
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from fedprune_app.core.metrics import worst_decile
 from fedprune_app.results import measures
 from fedprune_app.results.figures.common import (
     HEATMAP_UP_TO,
     SHARE_TICKS,
-    Figure,
     Trace,
     Variant,
     class_name,
+    heatmap,
+    line,
     number_of,
     row_axis,
     run_name,
@@ -25,38 +28,9 @@ from fedprune_app.results.tables import Group
 _POINTS_UP_TO = 400  # clients shown one by one beside their box
 
 
-def accuracies(groups: Sequence[Group]) -> Figure:
-    """The figure shows the accuracy of each client."""
-    return Figure(
-        "clients",
-        "Accuracy of each client",
-        "One point per client in the last evaluation; the diamond is the mean of the worst tenth.",
-        _client_variants(groups),
-        rows=len(groups),
-    )
-
-
-def by_class(groups: Sequence[Group]) -> Figure:
-    """The figure shows the accuracy of each client on each class."""
-    return Figure(
-        "classes",
-        "Accuracy by class and client",
-        "Accuracy of each client's own model in the last evaluation, on the client's test examples of each class. "
-        "A cell is empty where a client has none.",
-        [variant for group in groups if (variant := _by_class(group, group.runs[0]))],
-        wide=True,
-    )
-
-
-def density_groups(groups: Sequence[Group]) -> Figure:
-    """The figure shows the accuracy of each client by its density."""
-    return Figure(
-        "density-groups",
-        "Accuracy by density of the client",
-        "One point per client in the last evaluation, by its own kept share; the line joins the means of clients "
-        "of the same density.",
-        _density_group_variants(groups),
-    )
+def by_class(groups: Sequence[Group]) -> list[Variant]:
+    """Return a view for each group: the accuracy of each client on each class."""
+    return [view for group in groups if (view := _by_class(group, group.runs[0]))]
 
 
 def _by_class(group: Group, run: Run) -> Variant | None:
@@ -70,16 +44,15 @@ def _by_class(group: Group, run: Run) -> Variant | None:
     clients = sorted(last)[::step]
     classes = sorted({int(label) for found in last.values() for label in found})
     shares = [[last[client].get(str(label)) for client in clients] for label in classes]
-    trace: Trace = {
-        "type": "heatmap",
-        "x": [str(client) for client in clients],
-        "y": [text_of(class_name(run, label)) for label in classes],
-        "z": [[None if share is None else round(share, 3) for share in row] for row in shares],
-        "zmin": 0,
-        "zmax": 1,
-        "colorbar": {"tickformat": ".0%"},
-        "hovertemplate": "client %{x}, class %{y}<br>%{z:.1%} correct<extra></extra>",
-    }
+    trace = heatmap(
+        [str(client) for client in clients],
+        [text_of(class_name(run, label)) for label in classes],
+        [[None if share is None else round(share, 3) for share in row] for row in shares],
+        "client %{x}, class %{y}<br>%{z:.1%} correct",
+        zmin=0,
+        zmax=1,
+        colorbar={"tickformat": ".0%"},
+    )
     axes = {
         "xaxis": {"type": "category", "title": {"text": "Client"}},
         "yaxis": {"type": "category", "title": {"text": "Class"}},
@@ -88,7 +61,8 @@ def _by_class(group: Group, run: Run) -> Variant | None:
     return Variant(run_name(group, run), [trace], axes, note)
 
 
-def _client_variants(groups: Sequence[Group]) -> list[Variant]:
+def accuracies(groups: Sequence[Group]) -> list[Variant]:
+    """Return a view for each declared number of clients, with a point per client."""
     layout = {"xaxis": {"tickformat": SHARE_TICKS}, "yaxis": row_axis(groups), "boxgap": 0}
     variants = []
     titled = [(name, each.view) for name, each in measures.MEASURES.of_clients.items() if each.view]
@@ -135,8 +109,8 @@ def _last_of_clients(run: Run, name: str) -> list[float]:
     return [float(row[name]) for row in measured if row["round"] == last]
 
 
-def _density_group_variants(groups: Sequence[Group]) -> list[Variant]:
-    """Return views of runs whose clients differ in density, as Dis-PFL's Figure 4; density has two decimals."""
+def by_density(groups: Sequence[Group]) -> list[Variant]:
+    """Return a view of runs whose clients differ in density, as Dis-PFL's Figure 4; density has two decimals."""
     traces: list[Trace] = []
     for index, group in enumerate(groups):
         seeds = [_density_and_accuracy(run) for run in group.runs]
@@ -146,27 +120,12 @@ def _density_group_variants(groups: Sequence[Group]) -> list[Variant]:
         alike: dict[float, list[float]] = {}
         for density, reached in points:
             alike.setdefault(density, []).append(reached)
-        row: Trace = {"type": "scatter", "series": index, "name": text_of(group.label)}
-        traces.append(
-            row
-            | {
-                "x": [density for density, _ in points],
-                "y": [reached for _, reached in points],
-                "mode": "markers",
-                "faint": True,
-                "hoverinfo": "skip",
-            }
-        )
-        traces.append(
-            row
-            | {
-                "x": list(alike),
-                "y": [statistics.fmean(values) for values in alike.values()],
-                "mode": "lines+markers",
-                "text": [number_of(len(values), "client") for values in alike.values()],
-                "hovertemplate": "%{y:.1%}, mean of %{text}",
-            }
-        )
+        x, y = zip(*points, strict=True)
+        traces.append(line(index, group, list(x), list(y), mode="markers", faint=True, hoverinfo="skip"))
+        means = {density: statistics.fmean(values) for density, values in alike.items()}
+        counts = [number_of(len(values), "client") for values in alike.values()]
+        template = "%{y:.1%}, mean of %{text}"
+        traces.append(line(index, group, list(means), list(means.values()), text=counts, hovertemplate=template))
     share = {"tickformat": SHARE_TICKS, "hoverformat": ".0%"}
     layout = {"xaxis": {"title": {"text": "Density of the client"}, **share}, "yaxis": {"tickformat": SHARE_TICKS}}
     return [Variant("Personal", traces, layout)] if traces else []
@@ -181,3 +140,35 @@ def _density_and_accuracy(run: Run) -> list[tuple[float, float]]:
         for row in measured
         if row["round"] == last and row.get("density") is not None
     ]
+
+
+def partition(groups: Sequence[Group]) -> list[Variant]:
+    """Return one view for each distinct way in which the data were dealt out: compared systems usually share it."""
+    views: dict[str, Variant] = {}
+    titles: Counter[str] = Counter()
+    for owner, run in ((group.label, run) for group in groups for run in group.runs):
+        rows = [row for row in run.info.get("partition") or [] if row.get("train")]
+        if not rows or repr(rows) in views:
+            continue
+        title = f"seed {run.seed}"
+        titles[title] += 1
+        if titles[title] > 1:
+            title += f" · {owner}"
+        classes = max(len(row["train"]) for row in rows)
+        counts = [
+            [(row["train"][label] or None) if label < len(row["train"]) else None for row in rows]
+            for label in range(classes)
+        ]
+        clients = [row["partition"] for row in rows]
+        names = _named(run, classes) or [*range(classes)]
+        trace = heatmap(clients, names, counts, "client %{x}, class %{y}: %{z} examples")
+        axis: dict[str, Any] = {"title": {"text": "Class"}} | ({"dtick": 1} if classes <= 20 else {})
+        axis |= {"type": "category", "automargin": True} if _named(run, classes) else {}
+        views[repr(rows)] = Variant(title, [trace], {"xaxis": {"title": {"text": "Client"}}, "yaxis": axis})
+    return list(views.values())
+
+
+def _named(run: Run, classes: int) -> list[str]:
+    """Return the names of the classes, none where they are numbers."""
+    names = (run.info.get("model") or {}).get("class_names") or []
+    return [class_name(run, label) for label in range(classes)] if len(names) == classes else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,9 +44,58 @@ class Figure:
     wide: bool = False
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A plan says how a figure is titled, and what draws its views for some groups.
+
+    A figure ``by_round`` is left out where no curve has a second point. One with ``rows`` is as high as its groups ask.
+    """
+
+    key: str
+    title: str
+    caption: str
+    views: Callable[[Sequence[Group]], Iterable[Variant]]
+    rows: bool = False
+    wide: bool = False
+    by_round: bool = False
+
+    def drawn(self, groups: Sequence[Group]) -> Figure:
+        """Return the figure."""
+        views = list(self.views(groups))
+        if self.by_round and all(len(trace["x"]) == 1 for view in views for trace in view.traces):
+            views = []
+        return Figure(self.key, self.title, self.caption, views, len(groups) if self.rows else 0, self.wide)
+
+
 def text_of(text: str) -> str:
     """Return a text escaped for a figure, since plotly reads a little HTML."""
     return html.escape(text, quote=False)
+
+
+def group_lines(
+    groups: Sequence[Group], title: str, points: Callable[[Group], Mapping[Any, float]], layout: Mapping[str, Any]
+) -> list[Variant]:
+    """Return a view with a line through the points of each group; there is none where no group has any."""
+    found = [(index, group, at) for index, group in enumerate(groups) if (at := points(group))]
+    traces = [line(index, group, list(at), list(at.values())) for index, group, at in found]
+    return [Variant(title, traces, dict(layout))] if traces else []
+
+
+def line(series: int, group: Group, x: Sequence[Any], y: Sequence[Any], **more: Any) -> Trace:
+    """Return a line of a group, with a marker at each point unless ``more`` says otherwise."""
+    named: Trace = {"type": "scatter", "series": series, "name": text_of(group.label)}
+    return named | {"x": x, "y": y, "mode": "lines+markers"} | more
+
+
+def joining(series: int, x: Sequence[float], y: Sequence[float], **more: Any) -> Trace:
+    """Return a thin line that joins points of several groups, and says nothing under a pointer."""
+    return {"type": "scatter", "series": series, "x": x, "y": y, "mode": "lines", "hoverinfo": "skip"} | more
+
+
+def heatmap(x: Sequence[Any], y: Sequence[Any], z: Sequence[Any], template: str, panel: int = 1, **more: Any) -> Trace:
+    """Return cells z (y, x) in one of a view's panels; ``template`` is what a pointer over one shows."""
+    axes = {"xaxis": f"x{panel}", "yaxis": f"y{panel}"} if panel > 1 else {}
+    return {"type": "heatmap", "x": x, "y": y, "z": z, "hovertemplate": f"{template}<extra></extra>"} | axes | more
 
 
 def point(group: Group, series: int, x: float, reached: Statistic, template: str) -> Trace:

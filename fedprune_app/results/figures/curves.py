@@ -9,74 +9,38 @@ from functools import partial
 from typing import Any
 
 from fedprune_app.results import measures
-from fedprune_app.results.figures.common import SHARE_TICKS, Figure, Trace, Variant, text_of
+from fedprune_app.results.figures.common import SHARE_TICKS, Plan, Trace, Variant, joining, line, text_of
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.own_measures import OwnMeasure
 from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import Group, epsilon_remark, own_measures_of
 
 Curve = Mapping[int, tuple[float, float]]  # round -> (x, y)
+_CURVES_UP_TO = 100  # clients whose ε is drawn by itself
 _MARKERS_UP_TO = 25  # points; more of them would hide the line
 
 
-def accuracy(groups: Sequence[Group]) -> Figure:
-    """The figure shows accuracy by round."""
-    return Figure(
-        "accuracy",
-        "Accuracy by round",
-        "Mean over all clients, or over those drawn by evaluate-clients, each on its own test split.",
-        _accuracy_variants(groups, by_round, "Round"),
-    )
-
-
-def efficiency(groups: Sequence[Group]) -> Figure:
-    """The figure shows accuracy by the traffic so far."""
-    return Figure(
-        "efficiency",
-        "Accuracy by traffic",
-        "Against the training traffic so far, as measured on the serialised messages: to and from the server, or "
-        "over all links where models go from peer to peer.",
-        _accuracy_variants(groups, _by_megabytes, "Measured traffic (MB)"),
-    )
-
-
-def privacy(groups: Sequence[Group]) -> Figure:
-    """The figure shows accuracy by the privacy spent so far."""
-    return Figure(
-        "privacy",
-        "Accuracy by privacy",
-        "Against the largest ε of any client so far, from the ledger of what ran: the smaller, the more private.",
-        _accuracy_variants(groups, _by_epsilon, f"Largest ε so far{epsilon_remark(groups)}"),
-    )
-
-
-def declared(groups: Sequence[Group]) -> Iterator[Figure]:
+def declared(groups: Sequence[Group]) -> Iterator[Plan]:
     """Yield a figure by round for each number that is declared with a curve of its own.
 
     The systems of the ``groups`` may have declared numbers of their own.
     """
-    share = {"tickformat": SHARE_TICKS, "hoverformat": ".1%"}
-    own = ((column.name, column.curve) for column in measures.MEASURES.columns.values() if column.curve)
+    own = [(name, column.curve) for name, column in measures.MEASURES.columns.items() if column.curve]
     for name, curve in sorted(own, key=lambda each: each[1].place):
-        axes = {"x": "Round", "y": share if curve.is_share else {}}
-        yield unless_a_point(
-            Figure(curve.key, curve.title, curve.caption, lines(groups, by_round, name, curve.view, axes))
-        )
+        yield _plan(curve.key, curve, by_round, name)
     for key, each in own_measures_of(groups).items():
         if own_curve := each.shown.curve:
-            axes = {"x": "Round", "y": share if own_curve.is_share else {}}
-            views = lines(groups, partial(_own_by_round, own=each), each.column, own_curve.view, axes)
-            yield unless_a_point(Figure(f"own-{key}", own_curve.title, own_curve.caption, views))
+            yield _plan(f"own-{key}", own_curve, partial(_own_by_round, own=each), each.column)
+
+
+def _plan(key: str, curve: measures.Curve, points: Callable[[Run, str], Curve], column: str) -> Plan:
+    axes = {"x": "Round", "y": {"tickformat": SHARE_TICKS, "hoverformat": ".1%"} if curve.is_share else {}}
+    views = partial(lines, curve=points, name=column, title=curve.view, axes=axes)
+    return Plan(key, curve.title, curve.caption, views, by_round=True)
 
 
 def _own_by_round(run: Run, name: str, own: OwnMeasure) -> Curve:
     return by_round(run, name) if own in run.own_measures else {}
-
-
-def unless_a_point(figure: Figure) -> Figure:
-    """Return a figure by round without its views where no curve has a second point: one round has nothing to show."""
-    is_a_point = all(len(trace["x"]) == 1 for variant in figure.variants for trace in variant.traces)
-    return replace(figure, variants=[]) if is_a_point else figure
 
 
 def by_round(run: Run, name: str) -> Curve:
@@ -84,7 +48,7 @@ def by_round(run: Run, name: str) -> Curve:
     return {round: (round, value) for round, value in run.series(name)}
 
 
-def _by_megabytes(run: Run, name: str) -> Curve:
+def by_megabytes(run: Run, name: str) -> Curve:
     """Return the curve against the traffic so far; it ends where a round's bytes were not measured."""
     points, spent = {}, 0.0
     for row in run.rounds:
@@ -99,7 +63,7 @@ def _by_megabytes(run: Run, name: str) -> Curve:
     return points
 
 
-def _by_epsilon(run: Run, name: str) -> Curve:
+def by_epsilon(run: Run, name: str) -> Curve:
     """Return the curve against ε so far, of rounds in which both are known."""
     return {
         row["round"]: (row["epsilon_max"], row[name])
@@ -108,7 +72,8 @@ def _by_epsilon(run: Run, name: str) -> Curve:
     }
 
 
-def _accuracy_variants(groups: Sequence[Group], curve: Callable[[Run, str], Curve], x_title: str) -> list[Variant]:
+def accuracies(groups: Sequence[Group], curve: Callable[[Run, str], Curve], x_title: str) -> list[Variant]:
+    """Return a view for each declared accuracy, with a curve per group."""
     axes = {"x": x_title, "y": {"tickformat": SHARE_TICKS, "hoverformat": ".2%"}}
     titled = [(name, column.view) for name, column in measures.MEASURES.columns.items() if column.view]
     main = {group.runs[0].headline for group in groups} & {name for name, _ in titled}
@@ -152,16 +117,52 @@ def _traces(series: int, group: Group, curve: Callable[[Run, str], Curve], name:
     points = [[each[round] for each in curves] for round in rounds]
     x = [statistics.fmean(x for x, _ in at_round) for at_round in points]
     values = [[y for _, y in at_round] for at_round in points]
-    line: Trace = {
-        "type": "scatter",
-        "series": series,
-        "name": text_of(group.label),
-        "x": x,
-        "y": [statistics.fmean(at_round) for at_round in values],
-        "mode": "lines+markers" if len(rounds) <= _MARKERS_UP_TO else "lines",
-    }
+    mode = "lines+markers" if len(rounds) <= _MARKERS_UP_TO else "lines"
+    mean = line(series, group, x, [statistics.fmean(at_round) for at_round in values], mode=mode)
     if len(curves) == 1:
-        return [line]
-    edge: Trace = {"type": "scatter", "series": series, "x": x, "mode": "lines", "hoverinfo": "skip", "band": True}
-    low, high = edge | {"y": list(map(min, values))}, edge | {"y": list(map(max, values)), "fill": "tonexty"}
-    return [low, high, line]
+        return [mean]
+    low = joining(series, x, list(map(min, values)), band=True)
+    return [low, joining(series, x, list(map(max, values)), band=True, fill="tonexty"), mean]
+
+
+def epsilon(groups: Sequence[Group]) -> list[Variant]:
+    """Return the largest ε of all clients, and each client's own, under the budget if the run had one."""
+    axes = {"x": "Round", "y": {"rangemode": "tozero", "title": {"text": f"ε{epsilon_remark(groups)}"}}}
+    budgets = [trace for index, group in enumerate(groups) if (trace := _budget_line(index, group))]
+    views = lines(groups, by_round, "epsilon_max", "Largest of all clients", axes)
+    own: list[Trace] = []
+    left_out = 0
+    for index, group in enumerate(groups):
+        x: list[int | None] = []
+        y: list[float | None] = []
+        for run in group.runs:
+            curves: dict[int, list[tuple[int, float]]] = {}
+            for row in run.clients:
+                if row.get("epsilon") is not None and row.get("partition") is not None:
+                    curves.setdefault(row["partition"], []).append((row["round"], row["epsilon"]))
+            step = -(-len(curves) // _CURVES_UP_TO)
+            left_out = max(left_out, step)
+            for client in sorted(curves)[:: step or 1]:
+                rounds, values = zip(*sorted(curves[client]), strict=True)
+                x += [*rounds, None]  # a gap: one trace holds all clients
+                y += [*values, None]
+        if x:
+            more = {"thin": True, "line": {"shape": "hv"}, "hoverinfo": "skip"}
+            own.append(line(index, group, x, y, mode="lines", **more))
+    note = f"Shown is one client in {left_out}." if left_out > 1 else ""
+    if own:
+        views.append(Variant("Each client", own, line_layout(axes), note))
+    return [replace(view, traces=[*view.traces, *budgets]) for view in views]
+
+
+def _budget_line(series: int, group: Group) -> Trace | None:
+    """Return the smaller of the two limits that a configuration can set, over all rounds that ran."""
+    config = group.runs[0].config
+    limits = [config.get(key) for key in ("dp.epsilon-budget", "dp.target-epsilon")]
+    known = [limit for limit in limits if isinstance(limit, int | float) and limit > 0]
+    last = max((row["round"] for run in group.runs for row in run.rounds), default=0)
+    if not (known and last and config.get("dp.enabled")):
+        return None
+    name, text = text_of(f"budget of {group.label}"), [f"budget {min(known):g}", ""]
+    more = {"name": name, "mode": "lines+text", "text": text, "limit": True, "hoverinfo": "skip"}
+    return line(series, group, [1, last], [min(known)] * 2, **more)

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedprune_app.results.figures.common import SHARE_TICKS, Figure, Trace, Variant, text_of
+from fedprune_app.results.figures.common import SHARE_TICKS, Trace, Variant, joining, line, text_of
 from fedprune_app.results.tables import Group, Statistic, model_name, perplexity_tables
 
 _MARKERS = {"personal_mean": ("circle-open", "dot"), "global": ("diamond", "solid")}  # and the line between them
 
 
-def perplexity(groups: Sequence[Group]) -> Figure:
-    """The figure shows perplexity by sparsity."""
-    return Figure(
-        "perplexity",
-        "Perplexity by sparsity",
-        "The global model (diamonds, solid) and the mean of the clients' own (circles, dotted), on each test text; "
-        "lower is better, and the curves begin at the dense model. A view's name says how many windows of how many "
-        "tokens were measured. After one round the clients' own are the standalone baseline, later they are not.",
-        _perplexity_variants(groups),
-    )
-
-
-def _perplexity_variants(groups: Sequence[Group]) -> list[Variant]:
+def perplexity(groups: Sequence[Group]) -> list[Variant]:
     """Return a view for each test text; runs that measured other windows of it have a view of their own."""
     layout = {
         "xaxis": {"title": {"text": "Sparsity of the global model's matrices"}, "tickformat": SHARE_TICKS},
@@ -55,30 +43,13 @@ def _perplexity_traces(groups: Sequence[Group], found: Mapping[str, list[Mapping
             if not curve and (dense := Statistic.of(row.get("dense") for row in rows)):
                 curve.append((0.0, dense.mean, index))
             curve.append((sparsity.mean, value.mean, index))
-            trace: Trace = {
-                "type": "scatter",
-                "series": index,
-                "name": text_of(f"{group.label}, {model_name(key, group)}"),
-                "x": [sparsity.mean],
-                "y": [value.mean],
-                "mode": "markers",
-                "marker": {"symbol": symbol, "size": 10},
-            }
-            traces.append(trace)
+            name = text_of(f"{group.label}, {model_name(key, group)}")
+            marker = {"symbol": symbol, "size": 10}
+            traces.append(line(index, group, [sparsity.mean], [value.mean], name=name, mode="markers", marker=marker))
     lines: list[Trace] = []
     for name, points in curves.items():
         if len(points) > 1:
-            line = {"dash": _MARKERS[name.partition(" ")[0]][1], "width": 1.25}
-            ordered = sorted(points)
-            lines.append(
-                {
-                    "type": "scatter",
-                    "series": points[0][2],
-                    "x": [x for x, _, _ in ordered],
-                    "y": [y for _, y, _ in ordered],
-                    "mode": "lines",
-                    "hoverinfo": "skip",
-                    "line": line,
-                }
-            )
+            x, y, _ = zip(*sorted(points), strict=True)
+            dash = {"dash": _MARKERS[name.partition(" ")[0]][1], "width": 1.25}
+            lines.append(joining(points[0][2], list(x), list(y), line=dash))
     return lines + traces

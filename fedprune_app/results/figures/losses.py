@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedprune_app.results import measures
-from fedprune_app.results.figures.common import Figure, Trace, Variant, number_of, text_of
+from fedprune_app.results.figures.common import Trace, Variant, number_of, text_of
 from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import Group
 
@@ -13,17 +13,8 @@ _HATCHES = ("/", "x", ".", "-", "+")
 _WORDS = {"/": "hatched", "x": "crossed", ".": "dotted", "-": "striped", "+": "checked"}
 
 
-def losses(groups: Sequence[Group]) -> Figure:
-    """The figure shows for each run the replies that were lost in each round."""
-    return Figure(
-        "losses",
-        "What was lost when",
-        "Clients of each round whose reply does not count, by the reason. A run without such a round is not shown.",
-        _loss_variants(groups),
-    )
-
-
-def _loss_variants(groups: Sequence[Group]) -> list[Variant]:
+def by_reason(groups: Sequence[Group]) -> list[Variant]:
+    """Return a view for each run in which something was lost, with bars for each round."""
     declared = [(column.lost, name) for name, column in measures.MEASURES.columns.items() if column.lost]
     kinds = [(title.text, name) for title, name in sorted(declared, key=lambda each: each[0].place)]
     variants = []

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedprune_app.results.figures.common import (
     HEATMAP_UP_TO,
-    Figure,
     Trace,
     Variant,
     class_name,
+    heatmap,
     number_of,
     run_name,
     text_of,
@@ -23,43 +24,7 @@ from fedprune_app.results.tables import Group
 _NAMED = 12  # neighbours of a client
 
 
-def similarity(groups: Sequence[Group]) -> Figure:
-    """The figure shows whether clients with alike labels have alike masks."""
-    return Figure(
-        "masks",
-        "Label similarity and mask similarity",
-        "Each two clients: cosine of their training label counts, and the share of coordinates in which their "
-        "masks agree. In both, clients with alike labels stand side by side.",
-        _mask_variants(groups),
-        wide=True,
-    )
-
-
-def neighbourhood(groups: Sequence[Group]) -> Figure:
-    """The figure is a map of the clients by their masks, with the links over which they exchange models."""
-    return Figure(
-        "neighbourhood",
-        "Who is like whom",
-        "Each point is a client. Clients with alike masks are near each other: the map is a projection of all mask "
-        "distances to two dimensions, by classical multidimensional scaling.",
-        [_map(group, run, run.masks) for group in groups for run in group.runs if run.masks and _apart(run.masks)],
-        wide=True,
-    )
-
-
-def agreement(groups: Sequence[Group]) -> Figure:
-    """The figure shows how far the clients' masks of a language model agree."""
-    return Figure(
-        "agreement",
-        "Agreement of the clients' masks",
-        "Each two clients: the share of a language model's weights that both keep or both prune, all decoder "
-        "layers together. A client of one document has its name.",
-        _agreement_variants(groups),
-        wide=True,
-    )
-
-
-def _mask_variants(groups: Sequence[Group]) -> list[Variant]:
+def similarity(groups: Sequence[Group]) -> list[Variant]:
     """Return Dis-PFL's Figure 5: a view for each run that compared its clients' masks."""
     compared = [(group, run, found) for group in groups for run in group.runs if (found := compare(run))]
     return [_mask_variant(run_name(group, run), found) for group, run, found in compared]
@@ -74,19 +39,9 @@ def _mask_variant(name: str, found: Comparison) -> Variant:
         "1 − Hamming distance of masks": (1 - found.mask_distance, "1 − Hamming distance"),
     }
     traces: list[Trace] = []
-    for number, (values, what) in enumerate(panels.values()):
-        shown = values.round(4).astype(object)
-        np.fill_diagonal(shown, None)  # a client compared with itself says nothing and would stretch the colours
-        traces.append(
-            {
-                "type": "heatmap",
-                "x": names,
-                "y": names,
-                "z": shown[::step, ::step].tolist(),
-                "hovertemplate": f"clients %{{x}} and %{{y}}<br>{what} %{{z:.3f}}<extra></extra>",
-            }
-            | ({"xaxis": f"x{number + 1}", "yaxis": f"y{number + 1}"} if number else {})
-        )
+    for panel, (values, what) in enumerate(panels.values(), start=1):
+        template = f"clients %{{x}} and %{{y}}<br>{what} %{{z:.3f}}"
+        traces.append(heatmap(names, names, _between(values)[::step, ::step].tolist(), template, panel))
     note = (
         f"Over the {number_of(clients * (clients - 1) // 2, 'pair')} of clients after round {found.round}, label "
         f"similarity and mask distance have linear correlation {_signed(found.pearson)} (Pearson) and rank correlation "
@@ -96,6 +51,18 @@ def _mask_variant(name: str, found: Comparison) -> Variant:
         note += f" Shown is one client in {step}."
     axes = {"xaxis": {"type": "category"}, "yaxis": {"type": "category", "autorange": "reversed"}}
     return Variant(name, traces, axes, note, tuple(panels))
+
+
+def _between(values: NDArray[np.float64]) -> NDArray[np.object_]:
+    """Return cells without those of a client with itself, which say nothing and would stretch the colours."""
+    cells = values.round(4).astype(object)
+    np.fill_diagonal(cells, None)
+    return cells
+
+
+def neighbourhood(groups: Sequence[Group]) -> list[Variant]:
+    """Return a map for each run of its clients by their masks, with the links over which they exchange models."""
+    return [_map(group, run, run.masks) for group in groups for run in group.runs if run.masks and _apart(run.masks)]
 
 
 def _apart(masks: Masks) -> bool:
@@ -149,7 +116,7 @@ def _about(run: Run, client: int, masks: Masks, counts: Sequence[int]) -> str:
     return words
 
 
-def _agreement_variants(groups: Sequence[Group]) -> list[Variant]:
+def agreement(groups: Sequence[Group]) -> list[Variant]:
     """Return a view for each run on a language model that compared its clients' masks."""
     variants = []
     for group in groups:
@@ -162,16 +129,10 @@ def _agreement_variants(groups: Sequence[Group]) -> list[Variant]:
             for client in run.masks.clients:
                 own = documents.get(client) or []
                 names.append(text_of(f"{client} {own[0]}" if len(own) == 1 else str(client)))
-            shown = (1 - run.masks.distance).round(4).astype(object)
-            np.fill_diagonal(shown, None)
             step = -(-len(names) // HEATMAP_UP_TO)
-            trace: Trace = {
-                "type": "heatmap",
-                "x": names[::step],
-                "y": names[::step],
-                "z": shown[::step, ::step].tolist(),
-                "hovertemplate": "clients %{x} and %{y}<br>agree on %{z:.2%}<extra></extra>",
-            }
+            cells = _between(1 - run.masks.distance)[::step, ::step].tolist()
+            template = "clients %{x} and %{y}<br>agree on %{z:.2%}"
+            trace = heatmap(names[::step], names[::step], cells, template)
             axes = {"xaxis": {"type": "category"}, "yaxis": {"type": "category", "autorange": "reversed"}}
             variants.append(Variant(run_name(group, run), [trace], axes, panels=("Share of equal mask entries",)))
     return variants

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from fedprune_app.config import OPTIONS, ConfigError, has_effect, parse_config
-from fedprune_app.results.figures.common import SHARE_TICKS, Figure, Trace, Variant, point, text_of
+from fedprune_app.results.figures.common import SHARE_TICKS, Trace, Variant, joining, point, text_of
 from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import Group, Statistic, accuracy, compared_settings
 
@@ -38,19 +38,8 @@ _NUMBERS = (
 )
 
 
-def by_setting(groups: Sequence[Group]) -> Figure:
-    """The figure shows each group's number at the end against the value of a setting, with views for each setting."""
-    return Figure(
-        "settings",
-        "What a setting does",
-        "One point per setting at the end of the run: the main number against the value of this setting. A line joins "
-        "points of a system that differ in nothing else; bars are standard deviations over seeds. Choose settings by "
-        "validation accuracy, not by test accuracy.",
-        list(_variants(groups)),
-    )
-
-
-def _variants(groups: Sequence[Group]) -> Iterator[Variant]:
+def by_setting(groups: Sequence[Group]) -> Iterator[Variant]:
+    """Yield views of each group's number at the end against the value of a setting, for each setting."""
     settings = [_effective(group.runs[0]) for group in groups]
     for key, systems in _varied(groups, settings).items():
         for number in _NUMBERS:
@@ -106,16 +95,8 @@ def _is_worth_showing(lines: Sequence[Sequence[_Point]]) -> bool:
 
 
 def _traces(groups: Sequence[Group], key: str, lines: Sequence[Sequence[_Point]], number: _Number) -> list[Trace]:
-    joined: list[Trace] = [
-        {
-            "type": "scatter",
-            "series": line[0].series,
-            "x": [each.value for each in line],
-            "y": [each.reached.mean for each in line],
-            "mode": "lines",
-            "thin": True,
-            "hoverinfo": "skip",
-        }
+    joined = [
+        joining(line[0].series, [each.value for each in line], [each.reached.mean for each in line], thin=True)
         for line in lines
         if len(line) > 1
     ]

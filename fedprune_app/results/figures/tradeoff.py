@@ -6,26 +6,13 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from fedprune_app.results.differences import of_the_same_data
-from fedprune_app.results.figures.common import SHARE_TICKS, Figure, Trace, Variant, point
+from fedprune_app.results.figures.common import SHARE_TICKS, Trace, Variant, joining, point
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run
 from fedprune_app.results.tables import Group, Statistic, accuracy, epsilon_remark, headline_words
 
 
-def tradeoff(groups: Sequence[Group]) -> Figure:
-    """The figure shows each setting's accuracy against what was spent for it."""
-    return Figure(
-        "tradeoff",
-        "What accuracy costs",
-        "One point per setting at the end of the run: the main number against what was spent for it. A line joins "
-        "the settings of a system; bars are standard deviations over seeds. The dotted line is the front: a pale point "
-        "is behind, since another setting is at least as accurate for no more. Settings with other data, or judged by "
-        "another model, have a front of their own.",
-        _tradeoff_variants(groups),
-    )
-
-
-def _tradeoff_variants(groups: Sequence[Group]) -> list[Variant]:
+def by_cost(groups: Sequence[Group]) -> list[Variant]:
     """Return a view for each cost that some setting paid, with two settings or more: a single point shows no trade."""
     costs: dict[str, tuple[str, Callable[[Run], float | None]]] = {
         "Privacy": (f"Largest ε of any client{epsilon_remark(groups)}", lambda run: run.last("epsilon_max")),
@@ -50,8 +37,7 @@ def _tradeoff_variants(groups: Sequence[Group]) -> list[Variant]:
         for of_system in points.values():
             x, y, indices = zip(*sorted(of_system), strict=True)
             if len(x) > 1:
-                line = {"type": "scatter", "series": indices[0], "x": x, "y": y, "mode": "lines", "thin": True}
-                traces.insert(0, line | {"hoverinfo": "skip"})
+                traces.insert(0, joining(indices[0], x, y, thin=True))
         for markers in alike.values():
             front = _front([(marker["x"][0], marker["y"][0]) for marker in markers])
             for marker in markers:

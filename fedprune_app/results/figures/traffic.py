@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedprune_app.results.figures.common import Figure, Trace, Variant, megabytes_text, row_axis, text_of
+from fedprune_app.results.figures.common import Trace, Variant, megabytes_text, row_axis, text_of
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.tables import Group, Statistic
 
@@ -14,31 +14,13 @@ _PEER_CAPTION = (
 _BAR_TEXTS_UP_TO = 24  # bars; the texts of more of them would overlap
 
 
-def measured(groups: Sequence[Group]) -> Figure:
-    """The figure shows the traffic of whole runs, measured and by the papers' formulas."""
-    has_peers = any(run.total("peer_bytes") is not None for group in groups for run in group.runs)
-    return Figure(
-        "bytes",
-        "Traffic, measured and by the papers' formulas",
-        "Training messages of the whole run, up ↑ and down ↓. Solid: measured. Hatched: the paper's own formula."
-        + (_PEER_CAPTION if has_peers else ""),
-        _bytes_variants(groups),
-        rows=len(groups),
-    )
+def on_peers(groups: Sequence[Group]) -> str:
+    """Return what a caption says of messages between clients, where there are any."""
+    return _PEER_CAPTION if any(run.total("peer_bytes") is not None for group in groups for run in group.runs) else ""
 
 
-def layer_sets(groups: Sequence[Group]) -> Figure:
-    """The figure shows the traffic of a client by the layers that it trains."""
-    return Figure(
-        "layer-sets",
-        "Traffic of a client by the layers it trains",
-        "Measured on the last training messages of a client of each set, to it and from it. The last layer, which "
-        "all train, is not named.",
-        _layer_set_variants(groups),
-    )
-
-
-def _bytes_variants(groups: Sequence[Group]) -> list[Variant]:
+def measured(groups: Sequence[Group]) -> list[Variant]:
+    """Return a view of the traffic of whole runs, measured and by the papers' formulas."""
     bars = {
         "peer_bytes": "⇄ peer to peer",
         "bytes_up": "↑",
@@ -89,7 +71,7 @@ def _bar_name(title: str, name: str, relayed: str) -> str:
     return title + relayed if name in ("bytes_up", "bytes_down") else title.replace("↑", "⇄")
 
 
-def _layer_set_variants(groups: Sequence[Group]) -> list[Variant]:
+def by_layer_set(groups: Sequence[Group]) -> list[Variant]:
     """Return FedP3's Figure 6 of runs whose clients send some layers alone, as a mean over seeds that have the set."""
     measured = [[run.info.get("bytes_by_layer_set") or {} for run in group.runs] for group in groups]
     sets = list(dict.fromkeys(name for seeds in measured for found in seeds for name in sorted(found)))
