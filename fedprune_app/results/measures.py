@@ -362,6 +362,12 @@ class Measures(tuple[Measure | Column, ...]):
         return tuple(name for name, each in self.columns.items() if each.is_headline)
 
     @cached_property
+    def losses(self) -> dict[str, str]:
+        """The columns that count lost replies have these titles, in their order."""
+        found = [(each.lost, name) for name, each in self.columns.items() if each.lost]
+        return {name: title.text for title, name in sorted(found, key=lambda each: each[0].place)}
+
+    @cached_property
     def kinds(self) -> dict[Kind, frozenset[str]]:
         """The fields of both files are grouped by what they hold."""
         own = ((each.name, each.kind) for each in self.of_clients.values() if each.recorded is not Recorded.NEVER)

@@ -196,6 +196,10 @@ class Run:
         series = self.series(field)
         return series[-1][1] if series else None
 
+    def last_table(self, field: str) -> Mapping[str, Any]:
+        """Return the last object that rounds.jsonl has in ``field``, or an empty one if none was recorded."""
+        return next((row[field] for row in reversed(self.rounds) if row.get(field)), {})
+
     def total(self, field: str) -> float | None:
         """Return the sum over all rounds, or None unless every round has the number: a partial sum would mislead.
 

@@ -154,7 +154,7 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
         differences=difference_tables(groups),
         figures=drawn,
         formulas=_formulas(runs),
-        lost_titles=[title for title, _ in _lost()],
+        lost_titles=list(measures.MEASURES.losses.values()),
         losses=_losses(runs),
         details=[_details(run) for run in runs],
         data={"series": [asdict(each) for each in series], "figures": [asdict(each) for each in drawn]},
@@ -281,15 +281,10 @@ def _losses(runs: Sequence[Run]) -> list[dict[str, Any]]:
         return sum(value for _, value in run.series(name))
 
     counted: list[dict[str, Any]] = [
-        {"run": run, "used": count(run, "replies"), "lost": [count(run, name) for _, name in _lost()]} for run in runs
+        {"run": run, "used": count(run, "replies"), "lost": [count(run, name) for name in measures.MEASURES.losses]}
+        for run in runs
     ]
     return [each for each in counted if any(each["lost"])]
-
-
-def _lost() -> list[tuple[str, str]]:
-    """Return title and column of each way in which replies are lost, in their order."""
-    declared = ((column.lost, name) for name, column in measures.MEASURES.columns.items() if column.lost)
-    return [(title.text, name) for title, name in sorted(declared, key=lambda each: each[0].place)]
 
 
 def _details(run: Run) -> dict[str, Any]:

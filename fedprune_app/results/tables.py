@@ -364,10 +364,7 @@ def perplexity_tables(groups: Sequence[Group]) -> dict[str, dict[str, list[Mappi
     """Return the last perplexities of all runs, by text with its windows, and then by a group's label."""
     found: dict[str, dict[str, list[Mapping[str, float]]]] = {}
     for group in groups:
-        each: list[dict[str, Any]] = [
-            next((row["perplexity_by_text"] for row in reversed(run.rounds) if row.get("perplexity_by_text")), {})
-            for run in group.runs
-        ]
+        each = [run.last_table("perplexity_by_text") for run in group.runs]
         for text in (text for text in each[0] if all(text in other for other in each)):
             title = windows_of_text(text, each[0][text])
             found.setdefault(title, {})[group.label] = [other[text] for other in each]
@@ -406,10 +403,7 @@ def _task_columns(groups: Sequence[Group]) -> list[tuple[str, dict[str, str]]]:
     """Return the last zero-shot accuracies in percent, by task and model, and then by a group's label."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for group in groups:
-        each: list[dict[str, Any]] = [
-            next((row["accuracy_by_task"] for row in reversed(run.rounds) if row.get("accuracy_by_task")), {})
-            for run in group.runs
-        ]
+        each = [run.last_table("accuracy_by_task") for run in group.runs]
         for task in (task for task in each[0] if all(task in other for other in each)):
             for key in ("dense", "global"):
                 title = f"{task}: {each[0][task]['examples']} examples (%)"

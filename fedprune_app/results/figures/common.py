@@ -148,11 +148,6 @@ def _row_label(label: str) -> str:
     return "<br>".join(map(text_of, lines[:3]))
 
 
-def last_table(run: Run, name: str) -> Mapping[str, Any]:
-    """Return the last object that rounds.jsonl has under ``name``, or an empty one if none was recorded."""
-    return next((row[name] for row in reversed(run.rounds) if row.get(name)), {})
-
-
 def megabytes_text(megabytes: float) -> str:
     """Return megabytes with as many decimals as their size needs."""
     decimals = 0 if megabytes >= 100 else 1 if megabytes >= 10 else 2 if megabytes >= 0.1 else 4

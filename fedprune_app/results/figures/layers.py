@@ -13,7 +13,6 @@ from fedprune_app.results.figures.common import (
     Variant,
     group_lines,
     heatmap,
-    last_table,
     run_name,
     text_of,
 )
@@ -33,7 +32,7 @@ def densities(groups: Sequence[Group]) -> list[Variant]:
 
 
 def _densities(group: Group) -> dict[str, float]:
-    last = [last_table(run, "density_by_layer") for run in group.runs]
+    last = [run.last_table("density_by_layer") for run in group.runs]
     layers = dict.fromkeys(layer for densities in last for layer in densities)  # a set that keeps its order
     over_seeds = {layer: Statistic.of(densities.get(layer) for densities in last) for layer in layers}
     known = {layer: statistic.mean for layer, statistic in over_seeds.items() if statistic}
@@ -107,7 +106,7 @@ def decoder_layers(groups: Sequence[Group]) -> list[Variant]:
 
 
 def _by_layer(group: Group, value: Callable[[Mapping[str, Any]], float | None]) -> dict[int, float]:
-    last = [last_table(run, "layers") for run in group.runs]
+    last = [run.last_table("layers") for run in group.runs]
     layers = sorted(set.intersection(*(set(each) for each in last)), key=int)
     means = {int(layer): Statistic.of(value(each[layer]) for each in last) for layer in layers}
     return {layer: statistic.mean for layer, statistic in means.items() if statistic}

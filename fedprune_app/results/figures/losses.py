@@ -15,21 +15,20 @@ _WORDS = {"/": "hatched", "x": "crossed", ".": "dotted", "-": "striped", "+": "c
 
 def by_reason(groups: Sequence[Group]) -> list[Variant]:
     """Return a view for each run in which something was lost, with bars for each round."""
-    declared = [(column.lost, name) for name, column in measures.MEASURES.columns.items() if column.lost]
-    kinds = [(title.text, name) for title, name in sorted(declared, key=lambda each: each[0].place)]
     variants = []
     for index, group in enumerate(groups):
         for run in group.runs:
             name = group.label if len(group.runs) == 1 else f"{group.label}, seed {run.seed}"
-            if variant := _variant(name, index, run, kinds):
+            if variant := _variant(name, index, run):
                 variants.append(variant)
     return variants
 
 
-def _variant(name: str, index: int, run: Run, kinds: Sequence[tuple[str, str]]) -> Variant | None:
+def _variant(name: str, index: int, run: Run) -> Variant | None:
+    kinds = measures.MEASURES.losses
     traces: list[Trace] = []
     told = []
-    for (title, column), hatch in zip(kinds, _HATCHES, strict=False):
+    for (column, title), hatch in zip(kinds.items(), _HATCHES, strict=False):
         lost = [(round, count) for round, count in run.series(column) if count]
         if not lost:
             continue
@@ -49,7 +48,7 @@ def _variant(name: str, index: int, run: Run, kinds: Sequence[tuple[str, str]]) 
     if not traces:
         return None
     last = run.rounds[-1]["round"]
-    most = max(sum(row.get(column) or 0 for _, column in kinds) for row in run.rounds)
+    most = max(sum(row.get(column) or 0 for column in kinds) for row in run.rounds)
     layout = {
         "barmode": "stack",
         "xaxis": {"title": {"text": "Round"}, "range": [0.5, last + 0.5]},
