@@ -43,19 +43,14 @@ class Found:
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice is the point that a run goes on from, or None for the run's start.
+    """A choice is the point that a run goes on from, which may be the run's start.
 
     ``notes`` and ``losses`` are for run.json: what happened, and what is lost for good.
     """
 
-    point: ResumePoint | None
+    point: ResumePoint
     notes: list[str]
     losses: list[str]
-
-    @property
-    def rounds_completed(self) -> int:
-        """The number of rounds that count is that of the chosen point, or 0 at the run's start."""
-        return self.point.round if self.point else 0
 
 
 def find(folder: Path, before: Mapping[str, Any], config: Config) -> Found:
@@ -88,8 +83,8 @@ def find(folder: Path, before: Mapping[str, Any], config: Config) -> Found:
         asked = config.num_server_rounds
         raise ConfigError(f"num-server-rounds is {asked}, allowed when resuming: at least {points[0].round}")
     if not points:
-        points = list(strategy.points_before_checkpoints(folder, run_key))
-    ends = bool(points) and points[0].round == config.num_server_rounds and before["status"] == "completed"
+        points = list(strategy.resume_points(folder, run_key, 0, {"state-rounds": {}}, config))
+    ends = points[0].round == config.num_server_rounds and before["status"] == "completed"
     spoilt = _spoilt_results(folder, before) if ends else []
     is_complete = ends and not (spoilt or damaged or points[0].lost)
     return Found(before, points, [*damaged, *spoilt], is_complete)
@@ -146,24 +141,23 @@ def choose(found: Found, lost_states: LostStates, *, accept_loss: bool) -> Choic
     losses = {id(point): _losses(point, lost_states) for point in found.points}
     whole = next((point for point in found.points if point.is_usable and not losses[id(point)]), None)
     usable = next((point for point in found.points if point.is_usable), None)
-    if whole is None and found.points and not (accept_loss and usable):
+    chosen = whole or (usable if accept_loss else None)
+    if chosen is None:
         reasons += [line for point in found.points for line in losses[id(point)]]
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
         allowed = "the file from a copy" + (", or accept-loss" if usable else "")
         raise ConfigError(
             f"{reasons[0]}{more}: the run cannot go on to the result that it would have had, allowed: {allowed}"
         )
-    chosen = whole or usable
-    for point in found.points[: found.points.index(chosen)] if chosen else ():
+    for point in found.points[: found.points.index(chosen)]:
         reasons += [line for line in losses[id(point)] if line not in reasons]
-    kept = chosen.round if chosen else 0
     recorded = found.before["rounds_completed"]
-    notes = [f"{line}; went on after round {kept}" for line in reasons]
-    if repeated := recorded - kept:
+    notes = [f"{line}; went on after round {chosen.round}" for line in reasons]
+    if repeated := recorded - chosen.round:
         why = "" if reasons else f"round {recorded} left no readable checkpoint: "
         notes.append(f"{why}rounds repeated: {repeated}")
-    lasting = losses[id(chosen)] if chosen else []
-    if chosen is not None and chosen.renews:
+    lasting = losses[id(chosen)]
+    if chosen.renews:
         there = {p: round for p, round in chosen.state_rounds.items() if round not in lost_states.get(p, {})}
         chosen = replace(chosen, state_rounds=there)
     return Choice(chosen, notes[:_NOTES], lasting)

@@ -16,7 +16,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedprune_app import plugins, resuming
 from fedprune_app.config import Config, ConfigError, refusal
 from fedprune_app.engine.flower_private import add_exit_handler
-from fedprune_app.engine.store import State, checkpoint_store, exclusive
+from fedprune_app.engine.store import START, State, checkpoint_store, exclusive
 from fedprune_app.engine.watchdog import CLIENTS_VARIABLE, tell_launcher, watch_launcher
 from fedprune_app.federation.clients import Roster
 from fedprune_app.federation.registration import register_clients
@@ -81,26 +81,23 @@ def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
         run_key, before = str(recorder.info["run_key"]), found.before if found else {}
         checkpoints = checkpoint_store(folder, run_key)
         roster = _gather(grid, config, recorder, before)
-        completed, state = 0, None
-        if found is None:
-            strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, run_key))
-        else:
+        choice, point, state = None, START, None
+        if found is not None:
             lost = resuming.ask_for_states(grid, roster, run_key, found.points, config.startup_seconds)
             choice = resuming.choose(found, lost, accept_loss=config.accept_loss)
-            completed = choice.rounds_completed
-            state = checkpoints.read(completed) if completed else None
-            strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, run_key))
+            point = choice.point
+            state = checkpoints.read(point.round) if point.round else None
+        strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, run_key, point))
+        if choice is not None:
             # nothing is written before this line: what refuses to go on leaves the run as it was
             _go_on(recorder, config, before, choice, state)
-            checkpoints.drop_after(completed)
+            checkpoints.drop_after(point.round)
             if state is not None:
                 strategy.restore(state)
-            if choice.point is not None:
-                strategy.go_on_from(choice.point)
         for line in prepared.notes:
             log.warning("%s", line)
         with plugins.located():
-            strategy.run(grid, rounds_completed=completed)
+            strategy.run(grid, rounds_completed=point.round)
         models = folder / "models"
         strategy.write_model(models)
         files = [path for path in sorted(models.rglob("*")) if path.is_file()]
@@ -198,7 +195,7 @@ def _go_on(recorder: Recorder, config: Config, before: Mapping[str, Any], choice
     other = [name for name, found in code.items() if began_with.get(name, found) != found]
     notes = [*choice.notes, *(f"plug-in {name!r} is not the code that the run began with" for name in other)]
     if other:
-        since = {"round": choice.rounds_completed, **{name: code[name] for name in other}}
+        since = {"round": choice.point.round, **{name: code[name] for name in other}}
         changed["plugins_since"] = [*before.get("plugins_since", []), since]
     if notes:
         changed["notes"] = [*before.get("notes", []), *notes]
@@ -206,8 +203,8 @@ def _go_on(recorder: Recorder, config: Config, before: Mapping[str, Any], choice
         changed["losses"] = [*before.get("losses", []), *choice.losses]
     recorder.annotate(**changed)
     records = state.meta.get("records") if state else None
-    recorder.resume(choice.rounds_completed, marks_of(records, "its checkpoint"))
-    log.info("resuming after round %d", choice.rounds_completed)
+    recorder.resume(choice.point.round, marks_of(records, "its checkpoint"))
+    log.info("resuming after round %d", choice.point.round)
     for line in (*notes, *choice.losses):
         log.warning("%s", line)
 

@@ -21,17 +21,14 @@ from fedprune_app.config import Config
 from fedprune_app.core.bounds import most_said
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
-from fedprune_app.engine.exchange import require
 from fedprune_app.engine.store import ResumePoint, State, owner, write_tensors
 from fedprune_app.federation import loop, reports
 from fedprune_app.federation.budgets import Budgets
-from fedprune_app.federation.clients import ImageClientInfo
-from fedprune_app.federation.exchanges import Exchanges, Rows
+from fedprune_app.federation.exchanges import Exchanges
 from fedprune_app.federation.flower import StreamedStrategy
 from fedprune_app.federation.participation import Participation, check_min_replies
 from fedprune_app.federation.round import Outgoing, Round, RunContext
-from fedprune_app.results import measures, own_measures
-from fedprune_app.results.measures import Reply
+from fedprune_app.results import own_measures
 
 log = logging.getLogger("flwr.fedprune")
 
@@ -46,6 +43,7 @@ class FederatedStrategy(StreamedStrategy):
 
     headline = "accuracy_personal_mean"  # the number that the system is judged by
     has_global_model = True
+    exchanges: type[Exchanges] = Exchanges  # what a round exchanges, and what is recorded of it
     averages = False  # whether the system averages models, so that ``robust`` means something
     paper_formula = "32 bits per parameter, both ways"  # what paper_bytes computes, for readers of the report
 
@@ -60,14 +58,10 @@ class FederatedStrategy(StreamedStrategy):
         self.prunable = prunable
         self.budgets = Budgets(self.config.dp.enabled)
         self.participation = Participation(self.config, self.clients, self.budgets)
-        check_min_replies(self.config, self.most_asked(), len(self.clients))
+        check_min_replies(self.config, self.participation.sample_size(len(self.clients)), len(self.clients))
         self.measures = own_measures.all_of(self.config.system)
         self.state_rounds: dict[int, int] = {}  # by client, the round of the last update taken in from it
         self.digests: dict[int, str] = {}  # by client, of its model in the latest evaluation
-
-    def most_asked(self) -> int:
-        """Return the largest number of clients of which ``min-replies`` must reply."""
-        return self.participation.sample_size(len(self.clients))
 
     # --- what a system does in a round ------------------------------------------------------------------------------
 
@@ -131,13 +125,6 @@ class FederatedStrategy(StreamedStrategy):
     def end(self, round: Round) -> None:
         """Make the new model, after the last reply."""
 
-    def train(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
-        """Exchange messages with the participants, by default once; return columns of the round's record."""
-        exchanges.train(f"round {round.number}", round, self.send(round), self.reply_bytes(round))
-        good = round.log.replies + len(round.log.declined)
-        require(good, self.config.min_replies, f"round {round.number}", round.log.failures)
-        return reports.of_training(round, self.budgets, self.measures)
-
     def after(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
         """Exchange what else the system exchanges once the round is closed; return columns of the round's record."""
         return {}
@@ -158,33 +145,9 @@ class FederatedStrategy(StreamedStrategy):
             raise ValueError(f"tell() has {name!r}, allowed: the system's measures with told='server', {allowed}")
         round.log.told[name] = own[name].number(value, f"{type(self).__name__} tells that")
 
-    def training_row(self, round: Round, client: int, fields: wire.Fields) -> dict[str, Any]:
-        """Check what a client says of its training; return the columns of its row."""
-        return measures.row_of(Reply.TRAINING, fields, private=self.config.dp.enabled, declared=self.measures)
-
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
         """Yield what each client evaluates as the received model: by default the server's."""
         return Outgoing.to_each(self.clients, Payload(self.model))
-
-    def evaluation_row(self, client: int, fields: wire.Fields) -> dict[str, Any]:
-        """Check what a client says of its evaluation; return the columns of its row."""
-        private, info = self.config.dp.enabled, self.clients[client]
-        classes = info.num_classes if isinstance(info, ImageClientInfo) else 0
-        asked: dict[str, Any] = {"layers": self.prunable, "num_classes": classes, "declared": self.measures}
-        return measures.row_of(Reply.EVALUATION, fields, private=private, **asked)
-
-    def evaluation_metrics(self, round: Round, rows: Rows) -> dict[str, Any]:
-        """Return the columns of an evaluation from the clients' rows, which may change."""
-        for client, row in rows.items():
-            row |= measures.from_training(row, round.log.clients.get(client, {}))
-        others = [row for client, row in round.log.clients.items() if client not in rows]
-        by_layer = (row.get("density_by_layer") or {} for row in rows.values())
-        empty = sorted({name for densities in by_layer for name, kept in densities.items() if not kept})
-        self.recorder.note(
-            f"a client keeps no weight of {name!r}: if nothing bypasses this layer, every image has the same answer"
-            for name in empty
-        )
-        return measures.over_clients(rows.values(), Reply.EVALUATION, others, self.measures)
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         """Return the (down, up) bytes of a round by the paper's own formula, to compare with the measured ones."""
@@ -212,16 +175,11 @@ class FederatedStrategy(StreamedStrategy):
     def resume_points(
         cls, folder: Path, run_key: str, round: int, meta: Mapping[str, Any], config: Config
     ) -> Iterator[ResumePoint]:
-        """Yield the points from which a run can go on by the checkpoint of ``round`` and its ``meta``, latest first."""
+        """Yield the points from which a run can go on by the checkpoint of ``round`` and its ``meta``, latest first.
+
+        Round 0 is the run's start, which has no checkpoint.
+        """
         yield ResumePoint(round, state_rounds_of(meta))
-
-    @classmethod
-    def points_before_checkpoints(cls, folder: Path, run_key: str) -> Iterator[ResumePoint]:
-        """Yield the points of a run without a checkpoint, latest first. Where there is none the run begins anew."""
-        yield from ()
-
-    def go_on_from(self, point: ResumePoint) -> None:
-        """Drop what the run folder has of a later time than ``point``, one of :meth:`resume_points`."""
 
     def model_digest(self) -> str:
         """Return the SHA-256 of the server's model."""
@@ -234,8 +192,8 @@ class FederatedStrategy(StreamedStrategy):
         return hashlib.sha256("".join(digests).encode()).hexdigest()
 
     def write_model(self, folder: Path) -> None:
-        """Write the server's final model into the run's folder of models."""
-        if self.has_global_model:
+        """Write the server's final model into the run's folder of models, if :attr:`model` is that."""
+        if self.has_global_model and self.model:
             round, whose = int(self.recorder.info["rounds_completed"]), owner("global model", self.context.run_key)
             write_tensors(folder / "global.safetensors", self.model, round=round, owner=whose)
 

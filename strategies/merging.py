@@ -1,4 +1,4 @@
-"""How FedSpaLLM's server makes a layer of Hessians, in place of the paper's mean of weights. This rule is ours.
+"""How FedSpaLLM's server makes a layer of what clients send: the paper's rule, and one of ours.
 
 SparseGPT moves the weights that stay to make up for those that it removes, for one client's text and one client's mask.
 A mean over clients makes up for nobody's removals. With ``fedspallm.merge = "hessians"`` clients send Hessians alone,
@@ -8,89 +8,135 @@ With ``fedspallm.refine`` the server solves ``min ‖(W - W₀) X‖²`` anew fo
 
 A Hessian tells more of a text than masks do: docs/systems/fedspallm.md says what. With ``dp.enabled`` clients send
 noised sums of clipped second moments in place of Hessians, and the server takes out what noise it can before it prunes.
+
+A merge adds up the replies to one layer at a time. ``clients_prune`` says whether these have a pruned model of their
+own.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedprune_app.config import Config
 from fedprune_app.core import hessians
+from fedprune_app.core.aggregate import L0Mean
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.sparsegpt import sparsegpt_together
+from fedprune_app.engine.wire import Schema
+from fedprune_app.federation.clients import Roster
+from strategies.pruned_model import DenseModel, PrunedModel
+
+
+class MeanMerge:
+    """The paper's rule: each weight's mean over the clients that kept the weight, and masks expanded to the density."""
+
+    clients_prune = True
+
+    def __init__(self, config: Config, model: PrunedModel, clients: Roster) -> None:
+        self.config, self.model, self.clients = config, model, clients
+        self._mean = L0Mean(1)
+
+    def answer(self, layer: int) -> Schema:
+        """Return what a reply to a layer holds."""
+        return self.model.schema(layer)
+
+    def begin(self, pruners: Iterable[int]) -> None:
+        """Get ready for a layer that these clients prune."""
+        weights = [self._weight(client) for client in pruners] or [1]
+        self._mean = L0Mean(len(weights), max(weights))
+
+    def _weight(self, client: int) -> int:
+        return self.clients[client].num_examples if self.config.fedspallm.weights == "segments" else 1
+
+    def add(self, client: int, update: Payload) -> None:
+        """Add a client's layer. ``ValueError`` for one that cannot be added, of which nothing counts."""
+        self._mean.add(update, self._weight(client))
+
+    def made(self, layer: int, row: dict[str, Any]) -> Payload:
+        """Return the layer (lines 18 to 20), empty if nobody sent it; ``row`` is what the record says of it."""
+        mean = self._mean.mean()
+        new = self._mean.expanded(self.config.density, n_of_m=self.config.fedspallm.n_of_m(), mean=mean)
+        self._mean = L0Mean(1)
+        if mean.masks:
+            row |= {"weights": mean.num_elements(), "kept_before_expansion": mean.num_kept()}
+        return new
 
 
 class HessianMerge:
-    """A merge adds up the Hessians of one layer at a time, and makes the layer.
+    """Our rule: SparseGPT by the sum of the clients' Hessians.
 
-    ``groups`` are the matrices of a layer that have the same inputs. ``sizes`` are the numbers of these inputs. The
-    clients' sums have noise of ``noise_multiplier`` times ``dp.clip-norm``, with ``dp.enabled``.
+    ``groups`` are the matrices of a layer that have the same inputs. The clients' sums have noise of
+    ``noise_multiplier`` times ``dp.clip-norm``, with ``dp.enabled``.
     """
+
+    clients_prune = False
 
     def __init__(
         self,
         config: Config,
+        dense: DenseModel,
+        clients: Roster,
         groups: Sequence[Sequence[str]],
-        sizes: Mapping[str, int],
         noise_multiplier: float,
-        device: torch.device,
     ) -> None:
-        self.options, self.density, self.device, self.dp = config.fedspallm, config.density, device, config.dp
+        self.config, self.options, self.dense, self.clients = config, config.fedspallm, dense, clients
         self.groups = groups
-        self.sizes = {names[0]: sizes[names[0]] for names in groups}
+        like = dense.layer_like(0)
+        self.sizes = {names[0]: like[names[0]].shape[1] for names in groups}
         self._std = noise_multiplier * config.dp.clip_norm if config.dp.enabled else 0.0  # of a client's noise
-        self._sums = self._none()
+        self._sums: dict[str, hessians.HessianSum] = {}
 
-    def _none(self) -> dict[str, hessians.HessianSum]:
-        return {name: hessians.HessianSum(size, self.dp.enabled) for name, size in self.sizes.items()}
+    def answer(self, layer: int) -> Schema:
+        """Return what a reply to a layer holds."""
+        sums = hessians.like(self.sizes)
+        return replace(Schema.like(sums), unscaled=frozenset(sums))
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no client's Hessians of the layer in work were added."""
-        return all(total.num_added == 0 for total in self._sums.values())
+    def begin(self, pruners: Iterable[int]) -> None:
+        """Get ready for a layer, whoever prunes it."""
+        is_noised = self.config.dp.enabled
+        self._sums = {name: hessians.HessianSum(size, is_noised) for name, size in self.sizes.items()}
 
-    def _hessian(self, name: str) -> Tensor:
-        """Return the Hessian of these inputs that all clients' sequences give together."""
-        total = self._sums[name]
-        hessian = total.matrix().to(self.device)
-        if not self.dp.enabled:
-            return hessian
-        return hessians.denoised(hessian, self._std * math.sqrt(total.num_added) / max(1, total.weight))
-
-    def like(self) -> dict[str, Tensor]:
-        """Return what a client sends of a layer's Hessians, without values."""
-        return hessians.like(self.sizes)
-
-    def add(self, update: Payload, num_sequences: int) -> None:
-        """Add a client's Hessians; ``ValueError`` for Hessians that cannot be, and then none of them is added."""
+    def add(self, client: int, update: Payload) -> None:
+        """Add a client's Hessians. ``ValueError`` for Hessians that cannot be, of which none is added then."""
+        num_sequences = self.clients[client].num_examples
         for name, total in self._sums.items():
             total.check(name, update.tensors, num_sequences)
         for name, total in self._sums.items():
             total.add(name, update.tensors, num_sequences)
 
-    def pruned(self, dense: Mapping[str, Tensor]) -> Payload:
-        """Return a layer's matrices, pruned from these ``dense`` ones by the sum of the Hessians; begin a new sum."""
-        found: dict[str, tuple[Tensor, Tensor]] = {}
+    def made(self, layer: int, row: dict[str, Any]) -> Payload:
+        """Return the layer, empty if nobody sent its Hessians; ``row`` is what the record says of it."""
+        if not any(total.num_added for total in self._sums.values()):
+            return Payload({})
+        dense, found = self.dense.layer_tensors(layer), dict[str, tuple[Tensor, Tensor]]()
         pattern = self.options.n_of_m()
-        density = None if pattern else self.density
+        density = None if pattern else self.config.density
         how = density, pattern, self.options.block_size, self.options.damping, self.options.count
         for names in self.groups:
             hessian = self._hessian(names[0])
-            whole = [dense[name].to(self.device) for name in names]
+            whole = [dense[name].to(self.dense.device) for name in names]
             done = sparsegpt_together(whole, hessian, *how)
             if self.options.refine:
-                masks = [mask for _, mask in done]
-                done = [(self._solved(weight, mask, hessian), mask) for weight, mask in zip(whole, masks, strict=True)]
+                done = [
+                    (hessians.least_squares(weight, mask, hessian, self.options.damping), mask)
+                    for weight, (_, mask) in zip(whole, done, strict=True)
+                ]
             found |= {name: (weight.cpu(), mask.cpu()) for name, (weight, mask) in zip(names, done, strict=True)}
-        self._sums = self._none()
-        return Payload(
-            {name: found[name][0] for name in dense if name in found},
-            {name: found[name][1] for name in dense if name in found},
-        )
+        self._sums = {}
+        names = self.dense.prunable(layer)
+        new = Payload({name: found[name][0] for name in names}, {name: found[name][1] for name in names})
+        row["weights"] = new.num_elements()
+        return new
 
-    def _solved(self, weight: Tensor, mask: Tensor, hessian: Tensor) -> Tensor:
-        return hessians.least_squares(weight, mask, hessian, self.options.damping)
+    def _hessian(self, name: str) -> Tensor:
+        """Return the Hessian of these inputs that all clients' sequences give together."""
+        total = self._sums[name]
+        hessian = total.matrix().to(self.dense.device)
+        if not self.config.dp.enabled:
+            return hessian
+        return hessians.denoised(hessian, self._std * math.sqrt(total.num_added) / max(1, total.weight))

@@ -231,6 +231,9 @@ class ResumePoint:
     renews: bool = False
 
 
+START = ResumePoint(0, {})
+
+
 def state_folder(run: Path, state_dir: str, run_key: str) -> Path:
     """Return the folder of all clients' states: ``clients`` in the folder of the run, or its part of ``state_dir``."""
     return Path(state_dir) / run_key if state_dir else run / "clients"

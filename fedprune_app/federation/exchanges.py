@@ -18,12 +18,13 @@ from fedprune_app.engine.exchange import Answer, exchange, require
 from fedprune_app.engine.store import State
 from fedprune_app.federation import reports
 from fedprune_app.federation.budgets import Budgets
+from fedprune_app.federation.clients import ImageClientInfo
 from fedprune_app.federation.collect import Read, collect, notes_of
 from fedprune_app.federation.messages import messages
 from fedprune_app.federation.participation import Participation
 from fedprune_app.federation.round import Outgoing, Round, RoundLog, RunContext
 from fedprune_app.results import measures
-from fedprune_app.results.measures import Measures
+from fedprune_app.results.measures import Measures, Reply
 
 Rows = Mapping[int, dict[str, Any]]
 """Columns by client, ascending."""
@@ -38,31 +39,42 @@ class Hooks(Protocol):
     state_rounds: dict[int, int]
     digests: dict[int, str]
     model: dict[str, Tensor]
+    prunable: frozenset[str]
     measures: Measures
+    exchanges: type[Exchanges]
 
     def doubts(self) -> list[str]: ...
     def prepare(self) -> None: ...
     def round(self, number: int) -> Round: ...
     def begin(self, round: Round) -> None: ...
-    def train(self, round: Round, exchanges: Exchanges) -> dict[str, Any]: ...
+    def send(self, round: Round) -> Iterator[Outgoing]: ...
+    def reply_bytes(self, round: Round) -> int: ...
     def accept(self, round: Round, client: int, content: RecordDict) -> None: ...
-    def training_row(self, round: Round, client: int, fields: wire.Fields) -> dict[str, Any]: ...
     def end(self, round: Round) -> None: ...
     def after(self, round: Round, exchanges: Exchanges) -> dict[str, Any]: ...
     def traffic(self, round: Round) -> dict[str, Any]: ...
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]: ...
-    def evaluation_row(self, client: int, fields: wire.Fields) -> dict[str, Any]: ...
-    def evaluation_metrics(self, round: Round, rows: Rows) -> dict[str, Any]: ...
     def state(self) -> State: ...
     def finish(self) -> None: ...
 
 
 class Exchanges:
-    """The exchanges that a strategy can have with its clients."""
+    """The exchanges that a strategy can have with its clients, and what is recorded of them.
+
+    A system whose rounds have other exchanges, or whose clients do not learn from images, has a class of its own.
+    """
 
     def __init__(self, strategy: Hooks, grid: Grid) -> None:
         self.strategy = strategy
         self.grid = grid
+
+    def train_round(self, round: Round) -> dict[str, Any]:
+        """Exchange messages with the participants, here once; return columns of the round's record."""
+        strategy, name = self.strategy, f"round {round.number}"
+        self.train(name, round, strategy.send(round), strategy.reply_bytes(round))
+        good = round.log.replies + len(round.log.declined)
+        require(good, strategy.context.config.min_replies, name, round.log.failures)
+        return reports.of_training(round, strategy.budgets, strategy.measures)
 
     def train(self, name: str, round: Round, outgoing: Iterable[Outgoing], reply_bytes: int) -> None:
         """Have clients train and take in their replies, of at most ``reply_bytes`` each when decoded, as the round's.
@@ -74,7 +86,7 @@ class Exchanges:
         def read(client: int, fields: wire.Fields, content: RecordDict) -> dict[str, Any]:
             known = strategy.context.clients[client].num_examples
             num_examples = measures.told("num_examples", fields)
-            row = {"num_examples": num_examples, **strategy.training_row(round, client, fields)}
+            row = {"num_examples": num_examples, **self.training_row(round, client, fields)}
             if num_examples != known:
                 raise ValueError(f"field 'num-examples' is {num_examples}, it said {known} before")
             notes_of(client, fields, round.log, strategy.context.lose)
@@ -110,7 +122,7 @@ class Exchanges:
         def read(client: int, fields: wire.Fields, content: RecordDict) -> dict[str, Any]:
             facts = {"num_examples": strategy.context.clients[client].num_examples, "digest": reports.digest_in(fields)}
             notes_of(client, fields, log, strategy.context.lose)
-            row = facts | strategy.evaluation_row(client, fields)
+            row = facts | self.evaluation_row(client, fields)
             found[client] = row | budgets.take(client, fields, round.number, log.note)
             return {}
 
@@ -128,11 +140,41 @@ class Exchanges:
             "evaluated": len(rows),
             "clients": len(strategy.context.clients),
             "evaluation_failures": len(log.failures),
-            **strategy.evaluation_metrics(round, rows),
+            **self.evaluation_metrics(round, rows),
         }
         for client, row in rows.items():
             round.log.clients.setdefault(client, {}).update(row)
         return columns
+
+    # --- what is recorded ---------------------------------------------------------------------------------------
+
+    def training_row(self, round: Round, client: int, fields: wire.Fields) -> dict[str, Any]:
+        """Check what a client says of its training; return the columns of its row."""
+        private = self.strategy.context.config.dp.enabled
+        return measures.row_of(Reply.TRAINING, fields, private=private, declared=self.strategy.measures)
+
+    def evaluation_row(self, client: int, fields: wire.Fields) -> dict[str, Any]:
+        """Check what a client says of its evaluation; return the columns of its row."""
+        strategy, context = self.strategy, self.strategy.context
+        info = context.clients[client]
+        classes = info.num_classes if isinstance(info, ImageClientInfo) else 0
+        asked: dict[str, Any] = {"layers": strategy.prunable, "num_classes": classes, "declared": strategy.measures}
+        return measures.row_of(Reply.EVALUATION, fields, private=context.config.dp.enabled, **asked)
+
+    def evaluation_metrics(self, round: Round, rows: Rows) -> dict[str, Any]:
+        """Return the columns of an evaluation from the clients' rows, which may change."""
+        for client, row in rows.items():
+            row |= measures.from_training(row, round.log.clients.get(client, {}))
+        others = [row for client, row in round.log.clients.items() if client not in rows]
+        by_layer = (row.get("density_by_layer") or {} for row in rows.values())
+        empty = sorted({name for densities in by_layer for name, kept in densities.items() if not kept})
+        self.strategy.context.recorder.note(
+            f"a client keeps no weight of {name!r}: if nothing bypasses this layer, every image has the same answer"
+            for name in empty
+        )
+        return measures.over_clients(rows.values(), Reply.EVALUATION, others, self.strategy.measures)
+
+    # --- messages -----------------------------------------------------------------------------------------------
 
     def _checked(self, outgoing: Iterable[Outgoing], method: str) -> Iterator[Outgoing]:
         """Yield messages of a strategy's method, which a plug-in may have got wrong. Raises ``TypeError``."""

@@ -26,7 +26,7 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
 
     Raises :class:`TooFewReplies` when a round has fewer than ``min-replies`` good replies.
     """
-    exchanges = Exchanges(strategy, grid)
+    exchanges = strategy.exchanges(strategy, grid)
     if not rounds_completed:
         strategy.context.recorder.note(strategy.doubts())
         strategy.prepare()
@@ -43,7 +43,7 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
         strategy.begin(round)
 
         # 2. and 3. Send to them, and collect their replies as they arrive.
-        columns = strategy.train(round, exchanges)
+        columns = exchanges.train_round(round)
 
         # 4. Close the round: the new model.
         if round.log.replies:

@@ -13,7 +13,7 @@ from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import Answer
-from fedprune_app.engine.store import VersionedStore
+from fedprune_app.engine.store import START, ResumePoint, VersionedStore
 from fedprune_app.federation.clients import Roster
 from fedprune_app.results.recorder import Recorder
 
@@ -31,6 +31,7 @@ class RunContext:
     recorder: Recorder
     checkpoints: VersionedStore
     run_key: str  # names the run on the clients
+    point: ResumePoint = START  # from which the run goes on
 
     def lose(self, client: int, text: str) -> None:
         """Mark the run in run.json: from now on the run is not what it would have been without this loss."""

@@ -231,11 +231,11 @@ def cut_off(wanted, folder, monkeypatch):
     installed = []
     honest = FedSpaLLM._install
 
-    def fail(self, round, layer, new):
+    def fail(self, layer, new, row):
         installed.append(layer)
         if layer == 1:
             raise KeyboardInterrupt
-        honest(self, round, layer, new)
+        honest(self, layer, new, row)
 
     config = parse_config({**wanted, "out-dir": str(folder)}).to_dict()
     with monkeypatch.context() as patched:
