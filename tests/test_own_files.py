@@ -88,9 +88,7 @@ def test_a_resumed_sweep_takes_no_folder_with_a_users_files(fedprune, tmp_path):
     (tmp_path / "mine" / "table.md").unlink()
     mark(tmp_path / "mine", "sweep")
     before = fill(tmp_path / "mine" / "fedavg-digits-seed0", rounds_jsonl="mine")
-    code, said = fedprune(*sweep)
-    assert code == 1, said
-    assert "holds 'rounds.jsonl', which fedprune did not write" in said
+    assert_refused(fedprune(*sweep), "holds 'rounds.jsonl', which fedprune did not write")
     assert (tmp_path / "mine" / "fedavg-digits-seed0" / "rounds.jsonl").read_text() == "mine"
 
 
