@@ -12,33 +12,43 @@ import pytest
 from hatch_build import below_fedprune
 
 ROOT = Path(__file__).parents[1]
-ROOF = [
-    "registry",
-    "preflight",
-    "running",
-    "run_folder",
-    "server_app",
-    "client_app",
-    "cli",
-    "deploy",
-    "exporting",
-    "launch",
+ROOF = [  # from the top: a room imports those of lower floors alone, and all that stand below the roof
+    {"cli"},
+    {"api", "testing"},
+    {"sweeps"},
+    {"audit", "packing"},
+    {"running", "exporting", "predicting"},
+    {"server_app", "client_app", "deploy", "extend"},
+    {"preflight"},
+    {"launch", "node_policy", "tasks", "resuming"},
+    {"plugins", "run_folder"},
+    {"registry", "shipped", "terminal"},
 ]
-ROOF += [
-    "node_policy",
-    "api",
-    "tasks",
-    "audit",
-    "resuming",
-    "shipped",
-    "plugins",
-    "sweeps",
-    "predicting",
-    "packing",
-    "extend",
-    "testing",
-    "terminal",
-]
+FILES = {  # the same of the files in a room
+    "preflight": [
+        {"describe"},
+        {"prepare"},
+        {"can_start"},
+        {"given", "placement", "combinations", "texts", "language_models"},
+    ],
+    "running": [{"session", "demo"}, {"numbered", "progress", "signals"}],
+    "sweeps": [{"sweep"}, {"search"}, {"matrix"}, {"space"}],
+    "data": [
+        {"splits", "public"},
+        {"pool", "data_config"},
+        {"datasets"},
+        {"brought", "folders", "leaf", "tables", "text", "idx", "cifar"},
+        {"dataset", "partitions", "pictures", "augmentation"},
+        {"names", "labels", "errors"},
+    ],
+    "privacy": [
+        {"dpsgd"},
+        {"suitable"},
+        {"clipped_sums"},
+        {"ledger", "paper"},
+        {"accounting", "audit", "noise", "per_example"},
+    ],
+}
 ALLOWED = {  # room: rooms it may import
     "fedprune_app.core": set(),
     "fedprune_app.config": set(),
@@ -88,6 +98,45 @@ def test_a_room_imports_only_rooms_below_it(room):
         for module in ours:
             target = room_of(module)
             assert target == own or target in ALLOWED[room], f"{path.relative_to(ROOT)} imports {module}"
+
+
+def floors_above(order: list[set[str]], name: str) -> set[str]:
+    """The names on the floor of ``name``, but for itself, and on those above it."""
+    (floor,) = [number for number, names in enumerate(order) if name in names]
+    return set().union(*order[: floor + 1]) - {name}
+
+
+@pytest.mark.parametrize("room", sorted(set().union(*ROOF)))
+def test_a_room_of_the_roof_imports_only_lower_floors(room):
+    for path in files(f"fedprune_app.{room}"):
+        wrong = floors_above(ROOF, room) & {room_of(m) for m in imports(path) if m.startswith("fedprune_app.")}
+        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}"
+
+
+@pytest.mark.parametrize("room", FILES)
+def test_a_file_of_a_room_imports_only_lower_floors(room):
+    assert {path.stem for path in files(f"fedprune_app.{room}")} - {"__init__"} == set().union(*FILES[room])
+    for name in set().union(*FILES[room]):
+        found = imports(ROOT / "fedprune_app" / room / f"{name}.py")
+        own = {module.split(".")[2] for module in found if module.startswith(f"fedprune_app.{room}.")}
+        assert not floors_above(FILES[room], name) & own, name
+
+
+PARSING = {"fedprune_app.config.parse_config", "fedprune_app.config.check_resumable"}
+PARSING |= {"fedprune_app.preflight.combinations.check_system", "fedprune_app.config.effects"}
+PARSE = {
+    "fedprune_app/resuming.py": "the server knows the run that goes on",
+    "fedprune_app/results/figures/settings.py": "which settings of a recorded run have an effect",
+}
+
+
+def test_settings_become_a_run_on_one_way_alone():
+    """Whoever starts a run, or is a part of one, asks preflight for it."""
+    for package in ("fedprune_app", "strategies", "clients"):
+        for path in files(package):
+            name = str(path.relative_to(ROOT))
+            if not name.startswith(("fedprune_app/preflight/", "fedprune_app/config/")) and name not in PARSE:
+                assert not imports(path) & PARSING, f"{name} imports {imports(path) & PARSING}"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +218,7 @@ def test_every_file_belongs_to_a_room():
         "results",
         "engine",
     }
-    assert rooms == {*rooms_there_are, "federation", *ROOF}
+    assert rooms == {*rooms_there_are, "federation", *set().union(*ROOF)}
 
 
 def test_nothing_is_unpickled():

@@ -12,7 +12,6 @@ import pytest
 from fedprune_app import cli
 from fedprune_app.config import OPTIONS
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.running.numbered import next_folder
 from fedprune_app.shipped import shipped_configs
 
 QUICK = ["--engine", "inprocess", "--clients", "3", "num-server-rounds=1", "local-epochs=1"]
@@ -40,17 +39,6 @@ def test_a_refused_run_takes_no_number_and_moves_no_link(fedprune, tmp_path):
     assert fedprune("run", *QUICK, "system=fedavg")[0] == 0
     assert fedprune("run", *QUICK, "system=fedavg", "partition=classes", "classes-per-client=11")[0] == 2
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["1", "latest"]
-
-
-def test_two_commands_at_once_get_two_numbers_and_what_stays_empty_is_removed(tmp_path):
-    runs = tmp_path / "runs"
-    with next_folder(runs) as first, next_folder(runs) as second:
-        assert (first, second) == (runs / "1", runs / "2")
-        (first / "run.json").touch()
-    assert [path.name for path in runs.iterdir()] == ["1"]
-    with next_folder(runs) as third:
-        assert third == runs / "2"
-    assert [path.name for path in runs.iterdir()] == ["1"]
 
 
 def test_what_is_called_latest_and_is_no_link_stays(fedprune, tmp_path):

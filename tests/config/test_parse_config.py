@@ -19,7 +19,8 @@ from fedprune_app.config import (
     to_toml,
     written_below,
 )
-from fedprune_app.preflight.combinations import check_names, check_system
+from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.prepare import prepare
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.toml")), ids=lambda p: p.name)
 def test_every_config_file_is_valid(path):
     expected = {"quickstart": "subfedavg"}.get(path.stem, path.stem)
-    assert check_system(parse_config(read_toml(path))).system == expected
+    assert prepare(Given(read_toml(path))).config.system == expected
 
 
 def test_parsing_the_flat_form_gives_the_configuration_back():
@@ -75,7 +76,7 @@ def test_a_list_of_one_number_may_come_as_a_number():
 )
 def test_a_wrong_value_is_one_line_that_names_key_value_and_what_is_allowed(key, value, says):
     with pytest.raises(ConfigError) as caught:
-        check_system(parse_config({key: value}))
+        prepare(Given({key: value}))
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -208,6 +209,6 @@ def test_every_other_word_for_a_key_stands_for_one_that_there_is():
 )
 def test_a_name_that_people_type_is_answered_with_the_one_that_is_meant(key, value, answer):
     with pytest.raises(ConfigError) as caught:
-        check_names(parse_config({key: value}))
+        prepare(Given({key: value}))
     assert str(caught.value).startswith(f"{key} is {value!r}, allowed: ")
     assert str(caught.value).partition(";")[2] == answer.removeprefix(";")

@@ -27,7 +27,6 @@ from fedprune_app.engine import inprocess
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
 from fedprune_app.exporting import find_model
-from fedprune_app.preflight.combinations import check_system
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import prepare
@@ -282,7 +281,7 @@ def test_a_folder_with_a_class_that_the_run_does_not_name_is_left_out(own, folde
 )
 def test_classes_that_cannot_be_are_refused(settings, allowed):
     with pytest.raises(ConfigError, match=rf"^classes is .*allowed.*: {allowed}$"):
-        check_system(parse_config(settings))
+        prepare(Given(settings))
 
 
 # --- who may ----------------------------------------------------------------------------------------------------------

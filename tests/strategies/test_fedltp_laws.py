@@ -18,7 +18,8 @@ from fedprune_app.data.data_config import data_config
 from fedprune_app.data.splits import client_data, partition_indices, public_part
 from fedprune_app.federation.round import Round, RunContext
 from fedprune_app.models.vision import build_model, prunable_names, state_tensors
-from fedprune_app.preflight.combinations import check_system
+from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
 from fedprune_app.privacy.ledger import Ledger
 from fedprune_app.privacy.paper import paper_epsilon
@@ -204,7 +205,7 @@ def test_a_baseline_can_have_the_very_data_of_fedltp():
 )
 def test_what_cannot_be_is_refused_on_one_line(settings, said):
     with pytest.raises(ConfigError) as caught:
-        check_system(parse_config({"system": "fedltp", **settings}))
+        prepare(Given({"system": "fedltp", **settings}))
     assert said.split(" and ")[0].rstrip(".0") in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -23,7 +23,8 @@ from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.engine.layers import LayerFiles
 from fedprune_app.models.llm import import_transformers
 from fedprune_app.models.saving import load_packed
-from fedprune_app.preflight.combinations import check_system
+from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.prepare import prepare
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.tables import group_runs, perplexity_rows
 from strategies.fedspallm import FedSpaLLM
@@ -646,7 +647,7 @@ def test_half_precision_travels_as_such(run, dtype):
 )
 def test_a_wrong_setting_is_one_line(key, value, says):
     with pytest.raises(ConfigError) as caught:
-        check_system(parse_config({"system": "fedspallm", "dataset": "stdlib", key: value}))
+        prepare(Given({"system": "fedspallm", "dataset": "stdlib", key: value}))
     assert says in str(caught.value)
 
 

@@ -8,14 +8,15 @@ import pytest
 import torch
 from flwr.common.serde import recorddict_to_proto
 
-from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.config import ConfigError
 from fedprune_app.core.flops import forward_flops, training_flops
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import read_tensors
 from fedprune_app.models.vision import architecture
-from fedprune_app.preflight.combinations import check_system
+from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy import noise
 from fedprune_app.privacy.ledger import Ledger
 from strategies.ldp_fedp3 import LDPFedP3
@@ -269,7 +270,7 @@ def test_the_same_seed_gives_the_same_run_and_another_another(federation):
 )
 def test_settings_that_cannot_be_are_refused_on_one_line(settings, said):
     with pytest.raises(ConfigError) as error:
-        check_system(parse_config({"system": "ldp-fedp3", "dp.enabled": True, "dp.noise-multiplier": 1.0, **settings}))
+        prepare(Given({"system": "ldp-fedp3", "dp.enabled": True, "dp.noise-multiplier": 1.0, **settings}))
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 

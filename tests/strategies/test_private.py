@@ -19,7 +19,8 @@ from fedprune_app.data.data_config import data_config
 from fedprune_app.data.splits import client_data
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.federation.budgets import Budgets
-from fedprune_app.preflight.combinations import check_system
+from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.accounting import Laplace, Steps, epsilon
 from fedprune_app.privacy.ledger import Data, Ledger
 from fedprune_app.registry import SYSTEMS
@@ -264,7 +265,7 @@ NO_COUNTS = {"dp.accuracies": "none", "dp.count-scale": 0.0}
 )
 def test_what_would_leak_is_refused_on_one_line_that_says_what_is_allowed(settings, said):
     with pytest.raises(ConfigError, match=said) as caught:
-        check_system(parse_config({"dp.enabled": True, "dp.noise-multiplier": 1.0, **settings}))
+        prepare(Given({"dp.enabled": True, "dp.noise-multiplier": 1.0, **settings}))
     assert "\n" not in str(caught.value)
 
 

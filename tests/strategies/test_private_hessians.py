@@ -15,7 +15,8 @@ from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core import hessians
 from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.models.layer_pruning import input_moments
-from fedprune_app.preflight.combinations import check_system
+from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.prepare import prepare
 from fedprune_app.privacy.accounting import Steps, epsilon
 from fedprune_app.privacy.audit import guesses_of, lower_bound
 from fedprune_app.privacy.ledger import Ledger
@@ -340,4 +341,4 @@ def test_a_ledger_of_own_text_is_found_again_however_segments_are_cut(own, tmp_p
 )
 def test_settings_that_would_leak_are_refused(settings, more, message):
     with pytest.raises(ConfigError, match=message):
-        check_system(parse_config({**settings, **PRIVATE, **more}))
+        prepare(Given({**settings, **PRIVATE, **more}))

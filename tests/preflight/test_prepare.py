@@ -1,0 +1,48 @@
+"""Whatever is given becomes a run on one way: settings, folder and place are checked together, before it starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedprune_app.config import ConfigError
+from fedprune_app.matrices import matrix_of
+from fedprune_app.preflight.given import Given
+from fedprune_app.preflight.placement import Placement
+from fedprune_app.preflight.prepare import prepare, prepare_all
+
+TOPOLOGY = {"dispfl.topology": "ring"}
+
+
+def test_a_setting_of_a_file_that_the_command_line_makes_idle_is_a_note():
+    given = Given(files=[{"system": "dispfl", **TOPOLOGY}], on_command_line={"system": "fedavg"})
+    assert prepare(given).notes == ("without effect with system 'fedavg': dispfl.topology",)
+
+
+def test_a_setting_of_a_matrix_that_the_command_line_makes_idle_is_a_note(tmp_path):
+    matrix = matrix_of({"common": {"dp.enabled": True, "dp.noise-multiplier": 1.0}, "systems": ["fedavg"]}, "x")
+    (run,) = matrix.cells(Given(on_command_line={"dp.enabled": False}, out=tmp_path))
+    assert run.notes == ("without effect with system 'fedavg': dp.noise-multiplier",)
+
+
+def test_a_setting_is_refused_where_it_has_an_effect_in_none_of_the_runs_that_have_it():
+    several = [Given(files=[{"system": name}], on_command_line=TOPOLOGY) for name in ("fedavg", "dispfl")]
+    assert [run.notes for run in prepare_all(several)] == [(), ()]
+    with pytest.raises(ConfigError, match=r"^dispfl\.topology is 'ring', which has no effect with system 'fedavg'"):
+        prepare_all(several[:1])
+
+
+def test_the_settings_of_a_run_that_has_begun_may_be_idle_and_name_its_folder(tmp_path):
+    whole = prepare(Given({"system": "fedavg", "out-dir": str(tmp_path)})).config.to_dict()
+    assert prepare(Given(whole)).config.to_dict() == whole
+    with pytest.raises(ConfigError, match=r"^out-dir is .*, allowed here: --out DIR"):
+        prepare(Given(on_command_line={"out-dir": str(tmp_path)}))
+
+
+def test_nodes_of_a_rehearsal_get_what_their_operators_would_give_them():
+    config = prepare(Given({"dp.enabled": True, "dp.noise-multiplier": 1.0})).config
+    place = Placement(nodes=({}, {"data-dir": "/mine"}, {"policy-file": "/p"})).with_nodes_for(config)
+    dealt = {"partition-id": 0, "num-partitions": 3, "secure-rng": config.dp.secure_rng}
+    assert place.nodes[0] == dealt
+    assert place.nodes[1] == {"data-dir": "/mine", "allowed-label-columns": config.label_column}
+    assert place.nodes[2] == {"partition-id": 2, "num-partitions": 3, "policy-file": "/p"}
+    assert place.shares_data is False
