@@ -235,3 +235,16 @@ def test_a_wheel_can_move_every_import_below_fedprune(package):
     """An installed wheel has ``strategies`` and ``clients`` inside of ``fedprune_app``."""
     for path in (ROOT / package).rglob("*.py"):
         below_fedprune(path.read_text())
+
+
+# --- how much there is ------------------------------------------------------------------------------------------------
+
+BUDGET = 23_450
+"""Statements of the product. A commit that raises the number says why; what lets it sink lowers it."""
+
+
+def test_the_product_has_no_more_statements_than_its_budget():
+    sources = [file for room in ("fedprune_app", "strategies", "clients") for file in (ROOT / room).rglob("*.py")]
+    nodes = (node for file in sources for node in ast.walk(ast.parse(file.read_text())))
+    found = sum(isinstance(node, ast.stmt) for node in nodes)
+    assert BUDGET - 200 < found <= BUDGET
