@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fedprune_app.config import ConfigError
-from fedprune_app.matrices import matrix_of
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import prepare, prepare_all
+from fedprune_app.sweeps.matrix import matrix_of
 
 TOPOLOGY = {"dispfl.topology": "ring"}
 

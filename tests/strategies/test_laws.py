@@ -13,7 +13,7 @@ from PIL import Image
 
 from fedprune_app.config import Config, ConfigError
 from fedprune_app.data.data_config import data_config
-from fedprune_app.data.idx import _IDX
+from fedprune_app.data.idx import IDX
 from fedprune_app.data.splits import client_data
 from fedprune_app.engine import inprocess
 from fedprune_app.engine.store import VersionedStore, read_tensors
@@ -237,7 +237,7 @@ def test_the_matrix_of_table_1_trains_the_network_whose_bytes_the_paper_prints(d
     matrices = Path(__file__).parents[2] / "configs" / "matrices"
     cells = read_matrix(matrices / f"subfedavg_table1_{data}.yaml").cells(Given(out=matrices))
     config = next(cell.config for cell in cells if cell.config.system == "fedavg")
-    classes = _IDX[config.dataset].classes
+    classes = IDX[config.dataset].classes
     model = initial_model(
         chosen_name(config.model, config.dataset), config.dataset, (1, 28, 28), len(classes), init="default", seed=0
     )
