@@ -181,11 +181,11 @@ class SmallDisk:
     def fill(self, left: int = 0) -> None:
         """Leave so many bytes, in whole pages of 4096."""
         found = os.statvfs(self.folder)
-        with (self.folder / "filler").open("ab") as file:
+        with (self.folder / ".filler").open("ab") as file:
             file.write(bytes(max(0, found.f_bavail * found.f_frsize - left)))
 
     def free(self) -> None:
-        (self.folder / "filler").unlink(missing_ok=True)
+        (self.folder / ".filler").unlink(missing_ok=True)
 
     def unmount(self) -> None:
         subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
