@@ -17,7 +17,7 @@ endif
 demo: $(STAMP)
 	$(BIN)/fedprune demo --out runs/demo
 
-# Four minutes on two quiet cores. Two workers: the tests of a file share their federations in one of them, and so does the conformance of a system.
+# Two workers: the tests of a file share their federations in one of them, and so does the conformance of a system.
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fedprune_app.core.rng import numpy_generator
+from fedprune_app.data import brought, folders, leaf, tables
 from fedprune_app.data.cifar import CIFAR10_NORM, cifar_binary
 from fedprune_app.data.dataset import (
     Dataset,

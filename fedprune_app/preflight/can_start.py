@@ -23,7 +23,6 @@ from fedprune_app.core.rng import generator
 from fedprune_app.data.splits import check_repeatable, label_counts, unread
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import VersionedStore
-from fedprune_app.errors import LaunchError
 from fedprune_app.federation.clients import ImageClientInfo, Roster
 from fedprune_app.federation.round import RunContext
 from fedprune_app.files import check_writable, scratch_folder
@@ -50,7 +49,7 @@ def doubts(config: Config, placement: Placement) -> list[str]:
 
     This is what of the data is not read, and what the strategy doubts. Raises :class:`ConfigError` for a run that could
     not start, as far as this machine can tell. A language model may be large, so its server is not made: its text is
-    read, and its folder is opened. Raises :class:`LaunchError` where a plug-in's ``doubts`` are no lines.
+    read, and its folder is opened.
     """
     if placement.engine != "inprocess" or not placement.is_simulation:
         plugins.check_reachable(config.to_dict())
@@ -75,7 +74,7 @@ def doubts(config: Config, placement: Placement) -> list[str]:
     except (ValueError, ImportError) as error:
         raise ConfigError(" ".join(str(error).split())) from None
     except Exception as error:
-        if not plugins.described(config.to_dict()) or isinstance(error, LaunchError):
+        if not plugins.described(config.to_dict()):
             raise
         raise ConfigError(plugins.told(error)) from error
     finally:
@@ -163,7 +162,4 @@ def _make_both(config: Config, num_clients: int, folder: Path) -> list[str]:
     checkpoints = VersionedStore(folder / "run" / "checkpoints")
     strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, key))
     recorder.finish("interrupted")
-    try:
-        return [*unread(client.data_config), *lines, *strategy.doubts()]
-    except TypeError as error:
-        raise LaunchError(str(error)) from None
+    return [*unread(client.data_config), *lines, *strategy.doubts()]
