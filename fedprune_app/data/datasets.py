@@ -49,13 +49,6 @@ def load_dataset(
 
 @lru_cache(maxsize=2)
 def _load(name: str, data_dir: str, download: bool, form: Form, public_scale: bool) -> Dataset:
-    from fedprune_app.data import (  # each when it is asked for: Pillow and others take time
-        brought,
-        folders,
-        leaf,
-        tables,
-    )
-
     if name not in DATASETS:
         raise ValueError(f"dataset is '{name}', allowed: {', '.join(DATASETS)}")
     if name == "digits":
