@@ -95,23 +95,23 @@ def main(grid: Grid, context: Context) -> None:
 
 def measure(num_nodes: int, num_rounds: int, values: int) -> list[dict[str, Any]]:
     """A row for each round."""
-    from fedprune_app import launch
     from fedprune_app.config import parse_config
-    from fedprune_app.deploy import local_deployment
+    from fedprune_app.launching import simulation
+    from fedprune_app.launching.local import local_deployment
 
     with tempfile.TemporaryDirectory(prefix="fedprune-polling-") as name:
         folder = Path(name)
-        app = launch.stage_app(folder / "app", ("polling:server", "polling:client"))
+        app = simulation.stage_app(folder / "app", ("polling:server", "polling:client"))
         shutil.copy(__file__, app / "polling.py")
         nodes = [{"partition-id": k, "num-partitions": num_nodes} for k in range(num_nodes)]
         with local_deployment(folder / "deployment", nodes) as deployment:
             settings = {"num-server-rounds": num_rounds, "shard-size": values, "min-clients": num_nodes}
             config = parse_config({**settings, "out-dir": str(folder)})
-            run_id = launch.submit(deployment.link, app, config.to_dict())
+            run_id = simulation.submit(deployment.link, app, config.to_dict())
             deadline = time.monotonic() + 2 * num_rounds * _DEADLINE
             while not (folder / "rows.json").exists():
                 if time.monotonic() > deadline:
-                    raise SystemExit(f"the run did not end: {launch.failure(deployment.link, run_id)}")
+                    raise SystemExit(f"the run did not end: {simulation.failure(deployment.link, run_id)}")
                 time.sleep(0.5)
             rows = json.loads((folder / "rows.json").read_text())
     if any(row["replies"] != num_nodes for row in rows):

@@ -18,9 +18,9 @@ ROOF = [  # from the top: a room imports those of lower floors alone, and all th
     {"sweeps"},
     {"audit", "packing"},
     {"running", "exporting", "predicting"},
-    {"server_app", "client_app", "deploy", "extend"},
+    {"server_app", "client_app", "extend"},
     {"preflight"},
-    {"launch", "node_policy", "tasks", "resuming"},
+    {"launching", "node_policy", "tasks", "resuming"},
     {"plugins", "run_folder"},
     {"registry", "shipped", "terminal"},
 ]
@@ -30,6 +30,12 @@ FILES = {  # the same of the files in a room
         {"prepare"},
         {"can_start"},
         {"given", "placement", "combinations", "texts", "language_models"},
+    ],
+    "launching": [
+        {"local"},
+        {"certificates", "simulation"},
+        {"credentials", "flower_cli"},
+        {"outcome", "processes"},
     ],
     "running": [{"session", "demo"}, {"numbered", "progress", "signals"}],
     "sweeps": [{"sweep"}, {"search"}, {"matrix"}, {"space"}],
@@ -239,7 +245,7 @@ def test_a_wheel_can_move_every_import_below_fedprune(package):
 
 # --- how much there is ------------------------------------------------------------------------------------------------
 
-BUDGET = 23_450
+BUDGET = 23_600
 """Statements of the product. A commit that raises the number says why; what lets it sink lowers it."""
 
 

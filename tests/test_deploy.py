@@ -28,22 +28,17 @@ from flwr.common.constant import ACCESS_TOKEN_KEY
 from flwr.supercore.error import ApiErrorCode
 from PIL import Image
 
-from fedprune_app import deploy, launch
 from fedprune_app.cli import deploying
 from fedprune_app.client_app import node_settings
 from fedprune_app.config import ConfigError
-from fedprune_app.deploy import (
-    certificates_in,
-    local_deployment,
-    make_certificates,
-    make_node_key,
-    node_config_text,
-    valid_until,
-)
 from fedprune_app.engine.simulated import answering_in_simulation
 from fedprune_app.engine.superlink import SECRET_VARIABLE, SecretAuthn
 from fedprune_app.errors import LaunchError
 from fedprune_app.files import replace_file
+from fedprune_app.launching import certificates, credentials, flower_cli, local, processes
+from fedprune_app.launching.certificates import certificates_in, make_certificates, valid_until
+from fedprune_app.launching.credentials import make_node_key
+from fedprune_app.launching.local import local_deployment, node_config_text
 from fedprune_app.run_folder import client_state_folder
 
 
@@ -90,7 +85,7 @@ def test_flower_takes_the_node_key_as_its_register_command_does(tmp_path):
 
 def test_flowers_codes_mean_what_we_take_them_for():
     flowers = (ApiErrorCode.RUN_ALREADY_FINISHED, ApiErrorCode.PUBLIC_KEY_ALREADY_IN_USE)
-    assert [f"[code: {code:d}]" for code in flowers] == [launch._IS_OVER, deploy._KNOWN_KEY]
+    assert [f"[code: {code:d}]" for code in flowers] == [flower_cli._IS_OVER, local._KNOWN_KEY]
 
 
 def test_nothing_is_overwritten(tmp_path):
@@ -103,31 +98,31 @@ def test_nothing_is_overwritten(tmp_path):
 
 
 def test_a_superlinks_database_is_its_owners_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "wait_until_up", lambda *_: None)
-    monkeypatch.setattr(launch, "spawn", lambda *_: None)
+    monkeypatch.setattr(processes, "wait_until_up", lambda *_: None)
+    monkeypatch.setattr(processes, "spawn", lambda *_: None)
     folder = tmp_path / "deployment"
     folder.mkdir()
-    deploy.Deployment(folder, certificates_in(folder), 1, 2).start_superlink()
+    local.Deployment(folder, certificates_in(folder), 1, 2).start_superlink()
     assert stat.S_IMODE((folder / "superlink.db").stat().st_mode) == 0o600
     with pytest.raises(ConfigError, match=r"superlink\.db' exists, allowed: a new file$"):
-        deploy.make_database(folder / "superlink.db")
+        credentials.make_database(folder / "superlink.db")
 
 
 def test_a_user_logs_in_with_the_secret_and_stays_logged_in_elsewhere(tmp_path):
-    secret = deploy.make_control_secret(tmp_path / "control.secret")
+    secret = credentials.make_control_secret(tmp_path / "control.secret")
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
     with pytest.raises(ConfigError, match=r"control\.secret' exists, allowed: a new file$"):
-        deploy.make_control_secret(secret)
+        credentials.make_control_secret(secret)
     home = tmp_path / "home"
-    first = yaml.safe_load(deploy.log_in("a.example.org:8000", secret, home).read_text())
-    path = deploy.log_in("b.example.org:8000", secret, home)
+    first = yaml.safe_load(credentials.log_in("a.example.org:8000", secret, home).read_text())
+    path = credentials.log_in("b.example.org:8000", secret, home)
     both = yaml.safe_load(path.read_text())
     assert first.items() < both.items()
     assert len(both) == 2 * len(first)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.write_text("[1, 2")
     with pytest.raises(ConfigError, match=r"credentials\.yaml' is no mapping in YAML, allowed: "):
-        deploy.log_in("a.example.org:8000", secret, home)
+        credentials.log_in("a.example.org:8000", secret, home)
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"fifteen letters", "sechzehn Zeichen: ü".encode()])
@@ -137,7 +132,7 @@ def test_a_secret_that_opens_the_control_api_to_strangers_is_refused(tmp_path, m
     secret.write_bytes(content)
     says = rf"control\.secret' has a secret of {len(content.strip())} bytes, allowed: at least 16 bytes of ASCII$"
     with pytest.raises(ConfigError, match=says):
-        deploy.log_in("a.example.org:8000", secret, tmp_path / "home")
+        credentials.log_in("a.example.org:8000", secret, tmp_path / "home")
     assert not (tmp_path / "home").exists()
     monkeypatch.setenv(SECRET_VARIABLE, str(secret))
     with pytest.raises(ValueError, match=says):
@@ -150,7 +145,7 @@ def test_a_secret_that_opens_the_control_api_to_strangers_is_refused(tmp_path, m
 
 
 def test_a_call_without_the_secret_is_refused(tmp_path, monkeypatch):
-    secret = deploy.make_control_secret(tmp_path / "control.secret")
+    secret = credentials.make_control_secret(tmp_path / "control.secret")
     monkeypatch.setenv(SECRET_VARIABLE, str(secret))
     account = SecretAuthn()
     assert account.validate_tokens_in_metadata([(ACCESS_TOKEN_KEY, secret.read_text())])[0]
@@ -160,11 +155,11 @@ def test_a_call_without_the_secret_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("has_port", "address"), [(True, "127.0.0.1:2"), (False, "127.0.0.1:1")])
 def test_nodes_reach_the_port_that_this_release_has_for_them(tmp_path, monkeypatch, has_port, address):
-    monkeypatch.setattr(deploy, "has_fleet_port", lambda: has_port)
-    monkeypatch.setattr(launch, "wait_until_up", lambda *_: None)
+    monkeypatch.setattr(local, "has_fleet_port", lambda: has_port)
+    monkeypatch.setattr(processes, "wait_until_up", lambda *_: None)
     started = []
-    monkeypatch.setattr(launch, "spawn", lambda command, *_: started.append(command))
-    running = deploy.Deployment(tmp_path, certificates_in(tmp_path), 1, 2)
+    monkeypatch.setattr(processes, "spawn", lambda command, *_: started.append(command))
+    running = local.Deployment(tmp_path, certificates_in(tmp_path), 1, 2)
     running.start_superlink()
     running.start_node("node-0", {})
     superlink, node = started
@@ -198,25 +193,25 @@ def listening(certificates=None):
 def test_a_superlink_of_the_right_authority_passes_the_check_of_a_node(tmp_path):
     made = make_certificates(tmp_path, ["127.0.0.1"])
     with listening(made) as address:
-        assert deploy.check_link(address, made.ca) == valid_until(made.certificate)
+        assert certificates.check_link(address, made.ca) == valid_until(made.certificate)
 
 
 def test_a_node_that_cannot_connect_is_told_why_at_once(tmp_path):
     right, wrong = (make_certificates(tmp_path / name, ["127.0.0.1"]) for name in ("right", "wrong"))
     other = make_certificates(tmp_path / "other", ["link.example.org"])
     with listening() as address, pytest.raises(LaunchError, match=f"^{address} does not speak TLS: "):
-        deploy.check_link(address, right.ca)
+        certificates.check_link(address, right.ca)
     reason = re.escape(f"shows a certificate that {str(wrong.ca)!r} refuses: ")
     with listening(right) as address, pytest.raises(LaunchError, match=f"^{address} {reason}.*certificate"):
-        deploy.check_link(address, wrong.ca)
+        certificates.check_link(address, wrong.ca)
     with listening(other) as address, pytest.raises(LaunchError, match=r"refuses: IP address mismatch, certificate is"):
-        deploy.check_link(address, other.ca)
+        certificates.check_link(address, other.ca)
     with pytest.raises(LaunchError, match=f"^{address} cannot be reached: "):
-        deploy.check_link(address, right.ca)
+        certificates.check_link(address, right.ca)
     with pytest.raises(ConfigError, match=r"^the SuperLink's address is 'link', allowed: HOST:PORT$"):
-        deploy.check_link("link", right.ca)
+        certificates.check_link("link", right.ca)
     with pytest.raises(ConfigError, match=r"key' is no certificate"):
-        deploy.check_link(address, right.key)
+        certificates.check_link(address, right.key)
 
 
 class PowerCut(BaseException):
@@ -238,7 +233,8 @@ def power_cut(monkeypatch):
             replace_file(path, *arguments, **more)
 
         with monkeypatch.context() as patch:
-            patch.setattr(deploy, "replace_file", replace_until_then)
+            for module in (certificates, credentials):
+                patch.setattr(module, "replace_file", replace_until_then)
             with pytest.raises(PowerCut):
                 make()
 
@@ -427,4 +423,4 @@ def test_a_superlink_that_would_not_find_its_own_files_is_not_started(monkeypatc
     with pytest.raises(
         ConfigError, match=r"^Flower is in '/tmp/my clone/lib/site-packages', allowed for its SuperLink: "
     ):
-        deploy.superlink_command([])
+        local.superlink_command([])

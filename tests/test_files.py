@@ -22,7 +22,6 @@ import pytest
 from devtools.faults.disk import Died, Disk
 from fedprune_app import files
 from fedprune_app.config import ConfigError
-from fedprune_app.deploy import make_certificates, make_node_key
 from fedprune_app.files import (
     SharedFolderError,
     append_lines,
@@ -32,6 +31,8 @@ from fedprune_app.files import (
     replacing_folder,
     scratch_folder,
 )
+from fedprune_app.launching.certificates import make_certificates
+from fedprune_app.launching.credentials import make_node_key
 
 ROOT = Path(__file__).parents[1]
 NOBODY = 65534
@@ -307,7 +308,7 @@ def test_a_scratch_folder_is_its_owners_alone_and_goes(place, monkeypatch):
 
 ELSEWHERE = {  # what writes by itself, and why it may
     "fedprune_app/files.py": "the one place",
-    "fedprune_app/launch.py": "into a scratch folder, and a new temporary file of Python's own",
+    "fedprune_app/launching/simulation.py": "into a scratch folder, and a new temporary file of Python's own",
     "fedprune_app/models/saving.py": "into a folder of replacing_folder",
     "fedprune_app/models/embedded.py": "into a folder of replacing_folder",
     "fedprune_app/models/checkpoints.py": "into a folder of replacing_folder",

@@ -9,10 +9,11 @@ import httpx
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from fedprune_app import deploy, launch, server_app
+from fedprune_app import server_app
 from fedprune_app.engine.simulation import Workers
 from fedprune_app.engine.watchdog import CLIENTS_VARIABLE
 from fedprune_app.files import scratch_folder
+from fedprune_app.launching import local, processes, simulation
 
 LOOPBACK = "localhost,127.0.0.1,::1"
 
@@ -32,13 +33,13 @@ LOOPBACK = "localhost,127.0.0.1,::1"
 )
 def test_this_machine_is_added_to_what_a_user_has_excepted_from_the_proxy(before, after):
     given = {"http_proxy": "http://127.0.0.1:9", "OTHER": "x", **before}
-    once = launch.direct_on_loopback(given)
+    once = processes.direct_on_loopback(given)
     assert once == {**given, **after}
-    assert launch.direct_on_loopback(once) == once
+    assert processes.direct_on_loopback(once) == once
 
 
 def test_the_http_client_of_flowers_programs_then_asks_no_proxy_for_this_machine(monkeypatch):
-    for name, value in launch.direct_on_loopback({"http_proxy": "http://127.0.0.1:9", "no_proxy": "a.org"}).items():
+    for name, value in processes.direct_on_loopback({"http_proxy": "http://127.0.0.1:9", "no_proxy": "a.org"}).items():
         monkeypatch.setenv(name, value)
     with httpx.Client() as client:
         by_proxy = client._transport_for_url(httpx.URL("http://elsewhere.org"))
@@ -56,7 +57,7 @@ def test_health_is_asked_without_a_proxy(monkeypatch, proxy):
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:
-        assert deploy.is_healthy(f"127.0.0.1:{port}", timeout_seconds=60)
+        assert local.is_healthy(f"127.0.0.1:{port}", timeout_seconds=60)
     finally:
         server.stop(None)
 
@@ -76,12 +77,12 @@ def test_a_users_token_for_a_cluster_is_used(monkeypatch, given, mode):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    assert launch._ray_of_others("head:6379").get("RAY_AUTH_MODE") == mode
+    assert simulation._ray_of_others("head:6379").get("RAY_AUTH_MODE") == mode
 
 
 def test_a_ray_of_our_own_has_another_token_each_time_whatever_the_user_has(monkeypatch, tmp_path):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "weak")
-    tokens = {launch._ray_of_our_own(tmp_path)["RAY_AUTH_TOKEN"] for _ in range(2)}
+    tokens = {simulation._ray_of_our_own(tmp_path)["RAY_AUTH_TOKEN"] for _ in range(2)}
     assert len(tokens) == 2
     assert all(len(token) == 64 for token in tokens)
 
@@ -91,7 +92,7 @@ def test_what_a_killed_launcher_left_goes_when_the_next_simulation_starts(monkey
         monkeypatch.setenv("RAY_TMPDIR", str(place))
         killed = place / ".fedprune-0123abcd.tmp"
         killed.mkdir()
-        with launch.simulation(place / "no-app", {}, 1, 1, 0) as started:
+        with simulation.started(place / "no-app", {}, 1, 1, 0) as started:
             folder = started.log_file.parent
             assert not killed.exists()
             assert len(folder.name) == len(killed.name)  # Ray's sockets are below, and have paths of at most 107 bytes
@@ -117,16 +118,16 @@ def test_an_app_that_cannot_be_copied_is_an_error_of_one_file(tmp_path):
         for name in ("__init__.py", "base.py", "api.py"):
             (tmp_path / package / name).symlink_to(name)  # the kernel refuses to open it
     with pytest.raises(OSError, match=r"^\[Errno \d+\] [^\n]{,300}\.py'$") as refused:
-        launch.stage_app(tmp_path)
+        simulation.stage_app(tmp_path)
     assert str(refused.value).count("Errno") == 1
 
 
 @pytest.mark.parametrize("engine", ["ray", "flower"])
 def test_a_simulation_tells_its_server_how_many_clients_there_are(monkeypatch, tmp_path, engine):
     started = []
-    monkeypatch.setattr(launch, "spawn", lambda command, environment, log: started.append(environment))
-    monkeypatch.setattr(launch, "end", lambda process: None)
-    with launch.simulation(tmp_path, {}, 7, 1, 0, engine=engine):
+    monkeypatch.setattr(processes, "spawn", lambda command, environment, log: started.append(environment))
+    monkeypatch.setattr(processes, "end", lambda process: None)
+    with simulation.started(tmp_path, {}, 7, 1, 0, engine=engine):
         monkeypatch.setenv(CLIENTS_VARIABLE, started[0][CLIENTS_VARIABLE])
     assert server_app._simulated(object()) == 7  # as Flower's grid, which does not say so
     monkeypatch.delenv(CLIENTS_VARIABLE)

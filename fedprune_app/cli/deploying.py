@@ -94,7 +94,7 @@ def certificates(
 
     Give ca.crt to nodes and users. Give the private key to nobody.
     """
-    from fedprune_app.deploy import make_certificates, valid_until
+    from fedprune_app.launching.certificates import make_certificates, valid_until
 
     made = make_certificates(out.expanduser(), hosts, days)
     for path in (made.ca, made.certificate, made.key):
@@ -112,7 +112,7 @@ def node_key(
     The node's operator keeps the private key.
     The SuperLink's operator registers the public key.
     """
-    from fedprune_app.deploy import make_node_key
+    from fedprune_app.launching.credentials import make_node_key
 
     public = make_node_key(path.expanduser())
     say(f": {path} and {public}", "made", "green")
@@ -129,7 +129,7 @@ def database(
     Only the owner of the file can read it.
     The file shrinks when messages are deleted.
     """
-    from fedprune_app.deploy import make_database
+    from fedprune_app.launching.credentials import make_database
 
     say(f": {make_database(path.expanduser())}", "made", "green")
 
@@ -144,7 +144,7 @@ def control_secret(
     `fedprune deploy superlink` asks users for the secret.
     `fedprune deploy login` lets a user's commands show it.
     """
-    from fedprune_app.deploy import make_control_secret
+    from fedprune_app.launching.credentials import make_control_secret
 
     say(f": {make_control_secret(path.expanduser())}", "made", "green")
 
@@ -160,7 +160,7 @@ def login(
     The secret is written to credentials.yaml in the folder FLWR_HOME.
     Without FLWR_HOME the folder is ~/.flwr.
     """
-    from fedprune_app.deploy import log_in
+    from fedprune_app.launching.credentials import log_in
 
     home = Path(os.environ.get("FLWR_HOME") or Path.home() / ".flwr")
     say(f": {log_in(address, secret.expanduser(), home)}", "written", "green")
@@ -176,8 +176,9 @@ def superlink(
     All other options are those of flower-superlink.
     Without the secret everybody who reaches the Control API may start runs.
     """
-    from fedprune_app.deploy import read_control_secret, superlink_command
     from fedprune_app.engine.superlink import SECRET_VARIABLE
+    from fedprune_app.launching.credentials import read_control_secret
+    from fedprune_app.launching.local import superlink_command
 
     command = superlink_command(context.args)
     if not secret.expanduser().is_file():
@@ -197,7 +198,7 @@ def check(
     The exit code is 1 if nothing answers there with a trusted certificate.
     Call this command before you start a node.
     """
-    from fedprune_app.deploy import check_link
+    from fedprune_app.launching.certificates import check_link
 
     until = check_link(address, ca.expanduser())
     console.print(f"{address} speaks TLS, its certificate is valid until {until:%Y-%m-%d}")
@@ -213,7 +214,7 @@ def healthy(
     The exit code is 1 if the program does not serve.
     The command is for healthchecks.
     """
-    from fedprune_app.deploy import is_healthy
+    from fedprune_app.launching.local import is_healthy
 
     if not is_healthy(address):
         raise LaunchError(f"{address} does not serve")

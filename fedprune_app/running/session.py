@@ -12,13 +12,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from fedprune_app import launch
 from fedprune_app.config import Config, ConfigError, refused, with_carrier
 from fedprune_app.engine.store import exclusive
 from fedprune_app.engine.watchdog import take_refusal
 from fedprune_app.errors import LaunchError, LeftGoing
 from fedprune_app.files import scratch_folder
-from fedprune_app.launch import Link
+from fedprune_app.launching import flower_cli, outcome, processes, simulation
+from fedprune_app.launching.flower_cli import Link
 from fedprune_app.preflight import language_models
 from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import Prepared
@@ -51,7 +51,7 @@ class Session(ExitStack):
     def _folder(self) -> Path:
         if self._work is None:
             self._work = self.enter_context(scratch_folder())
-            launch.stage_app(self._work / "app")
+            simulation.stage_app(self._work / "app")
         return self._work
 
     @property
@@ -64,7 +64,7 @@ class Session(ExitStack):
             if placement.superlink:
                 self._link = Link(placement.superlink, os.environ)
             else:
-                from fedprune_app.deploy import local_deployment
+                from fedprune_app.launching.local import local_deployment
 
                 place = placement.deployment or self._folder() / "deployment"
                 self._link = self.enter_context(local_deployment(place, placement.nodes)).link
@@ -131,26 +131,26 @@ class Session(ExitStack):
     def _simulate(self, prepared: Prepared, folder: Path, progress: RunProgress) -> None:
         progress.say("starting clients")
         config, place, run_file = prepared.config, prepared.placement, folder / "run.json"
-        before = launch.outcome_of(run_file)
+        before = outcome.outcome_of(run_file)
         values, gpus = with_carrier(config), _num_gpus(config, on_cluster=bool(place.ray_address))
         num_workers = place.num_workers or gpus or os.cpu_count() or 1
-        with launch.simulation(
+        with simulation.started(
             self.app, values, place.clients, num_workers, gpus, place.ray_address, place.engine
-        ) as simulation:
-            if not launch.wait_for(simulation, run_file, progress.update):
-                raise _failure(folder, before, lambda: launch.last_line(simulation.log_file))
+        ) as started:
+            if not simulation.wait_for(started, run_file, progress.update):
+                raise _failure(folder, before, lambda: processes.last_line(started.log_file))
 
     def _run_on_nodes(self, prepared: Prepared, folder: Path, progress: RunProgress) -> None:
         progress.say("starting Flower")
         place, run_file = prepared.placement, folder / "run.json"
         link = self._connect(place)
-        before = launch.outcome_of(run_file)
+        before = outcome.outcome_of(run_file)
         submitted = _elsewhere if place.superlink else _ours
-        with submitted(link, lambda: launch.submit(link, self.app, with_carrier(prepared.config))) as run_id:
+        with submitted(link, lambda: flower_cli.submit(link, self.app, with_carrier(prepared.config))) as run_id:
             progress.say("starting clients")
-            outcome = launch.follow(link, run_id, folder, progress.update)
-        if outcome != "finished:completed":
-            raise _failure(folder, before, lambda: launch.failure(link, run_id))
+            status = flower_cli.follow(link, run_id, folder, progress.update)
+        if status != "finished:completed":
+            raise _failure(folder, before, lambda: flower_cli.failure(link, run_id))
 
 
 def _failure(folder: Path, before: tuple[str, int] | None, ask_flower: Callable[[], str]) -> Exception:
@@ -165,7 +165,7 @@ def _failure(folder: Path, before: tuple[str, int] | None, ask_flower: Callable[
     if setting := refused(told):
         return ConfigError(setting)
     run_file = folder / "run.json"
-    error = read_json(run_file).get("error") if launch.outcome_of(run_file) != before else None
+    error = read_json(run_file).get("error") if outcome.outcome_of(run_file) != before else None
     return LaunchError(str(error or told))
 
 
@@ -205,7 +205,7 @@ def _ours(link: Link, submit: Callable[[], str]) -> Iterator[str]:
         yield run_id
     except BaseException:
         with suppress(LaunchError):
-            launch.stop_run(link, run_id)
+            flower_cli.stop_run(link, run_id)
         raise
 
 
@@ -227,7 +227,7 @@ def _elsewhere(link: Link, submit: Callable[[], str]) -> Iterator[str]:
             yield run_id
         except KeyboardInterrupt:
             try:
-                launch.stop_run(link, run_id)
+                flower_cli.stop_run(link, run_id)
             except (LaunchError, KeyboardInterrupt, Left) as error:
                 raise LeftGoing(f"{_one_line(error)}; run {run_id} may still go on: {see}") from None
             raise

@@ -58,7 +58,7 @@ def place(tmp_path_factory) -> Path:
 
 def environment(place: Path) -> dict[str, str]:
     """Of a user who has activated fedprune's virtual environment, with a home and ports of their own."""
-    from fedprune_app.launch import free_ports
+    from fedprune_app.launching.processes import free_ports
 
     ports = free_ports(2)
     return {

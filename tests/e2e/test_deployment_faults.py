@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fedprune_app import launch
-from fedprune_app.deploy import local_deployment
+from fedprune_app.launching import flower_cli, outcome, processes, simulation
+from fedprune_app.launching.local import local_deployment
 from fedprune_app.privacy.accounting import Steps
 from fedprune_app.privacy.ledger import Ledger
 from tests.conftest import wrapped_app
@@ -87,7 +87,7 @@ def node(k: int) -> dict:
 def timed(tmp_path_factory):
     """A deployment, and how many seconds it took to start."""
     folder = tmp_path_factory.mktemp("deployment")
-    launch.stage_app(folder / "app")
+    simulation.stage_app(folder / "app")
     began = time.monotonic()
     with local_deployment(folder, [node(k) for k in range(NODES)]) as running:
         yield running, time.monotonic() - began
@@ -127,7 +127,7 @@ def absent(*when: tuple[int, int]):
 
 
 def test_client_apps_that_raise_die_or_are_late_cost_their_part_of_a_round(deployment, deadline, tmp_path, measured):
-    app = launch.stage_app(deployment.folder / "faulty", ("fedprune_app.server_app:app", "faulty_client:app"))
+    app = simulation.stage_app(deployment.folder / "faulty", ("fedprune_app.server_app:app", "faulty_client:app"))
     (app / "faulty_client.py").write_text(FAULTY_CLIENT)
     run = DeployedRun.start(deployment, tmp_path / "run", "faulty", num_server_rounds=5, deadline_seconds=deadline)
     run.finish()
@@ -218,7 +218,7 @@ def test_the_superlink_away_for_longer_than_a_node_may_be_silent(deployment, tmp
     deployment.start_superlink()
     happens = "the run goes on"
     if run.end() != "finished:completed":
-        why = run.info["error"] if run.info["status"] == "failed" else launch.failure(deployment.link, run.run_id)
+        why = run.info["error"] if run.info["status"] == "failed" else flower_cli.failure(deployment.link, run.run_id)
         assert "min-replies asks for 1" in why or "No heartbeat received from the task" in why
         assert "\n" not in why
         until(lambda: run.info["status"] != "running")
@@ -240,7 +240,7 @@ def test_a_serverapp_that_is_killed_resumes_to_the_same_models(deployment, tmp_p
     (app,) = [p for p in executor.children(recursive=True) if "flwr-serverapp" in " ".join(p.cmdline())]
     app.kill()
     killed = time.time()
-    launch.stop_run(deployment.link, run.run_id)
+    flower_cli.stop_run(deployment.link, run.run_id)
     if truncated:
         newest = max((run.out / "checkpoints").glob("*.safetensors"))
         newest.write_bytes(newest.read_bytes()[:-1])
@@ -295,7 +295,7 @@ def test_a_run_folder_on_a_full_disk_stops_the_run_on_one_line(deployment, tmp_p
     full = time.time()
     assert run.end() == "finished:failed"
     stopped = time.time() - full
-    reason = run.info["error"] or launch.failure(deployment.link, run.run_id)
+    reason = run.info["error"] or flower_cli.failure(deployment.link, run.run_id)
     assert "No space left on device" in reason
     assert "\n" not in reason
     assert [row["round"] for row in run.rounds][:2] == [1, 2]
@@ -342,7 +342,7 @@ def test_a_node_whose_disk_is_full_or_damaged_says_so_and_goes_on(deployment, tm
         if len(run.rounds) > seen:
             seen = len(run.rounds)
             damage()
-        assert launch.outcome_of(run.out / "run.json") is None, "the run is over and has not noticed"
+        assert outcome.outcome_of(run.out / "run.json") is None, "the run is over and has not noticed"
         time.sleep(0.05)
     assert "the state of round" in notes()[0]
     assert "is lost, went on from round" in notes()[0]
@@ -374,9 +374,9 @@ def test_a_reply_that_comes_twice_counts_once(deployment, tmp_path, monkeypatch,
     stuttering.write_text(STUTTERING_SUPERNODE.format(python=sys.executable))
     stuttering.chmod(0o755)
     deployment.kill("node-1")
-    tool = launch.tool
+    tool = processes.tool
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "tool", lambda name: str(stuttering) if name == "flower-supernode" else tool(name))
+        patch.setattr(processes, "tool", lambda name: str(stuttering) if name == "flower-supernode" else tool(name))
         restart(deployment, 1)
     try:
         run = DeployedRun.start(deployment, tmp_path / "run", num_server_rounds=3)

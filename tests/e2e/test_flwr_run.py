@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fedprune_app.launch import free_ports
+from fedprune_app.launching.processes import free_ports
 
 pytestmark = pytest.mark.programs
 ROOT = Path(__file__).parents[2]

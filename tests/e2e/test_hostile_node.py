@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fedprune_app import launch
+from fedprune_app.launching import processes
 from tests.conftest import wrapped_app
 from tests.e2e.deployed import DeployedRun, in_process_sha256, nodes_with_the_app
 
@@ -101,7 +101,7 @@ def test_a_hostile_supernode_costs_its_own_part_of_a_round_alone(tmp_path, monke
     script = tmp_path / "hostile-supernode"
     script.write_text(HOSTILE_SUPERNODE.format(python=sys.executable))
     script.chmod(0o755)
-    tool, started = launch.tool, []
+    tool, started = processes.tool, []
 
     def tool_of_node_1(name: str) -> str:
         if name == "flower-supernode":
@@ -109,7 +109,7 @@ def test_a_hostile_supernode_costs_its_own_part_of_a_round_alone(tmp_path, monke
         return str(script) if name == "flower-supernode" and len(started) == 2 else tool(name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "tool", tool_of_node_1)
+        patch.setattr(processes, "tool", tool_of_node_1)
         with nodes_with_the_app(tmp_path / "deployment", 2) as deployment:
             run = DeployedRun.start(deployment, tmp_path / "run", num_server_rounds=7, min_clients=2)
             run.until_round(3)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from fedprune_app import launch
-from fedprune_app.deploy import local_deployment
+from fedprune_app.launching import simulation
+from fedprune_app.launching.local import local_deployment
 from fedprune_app.privacy.ledger import Ledger
 from tests.e2e.deployed import DeployedRun
 from tests.e2e.test_own_data import image_folder
@@ -37,7 +37,7 @@ def deployment(tmp_path, policies):
         for k in range(NODES)
     ]
     with local_deployment(tmp_path / "deployment", nodes) as running:
-        launch.stage_app(running.folder / "app")
+        simulation.stage_app(running.folder / "app")
         yield running
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedprune_app.deploy import local_deployment
+from fedprune_app.launching.local import local_deployment
 
 
 def behind_a_dead_proxy(patch: pytest.MonkeyPatch) -> None:

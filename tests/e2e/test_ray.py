@@ -15,7 +15,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from fedprune_app import launch
+from fedprune_app.launching import simulation
 from tests.models.tiny_llm import text_folder, tiny_byte_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -108,7 +108,7 @@ def test_clients_that_die_raise_or_never_answer_are_left_out_and_the_run_goes_on
         # the process that never answers holds one of the two workers from then on
         prepared = prepare(Given({**settings, "out-dir": str(out), "deadline-seconds": deadline}), place)
         (session.app / "dying_client.py").write_text(DYING_CLIENT)
-        launch.stage_app(session.app, ("fedprune_app.server_app:app", "dying_client:app"))
+        simulation.stage_app(session.app, ("fedprune_app.server_app:app", "dying_client:app"))
         session.run(prepared, out)
     rounds = read(out, "rounds.jsonl")
     assert [row["replies"] for row in rounds] == [5, 3, 5]

@@ -16,9 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fedprune_app import client_app, launch, server_app
+from fedprune_app import client_app, server_app
 from fedprune_app.config import ConfigError
 from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.launching import processes
 from fedprune_app.preflight.placement import Placement
 
 QUICK = ["system=fedavg", "num-server-rounds=3", "local-epochs=1", "fraction-train=1.0", "evaluate-every=3"]
@@ -35,8 +36,8 @@ def token_file(tmp_path):
 @pytest.fixture
 def cluster(tmp_path, token_file):
     """Its address and its two raylets, of one CPU each."""
-    (port,) = launch.free_ports(1)
-    ray = [launch.tool("ray"), "start", "--block", "--num-cpus", "1", "--disable-usage-stats"]
+    (port,) = processes.free_ports(1)
+    ray = [processes.tool("ray"), "start", "--block", "--num-cpus", "1", "--disable-usage-stats"]
     folder = tempfile.mkdtemp(prefix="ray")  # in the common one, later simulations would look for this cluster; short,
     # for its sockets' paths have 107 characters
     head = ["--head", "--port", str(port), "--node-ip-address", "127.0.0.1", "--include-dashboard", "false"]
@@ -48,14 +49,14 @@ def cluster(tmp_path, token_file):
     try:
         for name, arguments in (("head", head), ("other", other)):
             log = tmp_path / f"ray-{name}.log"
-            process = launch.spawn([*ray, *arguments], environment, log)
+            process = processes.spawn([*ray, *arguments], environment, log)
             started.append(process)
             _until(lambda log=log: "--block" in log.read_text(), process, log)
         raylets = [_raylet(process) for process in started]
         yield f"127.0.0.1:{port}", raylets
     finally:
         for process in reversed(started):
-            launch.end(process)
+            processes.end(process)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -122,7 +123,7 @@ def test_an_address_that_is_none_is_refused(address):
 
 
 def test_a_cluster_that_is_not_there_is_said_at_once():
-    (port,) = launch.free_ports(1)
+    (port,) = processes.free_ports(1)
     with pytest.raises(ConfigError, match=rf"^--ray-address is '127.0.0.1:{port}', allowed: .*refused"):
         Placement(ray_address=f"127.0.0.1:{port}")
 

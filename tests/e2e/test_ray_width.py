@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fedprune_app import launch
+from fedprune_app.launching import simulation
 
 WIDE = 10
 
@@ -56,13 +56,13 @@ def train(message, context):
 @pytest.mark.parametrize("gpus", [0, 3])
 def test_ten_clients_are_at_work_at_once_on_a_ray_of_ten_cpus(gpus, tmp_path):
     """Ray believes in the GPUs that it is told of."""
-    app = launch.stage_app(tmp_path / "app", ("meeting_server:app", "meeting_client:app"))
+    app = simulation.stage_app(tmp_path / "app", ("meeting_server:app", "meeting_client:app"))
     (app / "meeting_server.py").write_text(SERVER)
     (app / "meeting_client.py").write_text(CLIENT)
     config = {"wide": WIDE, "patience": 300}
     with (app / "pyproject.toml").open("a") as file:
         file.writelines(f"{key} = {value}\n" for key, value in config.items())
-    with launch.simulation(app, config, num_clients=WIDE, num_workers=WIDE, gpus=gpus) as simulation:
-        completed = launch.wait_for(simulation, tmp_path / "run.json", lambda: None)
-        assert completed, simulation.log_file.read_text()
+    with simulation.started(app, config, num_clients=WIDE, num_workers=WIDE, gpus=gpus) as started:
+        completed = simulation.wait_for(started, tmp_path / "run.json", lambda: None)
+        assert completed, started.log_file.read_text()
     assert json.loads((app / "seen.json").read_text()) == [WIDE] * WIDE

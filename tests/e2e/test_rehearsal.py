@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from fedprune_app import launch
-from fedprune_app.deploy import make_node_key
+from fedprune_app.launching import flower_cli, processes
+from fedprune_app.launching.credentials import make_node_key
 from tests.e2e.deployed import DeployedRun, in_process_sha256, nodes_with_the_app, until
 from tests.models.tiny_llm import text_folder, tiny_byte_model
 
@@ -56,8 +56,8 @@ def test_a_system_gives_the_same_models_over_grpc_as_in_process(deployment, tmp_
 
 def test_strangers_are_refused(deployment, transcript):
     """Judged by their exit and by the list of nodes: what they say of it is Flower's."""
-    (port,) = launch.free_ports(1)
-    plaintext = [launch.tool("flower-supernode"), "--superlink", deployment.node_address, "--insecure"]
+    (port,) = processes.free_ports(1)
+    plaintext = [processes.tool("flower-supernode"), "--superlink", deployment.node_address, "--insecure"]
     deployment._spawn("plaintext", [*plaintext, "--port", str(port), "--max-wait-time", "10"])
     make_node_key(deployment.folder / "stranger" / "node.key")
     deployment.start_node("stranger", {"partition-id": 7, "num-partitions": 8})
@@ -69,6 +69,6 @@ def test_strangers_are_refused(deployment, transcript):
         deployment.kill(name)
         reason = next((line for line in said if any(w in line for w in ("rror", "denied", "Failed"))), said[-1]).strip()
         transcript(f"{what} is refused, exit code {process.returncode}: {reason[:160]}")
-    listed = launch.flwr(deployment.link, "supernode", "list", "local")["nodes"]
+    listed = flower_cli.flwr(deployment.link, "supernode", "list", "local")["nodes"]
     assert [node["status"] for node in listed] == ["online"] * NODES
     transcript("nodes: " + ", ".join(f"{node['node-id']} {node['status']}" for node in listed))

@@ -17,8 +17,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from flwr.cli.build import build_fab_from_disk
 
 import fedprune_app
-from fedprune_app import launch
 from fedprune_app.config import parse_config
+from fedprune_app.launching import flower_cli, processes
 from tests.e2e.deployed import SETTINGS, DeployedRun, in_process_sha256, nodes_with_the_app
 
 pytestmark = [
@@ -77,11 +77,11 @@ def test_a_node_with_trusted_entities_runs_what_they_signed_and_nothing_else(tmp
     trusted, stranger = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
     public = trusted.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
     (tmp_path / "trusted.yaml").write_text(f"{KEY_ID}: {public}\n")
-    tool = launch.tool
+    tool = processes.tool
     script = tmp_path / "trusting-supernode"
     script.write_text(f'#!/bin/sh\nexec {tool("flower-supernode")} "$@" --trusted-entities {tmp_path}/trusted.yaml\n')
     script.chmod(0o755)
-    monkeypatch.setattr(launch, "tool", lambda name: str(script) if name == "flower-supernode" else tool(name))
+    monkeypatch.setattr(processes, "tool", lambda name: str(script) if name == "flower-supernode" else tool(name))
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with hub() as shelf:
         monkeypatch.setenv("FLWR_SUPERGRID_API_URL", shelf["url"])
@@ -93,12 +93,14 @@ def test_a_node_with_trusted_entities_runs_what_they_signed_and_nothing_else(tmp
 
             def run(name: str, source: Path) -> DeployedRun:
                 config = parse_config({**SETTINGS, "out-dir": str(tmp_path / name)}).to_dict()
-                return DeployedRun(deployment, tmp_path / name, config, launch.submit(deployment.link, source, config))
+                return DeployedRun(
+                    deployment, tmp_path / name, config, flower_cli.submit(deployment.link, source, config)
+                )
 
             def refusal(name: str, source: Path) -> str:
                 refused = run(name, source)
                 assert refused.end() == "finished:failed"
-                return launch.failure(deployment.link, refused.run_id)
+                return flower_cli.failure(deployment.link, refused.run_id)
 
             assert "The FAB could not be verified" in refusal("from a folder", app)
             for name, content, found in (

@@ -19,9 +19,10 @@ import psutil
 import pytest
 from rich.console import Console
 
-from fedprune_app import client_app, launch, server_app
-from fedprune_app.deploy import local_deployment
+from fedprune_app import client_app, server_app
 from fedprune_app.engine.inprocess import run_in_process
+from fedprune_app.launching import flower_cli, simulation
+from fedprune_app.launching.local import local_deployment
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import prepare
@@ -151,7 +152,7 @@ def seen(stranger: Stranger, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         behind_a_dead_proxy(patch)
         app = session.app
         (app / "patient_client.py").write_text(PATIENT_CLIENT.replace("FOLDER", repr(str(folder))))
-        launch.stage_app(app, ("fedprune_app.server_app:app", "patient_client:app"))
+        simulation.stage_app(app, ("fedprune_app.server_app:app", "patient_client:app"))
 
         def meanwhile() -> None:
             try:
@@ -230,6 +231,6 @@ def test_a_stranger_can_start_no_run_on_a_deployment_of_this_machine(stranger, t
         done = stranger.tries("flwr", f"127.0.0.1:{running.port}", str(folder), str(ca))
         assert done.returncode != 0
         assert "authenticat" in (done.stdout + done.stderr).lower()
-        assert launch.flwr(running.link, "ls", "local")["runs"] == []
+        assert flower_cli.flwr(running.link, "ls", "local")["runs"] == []
     for name in ("control.secret", "superexec.secret", "user/credentials.yaml"):
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600

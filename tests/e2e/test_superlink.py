@@ -17,10 +17,12 @@ import httpx
 import pytest
 from rich.console import Console
 
-from fedprune_app import launch
-from fedprune_app.deploy import Deployment, local_deployment, make_certificates, make_node_key
 from fedprune_app.engine.flower_private import has_fleet_port
 from fedprune_app.errors import LaunchError, LeftGoing
+from fedprune_app.launching import flower_cli, processes
+from fedprune_app.launching.certificates import make_certificates
+from fedprune_app.launching.credentials import make_node_key
+from fedprune_app.launching.local import Deployment, local_deployment
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import prepare
@@ -53,7 +55,7 @@ sys.exit(done.returncode)
 def superlink(tmp_path_factory):
     """A SuperLink without an executor: whatever is submitted stays pending until it is stopped."""
     folder = tmp_path_factory.mktemp("superlink")
-    port, fleet_port = launch.free_ports(2)
+    port, fleet_port = processes.free_ports(2)
     running = Deployment(folder, make_certificates(folder / "certificates", ["127.0.0.1"]), port, fleet_port)
     try:
         running.start_superlink()
@@ -64,7 +66,7 @@ def superlink(tmp_path_factory):
 
 def runs(link) -> dict[str, str]:
     """Run id: status."""
-    return {str(row["run-id"]): str(row["status"]) for row in launch.flwr(link, "ls", link.name)["runs"]}
+    return {str(row["run-id"]): str(row["status"]) for row in flower_cli.flwr(link, "ls", link.name)["runs"]}
 
 
 def submitted(link, before) -> str:
@@ -95,9 +97,9 @@ def follow(link, out, monkeypatch) -> None:
 
 def instead_of_flwr(path, script: str):
     """What finds Flower's programs, but this script in place of `flwr`."""
-    path.write_text(script.format(python=sys.executable, flwr=launch.tool("flwr")))
+    path.write_text(script.format(python=sys.executable, flwr=processes.tool("flwr")))
     path.chmod(0o755)
-    tool = launch.tool
+    tool = processes.tool
     return lambda name: str(path) if name == "flwr" else tool(name)
 
 
@@ -119,8 +121,8 @@ def test_a_command_that_is_ended_leaves_its_run_going_and_says_how_to_find_it(su
     assert last_line(said).startswith(line)
     assert "Traceback" not in said
     # what it tells the user to type
-    assert launch.flwr(link, *shown.split()[1:])["runs"][0]["run-id"] == run_id
-    launch.flwr(link, *stopped.split()[1:])
+    assert flower_cli.flwr(link, *shown.split()[1:])["runs"][0]["run-id"] == run_id
+    flower_cli.flwr(link, *stopped.split()[1:])
     assert runs(link)[run_id] == "finished:stopped"
 
 
@@ -137,7 +139,7 @@ def test_ctrl_c_stops_the_run(superlink, tmp_path):
 
 def test_ctrl_c_stops_a_run_of_which_the_command_does_not_know_yet(superlink, tmp_path, monkeypatch):
     link, before = superlink.link, runs(superlink.link).keys()
-    monkeypatch.setattr(launch, "tool", instead_of_flwr(tmp_path / "flwr", SLOW_FLWR))
+    monkeypatch.setattr(processes, "tool", instead_of_flwr(tmp_path / "flwr", SLOW_FLWR))
     interrupted = signal.signal(signal.SIGINT, signal.default_int_handler)
     sent = tmp_path / "flwr.submitted"
 
@@ -163,7 +165,7 @@ def test_nohup_is_heeded(superlink, tmp_path):
     process.send_signal(signal.SIGHUP)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(timeout=3)
-    launch.stop_run(link, run_id)
+    flower_cli.stop_run(link, run_id)
     process.kill()
     process.communicate()
 
@@ -172,17 +174,17 @@ def test_a_superlink_that_stays_silent_keeps_the_run(superlink, tmp_path, monkey
     """Also when it could be told to stop, as it can when the line is back just then."""
     link, before = superlink.link, runs(superlink.link).keys()
     with monkeypatch.context() as patch:
-        patch.setattr(launch, "_UNASKED_SECONDS", 0.1)
-        patch.setattr(launch, "tool", instead_of_flwr(tmp_path / "flwr", DEAF_FLWR))
+        patch.setattr(flower_cli, "_UNASKED_SECONDS", 0.1)
+        patch.setattr(processes, "tool", instead_of_flwr(tmp_path / "flwr", DEAF_FLWR))
         with pytest.raises(LeftGoing, match=r"^the SuperLink does not answer; run \d+ was left going: ") as raised:
             follow(link, tmp_path / "run", patch)
     run_id = submitted(link, before)
     assert f"`flwr stop {run_id} local`" in str(raised.value)
     assert runs(link)[run_id] == "pending"
-    launch.stop_run(link, run_id)
-    launch.stop_run(link, run_id)  # it is over: no error
+    flower_cli.stop_run(link, run_id)
+    flower_cli.stop_run(link, run_id)  # it is over: no error
     with pytest.raises(LaunchError, match="flwr stop"):
-        launch.stop_run(link, "12345")
+        flower_cli.stop_run(link, "12345")
 
 
 def test_a_node_is_registered_whatever_an_earlier_start_came_to(superlink):
@@ -269,31 +271,31 @@ def answers(process: subprocess.Popen[bytes], address: str, ca: Path) -> bool:
 def test_the_control_api_takes_orders_only_from_users_with_the_secret(tmp_path):
     """As docs/deploy.md says it for real machines, whichever port nodes reach."""
     made = make_certificates(tmp_path / "certificates", ["127.0.0.1"])
-    (port,) = launch.free_ports(1)
+    (port,) = processes.free_ports(1)
     address, home = f"127.0.0.1:{port}", tmp_path / "user"
     home.mkdir()
     known = f'[superlink]\ndefault = "real"\n\n[superlink.real]\naddress = "{address}"\n'
     (home / "config.toml").write_text(f'{known}root-certificates = "{made.ca}"\n')
-    environment = launch.flower_environment(home)
+    environment = processes.flower_environment(home)
     fedprune = [sys.executable, "-m", "fedprune_app.cli", "deploy"]
     secret = tmp_path / "control.secret"
     subprocess.run([*fedprune, "control-secret", secret], check=True, capture_output=True, timeout=1000)
     command = [*fedprune, "superlink", "--control-secret", str(secret), "--isolation", "process"]
     command += ["--ssl-ca-certfile", str(made.ca), "--ssl-certfile", str(made.certificate), "--ssl-keyfile"]
     command += [str(made.key), "--host", "127.0.0.1", "--port", str(port), "--enable-supernode-auth"]
-    command += ["--fleet-api-address", f"127.0.0.1:{launch.free_ports(1)[0]}"] if has_fleet_port() else []
-    process = launch.spawn(command, environment, tmp_path / "log.txt")
+    command += ["--fleet-api-address", f"127.0.0.1:{processes.free_ports(1)[0]}"] if has_fleet_port() else []
+    process = processes.spawn(command, environment, tmp_path / "log.txt")
     try:
         until(functools.partial(answers, process, address, made.ca))
-        link = launch.Link("real", environment)
+        link = flower_cli.Link("real", environment)
         with pytest.raises(LaunchError, match="flwr ls"):
-            launch.flwr(link, "ls", "real")
+            flower_cli.flwr(link, "ls", "real")
         login = [*fedprune, "login", address, "--secret", secret]
         subprocess.run(login, check=True, capture_output=True, env=environment, timeout=1000)
-        assert launch.flwr(link, "ls", "real")["runs"] == []
+        assert flower_cli.flwr(link, "ls", "real")["runs"] == []
         secret.write_text("another user's secret")
         subprocess.run(login, check=True, capture_output=True, env=environment, timeout=1000)
         with pytest.raises(LaunchError, match="flwr ls"):
-            launch.flwr(link, "ls", "real")
+            flower_cli.flwr(link, "ls", "real")
     finally:
-        launch.end(process)
+        processes.end(process)

@@ -45,9 +45,9 @@ from flwr.superlink.servicer.runtime import runtime_handlers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedprune_app.deploy import make_database
 from fedprune_app.engine import replies, wire
 from fedprune_app.engine.exchange import message_to
+from fedprune_app.launching.credentials import make_database
 from tests.examples import examples
 from tests.test_borders import damaged, refusal
 

@@ -1,0 +1,260 @@
+"""A deployment is a SuperLink, an executor and SuperNodes, here all on this machine to rehearse a real one.
+
+This module makes certificates and node keys, and runs the same programs as on many machines:
+
+* a SuperLink with TLS and a database, which lets only registered keys in,
+* a SuperExec beside it that runs ServerApps, so that a run survives a restart of the SuperLink,
+* a SuperNode per client, with its own key, its own home and its own state folder.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
+from fedprune_app.config import ConfigError, Scalar
+from fedprune_app.engine.flower_private import has_fleet_port
+from fedprune_app.engine.superlink import CREDENTIALS, SECRET_VARIABLE, credentials
+from fedprune_app.engine.watchdog import LAUNCHER_VARIABLE, launcher_identity
+from fedprune_app.errors import LaunchError
+from fedprune_app.files import replace_file
+from fedprune_app.launching import flower_cli, processes
+from fedprune_app.launching.certificates import Certificates, certificates_in, make_certificates, valid_until
+from fedprune_app.launching.credentials import (
+    make_database,
+    make_node_key,
+    public_half,
+    read_control_secret,
+    write_secret,
+)
+from fedprune_app.launching.flower_cli import Link
+
+_KNOWN_KEY = "[code: 23]"  # of `flwr supernode register`
+_NODE_SECONDS = 180.0
+_NODE_ID = re.compile(r"SuperNode ID: (\d+)")  # in a SuperNode's log
+_SUPERLINK = "superlink"
+_EXECUTOR = "superexec"
+
+
+def superlink_command(options: Sequence[str]) -> list[str]:
+    """Return the command that starts Flower's SuperLink with these options and a check at its Control API.
+
+    Raises :class:`ConfigError` where Flower finds nothing of its own, since it splits its path at spaces and commas.
+    """
+    place = sysconfig.get_path("purelib")
+    if " " in place or "," in place:
+        raise ConfigError(f"Flower is in {place!r}, allowed for its SuperLink: a path without spaces and commas")
+    return [sys.executable, "-m", "fedprune_app.engine.superlink", *options]
+
+
+def is_healthy(address: str, timeout_seconds: float = 3.0) -> bool:
+    """Return whether a Flower program with ``--health-server-address ADDRESS`` says at ``address`` that it serves."""
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        try:
+            answer = HealthStub(channel).Check(HealthCheckRequest(), timeout=timeout_seconds)
+        except grpc.RpcError:
+            return False
+    return bool(answer.status == HealthCheckResponse.SERVING)
+
+
+# --- the topology on this machine -----------------------------------------------------------------------------------
+
+
+@dataclass
+class Deployment:
+    """A deployment holds its processes by name: ``superlink``, ``superexec``, ``node-0``, ``node-1`` and so on.
+
+    All their files are below ``folder``.
+    """
+
+    folder: Path
+    certificates: Certificates
+    port: int  # of the Runtime API and the Control API, and from Flower 1.40 on of the nodes, too
+    fleet_port: int  # of the nodes, up to Flower 1.39
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def node_address(self) -> str:
+        """The node address is where nodes reach the SuperLink: at a port of their own, if this release has one."""
+        return f"127.0.0.1:{self.fleet_port if has_fleet_port() else self.port}"
+
+    @property
+    def link(self) -> Link:
+        """The link is how users reach the SuperLink: a connection ``local`` that checks the SuperLink's certificate."""
+        home, address = self.folder / "user", f"127.0.0.1:{self.port}"
+        content = (
+            '[superlink]\ndefault = "local"\n\n[superlink.local]\n'
+            f'address = "{address}"\nroot-certificates = "{self.certificates.ca}"\n'
+        )
+        replace_file(home / "config.toml", content.encode())
+        write_secret(home / CREDENTIALS, credentials(address, read_control_secret(self._secret("control"))))
+        return Link("local", processes.flower_environment(home), self.log_file(_SUPERLINK))
+
+    def log_file(self, name: str) -> Path:
+        """Return the path of the log of the program ``name``."""
+        return self.folder / name / "log.txt"
+
+    def _secret(self, whose: str) -> Path:
+        """Return the path of a file with a secret of this deployment, and make the file if it is missing."""
+        path = self.folder / f"{whose}.secret"
+        if not path.exists():
+            write_secret(path, secrets.token_hex(32).encode())
+        return path
+
+    def _spawn(
+        self, name: str, command: Sequence[str], more: Mapping[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        home = self.folder / name
+        home.mkdir(exist_ok=True)
+        environment = {**processes.flower_environment(home), LAUNCHER_VARIABLE: launcher_identity(), **(more or {})}
+        self.processes[name] = processes.spawn(command, environment, self.log_file(name))
+        return self.processes[name]
+
+    def start_superlink(self) -> None:
+        """Start the SuperLink, or start it again: the database keeps its runs, nodes and messages."""
+        database = self.folder / "superlink.db"
+        if not database.exists():
+            make_database(database)
+        command = superlink_command(["--isolation", "process"])
+        command += ["--ssl-ca-certfile", str(self.certificates.ca), "--ssl-keyfile", str(self.certificates.key)]
+        command += ["--ssl-certfile", str(self.certificates.certificate), "--enable-supernode-auth"]
+        command += ["--superexec-auth-secret-file", str(self._secret(_EXECUTOR)), "--database", str(database)]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), "--disable-runtime-dependency-installation"]
+        if has_fleet_port():
+            command += ["--fleet-api-address", self.node_address]
+        process = self._spawn(_SUPERLINK, command, {SECRET_VARIABLE: str(self._secret("control"))})
+        url = f"https://127.0.0.1:{self.port}/health"
+        processes.wait_until_up(process, url, self.log_file(_SUPERLINK), self.certificates.ca)
+
+    def start_executor(self) -> None:
+        """Start the SuperExec, the program that runs the ServerApps."""
+        command = [processes.tool("flower-superexec"), "--runtime-api-address", f"127.0.0.1:{self.port}"]
+        command += ["--root-certificates", str(self.certificates.ca)]
+        command += ["--superexec-auth-secret-file", str(self._secret(_EXECUTOR))]
+        self._spawn(_EXECUTOR, command)
+
+    def register(self, name: str) -> None:
+        """Register the key of the node ``name`` at the SuperLink, unless that was done; make a key that is missing."""
+        key = self.folder / name / "node.key"
+        public = public_half(key) if public_half(key).exists() else make_node_key(key)
+        try:
+            flower_cli.flwr(self.link, "supernode", "register", str(public), "local", "--name", name)
+        except LaunchError as error:
+            if _KNOWN_KEY not in str(error):
+                raise
+
+    def start_node(self, name: str, node_config: Mapping[str, Scalar]) -> None:
+        """Start the SuperNode ``name``, or start it again; its key makes it the same node as before.
+
+        A SuperLink takes a node that was killed for online for about a minute, and refuses the node in this time. So
+        this method waits until that is over.
+        """
+        self._wait_until_missed(name)
+        (port,) = processes.free_ports(1)
+        command = [processes.tool("flower-supernode"), "--superlink", self.node_address]
+        command += ["--root-certificates", str(self.certificates.ca), "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--auth-supernode-private-key", str(self.folder / name / "node.key")]
+        command += ["--node-config", node_config_text(node_config)]
+        self._spawn(name, command)
+
+    def _nodes(self) -> list[dict[str, object]]:
+        """Return the SuperLink's list of nodes."""
+        listed = flower_cli.flwr(self.link, "supernode", "list", "local").get("nodes")
+        return listed if isinstance(listed, list) else []
+
+    def _wait_until_missed(self, name: str) -> None:
+        log = self.log_file(name)
+        ids = _NODE_ID.findall(log.read_text(errors="replace")) if log.exists() else []
+        deadline = time.monotonic() + _NODE_SECONDS
+        while ids and any((n.get("node-id"), n.get("status")) == (ids[-1], "online") for n in self._nodes()):
+            if time.monotonic() > deadline:
+                raise LaunchError(f"{name} is still online: another process has its key")
+            time.sleep(2)
+
+    def wait_for_nodes(self, count: int) -> None:
+        """Wait until ``count`` nodes are online.
+
+        Raises :class:`LaunchError` when a program of the deployment stops, or when nodes are still missing in the end.
+        """
+        deadline = time.monotonic() + _NODE_SECONDS
+        while True:
+            online = [node for node in self._nodes() if node.get("status") == "online"]
+            if len(online) >= count:
+                return
+            for name, process in self.processes.items():
+                if process.poll() is not None:
+                    raise LaunchError(f"{name} stopped: {processes.last_line(self.log_file(name))}")
+            if time.monotonic() > deadline:
+                raise LaunchError(f"{len(online)} of {count} nodes came online within {_NODE_SECONDS:g} s")
+            time.sleep(0.5)
+
+    def kill(self, name: str) -> None:
+        """End the program ``name`` and all that it started, at once."""
+        processes.end(self.processes.pop(name))
+
+    def stop(self) -> None:
+        """End all programs, the nodes first."""
+        for name in list(reversed(self.processes)):
+            self.kill(name)
+
+
+def node_config_text(values: Mapping[str, Scalar]) -> str:
+    """Return the value of ``--node-config`` as Flower reads it: TOML values, separated by spaces.
+
+    Flower ends a quoted value at the next quote of its kind, even if that quote is escaped. So :class:`ConfigError` is
+    raised for a value that holds quotes of both kinds.
+    """
+    return " ".join(f"{key}={_toml(key, value)}" for key, value in values.items())
+
+
+def _toml(key: str, value: Scalar) -> str:
+    if not isinstance(value, str):
+        return str(value).lower()
+    if '"' not in value:
+        return '"' + value.replace("\\", "\\\\") + '"'
+    if "'" not in value:
+        return f"'{value}'"
+    raise ConfigError(f"node-config has {key}={value!r}, allowed: one kind of quotes")
+
+
+@contextmanager
+def local_deployment(folder: Path, nodes: Sequence[Mapping[str, Scalar]]) -> Iterator[Deployment]:
+    """Start a whole deployment on this machine, and end it when the block ends.
+
+    There is one SuperNode for each entry of ``nodes``, which is its node-config. The state of node k is below
+    ``folder/node-k/state`` unless its node-config says otherwise. A ``folder`` that held a deployment before continues
+    that one, with the same keys, nodes and states.
+    """
+    folder.mkdir(0o700, parents=True, exist_ok=True)  # keys, states and the SuperLink's messages are in there
+    certificates = certificates_in(folder / "certificates")
+    if not certificates.ca.exists():
+        make_certificates(folder / "certificates", ["127.0.0.1", "localhost"])
+    for each in (certificates.certificate, certificates.ca):
+        try:
+            valid_until(each)
+        except ConfigError as error:
+            raise ConfigError(f"{error}: remove {str(certificates.ca)!r}, and new ones are made") from None
+    port, fleet_port = processes.free_ports(2)
+    deployment = Deployment(folder, certificates, port, fleet_port)
+    try:
+        deployment.start_superlink()
+        deployment.start_executor()
+        for k, node_config in enumerate(nodes):
+            deployment.register(f"node-{k}")
+            deployment.start_node(f"node-{k}", {"state-dir": str(folder / f"node-{k}" / "state"), **node_config})
+        deployment.wait_for_nodes(len(nodes))
+        yield deployment
+    finally:
+        deployment.stop()

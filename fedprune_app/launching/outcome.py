@@ -1,0 +1,51 @@
+"""What became of a run, as its folder tells."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+_LINGER_SECONDS = 10.0
+
+
+class RecordedEnd:
+    """What run.json says, while the run is waited for: whether the run is over, since when, and how it ended."""
+
+    def __init__(self, run_file: Path) -> None:
+        self._file = run_file
+        self._before = outcome_of(run_file)  # the outcome of an earlier part, if the run is resumed
+        self._outcome: tuple[str, int] | None = None
+        self._since = 0.0
+
+    def read(self) -> None:
+        """Read the file again."""
+        was_over = self.is_over
+        outcome = outcome_of(self._file)
+        self._outcome = outcome if outcome != self._before else None
+        if self.is_over and not was_over:
+            self._since = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the file says that the run is over."""
+        return self._outcome is not None
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether the file says that the run was completed."""
+        return self._outcome is not None and self._outcome[0] == "completed"
+
+    @property
+    def has_lingered(self) -> bool:
+        """Whether the file has said for a few seconds that the run is over."""
+        return self.is_over and time.monotonic() - self._since > _LINGER_SECONDS
+
+
+def outcome_of(run_file: Path) -> tuple[str, int] | None:
+    """Return how the run in a folder ended, and the time at which the file said so, or None while the run goes on."""
+    try:
+        status = str(json.loads(run_file.read_text())["status"])
+        return None if status == "running" else (status, run_file.stat().st_mtime_ns)
+    except (OSError, ValueError, KeyError):
+        return None

@@ -1,0 +1,149 @@
+"""Flower's programs as processes of ours: their environment, their logs, and how they end."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import psutil
+
+from fedprune_app.errors import LaunchError
+from fedprune_app.files import appending
+from fedprune_app.results.recorder import GIT_VARIABLE, loaded_hash
+
+_START_SECONDS = 90
+
+
+# loaded here, since nothing should be loaded between fork and exec
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def flower_environment(home: Path) -> dict[str, str]:
+    """Return the environment for Flower's programs beside this Python's, with ``home`` as their ``FLWR_HOME``."""
+    bin_folder = str(Path(sys.executable).parent)
+    return {
+        **direct_on_loopback(os.environ),
+        "PATH": f"{bin_folder}{os.pathsep}{os.environ.get('PATH', '')}",
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+        "PYTHONWARNINGS": "ignore",
+        GIT_VARIABLE: loaded_hash() or "",
+    }
+
+
+def direct_on_loopback(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment in which programs reach this machine itself without a proxy; its other exceptions stay."""
+    upper, lower = environment.get("NO_PROXY"), environment.get("no_proxy")
+    # some programs read one of the two, and some read the other
+    both = {"NO_PROXY": upper or lower or "", "no_proxy": lower or upper or ""}
+    for name, value in both.items():
+        if value != "*":
+            known = [host.strip() for host in value.split(",") if host.strip()]
+            both[name] = ",".join(known + [host for host in _LOOPBACK if host not in known])
+    return {**environment, **both}
+
+
+def spawn(command: Sequence[str], environment: Mapping[str, str], log_file: Path) -> subprocess.Popen[bytes]:
+    """Start a program that ends with this process.
+
+    The program runs in the folder of ``log_file`` and appends its output to that file.
+    """
+    with appending(log_file) as log:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            cwd=log_file.parent,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+
+
+def _die_with_parent() -> None:
+    """Arrange in the child, on Linux, that it is killed when this process is.
+
+    So a run does not go on alone after this process was killed with -9.
+    """
+    if _LIBC is not None:
+        _LIBC.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; for what it started see engine/watchdog.py
+
+
+def tool(name: str) -> str:
+    """Return the path of the program ``name`` beside this Python, or else on the PATH.
+
+    Raises :class:`LaunchError` if the program is not installed.
+    """
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.exists() else shutil.which(name)
+    if found is None:
+        raise LaunchError(f"command {name!r} is not installed beside {sys.executable}")
+    return found
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ``count`` different ports of 127.0.0.1 that no program uses now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def wait_until_up(process: subprocess.Popen[bytes], url: str, log_file: Path, ca: Path | None = None) -> None:
+    """Wait until ``url`` answers; ``ca`` is the certificate that the answer is checked with.
+
+    Raises :class:`LaunchError` if ``url`` does not answer in time, or if the process ends before.
+    """
+    verify = ssl.create_default_context(cafile=ca) if ca else True
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise LaunchError(f"the SuperLink stopped at once: {last_line(log_file)}")
+        try:
+            if httpx.get(url, timeout=1, trust_env=False, verify=verify).is_success:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.1)
+    raise LaunchError(f"the SuperLink did not come up within {_START_SECONDS} s: {last_line(log_file)}")
+
+
+def last_line(path: Path) -> str:
+    """Return the last line of a log that is not blank, or "no output" where there is none."""
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no output"
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a program, such as a SuperLink, and all processes that it started, even those with sessions of their own.
+
+    Executors, the simulation and Ray have such sessions. All are killed at once: everything worth keeping is written in
+    one step, and a simulation that is asked to end may go on.
+    """
+    with suppress(psutil.NoSuchProcess):
+        root = psutil.Process(process.pid)
+        family = [root, *root.children(recursive=True)]
+        for member in family:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+        psutil.wait_procs(family, timeout=10)
+    process.wait(timeout=10)
