@@ -48,6 +48,7 @@ from fedprune_app.data.splits import client_data
 from fedprune_app.engine import wire
 from fedprune_app.engine.exchange import message_to
 from fedprune_app.engine.inprocess import InProcessGrid
+from fedprune_app.engine.run_folder import new_run_key
 from fedprune_app.learning import training as own_form
 from fedprune_app.learning.sgd import SGD
 from fedprune_app.learning.train import train
@@ -56,7 +57,6 @@ from fedprune_app.models.vision import load_state_tensors, prunable_names, state
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.run_folder import new_run_key
 from fedprune_app.running.session import run
 
 _WARM_UP = 2  # first rounds of a run, in which Ray's workers import and load the data

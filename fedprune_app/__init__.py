@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedprune_app.core.torchvision_shim import prepare_when_imported
-from fedprune_app.printable import keep_logs_printable
+from fedprune_app.engine.printable import keep_logs_printable
 
 if TYPE_CHECKING:
     from fedprune_app.api import (

@@ -29,19 +29,19 @@ import numpy as np
 from torch import Tensor, nn
 
 from fedprune_app.config import ConfigError, Scalar, flatten, read_toml
+from fedprune_app.config.shipped import config_file
 from fedprune_app.data import splits
 from fedprune_app.errors import LaunchError
+from fedprune_app.exports.file import load_model
 from fedprune_app.files import as_path
 from fedprune_app.models.saving import load_packed
 from fedprune_app.models.sparse import sparsify
 from fedprune_app.preflight.given import Given, trusted_code, with_plugins
 from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import prepare
-from fedprune_app.results.load import load_model
 from fedprune_app.results.reader import Run
 from fedprune_app.results.reader import load_run as read_run
 from fedprune_app.results.report import run_folders, write_report
-from fedprune_app.shipped import config_file
 from fedprune_app.terminal import Terminal
 
 __all__ = [
@@ -63,9 +63,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from fedprune_app.exporting import Exportable
+    from fedprune_app.exports.find import Exportable
+    from fedprune_app.exports.predict import Prediction
     from fedprune_app.models.vision import Build
-    from fedprune_app.predicting import Prediction
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -340,7 +340,7 @@ def _folder(name: str, run: object) -> Path:
 def _exportable(
     run: Run | AnyPath, client: int | None, state_dir: AnyPath, data_dir: AnyPath, plugins: str | Sequence[str]
 ) -> Exportable:
-    from fedprune_app.exporting import find_model
+    from fedprune_app.exports.find import find_model
 
     state, data = _moved(state_dir, data_dir)
     return find_model(_folder("run", run), _client(client), state_dir=state, data_dir=data, trusted=_trusted(plugins))
@@ -394,8 +394,8 @@ def export(
     the format is sparse, and ``output`` a folder that :func:`load_packed` reads. ``state_dir``, ``data_dir`` and
     ``plugins`` are as for :func:`model`. Raises ``ValueError`` for what cannot be exported.
     """
-    from fedprune_app.exporting import export_model, format_of
-    from fedprune_app.packing import check_options, is_language_model, pack_model
+    from fedprune_app.exports.formats import export_model, format_of
+    from fedprune_app.exports.packed import check_options, is_language_model, pack_model
 
     client = _client(client)
     path, folder = _path("output", output), _folder("run", run)
@@ -420,7 +420,7 @@ def predict(
     pairs of a name and a probability with the likeliest first. ``build`` is as for :func:`load_model`. Raises
     ``ValueError`` naming the file that cannot be classified.
     """
-    from fedprune_app.predicting import predictions
+    from fedprune_app.exports.predict import predictions
 
     if not _is_whole(top) or top < 1:
         raise ValueError(f"top is {top!r}, allowed: a whole number, at least 1")

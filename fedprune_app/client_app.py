@@ -5,9 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from flwr.app import ArrayRecord, Context, Message
@@ -17,62 +14,18 @@ from clients.node import Node, Place
 from clients.reply_fields import Kind
 from clients.task import Task, reply_from_numpy
 from fedprune_app import plugins
-from fedprune_app.config import POLICY_KEYS, Config, ConfigError, Policy
 from fedprune_app.data.errors import FileError
-from fedprune_app.data.names import LOADERS
 from fedprune_app.engine import wire
-from fedprune_app.engine.simulated import is_simulated
+from fedprune_app.engine.run_folder import client_state_folder
 from fedprune_app.learning.device import prepare_torch
-from fedprune_app.node_policy import POLICY_FILE, check_allowed, ledger_folder, read_policy
-from fedprune_app.preflight.given import Given
-from fedprune_app.preflight.prepare import prepare
+from fedprune_app.node.settings import check_capacity, node_settings, number_of
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.run_folder import client_state_folder
 
 log = logging.getLogger("flwr.fedprune")
 app = ClientApp()
 
 
-NODE_KEYS = ("partition-id", "num-partitions", "capacity", "data-dir", "state-dir", POLICY_FILE, *POLICY_KEYS)
 AnyNode = Node[Any]
-OWN = ("image-folder", "table", "text")
-"""Datasets that a client may have to itself, beside those of plug-ins."""
-
-
-def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> tuple[Config, Policy]:
-    """Return the run's configuration as this node has it, and the node's policy.
-
-    The operator of a node says where its data, state and ledger are and where its noise comes from; the run does not.
-    Without ``state-dir`` the state is below the home folder of the node's user. Raises :class:`ConfigError` for an
-    unknown key of the node-config, for a path that is not absolute, and for a ``data-dir`` that only the run names.
-    Raises :class:`PolicyError` where the policy declines the run. No data is read here.
-    """
-    for key in node_config:
-        if key not in NODE_KEYS:
-            raise ConfigError(f"node-config has {key}={node_config[key]!r}, allowed: {', '.join(NODE_KEYS)}")
-    own = {key: node_config[key] for key in ("data-dir", "state-dir") if key in node_config}
-    for key, value in own.items():
-        if not (isinstance(value, str) and Path(value).is_absolute()):
-            raise ConfigError(f"node-config has {key}={value!r}, allowed: an absolute path")
-    if not is_simulated():
-        if "data-dir" not in own and (named := run_config.get("data-dir")):
-            raise ConfigError(f"the run's data-dir is {named!r}, allowed on a node: data-dir in its node-config")
-        own.setdefault("state-dir", str(Path.home() / "fedprune-state"))
-    policy = read_policy(node_config)
-    if folder := ledger_folder(policy, node_config):
-        own["dp.ledger-dir"] = folder
-        policy = replace(policy, ledger_dir=folder)
-    if not policy.secure_rng:
-        own["dp.secure-rng"] = False
-    elif not (is_simulated() and "partition-id" in node_config):  # the run may choose in a simulation alone
-        own["dp.secure-rng"] = True
-    if not is_simulated():
-        plugins.load(run_config, allows=partial(check_allowed, policy))
-    config = policy.over(prepare(Given({**run_config, **own})).config)
-    policy.check(config)
-    if "partition-id" not in node_config:
-        policy.check_own_labels(config)
-    return config, policy
 
 
 def make_client(context: Context, message: Message, kind: type[AnyNode] | None = None) -> AnyNode:
@@ -86,38 +39,6 @@ def make_client(context: Context, message: Message, kind: type[AnyNode] | None =
     capacity = check_capacity(context.node_config.get("capacity"))
     kind = kind or SYSTEMS[config.system].client
     return kind(config, Place(client_id, num_clients, folder, capacity, run_key, policy))
-
-
-def number_of(node_config: Mapping[str, Any], fields: wire.Fields, dataset: str) -> tuple[int, int]:
-    """Return a client's number, and how many clients share the data, as its operator says.
-
-    Where the operator gives no number the client has data of its own, which 0 clients share. The server then gives the
-    client its number with each message. Raises :class:`ConfigError` for numbers that cannot be.
-    """
-    client_id, num_clients = (node_config.get(key) for key in ("partition-id", "num-partitions"))
-    if "partition-id" not in node_config and "num-partitions" not in node_config:
-        if "data-dir" not in node_config:
-            allowed = "partition-id and num-partitions, or a data-dir of its own"
-            raise ConfigError(f"node-config has neither partition-id nor data-dir, allowed: {allowed}")
-        if dataset not in OWN and dataset not in LOADERS:
-            raise ConfigError(f"dataset is {dataset!r}, allowed on a node without partition-id: {', '.join(OWN)}")
-        return int(wire.number(fields, "partition", 0, 2**31)), 0
-    if not isinstance(client_id, int) or not isinstance(num_clients, int) or not 0 <= client_id < num_clients:
-        given = f"partition-id={client_id!r}, num-partitions={num_clients!r}"
-        raise ConfigError(f"node-config has {given}, allowed: whole numbers, 0 <= partition-id < num-partitions")
-    return client_id, num_clients
-
-
-def check_capacity(value: object) -> float | None:
-    """Return the density that a node can bear, which is ``capacity`` in its node-config, or None.
-
-    Raises :class:`ConfigError` for anything else.
-    """
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise ConfigError(f"node-config has capacity={value!r}, allowed: a number above 0 and at most 1")
-    return float(value)
 
 
 def _task(message: Message, client: AnyNode) -> Task:

@@ -20,7 +20,7 @@ from fedprune_app.engine.wire import Schema
 from fedprune_app.federation.round import Outgoing, Round, RunContext
 from fedprune_app.learning.hooks import proximal
 from fedprune_app.learning.training import TrainingResult
-from fedprune_app.plugins import register_dataset, register_model, register_partition, register_system
+from fedprune_app.plugins.registering import register_dataset, register_model, register_partition, register_system
 from fedprune_app.results.own_measures import OwnMeasure
 from strategies.averaging import AveragingStrategy
 from strategies.base import FederatedStrategy

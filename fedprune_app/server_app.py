@@ -13,9 +13,10 @@ from weakref import WeakSet
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from fedprune_app import plugins, resuming
+from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError, refusal
 from fedprune_app.engine.flower_private import add_exit_handler
+from fedprune_app.engine.run_folder import new_run_key, run_folder
 from fedprune_app.engine.store import START, State, checkpoint_store, exclusive
 from fedprune_app.engine.watchdog import CLIENTS_VARIABLE, tell_launcher, watch_launcher
 from fedprune_app.federation.clients import Roster
@@ -28,9 +29,9 @@ from fedprune_app.registry import SYSTEMS
 from fedprune_app.results import own_measures
 from fedprune_app.results.reader import file_sha256, marks_of, read_info
 from fedprune_app.results.recorder import Recorder, Status
-from fedprune_app.resuming import Choice
-from fedprune_app.run_folder import new_run_key, run_folder
-from fedprune_app.tasks import BUILDS, CLIENT_INFOS
+from fedprune_app.server import resuming
+from fedprune_app.server.build import BUILDS, CLIENT_INFOS
+from fedprune_app.server.resuming import Choice
 
 log = logging.getLogger("flwr.fedprune")
 app = ServerApp()

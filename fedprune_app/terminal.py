@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
-from fedprune_app.printable import printable
+from fedprune_app.engine.printable import printable
 
 
 class Terminal(Console):

@@ -17,7 +17,7 @@ from flwr.app import Message
 from flwr.clientapp import ClientApp
 from hypothesis import settings
 
-from fedprune_app import cli, client_app, plugins, registry, server_app
+from fedprune_app import cli, client_app, registry, server_app
 from fedprune_app.config import config as configuration
 from fedprune_app.config import parse_config, plugged
 from fedprune_app.data import names as data_names
@@ -25,6 +25,7 @@ from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.learning import training
 from fedprune_app.learning.device import prepare_torch
 from fedprune_app.models import names as model_names
+from fedprune_app.plugins import loading, registering
 from fedprune_app.results import own_measures
 from fedprune_app.testing import FinishedRun as Finished
 from tests import leftovers
@@ -115,7 +116,7 @@ def loggers_that_speak() -> None:
 REGISTRIES: tuple[dict[Any, Any], ...] = (
     *(registry.SYSTEMS, data_names.DATASETS, data_names.LOADERS, data_names.PARTITIONS, data_names.DEALERS),
     *(model_names.MODELS, model_names.BUILDERS, model_names.AUTO),
-    *(configuration._OPTIONS, plugged._TABLES, plugged.uses_of, plugins._files, plugins._origins),
+    *(configuration._OPTIONS, plugged._TABLES, plugged.uses_of, loading._files, registering.origins),
     own_measures._of_systems,
 )
 
@@ -128,7 +129,7 @@ def no_plugins() -> Iterator[None]:
     for each, content in zip(REGISTRIES, before, strict=True):
         each.clear()
         each.update(content)
-    plugins._forget()
+    registering.forget()
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from PIL import Image
 import fedprune_app
 from fedprune_app import server_app
 from fedprune_app.data import splits
-from fedprune_app.predicting import predictions
-from fedprune_app.results.load import read_export_info
+from fedprune_app.exports.file import read_export_info
+from fedprune_app.exports.predict import predictions
 from fedprune_app.results.recorder import write_info
 from tests.models.tiny_llm import tiny_checkpoint
 from tests.results.conftest import made_up_run

@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[1]
 ROOF = [  # from the top: a room imports those of lower floors alone, and all that stand below the roof
     {"cli"},
     {"api", "testing"},
-    {"sweeps"},
-    {"audit", "packing"},
-    {"running", "exporting", "predicting"},
+    {"sweeps", "trials"},
+    {"running", "exports"},
     {"server_app", "client_app", "extend"},
+    {"node"},
     {"preflight"},
-    {"launching", "node_policy", "tasks", "resuming"},
-    {"plugins", "run_folder"},
-    {"registry", "shipped", "terminal"},
+    {"server", "launching"},
+    {"plugins"},
+    {"registry", "terminal"},
 ]
 FILES = {  # the same of the files in a room
     "preflight": [
@@ -31,6 +31,9 @@ FILES = {  # the same of the files in a room
         {"can_start"},
         {"given", "placement", "combinations", "texts", "language_models"},
     ],
+    "plugins": [{"loading"}, {"registering"}],
+    "node": [{"settings"}, {"policy"}],
+    "exports": [{"packed"}, {"formats", "predict"}, {"find"}, {"file", "cost"}],
     "launching": [
         {"local"},
         {"certificates", "simulation"},
@@ -60,14 +63,14 @@ ALLOWED = {  # room: rooms it may import
     "fedprune_app.config": set(),
     "fedprune_app.files": set(),
     "fedprune_app.errors": set(),
-    "fedprune_app.printable": set(),
+    "fedprune_app.engine.printable": set(),
     "fedprune_app.data": {"config", "core", "files"},
     "fedprune_app.models": {"core", "files"},
     "fedprune_app.privacy": {"core", "files"},
     "fedprune_app.learning": {"config", "core", "files", "models", "privacy"},  # no system, and not where Flower begins
     # config: which settings change no result; models: an exported file is loaded as a network
     "fedprune_app.results": {"core", "config", "files", "models"},
-    "fedprune_app.engine": {"core", "files", "printable", "results"},
+    "fedprune_app.engine": {"config", "core", "files", "results"},
     "fedprune_app.federation": {"core", "config", "engine", "results"},
     # data, learning, models: the server of Fed-LTP trains tickets on public data
     "strategies": {"config", "core", "data", "engine", "federation", "files", "learning", "models", "results"},
@@ -131,7 +134,7 @@ def test_a_file_of_a_room_imports_only_lower_floors(room):
 PARSING = {"fedprune_app.config.parse_config", "fedprune_app.config.check_resumable"}
 PARSING |= {"fedprune_app.preflight.combinations.check_system", "fedprune_app.config.effects"}
 PARSE = {
-    "fedprune_app/resuming.py": "the server knows the run that goes on",
+    "fedprune_app/server/resuming.py": "the server knows the run that goes on",
     "fedprune_app/results/figures/settings.py": "which settings of a recorded run have an effect",
 }
 
@@ -216,7 +219,6 @@ def test_every_file_belongs_to_a_room():
         "config",
         "files",
         "errors",
-        "printable",
         "data",
         "models",
         "privacy",

@@ -313,7 +313,7 @@ ELSEWHERE = {  # what writes by itself, and why it may
     "fedprune_app/models/embedded.py": "into a folder of replacing_folder",
     "fedprune_app/models/checkpoints.py": "into a folder of replacing_folder",
     "fedprune_app/privacy/ledger.py": "adds to a ledger in place, under a lock: a rename could lose a charge",
-    "fedprune_app/exporting.py": "into memory",
+    "fedprune_app/exports/find.py": "into memory",
     "fedprune_app/testing.py": "copies a run within a scratch folder",
     "fedprune_app/running/numbered.py": "a link to a run, where nothing else has its name",
 }

@@ -11,8 +11,8 @@ import pytest
 
 from fedprune_app import cli
 from fedprune_app.config import OPTIONS
+from fedprune_app.config.shipped import shipped_configs
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.shipped import shipped_configs
 
 QUICK = ["--engine", "inprocess", "--clients", "3", "num-server-rounds=1", "local-epochs=1"]
 
@@ -167,7 +167,7 @@ def test_the_keys_of_a_system_are_those_with_an_effect(fedprune, monkeypatch):
     ],
 )
 def test_the_suffix_of_an_exported_file_says_its_format(name, format, expected):
-    from fedprune_app.exporting import format_of
+    from fedprune_app.exports.formats import format_of
 
     assert format_of(Path(name), format) == expected
 

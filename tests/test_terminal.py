@@ -15,7 +15,7 @@ import pytest
 
 from fedprune_app.cli.looking import _print_predictions
 from fedprune_app.cli.terminal import print_rows, say
-from fedprune_app.predicting import Prediction
+from fedprune_app.exports.predict import Prediction
 from fedprune_app.terminal import Terminal
 from tests.results.conftest import made_up_run
 

@@ -32,13 +32,13 @@ with atheris.instrument_imports(
     from fedprune_app.data.text import own_documents
     from fedprune_app.engine import replies, wire
     from fedprune_app.engine.store import State, read_tensors, write_tensors
+    from fedprune_app.exports.file import ExportInfo, encode_export, full_density, load_model, read_export_info
     from fedprune_app.federation import reports
     from fedprune_app.federation.budgets import Budgets
     from fedprune_app.federation.clients import ImageClientInfo, TextClientInfo
     from fedprune_app.models.vision import build_model, state_tensors
     from fedprune_app.preflight.given import Given
     from fedprune_app.results import measures
-    from fedprune_app.results.load import ExportInfo, encode_export, full_density, load_model, read_export_info
     from fedprune_app.results.measures import Reply
     from fedprune_app.results.reader import read_info, read_masks, read_rows
     from fedprune_app.sweeps.matrix import read_matrix

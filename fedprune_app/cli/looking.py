@@ -19,7 +19,7 @@ from fedprune_app.preflight.given import trusted_code
 from fedprune_app.terminal import Terminal
 
 if TYPE_CHECKING:
-    from fedprune_app.predicting import Prediction
+    from fedprune_app.exports.predict import Prediction
 
 app = typer.Typer()
 _LOOK_SECONDS, _QUIET_LOOKS = 5, 3  # of `report --watch`
@@ -94,8 +94,8 @@ def export(
     For a language model the format is sparse.
     RUN may then be a checkpoint of transformers whose pruned weights are zeros.
     """
-    from fedprune_app.exporting import export_model, format_of
-    from fedprune_app.packing import check_options, is_language_model
+    from fedprune_app.exports.formats import export_model, format_of
+    from fedprune_app.exports.packed import check_options, is_language_model
 
     if is_language_model(folder):
         check_options(output, client, format, state_dir=state_dir, data_dir=data_dir, plugin=plugin)
@@ -130,7 +130,7 @@ def export(
 
 
 def _export_language_model(folder: Path, output: Path, force: bool) -> None:
-    from fedprune_app.packing import pack_model
+    from fedprune_app.exports.packed import pack_model
 
     with console.status(Text(f"packing {folder}")):
         found = pack_model(folder, output.expanduser(), force=force)
@@ -148,7 +148,7 @@ def _export_language_model(folder: Path, output: Path, force: bool) -> None:
 
 def _costs(title: str, form: str, rows: Iterable[tuple[str, float, float, str]]) -> Table:
     """Return a table of what a dense model costs, and an exported one; a row ends with how its numbers are written."""
-    from fedprune_app.exporting import machine
+    from fedprune_app.exports.cost import machine
 
     table = Table(title=title, caption=f"ms of one thread, median, in turns, on {machine()}", box=None)
     for column in ("", "dense", form, "share"):
@@ -176,7 +176,7 @@ def predict(
     Its columns are found by their names.
     """
     from fedprune_app import plugins
-    from fedprune_app.predicting import predictions
+    from fedprune_app.exports.predict import predictions
 
     function = plugins.function("build", str(Path(build).expanduser().absolute())) if build else None
     refused: list[ValueError] = []

@@ -49,11 +49,11 @@ def audit(
     The command prints the bound beside the ε that the ledger claims.
     The exit code is 1 if the bound exceeds the claim.
     """
-    from fedprune_app.audit import Question
-    from fedprune_app.audit import audit as run_audit
     from fedprune_app.files import replace_file
     from fedprune_app.privacy.audit import JSON_KEYS
     from fedprune_app.results.ownership import check_json_file
+    from fedprune_app.trials.audit import Question
+    from fedprune_app.trials.audit import audit as run_audit
 
     files = [Path(text) for text in settings if "=" not in text]
     given = given_in(files, [text for text in settings if "=" in text], plugin)

@@ -17,7 +17,7 @@ from fedprune_app.core import codec
 from fedprune_app.core.bounds import LARGEST_SAID, bounded
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.flower_private import recorddict_to_proto
-from fedprune_app.printable import printable
+from fedprune_app.engine.printable import printable
 
 Fields = Mapping[str, Any]
 PAYLOAD = "payload"

@@ -1,0 +1,1 @@
+"""How Flower's processes come to life."""

@@ -22,6 +22,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.data.splits import check_repeatable, label_counts, unread
 from fedprune_app.engine import wire
+from fedprune_app.engine.run_folder import new_run_key
 from fedprune_app.engine.store import VersionedStore
 from fedprune_app.federation.clients import ImageClientInfo, Roster
 from fedprune_app.federation.round import RunContext
@@ -40,8 +41,7 @@ from fedprune_app.privacy.noise import KeyedNoise
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results.recorder import Recorder
 from fedprune_app.results.tracking import check_tracker
-from fedprune_app.run_folder import new_run_key
-from fedprune_app.tasks import BUILDS
+from fedprune_app.server.build import BUILDS
 
 
 def doubts(config: Config, placement: Placement) -> list[str]:

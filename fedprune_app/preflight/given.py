@@ -9,7 +9,7 @@ from pathlib import Path
 from fedprune_app import plugins
 from fedprune_app.config import OPTIONS, ConfigError, Kind, Scalar, parse_override, paths_from_here, read_toml
 from fedprune_app.config.meant import unknown_key
-from fedprune_app.shipped import config_file
+from fedprune_app.config.shipped import config_file
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from fedprune_app.data.dataset import Form
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.errors import FileError
 from fedprune_app.data.splits import client_data, dataset_of, label_counts
-from fedprune_app.predicting import predictions
-from fedprune_app.results.load import load_model, read_export_info
+from fedprune_app.exports.file import load_model, read_export_info
+from fedprune_app.exports.predict import predictions
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ from fedprune_app.data import splits
 from fedprune_app.data.data_config import DataConfig, data_config
 from fedprune_app.data.datasets import load_dataset
 from fedprune_app.data.splits import client_data, label_counts
-from fedprune_app.predicting import predictions
+from fedprune_app.exports.predict import predictions
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from fedprune_app import client_app, server_app
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.inprocess import run_in_process
-from fedprune_app.exporting import find_model
+from fedprune_app.exports.find import find_model
 from fedprune_app.results.reader import Run, load_run
 from tests.conftest import Finished, tampered_app, wrapped_app
 from tests.strategies.conftest import TINY

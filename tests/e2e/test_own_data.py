@@ -26,7 +26,7 @@ from fedprune_app.data.text import own_documents
 from fedprune_app.engine import inprocess
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.inprocess import InProcessGrid, run_in_process
-from fedprune_app.exporting import find_model
+from fedprune_app.exports.find import find_model
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
 from fedprune_app.preflight.prepare import prepare

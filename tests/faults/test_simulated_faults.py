@@ -22,7 +22,7 @@ from devtools.faults.schedule import Cause, Later, Schedule, Stop
 from devtools.faults.simulation import Simulation, Told
 from devtools.faults.story import BETWEEN, STOPS, Kind, Story
 from devtools.faults.tour import write_tour
-from fedprune_app import files, resuming, testing
+from fedprune_app import files, testing
 from fedprune_app.cli import main
 from fedprune_app.config import ConfigError
 from fedprune_app.core.payload import Payload
@@ -30,6 +30,7 @@ from fedprune_app.engine import exchange, replies, store
 from fedprune_app.privacy import ledger
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.results import reader, recorder
+from fedprune_app.server import resuming
 from strategies import base
 from tests.docs.scripts import script
 

@@ -11,6 +11,7 @@ from torch import nn
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.scores import n_of_m_mask
 from fedprune_app.core.sparse_linear import instructions, pack
+from fedprune_app.exports.packed import pack_model
 from fedprune_app.models import sparse
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.saving import load_packed, write_packed
@@ -22,7 +23,6 @@ from fedprune_app.models.sparse import (
     sparsify,
     speed_of,
 )
-from fedprune_app.packing import pack_model
 from tests.models.tiny_llm import tiny_checkpoint, tokens
 
 compiled = pytest.mark.skipif(not instructions(), reason="needs the library in C")

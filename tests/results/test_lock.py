@@ -55,7 +55,7 @@ def test_a_run_whose_process_is_killed_reads_as_interrupted(running, tmp_path):
 
 
 def test_an_export_says_that_such_a_run_was_interrupted(running, tmp_path):
-    from fedprune_app.exporting import export_model
+    from fedprune_app.exports.formats import export_model
 
     with pytest.raises(ValueError, match="is interrupted, allowed: a completed run"):
         export_model(running, None, "safetensors", tmp_path / "x")

@@ -15,7 +15,7 @@ from fedprune_app.data.data_config import data_config
 from fedprune_app.data.splits import client_data
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.engine.store import State
-from fedprune_app.exporting import find_model
+from fedprune_app.exports.find import find_model
 from fedprune_app.models.initial import initial_model
 from tests.strategies.reference import logits
 from tests.strategies.reference_ldp_fedp3 import NAMES

@@ -14,12 +14,12 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from clients import images
 from fedprune_app import cli, client_app
-from fedprune_app.client_app import node_settings
 from fedprune_app.config import POLICY_KEYS, ConfigError, PolicyError, parse_config
 from fedprune_app.engine import inprocess, wire
 from fedprune_app.engine.exchange import TooFewReplies, message_to
 from fedprune_app.engine.inprocess import InProcessGrid
-from fedprune_app.node_policy import read_policy
+from fedprune_app.node.policy import read_policy
+from fedprune_app.node.settings import node_settings
 from fedprune_app.privacy.ledger import Ledger
 from tests.e2e.test_own_data import IMAGES, grid_of, image_folder
 
@@ -365,13 +365,13 @@ def test_a_rehearsal_gives_each_node_its_policy(fedprune, monkeypatch, tmp_path)
 
 
 def test_every_key_of_a_policy_is_documented():
-    page = (Path(__file__).parents[1] / "docs" / "deploy.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
     for key in ("policy-file", *POLICY_KEYS):
         assert f"\n| `{key}`" in page, key
 
 
 def test_the_documented_policy_is_one(tmp_path):
-    page = (Path(__file__).parents[1] / "docs" / "deploy.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
     (tmp_path / "policy.toml").write_text(page.split("```toml\n")[1].split("```")[0])
     policy = read_policy({"policy-file": str(tmp_path / "policy.toml")})
     assert policy.require_dp

@@ -1,58 +1,36 @@
-"""An export is the smallest real model of a finished run, as one file; ``fedprune export`` writes it.
-
-Removed channels are gone from the network. Weights that were pruned one by one are left out of the safetensors file,
-which holds kept values and entropy-coded masks. In ONNX and torch.export files, which know dense tensors only, these
-weights are zeros.
-"""
+"""Find the model to export in the folder of a run, and make the smallest real network of it."""
 
 from __future__ import annotations
 
-import copy
-import io
 import os
-import platform
-import statistics
-import time
-import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors.torch
-import torch
 from torch import Tensor, nn
 
 from clients.base import ImageClient
 from clients.finetune import FineTuned
 from fedprune_app.config import Config
-from fedprune_app.core.flops import forward_flops, sparse_flops
 from fedprune_app.core.masks import full_masks
 from fedprune_app.core.payload import Payload
-from fedprune_app.core.rng import generator
 from fedprune_app.core.structured import coordinate_masks, gather
 from fedprune_app.data.data_config import data_config
 from fedprune_app.data.dataset import Dataset
 from fedprune_app.data.names import LOADERS
 from fedprune_app.data.splits import dataset_of
 from fedprune_app.engine.store import State, client_store, owner, read_tensors, state_folder
+from fedprune_app.exports.file import ExportInfo, full_density, network_of
 from fedprune_app.federation.clients import ImageClientInfo
-from fedprune_app.files import replace_file
 from fedprune_app.models.initial import channels_of, initial_model, shared_names
 from fedprune_app.models.names import BUILDERS, chosen_name
-from fedprune_app.models.sparse import sparsify
-from fedprune_app.models.vision import load_state_tensors, parameter_names, prunable_names, state_tensors
+from fedprune_app.models.vision import load_state_tensors, prunable_names, state_tensors
 from fedprune_app.preflight.given import of_run
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.results.load import ExportInfo, encode_export, full_density, network_of, num_parameters
 from fedprune_app.results.reader import read_info
-
-Runner = Callable[[Tensor], Any]
-"""Images (N, C, H, W) to logits (N, classes)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,87 +46,6 @@ class Exportable:
     network: nn.Module
     full: nn.Module
     masks: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Size:
-    """A size says what a model costs: bytes of its file, parameters, FLOPs and milliseconds.
-
-    ``parameters`` counts those that are not pruned. ``flops`` are those of one example if only these parameters are
-    multiplied. ``milliseconds`` maps a batch size to the time of one forward pass, in the runtime of the exported
-    format.
-    """
-
-    file_bytes: int
-    parameters: int
-    flops: float
-    milliseconds: Mapping[int, float]
-
-
-SUFFIXES = {".safetensors": "safetensors", ".onnx": "onnx", ".pt2": "torch-export"}
-
-
-def format_of(output: Path, format: str) -> str:
-    """Return the format of a file: ``format`` if one is given, else the suffix's, else safetensors.
-
-    Raises a one-line ``ValueError`` for a suffix of another format.
-    """
-    by_suffix = SUFFIXES.get(output.suffix.lower())
-    if format in FORMATS and by_suffix not in (None, "safetensors" if format == SPARSE else format):
-        raise ValueError(f"--output is {str(output)!r}, allowed with --format {format}: no suffix of {by_suffix}")
-    if not format and output.suffix and by_suffix is None:
-        raise ValueError(
-            f"--output is {str(output)!r}, allowed: a file that ends in {', '.join(SUFFIXES)}, or --format"
-        )
-    return format or by_suffix or FORMATS[0]
-
-
-def export_model(
-    run: Path,
-    client: int | None,
-    format: str,
-    output: Path,
-    *,
-    force: bool = False,
-    state_dir: str = "",
-    data_dir: str = "",
-    trusted: Collection[str] = (),
-) -> tuple[ExportInfo, Size, Size]:
-    """Write the personal model of ``client``, or the global one (None), to ``output``; nothing is written on error.
-
-    ``state_dir`` and ``data_dir`` replace the run's own settings of these names, where its files have moved. The
-    modules and files ``trusted`` may be imported, where the run had them as plug-ins. Returns what was written, and
-    what the full network and the exported one cost. Raises a one-line ``ValueError``.
-    """
-    if format not in FORMATS:
-        raise ValueError(f"--format is {format!r}, allowed: {', '.join(FORMATS)}")
-    if output.is_dir():
-        raise ValueError(f"--output {str(output)!r} is a folder, allowed: a file")
-    if output.exists() and not force:
-        raise ValueError(f"--output {str(output)!r} exists, allowed: a new file, or --force")
-    found = find_model(run, client, state_dir=state_dir, data_dir=data_dir, trusted=trusted)
-    content, runner, full_runner = convert(found, format)
-    replace_file(output, content)
-
-    shape = found.info.image_shape
-    milliseconds = latencies([full_runner, runner], shape)
-    dense = state_tensors(found.full, include_buffers=True)
-    full = Size(
-        len(safetensors.torch.save(dense)),
-        sum(parameter.numel() for parameter in found.full.parameters()),
-        sum(forward_flops(found.full, shape).values()),
-        {batch: times[0] for batch, times in milliseconds.items()},
-    )
-    small = Size(
-        len(content),
-        num_parameters(found.payload, parameter_names(found.network)),
-        sparse_flops(forward_flops(found.network, shape), found.payload.masks),
-        {batch: times[1] for batch, times in milliseconds.items()},
-    )
-    return found.info, full, small
-
-
-# --- finding the model --------------------------------------------------------------------------------------------
 
 
 def find_model(
@@ -384,148 +281,3 @@ def _exportable(run: Path, config: Config, inputs: _Inputs, client: int | None, 
         cut = full_masks(shapes) | coordinate_masks(groups, kept, shapes)
         masks = {name: cut[name] & masks[name] if name in masks else cut[name] for name in shapes}
     return Exportable(info, payload, network_of(info, payload, BUILDERS.get(name)), full, masks)
-
-
-# --- formats ------------------------------------------------------------------------------------------------------
-
-
-def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
-    """Return an ONNX file, and its runner: onnxruntime on one thread.
-
-    The file has the metadata as the model's property ``fedprune``.
-    """
-    onnxruntime = _extras("onnx", "onnxscript", "onnxruntime")[-1]
-    with _quiet_exporter():
-        program = torch.onnx.export(
-            network,
-            (_examples(info.image_shape, 2),),
-            input_names=["images"],
-            output_names=["logits"],
-            dynamic_shapes=({0: "batch"},),
-            dynamo=True,
-            verbose=False,
-        )
-    assert program is not None  # None is returned only in a deprecated way to write files
-    for node in program.model.graph.all_nodes():
-        node.metadata_props.clear()  # stack traces: they name folders of this machine, and are larger than small models
-    program.model.metadata_props["fedprune"] = info.to_json()
-    content = program.model_proto.SerializeToString()
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = 1
-    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
-    return content, lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
-
-
-def _torch_export(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
-    """Return a ``torch.export`` program, with the metadata as the extra file ``fedprune.json``, and its runner."""
-    file = io.BytesIO()
-    with _quiet_exporter():
-        example = _examples(info.image_shape, 2)
-        program = torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-        for node in program.graph.nodes:
-            node.meta.pop("stack_trace", None)  # it names folders of this machine
-        program.example_inputs = None
-        torch.export.save(program, file, extra_files={"fedprune.json": info.to_json()})
-        return file.getvalue(), program.module()
-
-
-_RUNTIMES: dict[str, Callable[[nn.Module, ExportInfo], tuple[bytes, Runner]]] = {
-    "onnx": _onnx,
-    "torch-export": _torch_export,
-}
-SPARSE = "sparse"  # the file of safetensors, timed as load_model(file, sparse=True) computes
-FORMATS = ("safetensors", SPARSE, *_RUNTIMES)
-
-
-def convert(found: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
-    """Return the content of the file, its runner, and the runner of the full network in the same runtime, to compare.
-
-    The runtime's logits must be PyTorch's for any batch size: the largest error is at most a ten-thousandth of the
-    largest logit. Otherwise ``ValueError`` is raised.
-    """
-    if format in ("safetensors", SPARSE):
-        network = copy.deepcopy(found.network)
-        if format == SPARSE:
-            sparsify(network)
-        return encode_export(found.info, found.payload), network, found.full
-    content, runner = _RUNTIMES[format](found.network, found.info)
-    for batch in (1, 3):
-        images = _examples(found.info.image_shape, batch)
-        expected, got = found.network(images), runner(images)
-        error, allowed = float((got - expected).abs().max()), 1e-4 * float(expected.abs().max())
-        if not error <= allowed:  # an error of NaN fails too
-            raise ValueError(f"logits of the {format} model are off by {error:.2g}, allowed: {allowed:.2g}")
-    return content, runner, _RUNTIMES[format](found.full, found.info)[1]
-
-
-def _extras(*names: str) -> list[Any]:
-    try:
-        return [import_module(name) for name in names]
-    except ImportError as error:
-        raise ValueError(f"this format needs the package {error.name}: install the extra fedprune[export]") from None
-
-
-@contextmanager
-def _quiet_exporter() -> Iterator[None]:
-    """Hide the warning that torch's exporter gives about its own code."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message=r".isinstance\(treespec, LeafSpec\). is deprecated", category=FutureWarning
-        )
-        yield
-
-
-def _examples(image_shape: tuple[int, int, int], batch: int) -> Tensor:
-    """Return random images of about the scale of normalised ones; the images are always the same."""
-    return torch.randn(batch, *image_shape, generator=generator(0, "export", batch))
-
-
-# --- what it costs ------------------------------------------------------------------------------------------------
-
-
-@torch.inference_mode()
-def latencies(
-    runners: Sequence[Runner],
-    image_shape: tuple[int, int, int],
-    batches: Sequence[int] = (128, 1),
-    seconds: float = 1.0,
-) -> dict[int, list[float]]:
-    """Return for each batch size each runner's median milliseconds per batch, on one thread.
-
-    The times are processor time of that thread. On an idle machine that is the time on the clock. On a busy machine the
-    clock would measure which runner has to wait, even in the median. The runners take turns, after one turn each to
-    warm up. The median is of 3 to 100 turns, as many as fit into ``seconds``.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return {batch: _medians(runners, _examples(image_shape, batch), seconds) for batch in batches}
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _medians(runners: Sequence[Runner], images: Tensor, seconds: float) -> list[float]:
-    for runner in runners:
-        runner(images)
-    turns: list[list[float]] = []
-    end = time.perf_counter() + seconds
-    while len(turns) < 3 or (len(turns) < 100 and time.perf_counter() < end):
-        turns.append([_milliseconds(runner, images) for runner in runners])
-    return [statistics.median(times) for times in zip(*turns, strict=True)]
-
-
-def _milliseconds(runner: Runner, images: Tensor) -> float:
-    started = time.thread_time()
-    runner(images)
-    return 1000 * (time.thread_time() - started)
-
-
-def machine() -> str:
-    """Return the machine that the times were taken on: its processor, and the PyTorch version."""
-    processor = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), processor)
-    except OSError:
-        pass  # this system is not Linux
-    return f"{processor}, PyTorch {torch.__version__}"

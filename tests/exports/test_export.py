@@ -16,17 +16,18 @@ from PIL import Image
 from clients.finetune import FineTuned
 from clients.node import Place
 from clients.task import Task
-from fedprune_app import cli, client_app, exporting, server_app
+from fedprune_app import cli, client_app, server_app
 from fedprune_app.config import ConfigError, parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.data import splits
 from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.engine.store import VersionedStore, read_tensors, write_tensors
+from fedprune_app.exports import cost, formats
+from fedprune_app.exports.file import load_model, read_export_info
 from fedprune_app.models.saving import load_packed
 from fedprune_app.models.vision import build_model, load_state_tensors
 from fedprune_app.registry import SYSTEMS
-from fedprune_app.results.load import load_model, read_export_info
 from fedprune_app.results.reader import file_sha256
 from fedprune_app.results.recorder import write_info
 from tests.conftest import Finished, tampered_app
@@ -117,14 +118,14 @@ def own_model(run, partition):
 
 def exported(run, client, tmp_path, format="safetensors", **options):
     path = tmp_path / f"{run.info['system']}-{client}.{format}"
-    return path, exporting.export_model(run.folder, client, format, path, **options)
+    return path, formats.export_model(run.folder, client, format, path, **options)
 
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):
     """Times are taken, but shortly."""
-    real = exporting.latencies
-    monkeypatch.setattr(exporting, "latencies", lambda runners, shape: real(runners, shape, (2, 1), seconds=0.0))
+    real = cost.latencies
+    monkeypatch.setattr(cost, "latencies", lambda runners, shape: real(runners, shape, (2, 1), seconds=0.0))
 
 
 # --- what is computed ---------------------------------------------------------------------------------------------
@@ -250,9 +251,7 @@ def test_a_torch_export_file_computes_the_same_for_any_batch(finished, tmp_path)
 def test_a_file_whose_logits_are_off_is_not_kept(finished, tmp_path, monkeypatch):
     run = finished("fedavg")
     for off in (lambda logits: logits * 1.01, lambda logits: logits * float("nan")):
-        monkeypatch.setitem(
-            exporting._RUNTIMES, "onnx", lambda net, _, off=off: (b"x", lambda images: off(net(images)))
-        )
+        monkeypatch.setitem(formats._RUNTIMES, "onnx", lambda net, _, off=off: (b"x", lambda images: off(net(images))))
         with pytest.raises(ValueError, match="logits of the onnx model are off by"):
             exported(run, None, tmp_path, "onnx")
     assert list(tmp_path.iterdir()) == []
@@ -264,7 +263,7 @@ def test_times_are_taken_in_turns_on_one_thread():
     torch.set_num_threads(2)
     try:
         runners = [lambda images, n=n: turns.append((n, len(images), torch.get_num_threads())) for n in "ab"]
-        times = exporting.latencies(runners, (1, 2, 2))
+        times = cost.latencies(runners, (1, 2, 2))
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
@@ -397,7 +396,7 @@ def test_a_damaged_language_model_of_a_run_is_refused(finished, fedprune, tmp_pa
 
 def refused(folder, client, tmp_path, match, format="safetensors", **options):
     with pytest.raises(ValueError, match=match) as caught:
-        exporting.export_model(folder, client, format, tmp_path / "model", **options)
+        formats.export_model(folder, client, format, tmp_path / "model", **options)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "model").exists()
 
@@ -422,7 +421,7 @@ def test_states_may_be_elsewhere(finished, tmp_path):
     shutil.move(folder / "clients", tmp_path / "states" / run.info["run_key"])
     refused(folder, partition, tmp_path, f"has no state of client {partition}: give the run's state-dir")
     again = tmp_path / "again"
-    exporting.export_model(folder, partition, "safetensors", again, state_dir=str(tmp_path / "states"))
+    formats.export_model(folder, partition, "safetensors", again, state_dir=str(tmp_path / "states"))
     assert again.read_bytes() == path.read_bytes()
     (tmp_path / "states" / run.info["run_key"] / f"{partition:05d}" / "round-00002.safetensors").write_bytes(b"x")
     (folder / "checkpoints").rename(folder / "gone")

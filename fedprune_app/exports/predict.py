@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from fedprune_app.data import tables
 from fedprune_app.data.errors import SPECIAL
 from fedprune_app.data.folders import read_image
+from fedprune_app.exports.file import ExportInfo, load_model, read_export_info
 from fedprune_app.models.vision import Build
-from fedprune_app.results.load import ExportInfo, load_model, read_export_info
 
 _BATCH = 1024  # examples that go through a network together
 Classes = list[tuple[str, float]]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import fedprune_app
 from fedprune_app.config import ConfigError
 from fedprune_app.config.meant import not_allowed
 
 
 def shipped_configs() -> dict[str, Path]:
     """Return the files of the shipped configurations by name, such as ``subfedavg``."""
-    package = Path(fedprune_app.__file__).parent
+    package = Path(__file__).parents[1]
     for folder in (package / "configs", package.parent / "configs"):  # a wheel has them in the package
         if folder.is_dir():
             return {path.stem: path for path in sorted(folder.glob("*.toml"))}

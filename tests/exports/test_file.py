@@ -13,9 +13,7 @@ import torch
 from fedprune_app.core import codec
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import gather, shrink
-from fedprune_app.models.channels import channel_groups
-from fedprune_app.models.vision import build_model, state_tensors
-from fedprune_app.results.load import (
+from fedprune_app.exports.file import (
     ExportInfo,
     encode_export,
     full_density,
@@ -23,6 +21,8 @@ from fedprune_app.results.load import (
     network_of,
     read_export_info,
 )
+from fedprune_app.models.channels import channel_groups
+from fedprune_app.models.vision import build_model, state_tensors
 
 
 def draw(seed=0):

@@ -29,8 +29,8 @@ from flwr.supercore.error import ApiErrorCode
 from PIL import Image
 
 from fedprune_app.cli import deploying
-from fedprune_app.client_app import node_settings
 from fedprune_app.config import ConfigError
+from fedprune_app.engine.run_folder import client_state_folder
 from fedprune_app.engine.simulated import answering_in_simulation
 from fedprune_app.engine.superlink import SECRET_VARIABLE, SecretAuthn
 from fedprune_app.errors import LaunchError
@@ -39,7 +39,7 @@ from fedprune_app.launching import certificates, credentials, flower_cli, local,
 from fedprune_app.launching.certificates import certificates_in, make_certificates, valid_until
 from fedprune_app.launching.credentials import make_node_key
 from fedprune_app.launching.local import local_deployment, node_config_text
-from fedprune_app.run_folder import client_state_folder
+from fedprune_app.node.settings import node_settings
 
 
 def test_a_certificate_is_for_its_hosts_and_signed_by_the_authority(tmp_path):
@@ -304,7 +304,7 @@ def test_the_containers_set_up_is_made_good_after_a_cut_and_then_left_alone(tmp_
     """docker/setup.sh, with its volumes in a folder of this machine."""
     for volume in ("superlink", "secrets", "certificates", "node/0", "node/1"):
         (tmp_path / volume).mkdir(parents=True)
-    script = (Path(__file__).parents[1] / "docker" / "setup.sh").read_text()
+    script = (Path(__file__).parents[2] / "docker" / "setup.sh").read_text()
     script = re.sub(r"(?<![\w.$}])/(superlink|secrets|certificates|node)/", rf"{tmp_path}/\1/", script)
     script = re.sub(r"--out /superlink\b", f"--out {tmp_path}/superlink", script)
     power_cut(2, lambda: make_certificates(tmp_path / "superlink", ["localhost"]))

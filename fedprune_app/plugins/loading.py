@@ -21,9 +21,8 @@ import importlib.metadata
 import importlib.util
 import logging
 import os
-import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,12 +30,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fedprune_app.config import DEFAULTS, ConfigError, Table, check_uses, register_table, uses_of
+from fedprune_app.config import DEFAULTS, ConfigError
 from fedprune_app.data.names import DATASETS, DEALERS, LOADERS, PARTITIONS
-from fedprune_app.models.names import AUTO, BUILDERS, MODELS
-from fedprune_app.registry import SYSTEMS, System
-from fedprune_app.results import own_measures
-from fedprune_app.results.own_measures import OwnMeasure
+from fedprune_app.models.names import BUILDERS, MODELS
+from fedprune_app.plugins.registering import NAMES, forget, origins
 
 log = logging.getLogger("flwr.fedprune")
 GROUPS = {
@@ -46,16 +43,8 @@ GROUPS = {
     "partition": "fedprune.partitions",
 }
 """By key of the configuration: the group of entry points for its names."""
-_NAMES: Mapping[str, Mapping[str, object]] = {
-    "system": SYSTEMS,
-    "model": MODELS,
-    "dataset": DATASETS,
-    "partition": PARTITIONS,
-}
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FUNCTIONS = ("model", "dataset", "partition")
 _files: dict[str, tuple[str, ModuleType]] = {}  # by path: the digest of what was loaded
-_origins: dict[tuple[str, str], str] = {}  # by key and name: the module that registered it
 
 
 @dataclass(frozen=True)
@@ -85,106 +74,6 @@ def code_in(values: Mapping[str, object]) -> Iterator[Code]:
             yield Code(key, target, function)
 
 
-# --- what a plug-in calls -----------------------------------------------------------------------------------------
-
-
-def register_system(
-    name: str,
-    *,
-    strategy: type[Any],
-    client: type[Any],
-    summary: str,
-    options: type[Table] | None = None,
-    uses: Collection[str] = (),
-    measures: Iterable[OwnMeasure] = (),
-) -> None:
-    """Add a system: its server half ``strategy`` and its client half ``client``.
-
-    * ``summary`` is one line for ``fedprune list``.
-    * ``options`` is a frozen dataclass that extends Table, with a field for each option. The option ``mu`` is the key
-      ``name.mu``; the halves read it as ``self.config.table(Options).mu``.
-    * ``uses`` are keys and tables of other systems that this one reads as well: ``("density", "dispfl")``.
-    * ``measures`` are numbers that the system reports beside fedprune's own.
-
-    Raises :class:`ConfigError` for a name that is taken.
-    """
-    from clients.node import Node
-    from clients.reply_fields import declared
-    from strategies.base import FederatedStrategy
-
-    for what, half, base in (("strategy", strategy, FederatedStrategy), ("client", client, Node)):
-        if not (isinstance(half, type) and issubclass(half, base)):
-            raise ConfigError(f"{what} of system {name!r} is {half!r}, allowed: a class that extends {base.__name__}")
-    if not isinstance(summary, str):
-        raise ConfigError(f"summary of system {name!r} is {summary!r}, allowed: a text of one line")
-    own = own_measures.checked(name, measures)
-    declares = declared(client)
-    for each in own:
-        if each.name in declares.introduction | declares.training | declares.evaluation:
-            where = f"measure {each.name!r} of system {name!r} is a field that {client.__name__} declares"
-            raise ConfigError(f"{where}, allowed: another name, or the measure alone")
-    _claim("system", name)
-    if options is not None:
-        register_table(name, options)
-    uses_of[name] = check_uses(name, uses)
-    own_measures.declare(name, own)
-    SYSTEMS[name] = System(strategy, client, summary)
-
-
-def register_model(name: str, build: Callable[[tuple[int, int, int], int], Any], summary: str) -> None:
-    """Add a network: ``build(image_shape, num_classes)`` returns a ``torch.nn.Module`` that maps images to logits.
-
-    ``image_shape`` is (channels, height, width). The weights of its convolutions and linear layers can be pruned. The
-    function draws initial weights from PyTorch's global generator, which is seeded by the run.
-    """
-    _claim("model", name)
-    BUILDERS[name], MODELS[name] = build, summary
-
-
-def register_dataset(name: str, load: Callable[[str], Any], summary: str, *, model: str = "lenet5") -> None:
-    """Add a dataset: ``load(data_dir)`` returns its training and test part, see :mod:`fedprune_app.data.brought`.
-
-    ``model`` is the network that ``model=auto`` means with it.
-    """
-    _claim("dataset", name)
-    LOADERS[name], DATASETS[name], AUTO[name] = load, summary, model
-
-
-def register_partition(name: str, deal: Callable[..., Any], summary: str) -> None:
-    """Add a partition: ``deal(labels, num_clients, rng)`` returns each client's indices of its examples.
-
-    ``labels`` is int64 of shape (N,), and ``rng`` a NumPy generator that depends on the run's seed alone.
-    """
-    _claim("partition", name)
-    DEALERS[name], PARTITIONS[name] = deal, summary
-
-
-def _claim(key: str, name: str) -> None:
-    """Let the module that calls register a name, anew if it registered the name before."""
-    origin = sys._getframe(2).f_globals["__name__"]
-    before = _origins.get((key, name))
-    if name in _NAMES[key] and before is None:
-        raise ConfigError(f"{key} {name!r} of plug-in {origin} is one of fedprune's own, allowed: another name")
-    if before not in (None, origin):
-        raise ConfigError(f"{key} {name!r} of plug-in {origin} is one of plug-in {before} too, allowed: another name")
-    if not (isinstance(name, str) and _NAME.fullmatch(name)):
-        raise ConfigError(f"{key} {name!r} of plug-in {origin}, allowed: a name of letters, digits, '-', '_' and '.'")
-    _origins[key, name] = origin
-    if before is not None:
-        _forget()
-
-
-def _forget() -> None:
-    from fedprune_app.data import splits
-    from fedprune_app.models import initial
-
-    splits.forget()
-    initial.forget()
-
-
-# --- how a run finds its plug-ins ---------------------------------------------------------------------------------
-
-
 def load(values: Mapping[str, object], *, allows: Callable[[Code], None] | None = None) -> None:
     """Import the code that ``values`` name, so that all their names are registered.
 
@@ -199,18 +88,18 @@ def load(values: Mapping[str, object], *, allows: Callable[[Code], None] | None 
             _register_function(code, module)
     for key, group in GROUPS.items():
         name = str(values.get(key) or DEFAULTS[key])
-        if name not in ("auto", *_NAMES[key]):
+        if name not in ("auto", *NAMES[key]):
             _load_entry_point(key, group, name)
             _check_meant(key, name)
 
 
 def _check_meant(key: str, name: str) -> None:
     """Raise :class:`ConfigError` for a name that nothing registers if an installed plug-in's was probably meant."""
-    if name in _NAMES[key]:
+    if name in NAMES[key]:
         return
     known = _all_declared(_places())[key]
-    close = difflib.get_close_matches(name, [*_NAMES[key], *known], n=1, cutoff=0.7)
-    if close and close[0] not in _NAMES[key]:
+    close = difflib.get_close_matches(name, [*NAMES[key], *known], n=1, cutoff=0.7)
+    if close and close[0] not in NAMES[key]:
         raise ConfigError(
             f"{key} is {name!r}, allowed: a name that `fedprune list` shows; did you mean {close[0]!r}, of the plug-in "
             f"{known[close[0]]}?"
@@ -220,7 +109,7 @@ def _check_meant(key: str, name: str) -> None:
 def idle(values: Mapping[str, object]) -> list[str]:
     """Return what the key ``plugins`` names, is loaded, and neither registered a name nor has a function in use."""
     used = {code.target for code in code_in(values) if code.function}
-    active = {each for origin in _origins.values() for each in (origin, *_files_of(origin))}
+    active = {each for origin in origins.values() for each in (origin, *_files_of(origin))}
     return [
         name
         for name in names_in(values)
@@ -247,7 +136,7 @@ def check_reachable(values: Mapping[str, object]) -> None:
     """Raise :class:`ConfigError` for a name that the script or notebook itself registered: no other process has it."""
     for key in GROUPS:
         name = str(values.get(key) or DEFAULTS[key])
-        if _origins.get((key, name)) == "__main__":
+        if origins.get((key, name)) == "__main__":
             raise ConfigError(
                 f"{key} is {name!r}, which was registered in this script or notebook, allowed with --engine inprocess; "
                 "or put it in a file, and name that in plugins"
@@ -258,7 +147,7 @@ def described(values: Mapping[str, object]) -> dict[str, str]:
     """Return for all plug-ins that ``values`` name which code they are: a version, or the SHA-256 of the file."""
     found = {code.target: _identity(code.target) for code in code_in(values)}
     for key in GROUPS:
-        origin = _origins.get((key, str(values.get(key) or DEFAULTS[key])), "")
+        origin = origins.get((key, str(values.get(key) or DEFAULTS[key])), "")
         if origin and not any(_files.get(target, ("", None))[1] is sys.modules.get(origin) for target in found):
             found.setdefault(origin, _identity(origin))
     return found
@@ -314,7 +203,7 @@ def told(error: BaseException) -> str:
 
 def _place_in_plugin(error: BaseException) -> str:
     """Return the last place of an error's traceback that is in a plug-in, or nothing."""
-    names = {module.__name__ for _, module in _files.values()} | {*_origins.values()}
+    names = {module.__name__ for _, module in _files.values()} | {*origins.values()}
     place, trace = "", error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_globals.get("__name__") in names:
@@ -381,7 +270,7 @@ def _register_function(code: Code, module: ModuleType) -> None:
     is_other = functions.get(name) not in (None, function)
     functions[name], summaries[name] = function, summary
     if is_other:
-        _forget()
+        forget()
 
 
 def function(key: str, name: str) -> Callable[..., Any]:
@@ -402,7 +291,7 @@ def _load_entry_point(key: str, group: str, name: str) -> None:
     """Load the installed plug-in that declares a name, if there is one."""
     for module in _declaring(group, name, _places()):
         _imported(Code(key, module))
-        if name not in _NAMES[key]:
+        if name not in NAMES[key]:
             raise ConfigError(f"{key} is {name!r}, which {module} declares and does not register")
 
 

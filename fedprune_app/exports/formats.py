@@ -1,0 +1,177 @@
+"""An export is the smallest real model of a finished run, as one file; ``fedprune export`` writes it.
+
+Removed channels are gone from the network. Weights that were pruned one by one are left out of the safetensors file,
+which holds kept values and entropy-coded masks. In ONNX and torch.export files, which know dense tensors only, these
+weights are zeros.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+
+from fedprune_app.core.flops import forward_flops, sparse_flops
+from fedprune_app.exports.cost import Runner, Size, example_images, latencies
+from fedprune_app.exports.file import ExportInfo, encode_export, num_parameters
+from fedprune_app.exports.find import Exportable, find_model
+from fedprune_app.files import replace_file
+from fedprune_app.models.sparse import sparsify
+from fedprune_app.models.vision import parameter_names, state_tensors
+
+SUFFIXES = {".safetensors": "safetensors", ".onnx": "onnx", ".pt2": "torch-export"}
+
+
+def format_of(output: Path, format: str) -> str:
+    """Return the format of a file: ``format`` if one is given, else the suffix's, else safetensors.
+
+    Raises a one-line ``ValueError`` for a suffix of another format.
+    """
+    by_suffix = SUFFIXES.get(output.suffix.lower())
+    if format in FORMATS and by_suffix not in (None, "safetensors" if format == SPARSE else format):
+        raise ValueError(f"--output is {str(output)!r}, allowed with --format {format}: no suffix of {by_suffix}")
+    if not format and output.suffix and by_suffix is None:
+        raise ValueError(
+            f"--output is {str(output)!r}, allowed: a file that ends in {', '.join(SUFFIXES)}, or --format"
+        )
+    return format or by_suffix or FORMATS[0]
+
+
+def export_model(
+    run: Path,
+    client: int | None,
+    format: str,
+    output: Path,
+    *,
+    force: bool = False,
+    state_dir: str = "",
+    data_dir: str = "",
+    trusted: Collection[str] = (),
+) -> tuple[ExportInfo, Size, Size]:
+    """Write the personal model of ``client``, or the global one (None), to ``output``; nothing is written on error.
+
+    ``state_dir`` and ``data_dir`` replace the run's own settings of these names, where its files have moved. The
+    modules and files ``trusted`` may be imported, where the run had them as plug-ins. Returns what was written, and
+    what the full network and the exported one cost. Raises a one-line ``ValueError``.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"--format is {format!r}, allowed: {', '.join(FORMATS)}")
+    if output.is_dir():
+        raise ValueError(f"--output {str(output)!r} is a folder, allowed: a file")
+    if output.exists() and not force:
+        raise ValueError(f"--output {str(output)!r} exists, allowed: a new file, or --force")
+    found = find_model(run, client, state_dir=state_dir, data_dir=data_dir, trusted=trusted)
+    content, runner, full_runner = convert(found, format)
+    replace_file(output, content)
+
+    shape = found.info.image_shape
+    milliseconds = latencies([full_runner, runner], shape)
+    dense = state_tensors(found.full, include_buffers=True)
+    full = Size(
+        len(safetensors.torch.save(dense)),
+        sum(parameter.numel() for parameter in found.full.parameters()),
+        sum(forward_flops(found.full, shape).values()),
+        {batch: times[0] for batch, times in milliseconds.items()},
+    )
+    small = Size(
+        len(content),
+        num_parameters(found.payload, parameter_names(found.network)),
+        sparse_flops(forward_flops(found.network, shape), found.payload.masks),
+        {batch: times[1] for batch, times in milliseconds.items()},
+    )
+    return found.info, full, small
+
+
+def _onnx(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
+    """Return an ONNX file, and its runner: onnxruntime on one thread.
+
+    The file has the metadata as the model's property ``fedprune``.
+    """
+    onnxruntime = _extras("onnx", "onnxscript", "onnxruntime")[-1]
+    with _quiet_exporter():
+        program = torch.onnx.export(
+            network,
+            (example_images(info.image_shape, 2),),
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes=({0: "batch"},),
+            dynamo=True,
+            verbose=False,
+        )
+    assert program is not None  # None is returned only in a deprecated way to write files
+    for node in program.model.graph.all_nodes():
+        node.metadata_props.clear()  # stack traces: they name folders of this machine, and are larger than small models
+    program.model.metadata_props["fedprune"] = info.to_json()
+    content = program.model_proto.SerializeToString()
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    return content, lambda images: torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+
+
+def _torch_export(network: nn.Module, info: ExportInfo) -> tuple[bytes, Runner]:
+    """Return a ``torch.export`` program, with the metadata as the extra file ``fedprune.json``, and its runner."""
+    file = io.BytesIO()
+    with _quiet_exporter():
+        example = example_images(info.image_shape, 2)
+        program = torch.export.export(network, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        for node in program.graph.nodes:
+            node.meta.pop("stack_trace", None)  # it names folders of this machine
+        program.example_inputs = None
+        torch.export.save(program, file, extra_files={"fedprune.json": info.to_json()})
+        return file.getvalue(), program.module()
+
+
+_RUNTIMES: dict[str, Callable[[nn.Module, ExportInfo], tuple[bytes, Runner]]] = {
+    "onnx": _onnx,
+    "torch-export": _torch_export,
+}
+SPARSE = "sparse"  # the file of safetensors, timed as load_model(file, sparse=True) computes
+FORMATS = ("safetensors", SPARSE, *_RUNTIMES)
+
+
+def convert(found: Exportable, format: str) -> tuple[bytes, Runner, Runner]:
+    """Return the content of the file, its runner, and the runner of the full network in the same runtime, to compare.
+
+    The runtime's logits must be PyTorch's for any batch size: the largest error is at most a ten-thousandth of the
+    largest logit. Otherwise ``ValueError`` is raised.
+    """
+    if format in ("safetensors", SPARSE):
+        network = copy.deepcopy(found.network)
+        if format == SPARSE:
+            sparsify(network)
+        return encode_export(found.info, found.payload), network, found.full
+    content, runner = _RUNTIMES[format](found.network, found.info)
+    for batch in (1, 3):
+        images = example_images(found.info.image_shape, batch)
+        expected, got = found.network(images), runner(images)
+        error, allowed = float((got - expected).abs().max()), 1e-4 * float(expected.abs().max())
+        if not error <= allowed:  # an error of NaN fails too
+            raise ValueError(f"logits of the {format} model are off by {error:.2g}, allowed: {allowed:.2g}")
+    return content, runner, _RUNTIMES[format](found.full, found.info)[1]
+
+
+def _extras(*names: str) -> list[Any]:
+    try:
+        return [import_module(name) for name in names]
+    except ImportError as error:
+        raise ValueError(f"this format needs the package {error.name}: install the extra fedprune[export]") from None
+
+
+@contextmanager
+def _quiet_exporter() -> Iterator[None]:
+    """Hide the warning that torch's exporter gives about its own code."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=r".isinstance\(treespec, LeafSpec\). is deprecated", category=FutureWarning
+        )
+        yield

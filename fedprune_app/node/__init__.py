@@ -1,0 +1,1 @@
+"""What a node of a deployment allows, and says of itself."""

@@ -1,0 +1,33 @@
+"""Code of others enters: it registers a system, a model, a dataset or a partition, and a run names it."""
+
+from __future__ import annotations
+
+from fedprune_app.plugins.loading import (
+    Code,
+    check_named,
+    check_reachable,
+    code_in,
+    described,
+    function,
+    idle,
+    installed,
+    load,
+    located,
+    names_in,
+    told,
+)
+
+__all__ = [
+    "Code",
+    "check_named",
+    "check_reachable",
+    "code_in",
+    "described",
+    "function",
+    "idle",
+    "installed",
+    "load",
+    "located",
+    "names_in",
+    "told",
+]

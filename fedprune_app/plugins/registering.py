@@ -1,0 +1,118 @@
+"""A plug-in registers a system, a model, a dataset or a partition under a name of its own."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from fedprune_app.config import ConfigError, Table, check_uses, register_table, uses_of
+from fedprune_app.data.names import DATASETS, DEALERS, LOADERS, PARTITIONS
+from fedprune_app.models.names import AUTO, BUILDERS, MODELS
+from fedprune_app.registry import SYSTEMS, System
+from fedprune_app.results import own_measures
+from fedprune_app.results.own_measures import OwnMeasure
+
+NAMES: Mapping[str, Mapping[str, object]] = {
+    "system": SYSTEMS,
+    "model": MODELS,
+    "dataset": DATASETS,
+    "partition": PARTITIONS,
+}
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+origins: dict[tuple[str, str], str] = {}  # by key and name: the module that registered it
+
+
+def register_system(
+    name: str,
+    *,
+    strategy: type[Any],
+    client: type[Any],
+    summary: str,
+    options: type[Table] | None = None,
+    uses: Collection[str] = (),
+    measures: Iterable[OwnMeasure] = (),
+) -> None:
+    """Add a system: its server half ``strategy`` and its client half ``client``.
+
+    * ``summary`` is one line for ``fedprune list``.
+    * ``options`` is a frozen dataclass that extends Table, with a field for each option. The option ``mu`` is the key
+      ``name.mu``; the halves read it as ``self.config.table(Options).mu``.
+    * ``uses`` are keys and tables of other systems that this one reads as well: ``("density", "dispfl")``.
+    * ``measures`` are numbers that the system reports beside fedprune's own.
+
+    Raises :class:`ConfigError` for a name that is taken.
+    """
+    from clients.node import Node
+    from clients.reply_fields import declared
+    from strategies.base import FederatedStrategy
+
+    for what, half, base in (("strategy", strategy, FederatedStrategy), ("client", client, Node)):
+        if not (isinstance(half, type) and issubclass(half, base)):
+            raise ConfigError(f"{what} of system {name!r} is {half!r}, allowed: a class that extends {base.__name__}")
+    if not isinstance(summary, str):
+        raise ConfigError(f"summary of system {name!r} is {summary!r}, allowed: a text of one line")
+    own = own_measures.checked(name, measures)
+    declares = declared(client)
+    for each in own:
+        if each.name in declares.introduction | declares.training | declares.evaluation:
+            where = f"measure {each.name!r} of system {name!r} is a field that {client.__name__} declares"
+            raise ConfigError(f"{where}, allowed: another name, or the measure alone")
+    _claim("system", name)
+    if options is not None:
+        register_table(name, options)
+    uses_of[name] = check_uses(name, uses)
+    own_measures.declare(name, own)
+    SYSTEMS[name] = System(strategy, client, summary)
+
+
+def register_model(name: str, build: Callable[[tuple[int, int, int], int], Any], summary: str) -> None:
+    """Add a network: ``build(image_shape, num_classes)`` returns a ``torch.nn.Module`` that maps images to logits.
+
+    ``image_shape`` is (channels, height, width). The weights of its convolutions and linear layers can be pruned. The
+    function draws initial weights from PyTorch's global generator, which is seeded by the run.
+    """
+    _claim("model", name)
+    BUILDERS[name], MODELS[name] = build, summary
+
+
+def register_dataset(name: str, load: Callable[[str], Any], summary: str, *, model: str = "lenet5") -> None:
+    """Add a dataset: ``load(data_dir)`` returns its training and test part, see :mod:`fedprune_app.data.brought`.
+
+    ``model`` is the network that ``model=auto`` means with it.
+    """
+    _claim("dataset", name)
+    LOADERS[name], DATASETS[name], AUTO[name] = load, summary, model
+
+
+def register_partition(name: str, deal: Callable[..., Any], summary: str) -> None:
+    """Add a partition: ``deal(labels, num_clients, rng)`` returns each client's indices of its examples.
+
+    ``labels`` is int64 of shape (N,), and ``rng`` a NumPy generator that depends on the run's seed alone.
+    """
+    _claim("partition", name)
+    DEALERS[name], PARTITIONS[name] = deal, summary
+
+
+def _claim(key: str, name: str) -> None:
+    """Let the module that calls register a name, anew if it registered the name before."""
+    origin = sys._getframe(2).f_globals["__name__"]
+    before = origins.get((key, name))
+    if name in NAMES[key] and before is None:
+        raise ConfigError(f"{key} {name!r} of plug-in {origin} is one of fedprune's own, allowed: another name")
+    if before not in (None, origin):
+        raise ConfigError(f"{key} {name!r} of plug-in {origin} is one of plug-in {before} too, allowed: another name")
+    if not (isinstance(name, str) and _NAME.fullmatch(name)):
+        raise ConfigError(f"{key} {name!r} of plug-in {origin}, allowed: a name of letters, digits, '-', '_' and '.'")
+    origins[key, name] = origin
+    if before is not None:
+        forget()
+
+
+def forget() -> None:
+    from fedprune_app.data import splits
+    from fedprune_app.models import initial
+
+    splits.forget()
+    initial.forget()

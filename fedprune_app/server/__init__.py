@@ -1,0 +1,1 @@
+"""What the ServerApp is made of."""

@@ -1,0 +1,1 @@
+"""Attacks on our own promises."""
