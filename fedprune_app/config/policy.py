@@ -135,3 +135,5 @@ POLICY_KEYS: Mapping[str, Option] = {item.name.replace("_", "-"): option_of(item
 """Every key of a policy."""
 NO_POLICY = Policy()
 """A node without a policy takes part in every run."""
+POLICY_FILE = "policy-file"
+"""The key of a node-config that names a file with the policy."""

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from fedprune_app import plugins
 from fedprune_app.config import POLICY_KEYS, ConfigError, Policy, declined, read_toml
+from fedprune_app.config.policy import POLICY_FILE
 from fedprune_app.plugins import Code
 from fedprune_app.registry import SYSTEMS
-
-POLICY_FILE = "policy-file"
 
 
 def read_policy(node_config: Mapping[str, object]) -> Policy:

@@ -10,10 +10,11 @@ from typing import Any
 
 from fedprune_app import plugins
 from fedprune_app.config import POLICY_KEYS, Config, ConfigError, Policy
+from fedprune_app.config.policy import POLICY_FILE
 from fedprune_app.data.names import LOADERS
 from fedprune_app.engine import wire
 from fedprune_app.engine.simulated import is_simulated
-from fedprune_app.node.policy import POLICY_FILE, check_allowed, ledger_folder, read_policy
+from fedprune_app.node.policy import check_allowed, ledger_folder, read_policy
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.prepare import prepare
 

@@ -15,7 +15,7 @@ from typing import Any
 from fedprune_app import plugins
 from fedprune_app.config import Config, ConfigError, Scalar
 from fedprune_app.config.meant import not_allowed
-from fedprune_app.node.policy import POLICY_FILE
+from fedprune_app.config.policy import POLICY_FILE
 
 ENGINES = ("ray", "flower", "inprocess")
 _ON_RAY = ("ray", "flower")

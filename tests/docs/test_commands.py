@@ -16,7 +16,7 @@ from tests.docs.blocks import ROOT, Block, Checker, blocks, spans
 
 NO_COMMANDS = {
     "runs/first/": "a tree of files",
-    "server_app  client_app": "who may import whom",
+    "cli    ": "who may import whom",
     "subfedavg: 2 rounds": "a transcript",
     "    --node-config": "a part of a command",
     "# /etc/fedprune/policy.toml": "a node's policy",
