@@ -75,22 +75,22 @@ class ImageClient(ImageNode[Update]):
     # --- what a system says -------------------------------------------------------------------------------------
 
     def begin(self, task: Task, state: State) -> dict[str, Tensor]:
-        """This returns the tensors that local training starts from.
+        """Return the tensors that local training starts from.
 
         They are what was received, and what is the client's own (local norms).
         """
         return {**state.group("weights"), **task.payload.tensors}
 
     def masks(self, task: Task, state: State) -> dict[str, Tensor]:
-        """This returns the client's masks; dense systems have none."""
+        """Return the client's masks; dense systems have none."""
         return {}
 
     def local_update(self, task: Task, state: State) -> Update:
-        """This trains from :meth:`begin`, sends the shared tensors, and keeps all of them."""
+        """Train from :meth:`begin`, send the shared tensors, and keep all of them."""
         return self.dense_update(task, state, self.shared)
 
     def uploaded(self, task: Task, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
-        """This returns what was sent in the coordinates of the model, as an onlooker reads it who knows the task.
+        """Return what was sent in the coordinates of the model, as an onlooker reads it who knows the task.
 
         Masks say which coordinates were sent. The others are as in ``before``, the model before training. By default
         it is what was sent.
@@ -98,7 +98,7 @@ class ImageClient(ImageNode[Update]):
         return sent
 
     def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
-        """This returns the model for which the client answers.
+        """Return the model for which the client answers.
 
         It is its last local one, or where training would start if the client never trained.
         """
@@ -108,11 +108,11 @@ class ImageClient(ImageNode[Update]):
     def names_from_server(
         cls, config: Config, names: Iterable[str], prunable: Iterable[str], trained_in: int
     ) -> list[str]:
-        """This returns the names of a personal model's tensors that are the server's; by default there are none."""
+        """Return the names of a personal model's tensors that are the server's; by default there are none."""
         return []
 
     def received_scores(self, task: Task, state: State) -> Scores:
-        """This returns accuracies of what was received: as this client would start from it, and as it is for all."""
+        """Return accuracies of what was received: as this client would start from it, and as it is for all."""
         begin, masks = {**self.local_norms(state), **self.begin(task, state)}, self.masks(task, state)
         scores = {"accuracy-received": self.test_accuracy(task, begin, masks)}
         if self.validates == "received":
@@ -125,17 +125,17 @@ class ImageClient(ImageNode[Update]):
         return scores
 
     def trial(self) -> HowToTrain:
-        """This says what is particular about the system's steps, for the one step that is tried before a run."""
+        """Say what is particular about the system's steps, for the one step that is tried before a run."""
         return {}
 
     def evaluation_counts(self) -> int:
-        """This counts personal, received and validation accuracy, and the global one where masks make it another."""
+        """Count personal, received and validation accuracy, and the global one where masks make it another."""
         return 3 + (type(self).masks is not ImageClient.masks)
 
     # --- local work ---------------------------------------------------------------------------------------------
 
     def dense_update(self, task: Task, state: State, sent: Iterable[str], **how: Unpack[LocalTraining]) -> Update:
-        """This trains from :meth:`begin`, sends the tensors named in ``sent``, and keeps all tensors."""
+        """Train from :meth:`begin`, send the tensors named in ``sent``, and keep all tensors."""
         result, tensors = self.train_from_start(task, state, **how)
         payload = Payload({name: tensors[name] for name in sent})
         return Update(payload, State(grouped(weights=tensors)), result, self.training_flops())
@@ -143,7 +143,7 @@ class ImageClient(ImageNode[Update]):
     def train_from_start(
         self, task: Task, state: State, **how: Unpack[LocalTraining]
     ) -> tuple[TrainingResult, dict[str, Tensor]]:
-        """This trains from :meth:`begin`, and returns how training went and all tensors after it."""
+        """Train from :meth:`begin`, and return how training went and all tensors after it."""
         vision.load_state_tensors(self.model, self.begin(task, state))
         result = self.train(task, **how)
         return result, vision.state_tensors(self.model, include_buffers=True)
@@ -158,7 +158,7 @@ class ImageClient(ImageNode[Update]):
         depends_on: object = None,
         **how: Unpack[HowToTrain],
     ) -> TrainingResult:
-        """This trains the model as it is, with the run's settings and the randomness of this role, client and round.
+        """Train the model as it is, with the run's settings and the randomness of this role, client and round.
 
         ``depends_on`` is what else the training depends on, beside the payloads of the task. Private noise is other
         noise where this is other.
@@ -215,7 +215,7 @@ class ImageClient(ImageNode[Update]):
     # --- what is told -------------------------------------------------------------------------------------------
 
     def report(self, task: Task, update: Update) -> dict[str, Any]:
-        """This tells the loss, or what privacy cost, and density and FLOPs.
+        """Tell the loss, or what privacy cost, and density and FLOPs.
 
         Raises ``ValueError`` when training diverged.
         """
@@ -226,7 +226,7 @@ class ImageClient(ImageNode[Update]):
         return {**told, "density": self.density(self.masks(task, update.state)), "flops": update.flops}
 
     def evaluation(self, task: Task, state: State) -> tuple[int, dict[str, Any]]:
-        """This tells accuracies of the personal, received and global model, on this client's own data."""
+        """Tell accuracies of the personal, received and global model, on this client's own data."""
         masks = self.masks(task, state)
         personal = Payload(self.personal_model(task, state), masks)
         own = {name for name in (*self.sizes, *vision.buffer_names(self.model)) if name not in self.unshared}
@@ -257,13 +257,13 @@ class ImageClient(ImageNode[Update]):
         return len(self.data.test_labels), told
 
     def _scores_by_class(self) -> Scores:
-        """This returns the accuracy of the model that was just tested, by those classes that the test data have."""
+        """Return the accuracy of the model that was just tested, by those classes that the test data have."""
         totals = torch.bincount(self.data.test_labels).tolist()
         counts = enumerate(zip(self.tested.correct_by_class, totals, strict=False))
         return {f"accuracy-of-class/{label}": correct / total for label, (correct, total) in counts if total}
 
     def _personal_scores(self, task: Task, personal: Payload) -> Scores:
-        """This returns the personal model's accuracies, from disk if model and data are those of the last test."""
+        """Return the personal model's accuracies, from disk if model and data are those of the last test."""
         digest = f"{personal.digest()} {self.data_config} {self.place.share[1]}"
         path = self.store.folder / "scores.json"
         scores = remembered_scores(path, digest)

@@ -40,7 +40,7 @@ class BudgetedNode(Node[AnUpdate]):
         self.privacy: ClientPrivacy | None = None  # what dp.enabled adds, see open_privacy
 
     def open_privacy(self) -> None:
-        """This opens the ledger where ``dp.enabled`` asks for one, once the client knows its data.
+        """Open the ledger where ``dp.enabled`` asks for one, once the client knows its data.
 
         Raises ``ValueError`` where the ledger is damaged, and where the noise is less than the node asks for.
         """
@@ -53,10 +53,10 @@ class BudgetedNode(Node[AnUpdate]):
 
     @abstractmethod
     def record_digests(self) -> list[bytes]:
-        """This returns a digest of each record of the client's data, all parts of them."""
+        """Return a digest of each record of the client's data, all parts of them."""
 
     def ledger_data(self) -> Data:
-        """This says whose ledger the client's is: its data's, known by their content.
+        """Say whose ledger the client's is: its data's, known by their content.
 
         Where the node's operator says where the ledger is, there is one for all data. Elsewhere a client's own data may
         change with time, and go on with the same ledger while they share a record with the data before. Data that are
@@ -72,7 +72,7 @@ class BudgetedNode(Node[AnUpdate]):
         return Data.of(self.record_digests(), about, joins=self.has_ledger_of_its_own)
 
     def split_secret(self) -> str:
-        """This is the node's secret by which parts of its own data are drawn; empty where the run's seed draws them.
+        """Return the node's secret by which parts of its own data are drawn; empty where the run's seed draws them.
 
         The secret is for private runs whose noise nobody else knows. It is made once, and is beside the ledger.
         """
@@ -83,17 +83,17 @@ class BudgetedNode(Node[AnUpdate]):
 
     @property
     def dealing(self) -> str:
-        """This says how data are dealt to clients, for readers of the ledger."""
+        """Say how data are dealt to clients, for readers of the ledger."""
         return self.config.partition
 
     @property
     def has_ledger_of_its_own(self) -> bool:
-        """This says whether the node's operator asks for one ledger, whatever the runs make of the node's data."""
+        """Say whether the node's operator asks for one ledger, whatever the runs make of the node's data."""
         policy = self.place.policy
         return bool(policy.ledger_dir or policy.epsilon_budget)
 
     def ledger_path(self, data: Data) -> Path:
-        """This is the client's ledger: beside its state, or in ``dp.ledger-dir`` for all runs on the data.
+        """Return the path of the client's ledger: beside its state, or in ``dp.ledger-dir`` for all runs on the data.
 
         The name of a ledger of own data follows from the data. The client's number, which the server gives, plays no
         part in it.
@@ -111,34 +111,34 @@ class BudgetedNode(Node[AnUpdate]):
     # --- what a system plans to spend ---------------------------------------------------------------------------
 
     def round_epochs(self) -> int:
-        """This is how many epochs of training the local part of one round has."""
+        """How many epochs of training the local part of one round has."""
         return self.config.local_epochs
 
     def planned_epochs(self) -> int:
-        """This is how many epochs of training a client is planned to have in the whole run."""
+        """How many epochs of training a client is planned to have in the whole run."""
         return self.planned_rounds() * self.round_epochs()
 
     def round_counts(self) -> int:
-        """This is how many counts of correct predictions, which are noised, every round asks for."""
+        """How many counts of correct predictions, which are noised, every round asks for."""
         return 0
 
     def evaluation_counts(self) -> int:
-        """This is how many counts an evaluation asks for at most."""
+        """How many counts an evaluation asks for at most."""
         return 0
 
     def planned_counts(self) -> int:
-        """This is how many noised counts a client is planned to tell in the whole run at most."""
+        """How many noised counts a client is planned to tell in the whole run at most."""
         noised = self.config.dp.accuracies == "noised"
         evaluations = self.evaluations * self.evaluation_counts() if noised else 0
         return self.planned_rounds() * self.round_counts() + evaluations
 
     def planned_rounds(self) -> int:
-        """This is how many rounds a client is planned to join."""
+        """How many rounds a client is planned to join."""
         return self.config.dp.planned_rounds or self.config.num_server_rounds
 
     @property
     def evaluations(self) -> int:
-        """This is how often all clients are evaluated, in a run that has all its rounds."""
+        """How often all clients are evaluated, in a run that has all its rounds."""
         rounds, every = self.config.num_server_rounds, self.config.evaluate_every
         return -(-rounds // every) if every else 1
 
@@ -160,7 +160,7 @@ class BudgetedNode(Node[AnUpdate]):
             return Payload({}), self.privacy.declined(task.round, error)
 
     def load_state(self, task: Task, before: int) -> tuple[State, str]:
-        """This loads the state as every client does, and raises ``ValueError`` where the ledger has lost a charge."""
+        """Load the state as every client does, and raise ``ValueError`` where the ledger has lost a charge."""
         state, lost = super().load_state(task, before)
         if self.privacy is not None:
             told = float(task.fields.get("epsilon-rdp", 0.0))
@@ -168,7 +168,7 @@ class BudgetedNode(Node[AnUpdate]):
         return state, lost
 
     def kept_state(self, update: AnUpdate) -> State:
-        """The state remembers how many charges there are, apart from the ledger, which must not shrink."""
+        """Remember in the state how many charges there are, apart from the ledger, which must not shrink."""
         state = super().kept_state(update)
         if self.privacy is None:
             return state

@@ -42,7 +42,7 @@ class DisPFLClient(GossipClient):
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
-        """The first masks are drawn. Later ones are made of private weights, or with growth by gradient of raw ones."""
+        """Decline growth by gradient, whose masks are made of raw gradients; others of draws and private weights."""
         growth = config.dispfl.growth
         if growth == "random":
             return ""
@@ -51,14 +51,14 @@ class DisPFLClient(GossipClient):
         )
 
     def target_density(self) -> float:
-        """This is the density that the client can bear.
+        """Return the density that the client can bear.
 
         It is its node's ``capacity``, else its place in ``dispfl.densities``, else ``density``.
         """
         return self.place.capacity or self.config.dispfl.density_of(self.client_id, self.config.density)
 
     def initial_masks(self) -> dict[str, Tensor]:
-        """This is line 2: it draws positions at random, their number per layer by ERK."""
+        """Draw positions (line 2) at random, their number per layer by ERK."""
         shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
         densities = _ALLOCATIONS[self.config.dispfl.allocation](shapes, self.target_density())
         drawn_for = self.client_id if self.config.dispfl.initial_masks == "per-client" else 0
@@ -96,14 +96,14 @@ class DisPFLClient(GossipClient):
         return Update(payload, state, result, self.training_flops(masks) + search_flops, metrics)
 
     def share_replaced(self, round: int) -> float:
-        """This is α_t, the share of each layer's weights that the search replaces after this round."""
+        """α_t, the share of each layer's weights that the search replaces after this round."""
         horizon = self.config.dispfl.annealing_rounds or self.config.num_server_rounds
         return cosine_fraction(self.config.dispfl.prune_rate, round - 1, horizon) if round <= horizon else 0.0
 
     def search(
         self, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor], share: float, round: int
     ) -> dict[str, Tensor]:
-        """This is Algorithm 2: the smallest α_t of each layer's weights go, as many grow by the largest gradients."""
+        """Algorithm 2: the smallest α_t of each layer's weights go, as many grow by the largest gradients."""
         config = self.config
         draw = rng.generator(config.seed, "mask search", self.client_id, round)
         if config.dispfl.growth == "random":

@@ -26,7 +26,7 @@ class DPSGDClient(GossipClient):
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
-        """A fixed mask is drawn without looking at data."""
+        """Return no reason: a fixed mask is drawn without looking at data."""
         return ""
 
     @property

@@ -98,7 +98,7 @@ class FedCRClient(FedP3Client):
         return super().train(task, **how)
 
     def accuracy(self, task: Task, split: str, *, decides: bool = False) -> float | None:
-        """This judges the mean prediction over draws of the code, which are the same draws each time."""
+        """Judge the mean prediction over draws of the code, which are the same draws each time."""
         draw = rng.generator(self.config.seed, "codes to test", self.client_id)
         shape = self.config.fedcr.test_draws, self.network.prior.mean.shape[1]
         self.network.noise = torch.randn(shape, generator=draw)

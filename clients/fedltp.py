@@ -33,7 +33,7 @@ class FedLTPClient(FedAvgClient):
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
-        """The masks are public, and scores are noised.
+        """Return no reason: the masks are public, and scores are noised.
 
         The server makes the masks of public data, or at worst of what was released.
         """
@@ -45,11 +45,11 @@ class FedLTPClient(FedAvgClient):
         )
 
     def round_counts(self) -> int:
-        """A client is asked for at most one score a round, and cannot know in which rounds."""
+        """Count one score a round: a client is asked for at most one, and cannot know in which rounds."""
         return int(self.config.fedltp.validators != "none")
 
     def planned_counts(self) -> int:
-        """This adds the scores that are asked for in rounds that the client does not join."""
+        """Add the scores that are asked for in rounds that the client does not join."""
         unjoined = self.config.num_server_rounds - self.planned_rounds()
         return super().planned_counts() + unjoined * self.round_counts()
 
@@ -70,13 +70,13 @@ class FedLTPClient(FedAvgClient):
         return 3  # what a client receives to be tested is the global model
 
     def received_scores(self, task: Task, state: State) -> Scores:
-        """This tests the global model as it is, whatever sub-model of it this client trains."""
+        """Test the global model as it is, whatever sub-model of it this client trains."""
         scores = {"accuracy-global": self.test_accuracy(task, self.begin(task, state), task.payload.masks)}
         scores["accuracy-validation"] = self.accuracy(task, "validation")
         return {**scores, "accuracy-received": scores["accuracy-global"]}
 
     def answer_evaluation(self, task: Task) -> tuple[int, dict[str, Any]]:
-        """This answers as every client does, or with a score where the server asks for one."""
+        """Answer as every client does, or with a score where the server asks for one."""
         if task.fields.get("asks") != "score":
             return super().answer_evaluation(task)
         state, _ = self.load_state(task, before=task.round + 1)
@@ -84,7 +84,7 @@ class FedLTPClient(FedAvgClient):
         return self.num_examples, self.score(task)
 
     def score(self, task: Task) -> dict[str, Any]:
-        """This is equation 17: correct predictions of the model as it is on validation data, noised when private."""
+        """Equation 17: correct predictions of the model as it is on validation data, noised when private."""
         images, labels = self.data.validation_images, self.data.validation_labels
         if not len(labels):
             raise ValueError("the client has no validation examples to score with")

@@ -58,7 +58,7 @@ class FedP3Client(ImageClient):
     # --- what is asked for ------------------------------------------------------------------------------------------
 
     def own_layers(self, task: Task, state: State) -> list[str]:
-        """This is L_i, as the server asks for it, and the last layer.
+        """L_i, as the server asks for it, and the last layer.
 
         Raises ``ValueError`` where the server asks for more than it may.
         """
@@ -77,7 +77,7 @@ class FedP3Client(ImageClient):
         return [*asked, self.head]
 
     def global_masks(self, task: Task) -> dict[str, Tensor]:
-        """This is P_i: as received, or for a dense model that is evaluated made by the server's own rule."""
+        """P_i: as received, or for a dense model that is evaluated made by the server's own rule."""
         if task.payload.masks or not task.payload.tensors or "density" not in task.fields:
             return dict(task.payload.masks)
         density = float(task.fields["density"])
@@ -91,7 +91,7 @@ class FedP3Client(ImageClient):
         return state.group("masks") if state.tensors else self.global_masks(task)
 
     def begin(self, task: Task, state: State) -> dict[str, Tensor]:
-        """This is line 8; what is never sent (a personal head, local norms) is the client's own."""
+        """Line 8; what is never sent (a personal head, local norms) is the client's own."""
         start = {**self.own_model(state), **task.payload.tensors}
         return start | pruned(start, self.global_masks(task))
 
@@ -124,14 +124,14 @@ class FedP3Client(ImageClient):
     # --- the released code's last round -----------------------------------------------------------------------------
 
     def trains_head_alone(self, round: int) -> bool:
-        """This says whether the round is the last one, in which the released code trains the last layer alone."""
+        """Say whether the round is the last one, in which the released code trains the last layer alone."""
         return self.options.head_epochs > 0 and round == self.config.num_server_rounds
 
     def planned_epochs(self) -> int:
         return super().planned_epochs() + (self.options.head_epochs and self.options.head_epochs - self.round_epochs())
 
     def flops(self, masks: Mapping[str, Tensor], round: int) -> float:
-        """These are the FLOPs of a round's training; hidden layers that are frozen have no backward pass."""
+        """Return the FLOPs of a round's training; hidden layers that are frozen have no backward pass."""
         if not self.trains_head_alone(round):
             return self.training_flops(masks)
         forward = self.layer_flops()
@@ -139,7 +139,7 @@ class FedP3Client(ImageClient):
         return self.examples_trained(self.options.head_epochs) * (sparse_flops(forward, masks) + backward)
 
     def trial(self) -> HowToTrain:
-        """This is a step of Q_i, of a client without layers of its own."""
+        """Describe a step of Q_i, of a client without layers of its own."""
         return {"part": self.local_pruning([], {}, 0)}
 
     # --- Q_i --------------------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class FedP3Client(ImageClient):
     def local_pruning(
         self, own: list[str], masks: Mapping[str, Tensor], round: int
     ) -> UniformPruning | OrderedDropout | None:
-        """This is Q_i, which prunes each step's network further outside of the client's own layers; None when fixed."""
+        """Q_i, which prunes each step's network further outside of the client's own layers; None when fixed."""
         options = self.options
         if options.local == "fixed":
             return None

@@ -26,11 +26,11 @@ class FedSPAClient(FedAvgClient):
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
-        """The coordinates follow from a number that the server sends, and it has nothing but what was released."""
+        """Return no reason: coordinates follow from a number of the server's, which has only what was released."""
         return ""
 
     def coordinates(self, task: Task) -> dict[str, Tensor]:
-        """This returns the round's set of coordinates. Raises ``ValueError`` for a seed that cannot be."""
+        """Return the round's set of coordinates. Raises ``ValueError`` for a seed that cannot be."""
         seed = int(wire.number(task.fields, "coordinates", 0, 2**63 - 1))
         tensors = vision.named_tensors(self.model)
         return random_coordinates({name: tensors[name].shape for name in self.shared}, self.config.fedspa.share, seed)

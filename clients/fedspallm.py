@@ -47,7 +47,7 @@ log = logging.getLogger("flwr.fedprune")
 
 
 def language_model(config: Config, device: torch.device | str = "cpu") -> LanguageModel:
-    """This opens the dense model that a run begins with. Raises ``ValueError`` where it is not on this machine."""
+    """Open the dense model that a run begins with. Raises ``ValueError`` where it is not on this machine."""
     if config.model == "auto":
         folder = embedded_folder([document.text for document in stdlib_training_text()])
         if not folder.is_dir():
@@ -60,7 +60,7 @@ def language_model(config: Config, device: torch.device | str = "cpu") -> Langua
 
 
 def evaluation_texts(config: Config) -> dict[str, tuple[str, int]]:
-    """This returns the run's test texts by name, each with the largest number of windows (0: all).
+    """Return the run's test texts by name, each with the largest number of windows (0: all).
 
     ``ValueError`` for one that cannot be read, or that has the name of clients' own.
     """
@@ -73,7 +73,7 @@ def evaluation_texts(config: Config) -> dict[str, tuple[str, int]]:
 def evaluation_windows(
     config: Config, model: LanguageModel, text: str | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """This returns by test text all of its windows, and those on which perplexity is measured.
+    """Return by test text all of its windows, and those on which perplexity is measured.
 
     A ``text`` that is given is the only one. ``ValueError`` for a text that is shorter than a window.
     """
@@ -93,7 +93,7 @@ def evaluation_windows(
 def perplexities(
     config: Config, model: LanguageModel, own: LayerTensors | None, text: str | None = None
 ) -> dict[str, Perplexity]:
-    """This returns the perplexities of ``model``, by test text, with the matrices of ``own`` in place of its own.
+    """Return the perplexities of ``model``, by test text, with the matrices of ``own`` in place of its own.
 
     Without ``own`` they are those of the dense model. A ``text`` that is given is the only one, and has a name that no
     other may have: what is measured on it is compared with nothing else.
@@ -109,12 +109,12 @@ def perplexities(
 
 
 def in_layer(layer: int, name: str) -> str:
-    """This is the name of a matrix in a message with several decoder layers."""
+    """Return the name of a matrix in a message with several decoder layers."""
     return f"{layer}/{name}"
 
 
 def by_layer(payload: Payload) -> dict[int, Payload]:
-    """This returns the decoder layers that a message holds, by number."""
+    """Return the decoder layers that a message holds, by number."""
     found: dict[int, Payload] = {}
     for each, tensor in payload.tensors.items():
         number, _, name = each.partition("/")
@@ -134,7 +134,7 @@ class LayerUpdate:
 
 
 def segment_noise(config: Config, num_releases: int) -> float:
-    """This returns the noise multiplier of clients that make so many releases in a round, 0 without ``dp.enabled``."""
+    """Return the noise multiplier of clients that make so many releases in a round, 0 without ``dp.enabled``."""
     if not config.dp.enabled:
         return 0.0
     return noise_multiplier(config, 1.0, (config.dp.planned_rounds or config.num_server_rounds) * num_releases)
@@ -191,11 +191,11 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
 
     @cached_property
     def releases_by_layer(self) -> int:
-        """This is how many distinct inputs the matrices of a layer have."""
+        """How many distinct inputs the matrices of a layer have."""
         return len(same_inputs(self.model))
 
     def round_epochs(self) -> int:
-        """This is how many sums a client releases in a round, if it takes part in all layers."""
+        """How many sums a client releases in a round, if it takes part in all layers."""
         return self.model.num_layers * self.releases_by_layer
 
     @property
@@ -203,7 +203,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         return self.options.deal
 
     def record_digests(self) -> list[bytes]:
-        """A record of the client's own data is a document, however segments are cut; else it is a segment dealt."""
+        """Return a digest of each record: a document of the client's own data, or a segment that was dealt."""
         if self.has_own_text:
             return private_text.own_digests(self.config.data_dir, self.config.test_fraction, self.config.seed)
         return [hashlib.sha256(each.numpy().tobytes()).digest() for each in self.segments()[0]]
@@ -220,7 +220,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
 
     @property
     def has_own_text(self) -> bool:
-        """This says whether the client learns from text of its own, part of which it tests on."""
+        """Say whether the client learns from text of its own, part of which it tests on."""
         return self.place.has_own_data or (self.options.deal == "own" and self.config.dataset == "text")
 
     @cached_property
@@ -232,13 +232,13 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
 
     @property
     def most_segments(self) -> int:
-        """This is how many segments are dealt to each client: as many as any client calibrates with or recovers on."""
+        """How many segments are dealt to each client: as many as any client calibrates with or recovers on."""
         options = self.options
         recovery = options.recovery_segments if options.recovery_rounds else 0
         return max(self.num_examples, recovery, *map(options.num_segments, range(self.place.share[1])))
 
     def segments(self, count: int = 0) -> tuple[Tensor, list[str]]:
-        """This returns the private text: token ids (segments, length), and the names of the documents they are from.
+        """Return the private text: token ids (segments, length), and the names of the documents they are from.
 
         There are ``count`` segments, or for 0 as many as the client calibrates with.
         """
@@ -259,7 +259,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         )
 
     def read_text(self) -> list[str]:
-        """This reads all text that the client learns from and tests on, and returns the names of its documents.
+        """Read all text that the client learns from and tests on, and return the names of its documents.
 
         ``ValueError`` where there is too little.
         """
@@ -271,7 +271,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
     # --- pruning ------------------------------------------------------------------------------------------------
 
     def local_update(self, task: Task, state: State) -> LayerUpdate:
-        """This does lines 11 to 15 for one layer; ``task.round`` counts layers over all rounds."""
+        """Do lines 11 to 15 for one layer; ``task.round`` counts layers over all rounds."""
         if task.fields.get("recovers"):
             return self.recovered(task, state)
         if self.options.merge == "hessians":
@@ -304,7 +304,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         return LayerUpdate(payload, State({} if is_last else {"hidden": hidden}, meta), {"relative-error": error})
 
     def observed(self, task: Task, state: State) -> LayerUpdate:
-        """This returns the Hessians of a layer, which follows the pruned layers that came from the server.
+        """Return the Hessians of a layer, which follows the pruned layers that came from the server.
 
         The client prunes nothing. Its state holds the hidden states that enter the layer.
         """
@@ -329,7 +329,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         meta: Mapping[str, Any],
         round: int,
     ) -> Payload:
-        """This returns means of clipped second moments over the segments, noised and charged, in place of Hessians.
+        """Return means of clipped second moments over the segments, noised and charged, in place of Hessians.
 
         ``hidden`` are the hidden states that enter the layer, and ``meta`` is what the state says. One segment changes
         a sum by at most ``dp.clip-norm`` in the Frobenius norm.
@@ -354,7 +354,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         return Payload(tensors)
 
     def recovered(self, task: Task, state: State) -> LayerUpdate:
-        """This trains the kept weights of the server's layers; the update has these weights alone, in a mask's order.
+        """Train the kept weights of the server's layers; the update has these weights alone, in a mask's order.
 
         What the client keeps stays as it is: where clients have pruned models of their own, these are not trained.
         """
@@ -372,7 +372,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         return LayerUpdate(Payload(kept), State({}, dict(state.meta)), {"recovery-loss": loss})
 
     def _received_layers(self, task: Task, state: State) -> dict[str, Any]:
-        """This keeps the pruned layers of a message on disk, and returns the state's JSON values with them."""
+        """Keep the pruned layers of a message on disk, and return the state's JSON values with them."""
         meta = {**state.meta, "pruned": dict(state.meta.get("pruned", {}))}
         removed = meta["removed"] = dict(state.meta.get("removed", {}))
         if self.privacy is not None:
@@ -386,7 +386,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         return meta
 
     def hidden_states_before(self, layer: int, state: State, of_round: int) -> Tensor:
-        """This returns the hidden states that enter ``layer`` in round ``of_round``.
+        """Return the hidden states that enter ``layer`` in round ``of_round``.
 
         They are computed from those in ``state``, if these are of the same round and of no later layer, else from the
         text. The result takes the memory of the hidden states in ``state``, which are overwritten.
@@ -407,7 +407,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         return hidden
 
     def _has_own_of(self, of_round: int, layer: int, state: State) -> bool:
-        """This says whether the client pruned the layer in this round, or was sent it pruned, and so passed that."""
+        """Say whether the client pruned the layer in this round, or was sent it pruned, and so passed that."""
         version = int(state.meta.get("pruned", {}).get(str(layer), 0))
         return (of_round - 1) * self.model.num_layers < version <= of_round * self.model.num_layers
 
@@ -418,7 +418,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         return super().answer_training(task)
 
     def _plan_from(self, privacy: ClientPrivacy, layer: int) -> None:
-        """This says at which layer the client is, so that its budget is asked for all layers from there on.
+        """Say at which layer the client is, so that its budget is asked for all layers from there on.
 
         After the last layer the next one is the first.
         """
@@ -436,7 +436,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
     # --- evaluation ---------------------------------------------------------------------------------------------
 
     def own_layer(self, layer: int, state: State) -> Payload:
-        """This is the client's own version of a layer's matrices, empty where it never pruned them."""
+        """Return the client's own version of a layer's matrices, empty where it never pruned them."""
         version = state.meta.get("pruned", {}).get(str(layer))
         if version is None:
             return Payload({})
@@ -448,12 +448,12 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
             self.layers.check(int(layer), int(version))
 
     def density(self, state: State) -> float:
-        """This is the kept share of all parameters of the client's own model."""
+        """Return the kept share of all parameters of the client's own model."""
         removed: dict[str, int] = state.meta.get("removed", {})
         return 1 - sum(removed.values()) / self.model.num_parameters()[0]
 
     def introduction(self) -> dict[str, Any]:
-        """This tells also which documents the client's text is from, and which dense model the client has."""
+        """Tell also which documents the client's text is from, and which dense model the client has."""
         documents = self.read_text()  # better now than after all pruning
         return {
             **super().introduction(),
@@ -463,7 +463,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         }
 
     def evaluation(self, task: Task, state: State) -> tuple[int, dict[str, Any]]:
-        """This tells the perplexity of the client's own model on the test texts, or on its own text.
+        """Tell the perplexity of the client's own model on the test texts, or on its own text.
 
         After one round this is the paper's "standalone". From the second on a client prunes what the server made of all
         clients' layers.

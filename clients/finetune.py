@@ -17,12 +17,12 @@ from fedprune_app.models import vision
 
 
 class FineTuned(ImageClient):
-    """This is mixed into the client of a system that has a global model."""
+    """Mixed into the client of a system that has a global model."""
 
     validates = "personal"
 
     def planned_epochs(self) -> int:
-        """This adds the epochs of fine-tuning: what comes of them is evaluated, so they are private and charged too."""
+        """Add the epochs of fine-tuning: what comes of them is evaluated, so they are private and charged too."""
         config = self.config
         return super().planned_epochs() + self.evaluations * (config.finetune.epochs or config.local_epochs)
 

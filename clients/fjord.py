@@ -63,13 +63,13 @@ class FjORDClient(ImageClient):
         self.groups = hidden_groups(layers_of(list(tensors), self.prunable), self.shapes)
 
     def trial(self) -> HowToTrain:
-        """This is a step of the narrowest sub-network."""
+        """Describe a step of the narrowest sub-network."""
         least = min(FJORD_SHARES)
         draw = rng.numpy_generator(self.config.seed, "trial")
         return {"part": OrderedDropout(self.model, self.groups, (), {}, lambda _: least, draw, self.layer_flops())}
 
     def extents(self, task: Task) -> Extents:
-        """This says how far the client's sub-network, of the width that the server asks for, extends into tensors."""
+        """Say how far the client's sub-network, of the width that the server asks for, extends into tensors."""
         width = float(task.fields["width"])
         return extents(self.groups, {group.name: leading_count(group.size, width) for group in self.groups})
 
@@ -77,7 +77,7 @@ class FjORDClient(ImageClient):
         return state.group("masks") or leading_masks(self.extents(task), self.shapes)
 
     def begin(self, task: Task, state: State) -> dict[str, Tensor]:
-        """This is the sub-network in full coordinates; what is not sent (local norms) is the client's own."""
+        """Return the sub-network in full coordinates; what is not sent (local norms) is the client's own."""
         start = {**self.own_model(state), **zero_padded(task.payload.tensors, self.shapes)}
         return start | pruned(start, leading_masks(self.extents(task), self.shapes))
 

@@ -26,20 +26,20 @@ class GossipClient(ImageClient):
     declares: ClassVar = ReplyFields(training=frozenset({"accuracy-received"}))
 
     def peer_schema(self) -> Schema:
-        """A neighbour publishes the shared tensors, with masks for the prunable ones where the system prunes."""
+        """Expect the shared tensors of a neighbour, with masks for the prunable ones where the system prunes."""
         return self.shared_schema(self.prunable if self.prunes else ())
 
     @property
     @abstractmethod
     def prunes(self) -> bool:
-        """This says whether the prunable tensors are masked."""
+        """Say whether the prunable tensors are masked."""
 
     @abstractmethod
     def start_masks(self, task: Task, state: State) -> dict[str, Tensor]:
-        """These are the masks to train under in this round."""
+        """Return the masks to train under in this round."""
 
     def begin(self, task: Task, state: State) -> dict[str, Tensor]:
-        """This is ``w_{k,t+1/2}``: the average of the neighbour models and the client's own, under this round's masks.
+        """``w_{k,t+1/2}``: the average of the neighbour models and the client's own, under this round's masks.
 
         A client that has nothing to average with goes on from its own model, at first the common initial one. A client
         that has not trained has no model to average, and keeps its initial weights where no neighbour has a weight.
@@ -68,7 +68,7 @@ class GossipClient(ImageClient):
         return state.group("weights") or self.begin(task.without_payloads(), state)
 
     def received_scores(self, task: Task, state: State) -> Scores:
-        """This tests a consensus model, where the system has one; a start is tested when training starts."""
+        """Test a consensus model, where the system has one; a start is tested when training starts."""
         consensus = {**self.local_norms(state), **task.payload.tensors}
         scores = {"accuracy-global": self.test_accuracy(task, consensus)}
         if self.validates == "received":
@@ -76,7 +76,7 @@ class GossipClient(ImageClient):
         return scores
 
     def test_start(self, task: Task, start: Mapping[str, Tensor]) -> dict[str, Any]:
-        """This loads what training starts from, and tests it first in rounds that end with an evaluation.
+        """Load what training starts from, and test it first in rounds that end with an evaluation.
 
         A client whose budget bears the training, and no count beside it, does not test.
         """

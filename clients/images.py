@@ -69,20 +69,20 @@ class ImageNode(BudgetedNode[AnUpdate]):
     # --- data ---------------------------------------------------------------------------------------------------
 
     def local_data(self) -> ClientData:
-        """This returns what the client learns from, decides by and is tested on."""
+        """Return what the client learns from, decides by and is tested on."""
         return client_data(self.data_config, *self.place.share, self.device)
 
     def record_digests(self) -> list[bytes]:
-        """This returns a digest of each of the client's images."""
+        """Return a digest of each of the client's images."""
         return record_digests(self.data_config, *self.place.share)
 
     @property
     def num_examples(self) -> int:
-        """This is the number of training images."""
+        """The number of training images."""
         return len(self.data.train_labels)
 
     def introduction(self) -> dict[str, Any]:
-        """This tells the shape of the client's images and its label counts, and the classes if they have names.
+        """Tell the shape of the client's images and its label counts, and the classes if they have names.
 
         The columns of a dealt table are told, too. Of a client's own table only a digest of their names is told. How
         images are normalised, and a digest of all data, is told of dealt data, of which all clients have the same. For
@@ -103,7 +103,7 @@ class ImageNode(BudgetedNode[AnUpdate]):
         }
 
     def _normalisation(self) -> dict[str, list[float]]:
-        """This is the mean and the standard deviation by channel that the client's images are normalised with."""
+        """Return the mean and the standard deviation by channel that the client's images are normalised with."""
         depth, dataset = self.dataset.image_shape[0], self.dataset
         both = {"mean": dataset.mean, "std": dataset.std}
         return {name: np.broadcast_to(np.asarray(values, float), depth).tolist() for name, values in both.items()}
@@ -120,7 +120,7 @@ class ImageNode(BudgetedNode[AnUpdate]):
         return {"features": list(self.dataset.features)}
 
     def kept_state(self, update: AnUpdate) -> State:
-        """The state remembers what an export of its model tells of the data, which may have changed by then.
+        """Remember in the state what an export of its model tells of the data, which may have changed by then.
 
         This is how images were normalised, and the columns of a table.
         """
@@ -129,27 +129,27 @@ class ImageNode(BudgetedNode[AnUpdate]):
         return State(state.tensors, {**state.meta, "normalisation": self._normalisation(), **features})
 
     def augmentation(self, images: Tensor) -> CropFlip | None:
-        """This returns what the key ``augmentation`` asks for, of these training images."""
+        """Return what the key ``augmentation`` asks for, of these training images."""
         black = torch.tensor([-mean / std for mean, std in zip(self.dataset.mean, self.dataset.std, strict=True)])
         return augmentation(self.config.augmentation, images, black)
 
     # --- the network --------------------------------------------------------------------------------------------
 
     def message_schema(self) -> Schema:
-        """This is a dense model."""
+        """Describe a dense model."""
         return Schema.like(vision.named_tensors(self.model))
 
     def shared_schema(self, masked: Iterable[str] = ()) -> Schema:
-        """This describes a payload of the shared tensors, with masks for the tensors in ``masked``."""
+        """Describe a payload of the shared tensors, with masks for the tensors in ``masked``."""
         tensors = vision.named_tensors(self.model)
         return Schema.like({name: tensors[name] for name in self.shared}, frozenset(masked))
 
     def own_model(self, state: State) -> dict[str, Tensor]:
-        """This is the client's own model as it was left: at first the initial one, which the network still holds."""
+        """Return the client's own model as it was left: at first the initial one, which the network still holds."""
         return state.group("weights") or vision.state_tensors(self.model, include_buffers=True)
 
     def local_norms(self, state: State) -> dict[str, Tensor]:
-        """These are the tensors that never travel (``batch-norm=local``): the client's own, at first the initial ones.
+        """Return the tensors that never travel (``batch-norm=local``): the client's own, at first the initial ones.
 
         A test of a received model needs them: the network holds those of the model that it tested before.
         """
@@ -157,28 +157,28 @@ class ImageNode(BudgetedNode[AnUpdate]):
         return {name: own.get(name, initial) for name, initial in self.unshared.items()}
 
     def hidden_parameters(self) -> list[str]:
-        """These are the names of the parameters of all layers but the last."""
+        """Return the names of the parameters of all layers but the last."""
         *hidden, _ = layers_of(list(self.sizes), self.prunable).values()
         return [name for names in hidden for name in names]
 
     def density(self, masks: Mapping[str, Tensor]) -> float:
-        """This is the kept share of all parameters, unpruned biases and norms included."""
+        """Return the kept share of all parameters, unpruned biases and norms included."""
         kept = sum(int(masks[name].sum()) if name in masks else size for name, size in self.sizes.items())
         return kept / sum(self.sizes.values())
 
     # --- work ---------------------------------------------------------------------------------------------------
 
     def layer_flops(self) -> Mapping[str, int]:
-        """These are the FLOPs of one example's forward pass, by layer."""
+        """Return the FLOPs of one example's forward pass, by layer."""
         config, shape = self.config, self.dataset.image_shape
         return layer_flops(config.model, config.dataset, shape, self.dataset.num_classes)
 
     def training_flops(self, masks: Mapping[str, Tensor] | None = None, epochs: int | None = None) -> float:
-        """These are the FLOPs of training for so many epochs, by default a round's, under these masks."""
+        """Return the FLOPs of training for so many epochs, by default a round's, under these masks."""
         return training_flops(self.layer_flops(), self.examples_trained(epochs), masks)
 
     def sgd(self, learning_rate: float, **more: Any) -> SGD:
-        """These are the run's settings of SGD with this learning rate; ``more`` are other fields."""
+        """Return the run's settings of SGD with this learning rate; ``more`` are other fields."""
         config, data = self.config, self.dataset
         one = trains_on_one(config.model, config.dataset, data.image_shape, data.num_classes)
         return SGD(
@@ -190,7 +190,7 @@ class ImageNode(BudgetedNode[AnUpdate]):
         )
 
     def examples_trained(self, epochs: int | None = None) -> int:
-        """This is how many examples so many epochs take, by default a round's, counting one as often as it is taken.
+        """How many examples so many epochs take, by default a round's, counting one as often as it is taken.
 
         The batches of a private step differ in size. Their expected size is counted, which is public.
         """
@@ -203,7 +203,7 @@ class ImageNode(BudgetedNode[AnUpdate]):
     # --- accuracy -----------------------------------------------------------------------------------------------
 
     def accuracy(self, task: Task, split: str, *, decides: bool = False) -> float | None:
-        """This returns the accuracy in [0, 1] of the model as it is on ``validation`` or ``test``; None without images.
+        """Return the accuracy in [0, 1] of the model as it is on ``validation`` or ``test``; None without images.
 
         ``decides`` says that something that is released depends on the accuracy. With ``dp.enabled`` it is then always
         a noised count, and charged. A mere evaluation is what ``dp.accuracies`` says, and None where the budget does
@@ -225,7 +225,7 @@ class ImageNode(BudgetedNode[AnUpdate]):
     def test_accuracy(
         self, task: Task, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None
     ) -> float | None:
-        """This loads ``tensors`` into the model, and returns its accuracy in [0, 1] on the client's test data.
+        """Load ``tensors`` into the model, and return its accuracy in [0, 1] on the client's test data.
 
         ``masks`` say where the tensors are 0, for systems that then compute with a smaller network.
         """

@@ -75,7 +75,7 @@ class LDPFedP3Client(ImageClient):
         return {name: part.view(shapes[name]) for name, part in zip(self.order, parts, strict=True)}
 
     def sketch(self, task: Task) -> tuple[int, Tensor]:
-        """This returns n, and which coordinates are this client's: bool (d,).
+        """Return n, and which coordinates are this client's: bool (d,).
 
         Raises ``ValueError`` for a place that cannot be. A client with data of its own does not know how many clients
         there are. The number of coordinates bounds them.

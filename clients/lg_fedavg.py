@@ -27,7 +27,7 @@ class LGFedAvgClient(ImageClient):
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
-        """The layers that stay are trained privately too: they are evaluated."""
+        """Return no reason: the layers that stay are trained privately too, since they are evaluated."""
         return ""
 
     @classmethod
@@ -51,12 +51,12 @@ class LGFedAvgClient(ImageClient):
         return {**self.own_model(state), **task.payload.tensors}
 
     def local_update(self, task: Task, state: State) -> Update:
-        """This sends the upper layers; in the rounds of ``lgfedavg.pretrain-rounds`` all, as FedAvg does."""
+        """Send the upper layers; in the rounds of ``lgfedavg.pretrain-rounds`` all, as FedAvg does."""
         is_whole = task.round <= self.config.lgfedavg.pretrain_rounds
         return self.dense_update(task, state, self.everything if is_whole else self.shared)
 
     def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
-        """The personal model is the client's own lower layers under the averaged upper ones."""
+        """Return the client's own lower layers under the averaged upper ones."""
         return self.begin(task, state)
 
     def received_scores(self, task: Task, state: State) -> Scores:

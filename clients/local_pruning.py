@@ -22,7 +22,7 @@ Law = Callable[[np.random.Generator], float]
 
 
 def share_law(law: str, least: float) -> Law:
-    """This returns the law by which a step's share q is drawn, in [least, 1].
+    """Return the law by which a step's share q is drawn, in [least, 1].
 
     * ``uniform``: uniform in [least, 1].
     * ``constant``: always ``least``.
@@ -101,7 +101,7 @@ class OrderedDropout:
         self.flops = 0.0
 
     def sized(self, share: float) -> Part:
-        """This returns the part of the network that has this share of units."""
+        """Return the part of the network that has this share of units."""
         counts = {
             g.name: g.size if g.name in self.whole else leading_count(g.size, share, self._multiple(g))
             for g in self.groups

@@ -16,7 +16,7 @@ class MTLClient(ImageClient):
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
-        """The regulariser is made of what others released."""
+        """Return no reason: the regulariser is made of what others released."""
         return ""
 
     def begin(self, task: Task, state: State) -> dict[str, Tensor]:

@@ -45,12 +45,12 @@ class Place:
 
     @property
     def has_own_data(self) -> bool:
-        """This says whether the client has data of its own, all of which it takes."""
+        """Say whether the client has data of its own, all of which it takes."""
         return self.num_clients == 0
 
     @property
     def share(self) -> tuple[int, int]:
-        """This is the part of the data that the client has: k and n, for part k of n."""
+        """The part of the data that the client has: k and n, for part k of n."""
         return (0, 1) if self.has_own_data else (self.client_id, self.num_clients)
 
 
@@ -99,10 +99,10 @@ class Node(NumPyClient, Generic[AnUpdate]):
     @property
     @abstractmethod
     def num_examples(self) -> int:
-        """This is how much the client learns from, in whatever it counts."""
+        """How much the client learns from, in whatever it counts."""
 
     def introduction(self) -> dict[str, Any]:
-        """This returns what a client says of itself when it is asked who it is."""
+        """Return what a client says of itself when it is asked who it is."""
         return {
             "partition": self.client_id,
             "num-examples": self.num_examples,
@@ -112,31 +112,31 @@ class Node(NumPyClient, Generic[AnUpdate]):
 
     @abstractmethod
     def message_schema(self) -> Schema:
-        """This returns the largest payload that the server may send to the client."""
+        """Return the largest payload that the server may send to the client."""
 
     def peer_schema(self) -> Schema:
-        """This returns what other clients' updates must hold, in systems where clients see them."""
+        """Return what other clients' updates must hold, in systems where clients see them."""
         return Schema.like({})
 
     @abstractmethod
     def local_update(self, task: Task, state: State) -> AnUpdate:
-        """This does the client's part of a round."""
+        """Do the client's part of a round."""
 
     @abstractmethod
     def report(self, task: Task, update: AnUpdate) -> dict[str, Any]:
-        """This returns what the server records of an update. Raises ``ValueError`` for one that must not count."""
+        """Return what the server records of an update. Raises ``ValueError`` for one that must not count."""
 
     def kept_state(self, update: AnUpdate) -> State:
-        """This returns what is stored of an update."""
+        """Return what is stored of an update."""
         return update.state
 
     @abstractmethod
     def evaluation(self, task: Task, state: State) -> tuple[int, dict[str, Any]]:
-        """This returns on how many examples the client's own model was evaluated, and what was found."""
+        """Return on how many examples the client's own model was evaluated, and what was found."""
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
-        """This says in one line for the user why the system cannot run so with ``dp.enabled``; empty if it can.
+        """Say in one line for the user why the system cannot run so with ``dp.enabled``; empty if it can.
 
         It can where everything that leaves a client, or is evaluated, is made of weights that were trained privately,
         of what others released, of draws without data, and of noised counts. A system says so itself.
@@ -145,7 +145,7 @@ class Node(NumPyClient, Generic[AnUpdate]):
 
     @classmethod
     def reply_fields(cls, system: str) -> ReplyFields:
-        """This returns which fields the replies of these clients may have in a run of the system."""
+        """Return which fields the replies of these clients may have in a run of the system."""
         own = own_measures.of_system(system)
         return declared(cls) | ReplyFields(
             training=frozenset(each.name for each in own if each.told == "training"),
@@ -162,22 +162,22 @@ class Node(NumPyClient, Generic[AnUpdate]):
     # --- Flower's NumPyClient -----------------------------------------------------------------------------------
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-        """This answers the server's question who is there."""
+        """Answer the server's question who is there."""
         return self.introduction()
 
     def fit(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[NDArrays, int, dict[str, Any]]:
-        """This answers a training message."""
+        """Answer a training message."""
         payload, told = self.answer_training(Task.from_numpy(parameters, config))
         return payload.to_ndarrays(), self.num_examples, {**told, **names_of(payload)}
 
     def evaluate(self, parameters: NDArrays, config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        """This answers an evaluation message."""
+        """Answer an evaluation message."""
         return 0.0, *self.answer_evaluation(Task.from_numpy(parameters, config))
 
     # --- state --------------------------------------------------------------------------------------------------
 
     def answer_training(self, task: Task) -> tuple[Payload, dict[str, Any]]:
-        """This loads the state, updates it, saves it, and only then returns the reply.
+        """Load the state, update it, save it, and only then return the reply.
 
         A round that is asked for again (a resumed run) starts from the state before it, so it gives the same reply.
         Raises ``ValueError`` and saves nothing when the update must not count: when training diverges, say.
@@ -192,13 +192,13 @@ class Node(NumPyClient, Generic[AnUpdate]):
         return update.payload, self._with_own({**told, **spent, **update.metrics, **_notes(task, lost)})
 
     def answer_evaluation(self, task: Task) -> tuple[int, dict[str, Any]]:
-        """This loads the state, evaluates it, and returns the reply: how many examples, and what was found."""
+        """Load the state, evaluate it, and return the reply: how many examples, and what was found."""
         state, lost = self.load_state(task, before=task.round + 1)
         num_examples, told = self.evaluation(task, state)
         return num_examples, self._with_own({**told, **_notes(task, lost)})
 
     def _with_own(self, told: dict[str, Any]) -> dict[str, Any]:
-        """The numbers that a plug-in's system declares are checked; those that are None are left out.
+        """Check the numbers that a plug-in's system declares; those that are None are left out.
 
         A private client leaves out all of them that may depend on its data.
         """
@@ -212,7 +212,7 @@ class Node(NumPyClient, Generic[AnUpdate]):
         return told
 
     def load_state(self, task: Task, before: int) -> tuple[State, str]:
-        """This returns the state after the round that the server last took in from this client (``task.state_round``).
+        """Return the state after the round that the server last took in from this client (``task.state_round``).
 
         Where the server does not say, it is the newest state of a round smaller than ``before``. If the state is lost,
         it is the one before that, with a note that says so.
@@ -233,7 +233,7 @@ class Node(NumPyClient, Generic[AnUpdate]):
         self.store.read(round)
 
     def lost_states(self, rounds: Iterable[int]) -> dict[str, Any]:
-        """This answers a server that resumes a run: which of these versions of its state it has lost, and why."""
+        """Answer a server that resumes a run: which of these versions of its state it has lost, and why."""
         lost: dict[int, str] = {}
         for round in rounds:
             try:
@@ -252,7 +252,7 @@ def _notes(task: Task, lost: str) -> dict[str, str]:
 
 
 def parts_not_private(config: Config, what: str) -> str:
-    """This says why ``what``, which trains parts of the network, cannot be private; empty if it can.
+    """Say why ``what``, which trains parts of the network, cannot be private; empty if it can.
 
     Only ``dp.grad-sample`` auto and one-pass can do it.
     """
@@ -262,5 +262,5 @@ def parts_not_private(config: Config, what: str) -> str:
 
 
 def never_private(config: Config, why: str) -> str:
-    """This says in one line for the user that ``dp.enabled`` does not go with the system."""
+    """Say in one line for the user that ``dp.enabled`` does not go with the system."""
     return f"dp.enabled is true, allowed with system {config.system!r}: false; {why}"

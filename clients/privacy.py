@@ -38,7 +38,7 @@ class Plan:
 def noise_multiplier(
     config: Config, sample_rate: float, steps: int, besides: tuple[tuple[Release, int], ...] = ()
 ) -> float:
-    """This returns the noise multiplier of a run: the one that is given, or the least for ``dp.target-epsilon``.
+    """Return the noise multiplier of a run: the one that is given, or the least for ``dp.target-epsilon``.
 
     ``steps`` and ``besides`` are all that a client plans to release.
     """
@@ -51,7 +51,7 @@ def noise_multiplier(
 
 
 class ClientPrivacy:
-    """This is one client's privacy in one run.
+    """One client's privacy in one run.
 
     What is promised is zero-out adjacency with the number known: of neighbouring data sets, one has a blank in the
     place of one example. A blank has no gradient and is never counted. ``num_examples``, to train on, are in both.
@@ -96,23 +96,23 @@ class ClientPrivacy:
 
     @staticmethod
     def sampling(config: Config, num_examples: int) -> tuple[float, int]:
-        """This returns the share of the examples that a step draws, and how many steps an epoch has."""
+        """Return the share of the examples that a step draws, and how many steps an epoch has."""
         steps = config.steps_per_epoch or math.ceil(num_examples / config.batch_size)
         return min(1.0, config.batch_size / num_examples), steps
 
     def noise(self, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> Noise:
-        """This returns the randomness of one release, see :func:`~fedprune_app.privacy.noise.noise_source`."""
+        """Return the randomness of one release, see :func:`~fedprune_app.privacy.noise.noise_source`."""
         from fedprune_app.privacy.noise import noise_source
 
         return noise_source(self.options.secure_rng, self.seed, role, self.client_id, round, public, settings)
 
     @property
     def affords_a_round(self) -> bool:
-        """This says whether the budget bears the training of one more round, with the counts that it asks for."""
+        """Say whether the budget bears the training of one more round, with the counts that it asks for."""
         return self.ledger.affords(self.round_cost)
 
     def round_epsilon(self) -> float:
-        """This is the ε of one round's training alone, with the counts that it asks for, at the run's δ."""
+        """Return the ε of one round's training alone, with the counts that it asks for, at the run's δ."""
         from fedprune_app.privacy.accounting import epsilon
 
         return epsilon(self.round_cost, self.options.delta, self.options.accountant)
@@ -120,13 +120,13 @@ class ClientPrivacy:
     # --- training -------------------------------------------------------------------------------------------------
 
     def steps(self, epochs: int) -> Spent:
-        """This is what so many epochs release."""
+        """Return what so many epochs release."""
         from fedprune_app.privacy.accounting import Steps
 
         return {Steps(self.noise_multiplier, self.sample_rate): epochs * self.steps_per_epoch}
 
     def affords(self, epochs: int) -> bool:
-        """This says whether the budget bears so many more epochs."""
+        """Say whether the budget bears so many more epochs."""
         return self.ledger.affords(self.steps(epochs))
 
     def require(self, epochs: int) -> None:
@@ -134,7 +134,7 @@ class ClientPrivacy:
         self.ledger.require(self.steps(epochs))
 
     def dpsgd(self, epochs: int, role: str, round: int, public: Mapping[str, Tensor], settings: str) -> DPSGD:
-        """This says how the next training makes its gradients.
+        """Say how the next training makes its gradients.
 
         ``public`` and ``settings`` are all that the training starts from but the data. Raises
         :class:`~fedprune_app.privacy.ledger.Overspent`, before any work is done, where the budget does not bear it.
@@ -155,20 +155,20 @@ class ClientPrivacy:
         )
 
     def charge_steps(self, steps: int, what: str) -> None:
-        """This charges what ran: after it, and before anything of it is stored or sent."""
+        """Charge what ran: after it, and before anything of it is stored or sent."""
         self.ledger.charge_steps(self.noise_multiplier, self.sample_rate, steps, what)
 
     # --- counts ---------------------------------------------------------------------------------------------------
 
     def noised_count(self, correct: int, most: int, split: str, round: int, public: Mapping[str, Tensor]) -> float:
-        """This returns a share of correct predictions in [0, 1], of a count that is noised and charged."""
+        """Return a share of correct predictions in [0, 1], of a count that is noised and charged."""
         noised = self.noised_score(correct, split, round, public)
         return min(max(noised, 0), most) / most
 
     def affordable_count(
         self, correct: int, most: int, split: str, round: int, public: Mapping[str, Tensor]
     ) -> float | None:
-        """This returns a share of correct predictions for people to read, or None where the budget bears no count.
+        """Return a share of correct predictions for people to read, or None where the budget bears no count.
 
         The share is :meth:`noised_score` over ``most``. It may lie below 0 or above 1, at most by 1, so that a mean
         over clients has hardly any bias. If each share were cut to [0, 1], a mean of high accuracies would be too low.
@@ -182,11 +182,11 @@ class ClientPrivacy:
             return None
 
     def share_noise(self, most: int) -> float:
-        """This is the standard deviation of the noise in a share that :meth:`affordable_count` returns."""
+        """Return the standard deviation of the noise in a share that :meth:`affordable_count` returns."""
         return math.sqrt(2) * self.options.count_scale / most
 
     def noised_score(self, correct: int, split: str, round: int, public: Mapping[str, Tensor]) -> int:
-        """This returns a count of correct predictions, noised, rounded and charged. One example counts once.
+        """Return a count of correct predictions, noised, rounded and charged. One example counts once.
 
         Simulated noise depends on the model that is tested, not on the round. A client that has lost its remembered
         scores tests the same model again: that costs another charge, and gives the same number.
@@ -201,7 +201,7 @@ class ClientPrivacy:
         return noisy_count(correct, options.count_scale, noise)
 
     def spares_count(self) -> bool:
-        """This says whether the budget bears a count beside the training of a round, which then follows."""
+        """Say whether the budget bears a count beside the training of a round, which then follows."""
         from fedprune_app.privacy.accounting import Laplace, total
 
         scale = self.options.count_scale
@@ -213,7 +213,7 @@ class ClientPrivacy:
 
     @property
     def charges(self) -> int:
-        """This is how many charges the ledger holds; the client's state remembers the number."""
+        """How many charges the ledger holds; the client's state remembers the number."""
         return len(self.ledger)
 
     def require_memory(self, charges: int, told: float) -> None:
@@ -235,11 +235,11 @@ class ClientPrivacy:
             )
 
     def declined(self, round: int, why: Exception) -> dict[str, Any]:
-        """This is the answer to a task that the budget does not bear: what was spent so far, and why it declines."""
+        """Return the answer to a task that the budget does not bear: what was spent so far, and why it declines."""
         return {**self.report(round), "budget-spent": True, "declined": str(why)}
 
     def report(self, round: int) -> dict[str, Any]:
-        """This tells ε so far, by the run's accountant and by each, and whether the budget bears no other round.
+        """Tell ε so far, by the run's accountant and by each, and whether the budget bears no other round.
 
         Fed-LTP's printed figure is beside them. ``epsilon-simulated`` is 1 where the noise derives from the seed, and 0
         where nobody else can know it.

@@ -35,7 +35,7 @@ class _Cut:
         self._tokens: dict[tuple[int, str], Tensor] = {}
 
     def encode(self, model: LanguageModel, text: str, length: int) -> Tensor:
-        """This returns the token ids of a text, without the tail that fills no segment.
+        """Return the token ids of a text, without the tail that fills no segment.
 
         Most documents of a crawl have none left then.
         """
@@ -68,7 +68,7 @@ class Deal:
 def segments(
     model: LanguageModel, dataset: str, data_dir: str, test_fraction: float | None, deal: Deal
 ) -> tuple[Tensor, list[str]]:
-    """This returns :func:`calibration_segments` of the text there is, not to be written to.
+    """Return :func:`calibration_segments` of the text there is, not to be written to.
 
     With ``test_fraction`` they are of the client's own text, without its test part.
     """
@@ -98,17 +98,17 @@ def segments(
 
 
 def own_text(data_dir: str, test_fraction: float, seed: int) -> tuple[list[Document], str]:
-    """This returns :func:`own_documents`, not to be written to."""
+    """Return :func:`own_documents`, not to be written to."""
     return _own(data_dir, test_fraction, seed, _files(data_dir))
 
 
 def own_digests(data_dir: str, test_fraction: float, seed: int) -> list[bytes]:
-    """This returns a SHA-256 of each of the client's own documents, and of its test text."""
+    """Return a SHA-256 of each of the client's own documents, and of its test text."""
     return _own_digests(data_dir, test_fraction, seed, _files(data_dir))
 
 
 def forget_documents() -> None:
-    """This frees the memory of all but segments, once every client has introduced itself: pruning needs the room."""
+    """Free the memory of all but segments, once every client has introduced itself: pruning needs the room."""
     _shared.cache_clear()
     _own.cache_clear()
     for cut in _cut.values():
@@ -116,7 +116,7 @@ def forget_documents() -> None:
 
 
 def _files(data_dir: str) -> Files:
-    """What a folder's text depends on: path, size and time of each file."""
+    """Return what a folder's text depends on: path, size and time of each file."""
     if not data_dir:
         return ()
     folders = (Path(data_dir), Path(data_dir) / "calibration", Path(data_dir) / "test")

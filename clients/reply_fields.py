@@ -35,13 +35,13 @@ class ReplyFields:
         )
 
     def allowed(self, kind: Kind, is_private: bool) -> frozenset[str]:
-        """This returns the names, and the prefixes of names, that a reply of this kind may have."""
+        """Return the names, and the prefixes of names, that a reply of this kind may have."""
         of_kind = {"introduction": self.introduction, "training": self.training, "evaluation": self.evaluation}
         return of_kind[kind] - (self.withheld_when_private if is_private else self.only_when_private)
 
 
 def declared(kind: type) -> ReplyFields:
-    """This returns what a class of clients declares, together with what all its base classes declare."""
+    """Return what a class of clients declares, together with what all its base classes declare."""
     fields = ReplyFields()
     for each in kind.__mro__:
         fields |= vars(each).get("declares", ReplyFields())
@@ -49,6 +49,6 @@ def declared(kind: type) -> ReplyFields:
 
 
 def undeclared(names: Iterable[str], allowed: frozenset[str]) -> list[str]:
-    """This returns those of ``names`` that are not ``allowed``, by themselves or by a prefix."""
+    """Return those of ``names`` that are not ``allowed``, by themselves or by a prefix."""
     prefixes = tuple(name for name in allowed if name.endswith("/"))
     return [name for name in names if name not in allowed and not name.startswith(prefixes)]

@@ -14,7 +14,7 @@ Scores = dict[str, float | None]
 
 
 def remembered_scores(path: Path, digest: str) -> Scores | None:
-    """This returns the scores in a file, if they are of what has this digest; None if not, or if it is damaged."""
+    """Return the scores in a file, if they are of what has this digest; None if not, or if it is damaged."""
     try:
         known = json.loads(path.read_text())
         check_json(known)
@@ -24,7 +24,7 @@ def remembered_scores(path: Path, digest: str) -> Scores | None:
 
 
 def remember_scores(path: Path, digest: str, scores: Mapping[str, float | None]) -> None:
-    """This writes scores to a file. On a full disk the file stays as it was: that need not cost an evaluation."""
+    """Write scores to a file. On a full disk the file stays as it was: that need not cost an evaluation."""
     with suppress(OSError):
         content = json.dumps(sealed_json({"digest": digest, "scores": dict(scores)})).encode()
         replace_file(path, content, durable=False)

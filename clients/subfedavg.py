@@ -22,7 +22,7 @@ from fedprune_app.models import vision
 
 
 def pruned(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """This returns the masked tensors, zero where their mask is False."""
+    """Return the masked tensors, zero where their mask is False."""
     return {name: torch.where(mask, tensors[name], 0.0) for name, mask in masks.items()}
 
 
@@ -49,7 +49,7 @@ class SubFedAvgClient(ImageClient):
         )
 
     def round_counts(self) -> int:
-        """The gate asks for at most one count."""
+        """Count the gate, which asks for at most one count."""
         return int(self.config.subfedavg.gate_split != "none")
 
     def masks(self, task: Task, state: State) -> dict[str, Tensor]:
@@ -57,7 +57,7 @@ class SubFedAvgClient(ImageClient):
         return state.group("masks") or full_masks({name: parameters[name].shape for name in self.prunable})
 
     def begin(self, task: Task, state: State) -> dict[str, Tensor]:
-        """This is ``θ_k ← θ_g ⊙ m_k``, with biases as received."""
+        """``θ_k ← θ_g ⊙ m_k``, with biases as received."""
         start = super().begin(task, state)
         return start | pruned(start, self.masks(task, state))
 
@@ -89,24 +89,24 @@ class SubFedAvgClient(ImageClient):
 
     @property
     def target_rate(self) -> float:
-        """This is the percentage of all parameters to prune in the end.
+        """The percentage of all parameters to prune in the end.
 
         Where the node says what it can bear, it is what the node cannot bear.
         """
         return self.config.subfedavg.target_rate if self.place.capacity is None else 100 * (1 - self.place.capacity)
 
     def _percent_pruned(self, mask: dict[str, Tensor]) -> float:
-        """This returns the pruned percentage of all parameters, biases included, as the released code counts."""
+        """Return the pruned percentage of all parameters, biases included, as the released code counts."""
         gone = sum(int((~m).sum()) for name, m in mask.items() if name in self.sizes)
         return 100 * gone / sum(self.sizes.values())
 
     def weights(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """This copies these tensors of the model as it is."""
+        """Copy these tensors of the model as it is."""
         tensors = vision.state_tensors(self.model)
         return {name: tensors[name] for name in names}
 
     def is_accurate_enough(self, task: Task) -> bool:
-        """This says whether the model as it is passes the accuracy gate, where there is one: above the threshold."""
+        """Say whether the model as it is passes the accuracy gate, where there is one: above the threshold."""
         if self.config.subfedavg.gate_split == "none":
             return True
         split = self.config.subfedavg.gate_split
@@ -120,12 +120,12 @@ class SubFedAvgClient(ImageClient):
     def mask_towards_target(
         self, mask: dict[str, Tensor], full_step: dict[str, Tensor], percent_pruned: float
     ) -> dict[str, Tensor]:
-        """This is the mask of a full step, or of the smaller last step before the target."""
+        """Return the mask of a full step, or of the smaller last step before the target."""
         missing = self.target_rate - percent_pruned
         if missing >= self.config.subfedavg.prune_step:
             return full_step
         return prune_percent(self.weights(mask), mask, self.last_step(missing, percent_pruned))
 
     def last_step(self, missing: float, percent_pruned: float) -> float:
-        """This is the percentage of the remaining weights that the last step prunes: what is missing, up to the cap."""
+        """Return the percentage of the remaining weights that the last step prunes: what is missing, up to the cap."""
         return min(missing / (100 - percent_pruned) * 100, self.config.subfedavg.final_step_cap)

@@ -61,7 +61,7 @@ class SubFedAvgHyClient(SubFedAvgClient):
         self.fc_shapes = {f"{name}.weight": self.shapes[f"{name}.weight"] for name in linear}
 
     def begin(self, task: Task, state: State) -> dict[str, Tensor]:
-        """The client's norms, where they stay local, are the initial ones at first: nobody sends them."""
+        """Return the client's norms. Where they stay local, they are the initial ones at first: nobody sends them."""
         initial = vision.state_tensors(self.full, include_buffers=True)
         return pruned({**initial, **state.group("weights"), **task.payload.tensors}, self.masks(task, state))
 
@@ -76,7 +76,7 @@ class SubFedAvgHyClient(SubFedAvgClient):
         return num_examples, {**told, "channel-density": self.channel_density(state)}
 
     def channel_density(self, state: State) -> float:
-        """This is the kept share of the convolution channels."""
+        """Return the kept share of the convolution channels."""
         every = torch.cat(list(self.channels(state).values()))
         return int(every.sum()) / len(every)
 
@@ -88,14 +88,14 @@ class SubFedAvgHyClient(SubFedAvgClient):
         return self.coordinates(self.channels(state), self.fc_masks(state))
 
     def coordinates(self, kept: Kept, fc: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This returns masks of every full tensor: of those that removed channels cut, and of the linear weights."""
+        """Return masks of every full tensor: of those that removed channels cut, and of the linear weights."""
         cut = full_masks(self.shapes) | coordinate_masks(self.groups, kept, self.shapes)
         return cut | {name: cut[name] & mask for name, mask in fc.items()}
 
     # --- the small network ----------------------------------------------------------------------------------------
 
     def work_with(self, tensors: Mapping[str, Tensor], kept: Kept) -> None:
-        """This makes ``self.model`` the network of these channels, with these full tensors."""
+        """Make ``self.model`` the network of these channels, with these full tensors."""
         self.model = shrink(copy.deepcopy(self.full), self.groups, kept)
         vision.load_state_tensors(self.model, gather(tensors, self.groups, kept))
 
@@ -155,7 +155,7 @@ class SubFedAvgHyClient(SubFedAvgClient):
         return Update(payload, State(grouped(weights=tensors, channels=kept, fc=fc)), result, flops)
 
     def last_step(self, missing: float, percent_pruned: float) -> float:
-        """The released code has no cap here. It takes 5 off a step above 16, and never less than 0.01."""
+        """Return the step's percentage as the released code has it: no cap, 5 less above 16, and at least 0.01."""
         percent = missing / (100 - percent_pruned) * 100
         percent = percent - 5 if percent > 16 else percent
         return percent if percent > 0 else 0.01
@@ -164,7 +164,7 @@ class SubFedAvgHyClient(SubFedAvgClient):
         return [name for group in self.groups for name in group.scales]
 
     def _scale_penalty(self) -> GradientHook | None:
-        """The subgradient of an L1 penalty on the scales, or None."""
+        """Return the subgradient of an L1 penalty on the scales, or None."""
         strength, names = self.config.subfedavg.scale_decay, self._scale_names()
         if not strength:
             return None

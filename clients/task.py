@@ -43,7 +43,7 @@ class Task:
 
     @property
     def state_round(self) -> int | None:
-        """This is the round of the update that the server last took in from this client.
+        """The round of the update that the server last took in from this client.
 
         It is 0 for none, and None where the server does not say.
         """
@@ -52,26 +52,26 @@ class Task:
 
     @property
     def evaluates(self) -> bool:
-        """This says whether the round ends with an evaluation."""
+        """Say whether the round ends with an evaluation."""
         return bool(self.fields.get("evaluates"))
 
     def without_payloads(self) -> Self:
-        """This returns the task as it would be if neither the server nor other clients had sent anything."""
+        """Return the task as it would be if neither the server nor other clients had sent anything."""
         return replace(self, payload=Payload({}), peer_updates={})
 
     def note_unusable(self, sender: int, error: ValueError) -> None:
-        """This notes that another client's update, well formed as it is, cannot be used."""
+        """Note that another client's update, well formed as it is, cannot be used."""
         self.notes.append(f"{_PEER}{sender} is left out: {error}")
 
     def digest(self) -> str:
-        """This returns the digest of all payloads together."""
+        """Return the digest of all payloads together."""
         return self._as_one_payload().digest()
 
     # --- the threshold ------------------------------------------------------------------------------------------
 
     @classmethod
     def from_message(cls, content: RecordDict, message_schema: Schema, peer_schema: Schema) -> Self:
-        """This reads a message. An update of another client that does not fit is noted and left out.
+        """Read a message. An update of another client that does not fit is noted and left out.
 
         Raises ``ValueError`` for a payload that cannot be decoded.
         """
@@ -81,13 +81,13 @@ class Task:
         return cls(int(fields["round"]), payload, peer_updates, fields, refused)
 
     def to_numpy(self) -> tuple[NDArrays, dict[str, Any]]:
-        """This returns the task as Flower's ``NumPyClient`` takes it."""
+        """Return the task as Flower's ``NumPyClient`` takes it."""
         everything = self._as_one_payload()
         return everything.to_ndarrays(), {**self.fields, "round": self.round, _NOTES: self.notes} | names_of(everything)
 
     @classmethod
     def from_numpy(cls, arrays: NDArrays, config: Mapping[str, Any]) -> Self:
-        """This undoes :meth:`to_numpy`; the payloads share their memory with the arrays."""
+        """Undo :meth:`to_numpy`; the payloads share their memory with the arrays."""
         fields = {name: value for name, value in config.items() if name not in (_NOTES, *_NAMES)}
         payload, peer_updates = _apart(payload_from_numpy(arrays, config))
         return cls(int(fields["round"]), payload, peer_updates, fields, list(config.get(_NOTES, [])))
@@ -101,7 +101,7 @@ class Task:
 
 
 def _apart(everything: Payload) -> tuple[Payload, dict[int, Payload]]:
-    """This undoes ``Task._as_one_payload``."""
+    """Undo ``Task._as_one_payload``."""
     tensors: dict[int | None, dict[str, Tensor]] = {None: {}}
     masks: dict[int | None, dict[str, Tensor]] = {}
     for parts, found in ((tensors, everything.tensors), (masks, everything.masks)):
@@ -117,15 +117,15 @@ def _apart(everything: Payload) -> tuple[Payload, dict[int, Payload]]:
 
 
 def names_of(payload: Payload) -> dict[str, list[str]]:
-    """This returns the names that Flower's list of arrays lacks, as they travel beside the list."""
+    """Return the names that Flower's list of arrays lacks, as they travel beside the list."""
     return dict(zip(_NAMES, (list(payload.tensors), list(payload.masks)), strict=True))
 
 
 def payload_from_numpy(arrays: NDArrays, config: Mapping[str, Any]) -> Payload:
-    """This returns the payload that Flower's list of arrays and the names in ``config`` make."""
+    """Return the payload that Flower's list of arrays and the names in ``config`` make."""
     return Payload.from_ndarrays(arrays, *(config[names] for names in _NAMES))
 
 
 def reply_from_numpy(arrays: NDArrays, metrics: Mapping[str, Any]) -> tuple[Payload, dict[str, Any]]:
-    """This returns what a client's ``fit`` answered: the payload, and the fields beside it."""
+    """Return what a client's ``fit`` answered: the payload, and the fields beside it."""
     return payload_from_numpy(arrays, metrics), {n: value for n, value in metrics.items() if n not in _NAMES}

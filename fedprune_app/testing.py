@@ -355,7 +355,7 @@ class _Laws:
         return run_with(values, folder, grid)
 
     def completes(self) -> None:
-        """A run completes, evaluates all clients, and records what is declared, as it is declared."""
+        """Check that a run completes, evaluates all clients, and records what is declared, as it is declared."""
         run = self._whole
         _must(run.info["status"] == "completed", "a run completes", f"its status is {run.info['status']!r}")
         evaluated = {row["partition"] for row in run.clients if row["round"] == ROUNDS}
@@ -375,7 +375,7 @@ class _Laws:
         _must(not lacking, "every number that the system declares is recorded", f"{', '.join(lacking)} is not")
 
     def replies_are_declared(self) -> None:
-        """Replies hold what the client's class declares; a private client's as much as any other's."""
+        """Check that replies hold what the client's class declares; a private client's as much as any other's."""
         found = prepare(Given(self._settings))
         config, client = found.config, found.system.client
         runs = {config.dp.enabled: self._whole}
@@ -392,13 +392,13 @@ class _Laws:
                 _must(not wrong, f"a reply of {_KINDS[kind]} holds declared fields", f"{', '.join(wrong)} is not")
 
     def is_deterministic(self) -> None:
-        """The same settings give the same models, and so does another number of clients in a training step."""
+        """Check that the same settings give the same models, with any number of clients in a training step."""
         for cohort in (0, 2):
             found = self._run({"cohort": cohort}).sha256
             _must(found == self._whole.sha256, "the same settings give the same models", f"not with cohort={cohort}")
 
     def resumes(self) -> None:
-        """A run that was killed after any round resumes to the same models and records."""
+        """Check that a run that was killed after any round resumes to the same models and records."""
         for round in range(1, ROUNDS):
             cut = cut_after(self._whole, round, self._folder / f"cut-{round}")
             resumed = self._run({"resume-from": str(cut)})

@@ -62,7 +62,7 @@ class FedCR(FedP3):
         self.experts[client] = Payload(experts)
 
     def end(self, round: Round) -> None:
-        """The product of all clients' experts and N(0, 1); an exponential mean of those of the rounds."""
+        """Return the product of all clients' experts and N(0, 1); an exponential mean of those of the rounds."""
         super().end(round)
         in_order = [self.experts[client].tensors for client in sorted(self.experts)]
         summed = [torch.stack([sent[name] for sent in in_order]).sum(0) for name in (PRECISION, WEIGHTED)]

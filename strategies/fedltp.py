@@ -190,7 +190,7 @@ class FedLTP(DPFed):
         return Outgoing.to_each(self.clients, Payload(self.best_model, self.masks(1)))
 
     def finish(self) -> None:
-        """The final model is the best round's, or the newest one if there was no score."""
+        """Write the best round's model, or the newest one if there was no score."""
         self.model = self.best_model
         self.recorder.annotate(best_round=self.best[0])
 

@@ -208,7 +208,7 @@ class FedSpaLLM(FederatedStrategy):
         return rows
 
     def _install(self, layer: int, new: Payload, row: dict[str, Any]) -> None:
-        """A layer's matrices, expanded, become the global model's."""
+        """Make a layer's matrices, expanded, the global model's."""
         before = self.global_model.layer(layer)
         if before.tensors:
             row["moved"] = sum(int((new.tensors[name] != before.tensors[name]).sum()) for name in new.tensors)

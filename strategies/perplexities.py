@@ -14,7 +14,7 @@ from fedprune_app.results.texts import OWN_TEXT
 
 
 class Perplexity(Protocol):
-    """This is what was measured on one text."""
+    """What was measured on one text."""
 
     @property
     def value(self) -> float: ...

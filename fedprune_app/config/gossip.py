@@ -127,7 +127,7 @@ class DisPFLOptions(GossipOptions):
         self.check_adjacency("dispfl")
 
     def fixed_on_resume(self, common: CommonOptions) -> Mapping[str, str]:
-        """A prune rate that is annealed over the whole run fixes the number of rounds."""
+        """Fix the number of rounds where the prune rate is annealed over all of them."""
         if common.system == "dispfl" and self.prune_rate and not self.annealing_rounds:
             reason = "dispfl.prune-rate falls over these rounds, unless a run begins with dispfl.annealing-rounds"
             return {"num-server-rounds": reason}

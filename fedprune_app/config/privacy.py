@@ -115,7 +115,7 @@ class DPOptions(Table):
             raise ConfigError("dp.count-scale is 0.0, allowed with dp.accuracies 'noised': above 0")
 
     def fixed_on_resume(self, common: CommonOptions) -> Mapping[str, str]:
-        """The clients' ledgers fix their folder; a target fixes the rounds and evaluations over which it is spread."""
+        """Fix the folder of the clients' ledgers; a target fixes the rounds and evaluations over which it is spread."""
         if not self.enabled:
             return {}
         fixed = {"state-dir": ""}

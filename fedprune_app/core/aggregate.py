@@ -218,7 +218,7 @@ def _rounded_large(values: Tensor, scale: float) -> Tensor:
 
 
 def _blocks(tensor: Tensor) -> Sequence[Tensor]:
-    """A tensor's coordinates as flat pieces, views if it is contiguous; undivided off the CPU: no cache to stay in."""
+    """Return a tensor's coordinates as flat pieces (views if contiguous); off the CPU, undivided, no cache matters."""
     flat = tensor.detach().reshape(-1)
     if flat.numel() <= _BLOCK or flat.device.type != "cpu":
         return (flat,)

@@ -19,10 +19,10 @@ class Recorder(Protocol):
     """A recorder does a step, or records a step so that it can be repeated."""
 
     def warm_up(self, step: Callable[[], object]) -> None:
-        """This does a step, in the way in which a step is recorded afterwards."""
+        """Do a step, in the way in which a step is recorded afterwards."""
 
     def record(self, step: Callable[[], object]) -> Callable[[], None]:
-        """This records a step without doing it, and returns a function that does it."""
+        """Record a step without doing it, and return a function that does it."""
 
 
 class CudaGraphs:
@@ -33,7 +33,7 @@ class CudaGraphs:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # CUDA records on no default one
 
     def warm_up(self, step: Callable[[], object]) -> None:
-        """This does a step on the stream where a step is recorded afterwards."""
+        """Do a step on the stream where a step is recorded afterwards."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -41,7 +41,7 @@ class CudaGraphs:
         current.wait_stream(self._stream)
 
     def record(self, step: Callable[[], object]) -> Callable[[], None]:
-        """This records a step without doing it, and returns a function that does it."""
+        """Record a step without doing it, and return a function that does it."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             step()
@@ -60,7 +60,7 @@ class RepeatedSteps:
         self._recorded: dict[int, Callable[[], None]] = {}
 
     def __call__(self, size: int, step: Callable[[], object]) -> None:
-        """This does a step of this size. Steps of the same size have the same operations on the same memory."""
+        """Do a step of this size. Steps of the same size have the same operations on the same memory."""
         if size not in self._recorded and self._done.get(size, 0) < WARM_UP_STEPS:
             self._done[size] = self._done.get(size, 0) + 1
             self._recorder.warm_up(step)

@@ -195,7 +195,7 @@ class _Block:
         self._n_of_m = n_of_m
 
     def put(self, weights: Tensor, kept: Tensor, pruned_before: Tensor, factor: Tensor) -> None:
-        """This puts weights, mask and zeros (rows, block) in their place, and the block (block, block) of ``U``."""
+        """Put weights, mask and zeros (rows, block) in their place, and the block (block, block) of ``U``."""
         self.weights.copy_(weights.T)
         self.kept.copy_(kept.T)
         self._pruned_before.copy_(pruned_before.T)

@@ -104,12 +104,12 @@ def _senders(topology: str, place: int, size: int, adjacency: NDArray[np.bool_] 
 
 
 def read_adjacency(text: str, num_clients: int) -> NDArray[np.bool_]:
-    """Read a bool (num_clients, num_clients) matrix from text: a line per row, 0 or 1 separated by blanks or commas.
+    r"""Read a bool (num_clients, num_clients) matrix from text: a line per row, 0 or 1 separated by blanks or commas.
 
     Row k marks the clients from which client k receives. ``#`` starts a comment. Blank lines do not count.
     ``ValueError`` naming the line for any other symbol, a row of another length, or another number of rows.
 
-    >>> read_adjacency("0 1  # client 0 receives from client 1\\n1,0", num_clients=2).tolist()
+    >>> read_adjacency("0 1  # client 0 receives from client 1\n1,0", num_clients=2).tolist()
     [[False, True], [True, False]]
     """
     rows = []

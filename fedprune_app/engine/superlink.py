@@ -1,4 +1,4 @@
-"""This is Flower's SuperLink, but its Control API takes orders only from users who have the deployment's secret.
+"""Flower's SuperLink, but its Control API takes orders only from users who have the deployment's secret.
 
 ``python -m fedprune_app.engine.superlink ...`` takes the arguments of ``flower-superlink``. Flower itself has accounts,
 but no open way to check them. Without a check everybody who reaches the port may start runs, which is to run code on

@@ -42,7 +42,7 @@ class RunContext:
 
 @dataclass
 class RoundLog:
-    """This is what is known so far of the exchanges of one round."""
+    """What is known so far of the exchanges of one round."""
 
     failures: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # losses that clients report

@@ -14,13 +14,13 @@ from fedprune_app.core.graphs import CudaGraphs, Recorder
 
 
 def device_of(config: Config) -> torch.device:
-    """This returns the device that the key ``device`` means on this machine."""
+    """Return the device that the key ``device`` means on this machine."""
     cuda = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     return torch.device("cuda" if cuda else "cpu")
 
 
 def prepare_torch(config: Config) -> None:
-    """This sets what torch knows once for a process: threads, TF32, deterministic algorithms on a CUDA device."""
+    """Set what torch knows once for a process: threads, TF32, deterministic algorithms on a CUDA device."""
     torch.set_num_threads(config.num_threads)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
     if device_of(config).type == "cuda":
@@ -30,7 +30,7 @@ def prepare_torch(config: Config) -> None:
 
 
 def recorder_of(config: Config, device: torch.device) -> Recorder | None:
-    """This returns the recorder that the key ``cuda-graphs`` asks for on this device; None where it asks for none."""
+    """Return the recorder that the key ``cuda-graphs`` asks for on this device; None where it asks for none."""
     return CudaGraphs(device) if config.cuda_graphs and device.type == "cuda" else None
 
 
@@ -40,7 +40,7 @@ def computing(device: torch.device, precision: str) -> AbstractContextManager[ob
 
 
 def move_to_device(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """This moves ``model`` to ``device``, if one is given, and returns the device where the model is."""
+    """Move ``model`` to ``device``, if one is given, and return the device where the model is."""
     if device is not None:
         model.to(device)
         return torch.device(device)

@@ -27,12 +27,12 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
-        """This is the share of correct predictions in [0, 1], or nan without examples."""
+        """The share of correct predictions in [0, 1], or nan without examples."""
         return self.correct / self.total if self.total else math.nan
 
     @property
     def loss_mean(self) -> float:
-        """This is the mean cross entropy, or nan without examples."""
+        """The mean cross entropy, or nan without examples."""
         return self.loss_sum / self.total if self.total else math.nan
 
 
@@ -44,7 +44,7 @@ def evaluate(
     device: torch.device | str | None = None,
     precision: str = "float32",
 ) -> Evaluation:
-    """This evaluates ``model`` in eval mode on ``device`` (default: where the model is), where the model stays.
+    """Evaluate ``model`` in eval mode on ``device`` (default: where the model is), where the model stays.
 
     ``precision`` is what the key of that name may be. No examples give an empty :class:`Evaluation`. Raises
     ``ValueError`` for unequal counts.
@@ -72,7 +72,7 @@ def evaluate(
 def dense_gradient(
     model: nn.Module, images: Tensor, labels: Tensor, *, device: torch.device | str | None = None
 ) -> dict[str, Tensor]:
-    """This returns the gradient of the mean cross entropy on one batch by every parameter, without any masks.
+    """Return the gradient of the mean cross entropy on one batch by every parameter, without any masks.
 
     Dis-PFL grows weights by this gradient. There is no clipping and no weight decay, and the model is in eval mode. The
     model stays as it is, on ``device``. The gradients, by name, are new contiguous CPU tensors, 0 where the loss does

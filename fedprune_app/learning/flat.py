@@ -14,7 +14,7 @@ _ALIGNMENT = 64  # bytes; torch aligns tensors so, and kernels then give the sam
 
 
 def trained_names(model: nn.Module, frozen: Collection[str] = ()) -> list[str]:
-    """This returns the names of the parameters that need a gradient and are not in ``frozen``, in order."""
+    """Return the names of the parameters that need a gradient and are not in ``frozen``, in order."""
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in frozen]
 
 
@@ -53,27 +53,27 @@ class FlatLayout:
 
     @property
     def names(self) -> list[str]:
-        """This returns the names of the parameters that have a place, in the network's order."""
+        """Return the names of the parameters that have a place, in the network's order."""
         return list(self._shapes)
 
     def zeros(self) -> Tensor:
-        """This returns a flat tensor of zeros."""
+        """Return a flat tensor of zeros."""
         return torch.zeros(self.size, dtype=self.dtype, device=self.device)
 
     def views(self, flat: Tensor, client: int = 0) -> dict[str, Tensor]:
-        """This returns one client's parts of a flat tensor, by parameter name and in its shape."""
+        """Return one client's parts of a flat tensor, by parameter name and in its shape."""
         return {
             name: flat.as_strided(shape, self._strides[name], self._offsets[name] + client * self._steps[name])
             for name, shape in self._shapes.items()
         }
 
     def rows(self, flat: Tensor, name: str, clients: int) -> Tensor:
-        """This returns the parameters ``name`` of the first ``clients`` as (clients, elements)."""
+        """Return the parameters ``name`` of the first ``clients`` as (clients, elements)."""
         elements = math.prod(self._shapes[name])
         return flat.as_strided((clients, elements), (self._steps[name], 1), self._offsets[name])
 
     def stacked(self, flat: Tensor, name: str, clients: int) -> Tensor:
-        """This returns the parameters ``name`` of the first ``clients`` as one tensor, as a grouped layer takes them.
+        """Return the parameters ``name`` of the first ``clients`` as one tensor, as a grouped layer takes them.
 
         Matrices are stacked in a new first dimension. Of all other parameters the first dimensions are joined.
         """
@@ -117,7 +117,7 @@ class FlatParameters:
         self._frozen = [p for name, p in parameters.items() if name not in self._trained and p.requires_grad]
 
     def bind_gradients(self) -> None:
-        """This makes autograd accumulate into ``gradients``, also after someone called ``model.zero_grad()``."""
+        """Make autograd accumulate into ``gradients``, also after someone called ``model.zero_grad()``."""
         for name, parameter in self._trained.items():
             parameter.grad = self.named_gradients[name]
 
@@ -154,7 +154,7 @@ def check_masks(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
 
 
 def write_masks(masks: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> None:
-    """This writes the masks of the trained weights into ``kept``, by name, as 1 or 0; weights without a mask stay."""
+    """Write the masks of the trained weights into ``kept``, by name, as 1 or 0; weights without a mask stay."""
     for name, mask in masks.items():
         if name in kept:
             kept[name].copy_(mask)

@@ -63,7 +63,7 @@ class GroupedForm:
     flops: int
 
     def __call__(self, weights: Weights, images: Tensor) -> Tensor:
-        """This maps images (clients, B, ...) to logits (clients, B, classes).
+        """Map images (clients, B, ...) to logits (clients, B, classes).
 
         ``weights`` are all clients' parameters by name: matrices stacked (clients, out, in), the first dimensions of
         all others joined (clients · out, ...).
@@ -231,7 +231,7 @@ def _of_layer(path: str, layer: nn.Module) -> _Operation:
 
 
 def _channels(value: Tensor) -> Tensor:
-    """This returns images as (B / 2, clients · 2 · C, H, W), with the channels last in memory on a CPU.
+    """Return images as (B / 2, clients · 2 · C, H, W), with the channels last in memory on a CPU.
 
     Each client's batch is two groups of channels: the first half of its examples beside the second one.
     """
@@ -265,7 +265,7 @@ def _flatten(_weights: Weights, clients: int, values: Sequence[Tensor]) -> Tenso
 
 
 def _aligned(vectors: Tensor) -> Tensor:
-    """This fills up each client's batch with zeros, so that its vectors begin at an aligned address.
+    """Fill up each client's batch with zeros, so that its vectors begin at an aligned address.
 
     The last bits of a matrix product can depend on where its operands begin in memory.
     """
@@ -280,7 +280,7 @@ def _multiplied(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _for_halves(parameter: Tensor, clients: int) -> Tensor:
-    """This returns clients' parameters (clients · n, ...) with those of each client twice, once for each half."""
+    """Return clients' parameters (clients · n, ...) with those of each client twice, once for each half."""
     channels_last = parameter.dim() == 4 and parameter.device.type == "cpu"
     last = parameter.permute(0, 2, 3, 1) if channels_last else parameter  # as it is in memory
     each = last.reshape(clients, 1, -1, *last.shape[1:])

@@ -19,12 +19,12 @@ Objective = Callable[[Network, Tensor, Tensor], Tensor]
 
 
 def cross_entropy(network: Network, images: Tensor, labels: Tensor) -> Tensor:
-    """This returns the mean cross entropy of a batch."""
+    """Return the mean cross entropy of a batch."""
     return F.cross_entropy(network(images), labels)
 
 
 def self_distillation(teacher: Network, student: Network, images: Tensor, labels: Tensor) -> Tensor:
-    """This returns FjORD's loss at its best values α = T = 1: the teacher's cross entropy plus KL(teacher ‖ student).
+    """Return FjORD's loss at its best values α = T = 1: the teacher's cross entropy plus KL(teacher ‖ student).
 
     The teacher learns from the labels. The student learns from the teacher, whose outputs are constants there. The
     gradients are those of Flower's FjORD baseline, whose student has the cross entropy with the teacher's
@@ -37,7 +37,7 @@ def self_distillation(teacher: Network, student: Network, images: Tensor, labels
 
 
 def proximal(anchor: Mapping[str, Tensor], strength: float) -> GradientHook:
-    """This returns a hook that adds the gradient of ``strength / 2 ‖w − anchor‖²``, over the tensors in ``anchor``."""
+    """Return a hook that adds the gradient of ``strength / 2 ‖w − anchor‖²``, over the tensors in ``anchor``."""
 
     def pull(values: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
         names = [name for name in values if name in anchor]
@@ -48,7 +48,7 @@ def proximal(anchor: Mapping[str, Tensor], strength: float) -> GradientHook:
 
 
 def adam(beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8) -> GradientHook:
-    """This returns a hook that turns each gradient into Adam's step, ``m̂ / (√v̂ + ε)``.
+    """Return a hook that turns each gradient into Adam's step, ``m̂ / (√v̂ + ε)``.
 
     Plain SGD without momentum then does what Adam does. One hook serves one training, whose moments it holds.
     Source: Kingma and Ba, ICLR 2015, Algorithm 1.

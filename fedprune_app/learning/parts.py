@@ -37,7 +37,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """This is what one step changes, of one client or of several at once.
+    """What one step changes, of one client or of several at once.
 
     ``values``, ``gradients``, ``velocity`` and ``kept`` are parallel lists. ``by_client`` has the values and gradients
     of each client by name. ``rows`` has the gradients of several clients by parameter, each (clients, elements).
@@ -54,7 +54,7 @@ class Changes:
 
 @dataclass(frozen=True, kw_only=True)
 class Work(Changes):
-    """This is what one step of one client computes with, and what the step changes. Its gradients are zero before."""
+    """What one step of one client computes with, and what the step changes. Its gradients are zero before."""
 
     network: Network
     named_kept: Mapping[str, Tensor] = field(default_factory=dict)  # kept, by name; empty without masks
@@ -71,7 +71,7 @@ class Work(Changes):
         return self.by_client[0][1]
 
     def trained(self) -> dict[str, Tensor]:
-        """This returns, by name, 1 where the step changes a weight by its gradient and 0 elsewhere."""
+        """Return, by name, 1 where the step changes a weight by its gradient and 0 elsewhere."""
         ones = {name: torch.ones_like(gradient) for name, gradient in self.named_gradients.items()}
         for masks in (self.named_kept, self.keep):
             ones |= {name: ones[name] * mask for name, mask in masks.items() if name in ones}
@@ -106,7 +106,7 @@ def leading_network(
     velocity: Mapping[str, Tensor] | None,
     kept: Mapping[str, Tensor] | None,
 ) -> Iterator[Work]:
-    """The context gives the network of the leading units, whose values are views of the full network's."""
+    """Give, as a context, the network of the leading units, whose values are views of the full network's."""
     names = list(values)
     cut = {name: leading_block(values[name], part.extents.get(name)) for name in names}
     leaves = {name: view.detach().clone().requires_grad_() for name, view in cut.items()}  # dense in memory

@@ -31,20 +31,20 @@ class SGD:
     skips_lone: bool = field(default=False, repr=False)  # which follows from the network
 
     def _once_through(self, num_examples: int) -> tuple[int, int]:
-        """This returns the steps that go through all examples once, and how many examples these steps take."""
+        """Return the steps that go through all examples once, and how many examples these steps take."""
         whole, rest = divmod(num_examples, self.batch_size)
         if self.skips_lone and whole and rest == 1:
             return whole, num_examples - 1
         return whole + (rest > 0), num_examples
 
     def examples_per_epoch(self, num_examples: int) -> int:
-        """This returns how many examples an epoch takes, counting one as often as it is taken."""
+        """Return how many examples an epoch takes, counting one as often as it is taken."""
         steps, taken = self._once_through(num_examples)
         rounds, rest = divmod(self.steps_per_epoch or steps, steps)
         return rounds * taken + min(rest * self.batch_size, taken)
 
     def steps_of(self, num_examples: int) -> int:
-        """This returns how many steps an epoch has."""
+        """Return how many steps an epoch has."""
         return self.steps_per_epoch or self._once_through(num_examples)[0]
 
     def batches(
@@ -54,7 +54,7 @@ class SGD:
         device: torch.device | None = None,
         draws: Callable[[Tensor], Tensor] | None = None,
     ) -> Iterator[Tensor]:
-        """This yields the positions of each step's examples in one epoch: permutations from ``rng``, cut into batches.
+        """Yield the positions of each step's examples in one epoch: permutations from ``rng``, cut into batches.
 
         With ``draws`` it yields what that makes of the positions of a batch. Each permutation goes to ``device`` whole,
         not batch by batch, with all that is drawn for it.
@@ -69,7 +69,7 @@ class SGD:
 
 
 def sgd_step(work: Changes, sgd: SGD) -> None:
-    """This does one step of ``torch.optim.SGD``, in its order of operations. The gradients are spoilt afterwards."""
+    """Do one step of ``torch.optim.SGD``, in its order of operations. The gradients are spoilt afterwards."""
     for name, keep in work.keep.items():
         for _, gradients in work.by_client:
             gradients[name].mul_(keep)

@@ -60,7 +60,7 @@ def train(
     precision: str = "float32",
     recorder: Recorder | None = None,
 ) -> TrainingResult:
-    """This trains ``model`` in place on images (N, ...) and labels (N,) by mean cross entropy, or by ``objective``.
+    """Train ``model`` in place on images (N, ...) and labels (N,) by mean cross entropy, or by ``objective``.
 
     Every epoch takes the examples in a fresh permutation from ``rng``, a CPU generator. With ``sgd.steps_per_epoch`` an
     epoch takes as many permutations as that needs. The last batch of a permutation may be smaller. With ``augment``
@@ -124,7 +124,7 @@ def train(
 
 
 def train_together(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
-    """This does several clients' trainings, those that go together as one; the results are in the given order.
+    """Do several clients' trainings, those that go together as one; the results are in the given order.
 
     The exception of a client's hook is the client's result. It ends nobody else's training.
     """
@@ -144,7 +144,7 @@ def train_together(trainings: Sequence[Training]) -> list[TrainingResult | Excep
 
 
 def _train(trainings: Sequence[Training]) -> list[TrainingResult | Exception]:
-    """This does trainings that go together; those with more steps come first."""
+    """Do trainings that go together; those with more steps come first."""
     first, sgd = trainings[0], trainings[0].sgd
     with ExitStack() as on:
         learners = [on.enter_context(_Learner(training)) for training in trainings]
@@ -208,7 +208,7 @@ class _Learner:
         self._on.close()
 
     def take_place(self, flat: Flat, number: int) -> None:
-        """This puts the values and masks in the flat tensors; weights whose mask in ``masks`` is False become 0."""
+        """Put the values and masks in the flat tensors; weights whose mask in ``masks`` is False become 0."""
         training = self.training
         self._flat = self._on.enter_context(FlatParameters(training.model, flat, number))
         if flat.kept is not None:
@@ -216,7 +216,7 @@ class _Learner:
         _prune(training.model, training.masks)
 
     def call(self, hook: Callable[..., object] | None, *arguments: object) -> None:
-        """This calls a hook, if there is one. After an error no hook is called again."""
+        """Call a hook, if there is one. After an error no hook is called again."""
         if hook is None or self.error is not None:
             return
         try:
@@ -225,7 +225,7 @@ class _Learner:
             self.error = error
 
     def end_epoch(self, epoch: int, loss_sums: Tensor, number: int) -> None:
-        """This calls the hook, and after the last epoch sets the result."""
+        """Call the hook, and after the last epoch set the result."""
         training = self.training
         self.call(training.after_epoch, epoch)
         self._flat.bind_gradients()
@@ -234,7 +234,7 @@ class _Learner:
 
 
 def _prune(model: nn.Module, masks: Mapping[str, Tensor]) -> None:
-    """This sets the weights to 0 where their mask is False."""
+    """Set the weights to 0 where their mask is False."""
     parameters = dict(model.named_parameters())
     for name, mask in masks.items():
         weight = parameters[name].data

@@ -29,13 +29,13 @@ class Augmenter(Protocol):
     """An augmenter makes the images of a batch in two steps, so that a device gets what is drawn for many at once."""
 
     def draws(self, positions: Tensor, rng: torch.Generator) -> Tensor:
-        """This maps the positions (B,) of a batch's examples to choices (B, ...), with draws from a CPU generator.
+        """Map the positions (B,) of a batch's examples to choices (B, ...), with draws from a CPU generator.
 
         The first number of each choice is the position.
         """
 
     def __call__(self, choices: Tensor) -> Tensor:
-        """This makes the images (B, ...) of these choices."""
+        """Make the images (B, ...) of these choices."""
 
 
 MOST_FLOPS, MOST_PARAMETERS = 100_000_000, 250_000
@@ -61,7 +61,7 @@ class TrainingResult:
 
     @property
     def diverged(self) -> bool:
-        """This says whether the weights or the loss are not finite."""
+        """Say whether the weights or the loss are not finite."""
         return not self.finite or (self.loss_mean is not None and not math.isfinite(self.loss_mean))
 
 
@@ -112,26 +112,26 @@ class Training:
 
     @property
     def steps_per_epoch(self) -> int:
-        """This is how many steps an epoch has."""
+        """How many steps an epoch has."""
         return self.sgd.steps_of(len(self.labels)) if self.private is None else self.private.steps_per_epoch
 
     @property
     def num_steps(self) -> int:
-        """This is how many steps all epochs have."""
+        """How many steps all epochs have."""
         return self.sgd.epochs * self.steps_per_epoch
 
     @property
     def batch_size(self) -> int:
-        """This is the size of all batches but the last one of a permutation."""
+        """The size of all batches but the last one of a permutation."""
         return min(self.sgd.batch_size, len(self.labels))
 
     @property
     def expected_batch(self) -> float:
-        """This is how many examples a private batch has on average; a batch's own size is private."""
+        """How many examples a private batch has on average; a batch's own size is private."""
         return 0 if self.private is None else self.private.sample_rate * len(self.labels)
 
     def batches(self) -> Iterator[tuple[Tensor, int | None]]:
-        """This yields the positions of each step's examples, and the number of the epoch that ends with the step.
+        """Yield the positions of each step's examples, and the number of the epoch that ends with the step.
 
         With an augmentation it yields choices for positions.
         """
@@ -152,14 +152,14 @@ class Training:
         return self.images if self.augment else self.images.to(self.device), self.labels.to(self.device)
 
     def examples(self, batch: Tensor) -> tuple[Tensor, Tensor]:
-        """This returns the images and labels of the examples at these positions, or of these choices."""
+        """Return the images and labels of the examples at these positions, or of these choices."""
         images, labels = self._on_device
         if self.augment is None:
             return images.index_select(0, batch), labels.index_select(0, batch)
         return self.augment(batch), labels.index_select(0, batch[:, 0])
 
     def put_examples(self, batch: Tensor, images: Tensor, labels: Tensor) -> None:
-        """This puts the examples at these positions, or of these choices, first in ``images`` and ``labels``."""
+        """Put the examples at these positions, or of these choices, first in ``images`` and ``labels``."""
         if self.augment is None and len(batch) == len(images):
             torch.index_select(self._on_device[0], 0, batch, out=images)
             torch.index_select(self._on_device[1], 0, batch, out=labels)
@@ -167,7 +167,7 @@ class Training:
             images[: len(batch)], labels[: len(batch)] = self.examples(batch)
 
     def result(self, loss_sum: float) -> TrainingResult:
-        """This returns the result, once the training is over, from the sum of the examples' losses."""
+        """Return the result, once the training is over, from the sum of the examples' losses."""
         num_examples, private = len(self.labels), self.private is not None
         # a step may overflow after the last loss, which would not tell
         finite = all(bool(p.isfinite().all()) for p in self.model.parameters())
@@ -176,7 +176,7 @@ class Training:
 
     @cached_property
     def form(self) -> GroupedForm | None:
-        """This is the grouped form in which the network is trained; None where it is trained as it is.
+        """The grouped form in which the network is trained; None where it is trained as it is.
 
         Whether there is one depends on this training alone. So a client's result does not depend on who else trains.
         A large step gains nothing: arithmetic and memory take its time, and not the start of operations. A private step
@@ -193,7 +193,7 @@ class Training:
         return form if form.flops * self.batch_size <= MOST_FLOPS else None
 
     def goes_with(self, other: Training) -> bool:
-        """This says whether both trainings can be one."""
+        """Say whether both trainings can be one."""
         return (
             self.form is not None
             and self.form is other.form

@@ -53,7 +53,7 @@ class Alone:
 
     @contextmanager
     def step(self, batches: Sequence[Tensor]) -> Iterator[Changes]:
-        """The context gives what a step on the examples at these positions changes, with the gradients."""
+        """Give, as a context, what a step on the examples at these positions changes, with the gradients."""
         (batch,) = batches
         with self._work(batch) as work:
             if self._training.private is None:
@@ -64,7 +64,7 @@ class Alone:
 
     @contextmanager
     def _work(self, batch: Tensor) -> Iterator[Work]:
-        """The context gives what a step works on: the whole network as two flat tensors, or a part of the network."""
+        """Give, as a context, what a step works on: the whole network as two flat tensors, or a part of the network."""
         training, flat = self._training, self._flat
         if training.part is None:
             flat.gradients.zero_()
@@ -138,18 +138,18 @@ class Grouped:
         self._networks.clear()
 
     def step(self, batches: Sequence[Tensor]) -> nullcontext[Changes]:
-        """The context gives what a step on the examples at these positions changes, with the gradients."""
+        """Give, as a context, what a step on the examples at these positions changes, with the gradients."""
         self.put(batches)
         return nullcontext(self.find_gradients(len(batches)))
 
     def put(self, batches: Sequence[Tensor]) -> None:
-        """This puts the examples at these positions where the next step of so many clients takes them."""
+        """Put the examples at these positions where the next step of so many clients takes them."""
         self._weigh([len(batch) for batch in batches])
         for number, batch in enumerate(batches):
             self._trainings[number].put_examples(batch, self._images[number], self._labels[number])
 
     def find_gradients(self, clients: int) -> Changes:
-        """This finds the gradients on the examples that were put, and returns what a step changes.
+        """Find the gradients on the examples that were put, and return what a step changes.
 
         All tensors that it reads and writes stay in their places from step to step.
         """
@@ -173,7 +173,7 @@ class Grouped:
         self._counts[: len(sizes)] = torch.tensor(sizes, device=self._counts.device)
 
     def _network(self, clients: int) -> tuple[dict[str, Tensor], list[Tensor], Changes]:
-        """This returns the first clients' weights and gradients for the grouped form, and what a step changes."""
+        """Return the first clients' weights and gradients for the grouped form, and what a step changes."""
         if clients not in self._networks:
             layout = self._flat.layout
             gradients = [layout.stacked(self._flat.gradients, name, clients) for name in layout.names]
@@ -207,7 +207,7 @@ class Grouped:
 
 
 def _frozen(trainings: Sequence[Training], trained: FlatLayout) -> Flat | None:
-    """This returns the values of the parameters that are not trained; None where all are trained."""
+    """Return the values of the parameters that are not trained; None where all are trained."""
     model = trainings[0].model
     if not (names := [name for name, _ in model.named_parameters() if name not in trained.names]):
         return None

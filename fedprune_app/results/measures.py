@@ -78,22 +78,22 @@ class Recorded(Enum):
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean over clients counts each of them once. It is NaN for no values."""
+    """Return the mean, which counts each client once; NaN for no values."""
     return metrics.summary(values).mean
 
 
 def spread(values: Sequence[float]) -> float:
-    """The spread is the population's standard deviation. It is NaN for no values."""
+    """Return the population's standard deviation; NaN for no values."""
     return metrics.summary(values).std
 
 
 def lowest_tenth(values: Sequence[float]) -> float:
-    """The lowest tenth is the mean of the lowest ⌈n / 10⌉ of n values. It is NaN for no values."""
+    """Return the mean of the lowest ⌈n / 10⌉ of n values; NaN for no values."""
     return metrics.worst_decile(values)
 
 
 def running_mean(values: Sequence[float]) -> float | None:
-    """The running mean adds the values from the first to the last, and is None for no values.
+    """Return the mean by adding the values from the first to the last; None for no values.
 
     It may differ from :func:`mean` in the last bit, so a column stays with the one that it had first.
     """
@@ -101,28 +101,28 @@ def running_mean(values: Sequence[float]) -> float | None:
 
 
 def number(values: Sequence[float]) -> float | None:
-    """The number of values is None for no values."""
+    """Return the number of values; None for no values."""
     return len(values) or None
 
 
 def largest(values: Sequence[float]) -> float | None:
-    """The largest value is None for no values."""
+    """Return the largest value; None for no values."""
     return max(values, default=None)
 
 
 def noise_of_mean(deviations: Sequence[float]) -> float | None:
-    """The mean of numbers with independent noise of these standard deviations has noise of this one. None for none."""
+    """Return the standard deviation of the noise in a mean of numbers with these independent ones; None for none."""
     return math.hypot(*deviations) / len(deviations) if deviations else None
 
 
 def noise_remark(rows: Sequence[Row], column: str) -> str:
-    """Epsilons are simulated where noise derives from the seed, as those who know the seed can subtract it."""
+    """Say which epsilons are simulated: who knows the seed can subtract noise that derives from it."""
     said = {None: "noise unknown", 0: "", 1: "simulated"}
     return _of_each(said.get(row.get("epsilon_simulated"), "partly simulated") for row in rows)
 
 
 def accuracy_remark(rows: Sequence[Row], column: str) -> str:
-    """A mean of accuracies that clients told with noise stands beside the standard deviation of its noise."""
+    """Give the standard deviation of the noise in a mean of accuracies that clients tell with noise."""
     found = ((row.get("noise_by_column") or {}).get(column, row.get("accuracy_noise")) for row in rows)
     noises = [noise for noise in found if noise is not None]
     noise = noise_of_mean(noises)
@@ -130,12 +130,12 @@ def accuracy_remark(rows: Sequence[Row], column: str) -> str:
 
 
 def noised_remark(rows: Sequence[Row], column: str) -> str:
-    """A number that the noise in clients' accuracies moves in one direction says so."""
+    """Say that a number is made of noised accuracies, whose noise moves it in one direction."""
     return _of_each("" if row.get("accuracy_noise") is None else "of noised accuracies" for row in rows)
 
 
 def fewer_remark(rows: Sequence[Row], column: str, counted: str = "evaluated") -> str:
-    """A mean over fewer clients than the run has says over how many.
+    """Say over how many clients a mean is, where they are fewer than the run has.
 
     ``counted`` names the column of their number, where no column ``clients_by_column`` tells it.
     """
@@ -222,7 +222,7 @@ class InLine:
     on_a_text: bool = False
 
     def number(self, value: float) -> str:
-        """The number is shown scaled, formatted and with its unit."""
+        """Return the number scaled, formatted and with its unit."""
         return f"{value * self.scale:{self.format}}{self.unit}"
 
 
@@ -254,7 +254,7 @@ class Column:
     is_noised_mean: bool = False
 
     def remarked(self, *rows: Row) -> str:
-        """The remark on those of the rows that have a number is ready to stand behind the number, or empty."""
+        """Return the remark on those of the rows that have a number, ready to stand behind the number, or empty."""
         told = [row for row in rows if row.get(self.name) is not None]
         remark = self.remark(told, self.name) if self.remark else ""
         return f" ({remark})" if remark else ""
@@ -304,7 +304,7 @@ class Measure:
         return any(reply.is_evaluation for reply in self.replies)
 
     def of(self, fields: Row, *, about: str | None = None, most: float | None = None, private: bool = False) -> float:
-        """The fields of a reply tell the number, which is checked here.
+        """Return the number from the fields of a reply, checked.
 
         With ``about`` the number is the one told of that layer or text. ``most`` takes the place of the declared bound.
         ``ValueError`` names the field that is missing or out of bounds.
@@ -316,7 +316,7 @@ class Measure:
         return int(value) if self.is_count else value
 
     def found(self, fields: Row, reply: Reply, names: Mapping[str, Iterable[str]], private: bool = False) -> Any:
-        """A reply of this kind tells one number, or numbers by name, or None if the number is optional there.
+        """Return what a reply of this kind tells: one number, or numbers by name, or None if it is optional there.
 
         ``names`` says which layers and classes there are.
         """
@@ -386,7 +386,7 @@ class Measures(tuple[Measure | Column, ...]):
         return tuple((each, each.line, each.name in trained) for each in self.columns.values() if each.line)
 
     def told_in(self, reply: Reply) -> list[Measure]:
-        """A reply of this kind may tell these numbers."""
+        """Return the numbers that a reply of this kind may tell."""
         return [each for each in self.of_clients.values() if reply in each.replies]
 
 
@@ -401,7 +401,7 @@ def _megabytes(key: str, title: str, of_rounds: Literal["total", "mean"], place:
 
 
 def _epsilon(name: str, table: InTable, line: InLine | None = None) -> Measure:
-    """The largest ε of all clients stands for the round, and says beside itself where noise derives from the seed."""
+    """Declare an ε: the round has the largest of all clients, with a remark where noise derives from the seed."""
     column = Column(f"{name}_max", largest, table=table, line=line, remark=noise_remark)
     return Measure(name, optional=_PRIVACY, least=0, columns=(column,))
 
@@ -710,7 +710,7 @@ MEASURES = Measures(
 
 
 def told(name: str, fields: Row, *, about: str | None = None, most: float | None = None) -> float:
-    """The fields of a reply must tell the number ``name``, which is checked as :meth:`Measure.of` says."""
+    """Return the number ``name`` from the fields of a reply, checked as :meth:`Measure.of` says."""
     return MEASURES.of_clients[name].of(fields, about=about, most=most)
 
 
@@ -723,7 +723,7 @@ def row_of(
     num_classes: int = 0,
     declared: Measures | None = None,
 ) -> dict[str, Any]:
-    """The row of a reply holds the numbers of this kind of reply by name, each checked.
+    """Return the numbers of this kind of reply by name, each checked.
 
     An optional number that is not told is None. In a ``private`` run what is withheld is None whatever the reply says.
     Numbers by layer are asked of ``layers`` alone, and numbers by class of so many classes. ``declared`` are all
@@ -738,7 +738,7 @@ def row_of(
 
 
 def from_training(row: Row, trained: Row) -> dict[str, Any]:
-    """The training of a round may have told numbers that the ``row`` of its evaluation lacks."""
+    """Return the numbers that the ``row`` of an evaluation lacks and the training of the round told."""
     both = (name for name, each in MEASURES.of_clients.items() if _is_of_either(each))
     return {name: trained.get(name) for name in both if row[name] is None}
 
@@ -759,7 +759,7 @@ def recorded_of_client(row: Row) -> dict[str, Any]:
 def over_clients(
     rows: Iterable[Row], reply: Reply, others: Sequence[Row] = (), declared: Measures | None = None
 ) -> dict[str, Any]:
-    """The clients' rows of one kind of reply make these columns of the round, by name.
+    """Return the columns of a round, by name, that the clients' rows of one kind of reply make.
 
     A client that lacks a number is left out of its columns. Numbers by layer or class become a column of numbers by
     name, in the order in which the clients tell of the names. ``others`` are the training rows of clients that were not
@@ -784,7 +784,7 @@ def _telling(each: Measure, rows: Sequence[Row], others: Sequence[Row]) -> list[
 
 
 def _of_fewer(rows: Sequence[Row], others: Sequence[Row]) -> dict[str, Any]:
-    """A column of accuracies that some of the clients did not tell has an entry in each of two columns.
+    """Return two columns, with an entry for each column of accuracies that some of the clients did not tell.
 
     One says how many clients told the number. The other has the noise in their mean, where they told how much of it is
     noise: a client whose privacy budget is spent tells no accuracy, and a client without test images has none.
@@ -813,7 +813,7 @@ def _by_name(rows: Iterable[Mapping[str, float]], take: Take) -> dict[str, float
 
 
 def summary_line(row: Row, declared: Measures | None = None) -> str:
-    """The log tells of a round in one line: replies, what training told, what it cost, what the evaluation told.
+    """Return the log's line on a round: replies, what training told, what it cost, what the evaluation told.
 
     ``declared`` are all numbers that there are, by default fedprune's own.
     """
@@ -835,7 +835,7 @@ def summary_line(row: Row, declared: Measures | None = None) -> str:
 
 
 def progress_line(row: Row) -> str:
-    """The progress bar shows these numbers of a row of rounds.jsonl; the line is empty if the row has none of them."""
+    """Return the numbers of a row of rounds.jsonl that the progress bar shows; empty if it has none of them."""
     shown = []
     for column, line, _ in MEASURES.lines:
         if line.terminal and row.get(column.name) is not None:

@@ -95,7 +95,7 @@ class OwnMeasure:
 
     @cached_property
     def shown(self) -> Column:
-        """This is how tables, figures and the log show the number."""
+        """How tables, figures and the log show the number."""
         scale, unit = (100.0, " %") if self.percent else (1.0, "")
         title = f"{self.title} (%)" if self.percent else self.title
         whose = "" if self.told == "server" else "Mean over the clients that told it."

@@ -29,9 +29,9 @@ from fedprune_app.sweeps.search import BEST, Found, best_matrix, find, storage_i
 from fedprune_app.sweeps.space import Search
 
 Say = Callable[[str, str], object]
-"""This is told what happens: a label, which may be empty, and a text."""
+"""Told what happens: a label, which may be empty, and a text."""
 Make = Callable[[str, Mapping[str, Scalar]], Run]
-"""This makes the run of a name and settings, or returns one that was made before."""
+"""Make the run of a name and settings, or return one that was made before."""
 
 
 @dataclass(frozen=True)
