@@ -447,7 +447,7 @@ MEASURES = Measures(
                     "accuracy_personal_mean",
                     mean,
                     is_headline=True,
-                    table=InTable("personal_accuracy", "Personal (%)", 2, 100, place=27),
+                    table=InTable("personal_accuracy", "Personal (%)", 2, 100, place=5),
                     view=Title("Personal", 10),
                     line=InLine("personal accuracy", "personal", ".1f", 100, " %"),
                     remark=_both(accuracy_remark, fewer_remark),

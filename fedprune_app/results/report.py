@@ -15,7 +15,7 @@ from typing import Any
 
 from fedprune_app.config import ConfigError
 from fedprune_app.files import replace_file
-from fedprune_app.results import measures
+from fedprune_app.results import measures, words
 from fedprune_app.results.differences import difference_tables
 from fedprune_app.results.figures import figures
 from fedprune_app.results.measures import MEGABYTE
@@ -24,9 +24,11 @@ from fedprune_app.results.pages import filled
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import (
     NOT_MEASURED,
+    OWN,
     Column,
     Group,
     columns,
+    compared_by,
     cost,
     final_rows,
     formatted,
@@ -141,8 +143,9 @@ def render(runs: Sequence[Run], left_out: Sequence[str] = (), refresh_seconds: i
         title=_title(runs),
         refresh_seconds=refresh_seconds,
         facts=_facts(runs),
+        words=words.comparison(groups) if len(groups) <= _CARDS_UP_TO else [],
         series=series,
-        cards=[_card(group) for group in groups] if len(groups) <= _CARDS_UP_TO else [],
+        cards=_cards(groups) if len(groups) <= _CARDS_UP_TO else [],
         problems=[run for run in runs if run.flaw or run.info.get("clients_left_out")],
         left_out=left_out,
         runs_asked=len(runs) + len(left_out),
@@ -234,39 +237,43 @@ def _facts(runs: Sequence[Run]) -> list[str]:
     return facts
 
 
-def _card(group: Group) -> dict[str, Any]:
+def _cards(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Return a card for each group, with the accuracy of the clients' own models in large digits if all have one."""
+    by_label = compared_by(groups)
+    return [_card(group, "personal_accuracy" if by_label[group.label] == OWN else "accuracy") for group in groups]
+
+
+def _card(group: Group, accuracy: str) -> dict[str, Any]:
     numbers, column = statistics_of(group), {column.key: column for column in columns([group])}
-    judged_by = "perplexity" if group.runs[0].headline.startswith("perplexity") else "accuracy"
-    shown: dict[str, Any] = {"number": formatted(numbers[judged_by], column[judged_by]), "judged_by": judged_by}
+    is_perplexity = group.runs[0].headline.startswith("perplexity")
+    judged_by = "perplexity" if is_perplexity else accuracy
 
-    def short(key: str, unit: str = "") -> str:  # a card is short; the table tells the spread
+    def short(key: str, unit: str = "") -> str:  # a card is short; the table tells spread and remarks
         statistic = numbers[key]
-        if statistic is None:
-            return NOT_MEASURED
-        return formatted(replace(statistic, std=None), column[key]) + unit + column[key].remark(group.runs)
+        return NOT_MEASURED if statistic is None else formatted(replace(statistic, std=None), column[key]) + unit
 
-    if judged_by == "perplexity":
+    is_global = group.runs[0].headline.endswith("_global")
+    if is_perplexity:
         own = "standalone_perplexity" if numbers["standalone_perplexity"] else "own_perplexity"
         facts = {"Mean of the clients' own": short(own), "Density": short("global_density")}
         if text := measured_on(group.runs[0]):
             facts["Tested on"] = text
+        main = "perplexity, global model"
     else:
-        accuracies = {
-            "Personal models": "personal_accuracy",
-            "Received models": "received_accuracy",
-            "Personal, worst decile": "worst_decile",
-        }
-        facts = {title: short(key, " %") for title, key in accuracies.items()}
+        main = "accuracy, global model" if is_global else "accuracy, mean over clients"
+        facts = {"Own models": short("personal_accuracy", " %")}
+        if accuracy == "personal_accuracy":
+            main = "clients' own models, mean"
+            facts = {"Global, its paper's number": short("accuracy", " %")} if is_global else {}
+        facts |= {"Received models": short("received_accuracy", " %"), "Worst tenth": short("worst_decile", " %")}
         facts["Density"] = short("density")
-    peers = numbers["peer_megabytes"]  # up and down together would count relayed bytes twice
-    traffic = [peers] if peers else [numbers[key] for key in ("megabytes_up", "megabytes_down")]
-    total = sum(each.mean for each in traffic if each) / MEGABYTE if all(traffic) else None
-    main = "global model" if group.runs[0].headline.endswith("_global") else "mean over clients"
     if numbers[judged_by]:
         main += column[judged_by].remark(group.runs)
-    title = "Traffic, peer to peer" if peers else "Traffic"
-    facts |= {title: NOT_MEASURED if total is None else f"{total:,.1f} MB", "Rounds": short("rounds")}
-    return shown | {"main": main, "facts": facts}
+    total = words.traffic(group)
+    title = "Traffic, peer to peer" if numbers["peer_megabytes"] else "Traffic"
+    facts[title] = NOT_MEASURED if total is None else f"{total.mean / MEGABYTE:,.1f} MB"
+    number = formatted(numbers[judged_by], column[judged_by])
+    return {"number": number, "unit": "" if is_perplexity else "%", "main": main, "facts": facts}
 
 
 def _formulas(runs: Sequence[Run]) -> dict[str, str]:

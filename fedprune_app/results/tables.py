@@ -101,8 +101,6 @@ def outcome(groups: Sequence[Group]) -> tuple[Column, ...]:
             of_some,
         ),
         Column("own_perplexity", f"Perplexity, {own}", partial(own_perplexity, name=own), 1, 2, 70, of_some),
-        Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0, measures.LAST),
-        Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1, measures.LAST),
     )
     return _in_order(*_declared(is_cost=False), *_own(groups), *made)
 
@@ -112,6 +110,8 @@ def cost() -> tuple[Column, ...]:
     made = (
         Column("paper_megabytes", "MB, paper's formula", paper_bytes, 1 / MEGABYTE, 2, 30),
         Column("gigaflops", "GFLOPs per client and round", flops_per_client, 1e-9, 2, 80),
+        Column("rounds", "Rounds", lambda run: float(len(run.rounds)), 1, 0, measures.LAST),
+        Column("minutes", "Minutes", lambda run: float(run.info["seconds"]), 1 / 60, 1, measures.LAST),
     )
     return _in_order(*_declared(is_cost=True), *made)
 
@@ -340,9 +340,27 @@ def final_rows(groups: Sequence[Group], shown: Sequence[Column] = ()) -> tuple[l
     return header, rows
 
 
+OWN = "accuracy_personal_mean"
+
+
+def compared_by(groups: Sequence[Group]) -> dict[str, str]:
+    """Return by label the number that groups are compared by: what each is judged by, if that is the same for all.
+
+    Otherwise it is the accuracy of the clients' own models, if all groups have it.
+    """
+    judged_by = {group.label: group.runs[0].headline for group in groups}
+    have_own = all(run.last(OWN) is not None for group in groups for run in group.runs)
+    return dict.fromkeys(judged_by, OWN) if have_own and len(set(judged_by.values())) > 1 else judged_by
+
+
 def headline_words(group: Group) -> str:
     """Return whose accuracy a group is judged by, in words; empty where it is judged by something else."""
-    column = measures.MEASURES.columns.get(group.runs[0].headline)
+    return accuracy_words(group.runs[0].headline)
+
+
+def accuracy_words(name: str) -> str:
+    """Return whose accuracy a column of rounds.jsonl has, in words; empty for another column."""
+    column = measures.MEASURES.columns.get(name)
     if column is None or column.view is None or not column.name.startswith("accuracy"):
         return ""
     return column.view.text.lower()

@@ -18,6 +18,7 @@ from fedprune_app.results.figures.clients import by_class
 from fedprune_app.results.reader import load_run
 from fedprune_app.results.report import _packed_plotly, appearance, each_once, write_report
 from fedprune_app.results.tables import columns, comma_separated, epsilon_remark, final_rows, group_runs
+from fedprune_app.results.words import _times
 
 HOSTILE = "</script><script>alert(1)</script><!--<img src=x onerror=alert(2)>{{7*7}}\u2028\ud800'\""
 
@@ -245,7 +246,7 @@ def test_a_sweep_is_a_point_per_setting_against_epsilon_and_against_traffic_join
     assert points[2]["x"] == [pytest.approx(spent)]
 
 
-def test_settings_on_other_data_or_judged_by_another_model_have_a_front_of_their_own(make_run):
+def test_settings_on_other_data_have_a_front_of_their_own(make_run):
     folders = [
         make_run("good", "subfedavg", plateau=0.9),
         make_run("poor", "subfedavg", plateau=0.5, config={"subfedavg.target-rate": 20.0}),
@@ -254,7 +255,7 @@ def test_settings_on_other_data_or_judged_by_another_model_have_a_front_of_their
     ]
     (view,) = (view for view in drawn(folders)["tradeoff"].variants if view.name == "Traffic")
     points = {trace["series"]: trace for trace in view.traces if trace["mode"] == "markers"}
-    assert [bool(points[number].get("dominated")) for number in range(4)] == [False, True, False, False]
+    assert [bool(points[number].get("dominated")) for number in range(4)] == [False, True, False, True]
 
 
 def _beats(one, other):
@@ -407,12 +408,39 @@ def test_seeds_are_drawn_as_their_mean_within_their_range(six):
     assert line["y"][-1] == pytest.approx(sum(last) / 2)
 
 
-def test_systems_of_different_main_numbers_are_compared_by_theirs(six):
-    view = drawn([six[0], six[3]])["accuracy"].variants[0]
-    assert view.name == "Main number"
-    ends = [trace["y"][-1] for trace in view.traces]
-    last = [load_run(folder).rounds[-1] for folder in (six[0], six[3])]
-    assert ends == [last[0]["accuracy_personal_mean"], last[1]["accuracy_global"]]
+def test_systems_that_are_judged_by_different_models_are_compared_by_their_clients_own(six, tmp_path):
+    both = [six[0], six[3]]
+    assert {load_run(folder).headline for folder in both} == {"accuracy_personal_mean", "accuracy_global"}
+    view = drawn(both)["accuracy"].variants[0]
+    own = [load_run(folder).rounds[-1]["accuracy_personal_mean"] for folder in both]
+    assert (view.name, [trace["y"][-1] for trace in view.traces]) == ("Personal", own)
+    cards = page_of(both, tmp_path / "report.html").split('<section class="cards"')[1].split("</section>")[0]
+    assert all(f"{100 * accuracy:.2f}<small> %</small>" in cards for accuracy in own)
+    (view,) = (view for view in drawn(both)["tradeoff"].variants if view.name == "Traffic")
+    assert sorted(trace["y"][0] for trace in view.traces if trace["mode"] == "markers") == sorted(own)
+
+
+def test_the_page_begins_with_what_the_comparison_found_in_words(make_run, tmp_path):
+    folders = [
+        make_run("dense", "fedavg", plateau=0.8, headline="accuracy_global"),
+        make_run("pruned", "subfedavg", plateau=0.7),
+        make_run("elsewhere", "fedprox", plateau=0.4, config={"dataset": "mnist"}),
+    ]
+    dense, pruned = (load_run(folder) for folder in folders[:2])
+    own = [100 * run.rounds[-1]["accuracy_personal_mean"] for run in (dense, pruned)]
+    said = Elements(page_of(folders, tmp_path / "report.html")).text
+    assert f"The clients of fedavg have {own[0]:.1f} % with their own models" in said
+    assert f"Those of subfedavg are {own[0] - own[1]:.1f} points below, for " in said
+    assert "One seed, 20 clients: another seed may differ." in said
+    assert "Those of fedprox" not in said  # its clients have other data
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [(0.001, "next to none of"), (0.666, "0.67 of"), (1.001, "all of"), (2.13, "2.1 times"), (41.7, "42 times")],
+)
+def test_a_ratio_is_put_into_words(ratio, words):
+    assert _times(ratio) == words
 
 
 def test_each_client_of_the_last_evaluation_is_a_point_and_the_diamond_is_the_worst_tenth(six):
@@ -449,17 +477,17 @@ def test_the_card_of_a_peer_to_peer_system_does_not_count_what_is_relayed_twice(
 def test_outcome_and_cost_are_two_tables_of_the_same_systems(peers, tmp_path):
     text = Elements(page_of(peers, tmp_path / "report.html")).text
     outcome, cost = text.split("Final numbers")[1].split("What it cost")
-    assert "Minutes" in outcome
+    assert "Minutes" in cost
     assert "MB" not in outcome
     assert "Busiest node, MB/round" in cost.split("Mean ±")[0]
     assert "Accuracy" not in cost.split("Mean ±")[0]
     assert all("dispfl" in part and "fedavg" in part for part in (outcome, cost))
 
 
-def test_a_run_that_measured_no_cost_has_no_cost_table(make_run, tmp_path):
+def test_a_run_that_measured_nothing_has_no_table_of_final_numbers(make_run, tmp_path):
     text = Elements(page_of([make_run("empty", rounds=0)], tmp_path / "report.html")).text
-    assert "Final numbers" in text
-    assert "What it cost" not in text
+    assert "Final numbers" not in text
+    assert "What it cost" in text
 
 
 def test_clients_that_dropped_out_are_told_with_the_lost_replies(peers, tmp_path):

@@ -55,7 +55,7 @@ def _plans(groups: Sequence[Group]) -> list[Plan]:
         Plan(
             "tradeoff",
             "What accuracy costs",
-            "One point per setting at the end of the run: the main number against what was spent for it. A line joins "
+            "One point per setting at the end of the run: accuracy against what was spent for it. A line joins "
             "the settings of a system; bars are standard deviations over seeds. The dotted line is the front: a pale "
             "point is behind, since another setting is at least as accurate for no more. Settings with other data, or "
             "judged by another model, have a front of their own.",

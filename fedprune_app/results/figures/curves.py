@@ -13,7 +13,7 @@ from fedprune_app.results.figures.common import SHARE_TICKS, Plan, Trace, Varian
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.own_measures import OwnMeasure
 from fedprune_app.results.reader import Run
-from fedprune_app.results.tables import Group, epsilon_remark, own_measures_of
+from fedprune_app.results.tables import Group, compared_by, epsilon_remark, own_measures_of
 
 Curve = Mapping[int, tuple[float, float]]  # round -> (x, y)
 _CURVES_UP_TO = 100  # clients whose ε is drawn by itself
@@ -76,7 +76,8 @@ def accuracies(groups: Sequence[Group], curve: Callable[[Run, str], Curve], x_ti
     """Return a view for each declared accuracy, with a curve per group."""
     axes = {"x": x_title, "y": {"tickformat": SHARE_TICKS, "hoverformat": ".2%"}}
     titled = [(name, column.view) for name, column in measures.MEASURES.columns.items() if column.view]
-    main = {group.runs[0].headline for group in groups} & {name for name, _ in titled}
+    by_label = compared_by(groups)
+    main = set(by_label.values()) & {name for name, _ in titled}
     in_order = sorted(titled, key=lambda each: (each[0] not in main, each[1].place))  # the main number's view is first
     views = [view for name, title in in_order for view in lines(groups, curve, name, title.text, axes)]
     if len(main) == 1:
@@ -84,8 +85,8 @@ def accuracies(groups: Sequence[Group], curve: Callable[[Run, str], Curve], x_ti
     traces = [
         trace
         for index, group in enumerate(groups)
-        if group.runs[0].headline in main
-        for trace in _traces(index, group, curve, group.runs[0].headline)
+        if by_label[group.label] in main
+        for trace in _traces(index, group, curve, by_label[group.label])
     ]
     mixed = [Variant("Main number", traces, line_layout(axes))] if traces else []
     return mixed + views

@@ -1,4 +1,4 @@
-"""This figure shows what accuracy costs: the main number against what was spent for it."""
+"""This figure shows what accuracy costs: the number that runs are compared by, against what was spent for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedprune_app.results.differences import of_the_same_data
 from fedprune_app.results.figures.common import SHARE_TICKS, Trace, Variant, joining, point
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run
-from fedprune_app.results.tables import Group, Statistic, accuracy, epsilon_remark, headline_words
+from fedprune_app.results.tables import Group, Statistic, accuracy_words, compared_by, epsilon_remark
 
 
 def by_cost(groups: Sequence[Group]) -> list[Variant]:
@@ -18,6 +18,7 @@ def by_cost(groups: Sequence[Group]) -> list[Variant]:
         "Privacy": (f"Largest ε of any client{epsilon_remark(groups)}", lambda run: run.last("epsilon_max")),
         "Traffic": ("Measured traffic (MB)", _total_megabytes),
     }
+    by_label = compared_by(groups)
     data = {group.label: number for number, each in enumerate(of_the_same_data(groups)) for group in each}
     variants = []
     for title, (axis, cost) in costs.items():
@@ -25,12 +26,13 @@ def by_cost(groups: Sequence[Group]) -> list[Variant]:
         alike: dict[object, list[Trace]] = {}  # by the model and the data that accuracy is of
         for index, group in enumerate(groups):
             spent = Statistic.of(cost(run) for run in group.runs)
-            reached = Statistic.of(accuracy(run) for run in group.runs)
+            accuracy = by_label[group.label]
+            reached = Statistic.of(run.last(accuracy) for run in group.runs) if accuracy_words(accuracy) else None
             if spent is None or reached is None:
                 continue
             points.setdefault(group.system, []).append((spent.mean, reached.mean, index))
             marker = point(group, index, spent.mean, reached, "%{y:.2%} at %{x:.3~g}")
-            alike.setdefault((headline_words(group), data[group.label]), []).append(marker)
+            alike.setdefault((accuracy, data[group.label]), []).append(marker)
         traces = list(itertools.chain.from_iterable(alike.values()))
         if len(traces) < 2:
             continue

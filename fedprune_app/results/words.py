@@ -1,0 +1,74 @@
+"""What a comparison found, in words: the first paragraph of the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fedprune_app.results.differences import of_the_same_data
+from fedprune_app.results.tables import Group, Statistic, statistics_of
+
+REFERENCE = "fedavg"
+"""What the others are compared with, if it is there: the dense method that everybody knows."""
+
+
+def comparison(groups: Sequence[Group]) -> list[str]:
+    """Return sentences on the clients' own models of each group, beside those of FedAvg or of the most accurate group.
+
+    Groups whose clients have the same data are compared, and runs that did not complete are left out.
+    """
+    whole = [group for group in groups if not group.runs[0].flaw and own_accuracy(group)]
+    return [line for alike in of_the_same_data(whole) if len(alike) > 1 for line in _of_alike(alike)]
+
+
+def own_accuracy(group: Group) -> Statistic | None:
+    """Return the mean accuracy in [0, 1] of the clients' own models, in the last evaluation."""
+    return statistics_of(group)["personal_accuracy"]
+
+
+def traffic(group: Group) -> Statistic | None:
+    """Return the bytes of a run in both directions; between peers, where the relay's would count twice, their own."""
+    return Statistic.of(
+        peers if peers is not None else None if up is None or down is None else up + down
+        for peers, up, down in (
+            [run.total(name) for name in ("peer_bytes", "bytes_up", "bytes_down")] for run in group.runs
+        )
+    )
+
+
+def _of_alike(groups: Sequence[Group]) -> Iterator[str]:
+    accuracy = {group.label: found.mean for group in groups if (found := own_accuracy(group))}
+    best = max(groups, key=lambda group: accuracy[group.label])
+    reference = next((group for group in groups if group.system == REFERENCE), best)
+    yield (
+        f"The clients of {reference.label} have {100 * accuracy[reference.label]:.1f} % with their own models, as a "
+        "mean over clients."
+    )
+    for group in groups:
+        if group is not reference:
+            points = 100 * (accuracy[group.label] - accuracy[reference.label])
+            side = "above" if points > 0 else "below"
+            shares = [
+                f"{_times(ours.mean / theirs.mean)} {what}"
+                for what, ours, theirs in (
+                    ("its traffic", traffic(group), traffic(reference)),
+                    ("its operations", _operations(group), _operations(reference)),
+                )
+                if ours and theirs and theirs.mean
+            ]
+            cost = f", for {' and '.join(shares)}" if shares else ""
+            yield f"Those of {group.label} are {abs(points):.1f} points {side}{cost}."
+    seeds, clients = len(reference.runs), len(reference.runs[0].info.get("partition") or ())
+    count = "One seed" if seeds == 1 else f"{seeds} seeds"
+    yield f"{count}, {clients} clients: another seed may differ."
+
+
+def _operations(group: Group) -> Statistic | None:
+    return Statistic.of(run.total("flops") for run in group.runs)
+
+
+def _times(ratio: float) -> str:
+    if ratio < 0.005:
+        return "next to none of"
+    if 0.995 <= ratio < 1.005:
+        return "all of"
+    return f"{ratio:.2f} of" if ratio < 1.95 else f"{ratio:.1f} times" if ratio < 9.95 else f"{ratio:.0f} times"
