@@ -69,7 +69,7 @@ def tile(mask: np.ndarray, colour: tuple[int, int, int]) -> Image.Image:
 def frame(seen: dict, number: int) -> Image.Image:
     image = Image.new("RGB", (860, 716), PAGE)
     draw = ImageDraw.Draw(image)
-    masks = [{name: mask for name, mask in client.items()} for client in seen["masks"]]
+    masks = seen["masks"]
     held = [np.flatnonzero(part["train"]).tolist() for part in seen["info"]["partition"]]
     order = sorted(range(CLIENTS), key=lambda client: held[client])
     width, height = 16 * SQUARE, 32 * SQUARE
