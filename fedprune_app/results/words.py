@@ -36,27 +36,30 @@ def traffic(group: Group) -> Statistic | None:
 
 
 def _of_alike(groups: Sequence[Group]) -> Iterator[str]:
-    accuracy = {group.label: found.mean for group in groups if (found := own_accuracy(group))}
-    best = max(groups, key=lambda group: accuracy[group.label])
-    reference = next((group for group in groups if group.system == REFERENCE), best)
-    yield (
-        f"The clients of {reference.label} have {100 * accuracy[reference.label]:.1f} % with their own models, as a "
-        "mean over clients."
-    )
-    for group in groups:
+    accuracy = {group.label: 100 * found.mean for group in groups if (found := own_accuracy(group))}
+    alone = [group for group in groups if group.system == "standalone"]
+    others = [group for group in groups if group not in alone]
+    for group in alone:
+        yield f"A client that trains alone ({group.label}) has {accuracy[group.label]:.1f} % on average."
+    best = max(others or alone, key=lambda group: accuracy[group.label])
+    reference = next((group for group in others if group.system == REFERENCE), best)
+    own = accuracy[reference.label]
+    if reference in others:
+        yield f"With {reference.label}, clients' own models have {own:.1f} %."
+    for group in others:
         if group is not reference:
-            points = 100 * (accuracy[group.label] - accuracy[reference.label])
+            points = accuracy[group.label] - own
             side = "above" if points > 0 else "below"
             shares = [
-                f"{_times(ours.mean / theirs.mean)} {what}"
+                f"{_times(ours.mean / theirs.mean)} the {what}"
                 for what, ours, theirs in (
-                    ("its traffic", traffic(group), traffic(reference)),
-                    ("its operations", _operations(group), _operations(reference)),
+                    ("traffic", traffic(group), traffic(reference)),
+                    ("operations of training", _operations(group), _operations(reference)),
                 )
                 if ours and theirs and theirs.mean
             ]
             cost = f", for {' and '.join(shares)}" if shares else ""
-            yield f"Those of {group.label} are {abs(points):.1f} points {side}{cost}."
+            yield f"With {group.label} they have {accuracy[group.label]:.1f} %, {abs(points):.1f} points {side}{cost}."
     seeds, clients = len(reference.runs), len(reference.runs[0].info.get("partition") or ())
     count = "One seed" if seeds == 1 else f"{seeds} seeds"
     yield f"{count}, {clients} clients: another seed may differ."

@@ -429,10 +429,10 @@ def test_the_page_begins_with_what_the_comparison_found_in_words(make_run, tmp_p
     dense, pruned = (load_run(folder) for folder in folders[:2])
     own = [100 * run.rounds[-1]["accuracy_personal_mean"] for run in (dense, pruned)]
     said = Elements(page_of(folders, tmp_path / "report.html")).text
-    assert f"The clients of fedavg have {own[0]:.1f} % with their own models" in said
-    assert f"Those of subfedavg are {own[0] - own[1]:.1f} points below, for " in said
+    assert f"With fedavg, clients' own models have {own[0]:.1f} %." in said
+    assert f"With subfedavg they have {own[1]:.1f} %, {own[0] - own[1]:.1f} points below, for " in said
     assert "One seed, 20 clients: another seed may differ." in said
-    assert "Those of fedprox" not in said  # its clients have other data
+    assert "With fedprox" not in said  # its clients have other data
 
 
 @pytest.mark.parametrize(
