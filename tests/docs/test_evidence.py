@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -272,6 +273,21 @@ def test_what_is_left_is_counted_and_judged_by_runs_of_its_kind(monkeypatch):
     ]
     monkeypatch.setattr(evidence, "missing", lambda name, path: [])
     assert evidence.left_table() == "Every run of the tables above has a row."
+
+
+def test_the_page_begins_with_how_many_claims_hold():
+    page = (evidence.ROOT / "docs" / "evidence.md").read_text()
+    kinds = ("shown", "does not hold here", "open")
+    found = {system: [0, 0, 0] for system in evidence.SYSTEMS}
+    for claim in CLAIMS:
+        said = verdict(claim, evidence.compared(claim)).partition(":")[0]
+        found[evidence.SYSTEMS[int(claim.name[0]) - 1]][kinds.index(said)] += 1
+    for system, counts in found.items():
+        assert re.search(rf"^\| \[[^]]*\]\(systems/{system}.md\) \| {' [|] '.join(map(str, counts))} \|", page, re.M), (
+            system
+        )
+    shown, not_here, left = map(sum, zip(*found.values(), strict=True))
+    assert f"**{shown} claims are shown, {not_here} do not hold here, and {left} are open.**" in page
 
 
 def test_the_tables_of_the_folder_are_those_of_the_data():
