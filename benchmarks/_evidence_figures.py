@@ -1,4 +1,4 @@
-"""The figures of docs/evidence.md: the claims with their intervals, and the course of the runs."""
+"""The figures of docs/evidence.md and the systems' pages: claims with their intervals, and the course of the runs."""
 
 from __future__ import annotations
 
@@ -78,6 +78,27 @@ def claims(sections: Mapping[str, Sequence[Bar]]) -> Figure:
     marks = [mpl.lines.Line2D([], [], color=colour, linewidth=2.5, label=said) for said, colour in OF_VERDICT.items()]
     marks.append(mpl.lines.Line2D([], [], color="black", marker="D", linestyle="none", label="mean of the seeds"))
     marks.append(mpl.lines.Line2D([], [], color="black", marker="o", **DOT_STYLE, label="mean of a seed"))
+    figure.legend(handles=marks, loc="outside upper center", ncols=len(marks), fontsize=8)
+    return figure
+
+
+def papers(found: Sequence[tuple[Bar, float]]) -> Figure:
+    """One line for each claim of which a paper gives a difference: the paper's, and ours with its interval."""
+    figure = Figure(figsize=(10, 0.3 * len(found) + 1.2), layout="constrained")
+    panel = figure.subplots()
+    for row, (bar, paper) in enumerate(found):
+        colour = OF_VERDICT[bar.verdict.partition(":")[0]]
+        panel.plot([bar.low, bar.high], [row, row], color=colour, linewidth=2.5, solid_capstyle="butt")
+        panel.plot([bar.mean], [row], marker="D", color=colour, markersize=5)
+        panel.plot([paper], [row], marker="x", color="black", markersize=6)
+        panel.plot([bar.floor, bar.floor], [row - 0.4, row + 0.4], color="black", linewidth=1.2)
+    labels = [textwrap.fill(f"{bar.name}  {bar.text}", 78, break_on_hyphens=False) for bar, _ in found]
+    panel.set_yticks(range(len(found)), labels, fontsize=7)
+    panel.set_ylim(len(found) - 0.4, -0.6)
+    panel.set_xlabel("difference in points; a claim holds to the right of its black line")
+    marks = [mpl.lines.Line2D([], [], color=colour, linewidth=2.5, label=said) for said, colour in OF_VERDICT.items()]
+    marks.append(mpl.lines.Line2D([], [], color="black", marker="D", linestyle="none", label="ours"))
+    marks.append(mpl.lines.Line2D([], [], color="black", marker="x", linestyle="none", label="the paper's"))
     figure.legend(handles=marks, loc="outside upper center", ncols=len(marks), fontsize=8)
     return figure
 

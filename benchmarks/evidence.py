@@ -1,21 +1,27 @@
-"""The data behind docs/evidence.md, and a part of docs/results.md: finished runs become rows, and rows become tables.
+"""The data behind docs/evidence.md and the systems' pages: finished runs become rows, and rows become tables.
 
     python benchmarks/evidence.py left dispfl-scarce --out left     # a matrix for each seed, of runs without a row
     python benchmarks/evidence.py add dispfl-scarce runs/scarce/*   # rows of finished runs, each once
-    python benchmarks/evidence.py write                             # the tables of the pages, and the figures
+    python benchmarks/evidence.py write                             # the tables of pages and of docs/data, and figures
 
 A run is a row of docs/data/evidence/NAME.csv, with its settings, hash and commit; NAME.clients.csv has the accuracies
 of each client after the last round, and NAME.rounds.csv the course of the run. A claim compares two settings, client by
 client of the same seed. Student's t interval of the seeds' means decides it: the clients of a seed share a system, so a
 bootstrap over them speaks of these seeds alone. For language models test texts take the place of clients, and the
 negative logarithm of perplexity that of accuracy.
+
+Some tables are too long for a page: docs/data/tables has them. The other tables there were typed by hand from runs and
+benchmarks that have no rows; a page shows some of their columns.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import product, takewhile
 from pathlib import Path
@@ -24,7 +30,23 @@ from typing import Any
 
 import _evidence_figures as drawn
 import yaml
-from _claims import CELLS, CLAIMS, COMMON, ELSEWHERE, MATRICES, MERGES, OLDER, SECTIONS, TEXTS, Claim, of_merge
+from _claims import (
+    CELLS,
+    CLAIMS,
+    COMMON,
+    ELSEWHERE,
+    FIVE_HUNDRED,
+    IN_PAPER,
+    LANGUAGE,
+    MATRICES,
+    MERGES,
+    OLDER,
+    SCARCE,
+    SECTIONS,
+    TEXTS,
+    Claim,
+    of_merge,
+)
 from _rows import append_rows, read_rows, with_tables
 from matplotlib.figure import Figure
 from scipy.special import stdtr, stdtrit
@@ -38,7 +60,10 @@ from fedprune_app.sweeps.matrix import matrix_of
 
 ROOT = Path(__file__).parents[1]
 DATA, FIGURES = ROOT / "docs" / "data" / "evidence", ROOT / "docs" / "assets" / "evidence"
-PAGES = tuple(ROOT / "docs" / f"{page}.md" for page in ("evidence", "choosing", "results"))
+TABLES = ROOT / "docs" / "data" / "tables"
+SYSTEMS = ("dispfl", "subfedavg", "fedp3", "fedltp", "fedspallm")
+NAMES = ("evidence", "choosing", "results", "speed", "privacy", *(f"systems/{system}" for system in SYSTEMS))
+PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in NAMES)
 Row = dict[str, str]
 COLUMNS = (
     "system", "settings", "seed", "clients", "rounds", "personal", "worst_decile", "received", "global", "kept",
@@ -249,11 +274,12 @@ def compared(claim: Claim, *, of_other_seeds: bool = True) -> Difference | None:
     return difference(first, second, of_other_seeds=of_other_seeds)
 
 
-def claims_table() -> str:
-    """All claims with their differences and verdicts."""
+def claims_table(*, whole: bool = False) -> str:
+    """All claims with their differences and verdicts; the ``whole`` table also has what does not decide."""
+    more = ["in these seeds", "by seed", "from"] if whole else []
     lines = [
-        "| | claim | from | in the paper | difference, points | 95 % | in these seeds | by seed | verdict |",
-        "| --- | --- | --- | ---: | ---: | --- | --- | --- | --- |",
+        f"| {' | '.join(['', 'claim', 'in the paper', 'difference', '95 %', 'verdict', *more])} |",
+        f"| --- | --- | ---: | ---: | --- | --- |{' --- |' * len(more)}",
     ]
     strong, tests = left_by_holm()
     verdicts = []
@@ -269,7 +295,8 @@ def claims_table() -> str:
             numbers = [f"{100 * apart.mean:+.2f}", *intervals, by_seed]
         verdicts.append(said)
         said = f"**{said}**" if claim.name in strong else said
-        cells = [claim.name, claim.text, claim.source, claim.in_paper, *numbers, said]
+        cells = [claim.name, claim.text, claim.in_paper, *numbers[:2], said]
+        cells += [*numbers[2:], claim.source] if whole else []
         lines.append(f"| {' | '.join(cells)} |")
     shown, not_here = (verdicts.count(each) for each in ("shown", "does not hold here"))
     lines += [
@@ -318,6 +345,9 @@ def figures() -> Iterable[tuple[str, Figure]]:
         bar = drawn.Bar(claim.name, claim.text, *points, by_seed, -claim.margin, verdict(claim, apart))
         sections.setdefault(SECTIONS[claim.name[0]], []).append(bar)
     yield "claims", drawn.claims(sections)
+    shown = {bar.name: bar for bars in sections.values() for bar in bars}
+    papers = {name: float(points) for name, points in IN_PAPER.items() if re.fullmatch(r"[+-]?[\d.]+", points)}
+    yield "papers", drawn.papers([(shown[name], points) for name, points in papers.items() if name in shown])
     for name in MATRICES:
         is_shown = any(claim.data == name and claim.measure == "personal" for claim in CLAIMS)
         if is_shown and (found := _series(name)):
@@ -369,31 +399,35 @@ COLUMNS_OF_SETTINGS = {
     "megabytes_up": ("MB up", 1), "teraflops": ("FLOPs, 10¹²", 1),
 }  # fmt: skip
 """The title of a measure in a table, and its decimal digits."""
-COSTS = ("busiest_megabytes_per_round", "teraflops", "kept", "personal")
+COSTS = ("megabytes_up", "busiest_megabytes_per_round", "teraflops", "personal")
 
 
 def settings_table(name: str, measures: Sequence[str] = tuple(COLUMNS_OF_SETTINGS), rising: str = "") -> str:
     """Each setting of a data file with the mean of its seeds, and their standard deviation.
 
-    The settings are those in which the rows of one system differ. If a measure is ``rising``, it orders the lines.
+    The settings are those in which the rows of one system differ, and the seeds where settings have other ones. If a
+    measure is ``rising``, it orders the lines.
     """
     rows = sorted(read(name), key=_by_setting)
+    if rising:
+        rows = [row for row in rows if not OF_FEW_ROWS & json.loads(row["settings"]).keys()]
     if not rows:
         return "No run has been made yet."
-    titles = ["system", "settings", "seeds", *(COLUMNS_OF_SETTINGS[measure][0] for measure in measures)]
-    lines = [f"| {' | '.join(titles)} |", f"| --- | --- |{' ---: |' * (len(measures) + 1)}"]
+    titles = ["system", "settings", *(COLUMNS_OF_SETTINGS[measure][0] for measure in measures)]
+    lines = [f"| {' | '.join(titles)} |", f"| --- | --- |{' ---: |' * len(measures)}"]
     of_settings = list(_of_settings(rows).items())
     if rising:
         of_settings.sort(key=lambda each: fmean(float(row[rising]) for row in each[1]))
+    of_seeds = {", ".join(row["seed"] for row in found) for _, found in of_settings}
     for (system, shown), found in of_settings:
-        seeds = ", ".join(row["seed"] for row in found)
+        seeds = f" (seeds {', '.join(row['seed'] for row in found)})" if len(of_seeds) > 1 else ""
         cells = [_spread([row[key] for row in found], COLUMNS_OF_SETTINGS[key][1]) for key in measures]
-        lines.append(f"| {' | '.join([system, shown, seeds, *cells])} |")
+        lines.append(f"| {' | '.join([system, shown + seeds, *cells])} |")
     return "\n".join(lines)
 
 
 def costs_table(name: str) -> str:
-    """What each setting of a data file costs, from the fewest bytes to the most."""
+    """What each setting of a data file costs, from the fewest bytes to the most; without those that few rows have."""
     return settings_table(name, COSTS, rising=COSTS[0])
 
 
@@ -534,22 +568,46 @@ def _cell(values: Sequence[float], best: float) -> str:
     return f"{mean} ± {stdev(values):.2f}" if len(values) > 1 else mean
 
 
+def data_table(about: str) -> str:
+    """A table of docs/data/tables, by its name; with ``NAME: COLUMN; COLUMN`` these columns alone."""
+    name, _, columns = about.partition(": ")
+    rows = read_rows(TABLES / f"{name}.csv")
+    titles = columns.split("; ") if columns else list(rows[0])
+    lines = [f"| {' | '.join(titles)} |", f"| --- |{' ---: |' * (len(titles) - 1)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(row[title] for title in titles)} |" for row in rows)])
+
+
 def written(text: str) -> str:
-    """The page with its tables made anew."""
+    """The page with its tables made anew; ``settings NAME: MEASURE MEASURE`` is a table of these measures alone."""
 
     def made(name: str) -> str:
-        tables = {
-            "settings": settings_table,
-            "costs": costs_table,
-            "passes": passes_table,
-            "texts": texts_table,
-            "cells": cells_table,
-        }
+        tables = {"costs": costs_table, "data": data_table}
         kind, _, about = name.partition(" ")
+        if kind == "settings":
+            data, _, measures = about.partition(": ")
+            return settings_table(data, measures.split() or tuple(COLUMNS_OF_SETTINGS))
         whole = {"claims": claims_table, "wins": wins_table, "left": left_table}
         return whole[kind]() if kind in whole else tables[kind](about)
 
-    return with_tables(text, r"claims|wins|left|(?:settings|costs|passes|texts|cells) [\w-]+", made)
+    return with_tables(text, r"claims|wins|left|costs [\w-]+|(?:settings|data) [^>]+?", made)
+
+
+def files() -> Iterable[tuple[str, str]]:
+    """The tables that are files of docs/data/tables, by their names."""
+    yield "claims", claims_table(whole=True)
+    for name in (SCARCE, FIVE_HUNDRED):
+        yield f"{name}-ahead", passes_table(name)
+    yield "fedspallm-claims", texts_table(LANGUAGE)
+    for text in TEXTS:
+        yield f"fedspallm-merges-{text}", cells_table(text)
+
+
+def as_csv(table: str) -> str:
+    """A table of a page as the text of a CSV file."""
+    lines = [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in table.splitlines() if line[:1] == "|"]
+    said = io.StringIO()
+    csv.writer(said, lineterminator="\n").writerows([lines[0], *lines[2:]])
+    return said.getvalue()
 
 
 def main() -> None:
@@ -576,6 +634,8 @@ def main() -> None:
         return
     if given.command == "add":
         print(f"{add(given.name, given.runs)} rows added")
+    for name, table in files():
+        (TABLES / f"{name}.csv").write_text(as_csv(table))
     for page in PAGES:
         page.write_text(written(page.read_text()))
     for name, figure in figures():

@@ -31,18 +31,15 @@ def seeds_in(rows: Iterable[Row]) -> int:
 
 
 def simulated() -> str:
-    """By system: schedules, processor hours, violations, and what happened."""
+    """Schedules over all systems, processor hours, violations, and what happened."""
     rows = read("simulated")
-    lines = []
-    for system in dict.fromkeys(row["system"] for row in rows):
-        own = [row for row in rows if row["system"] == system]
-        counts = [sum(int(row[name]) for row in own) for name in ("violations", *COUNTED)]
-        hours = sum(int(row["processor_seconds"]) for row in own) / 3600
-        lines.append((system, f"{seeds_in(own):,}", f"{hours:.2f}", *(f"{count:,}" for count in counts)))
-    totals = [sum(float(line[k].replace(",", "")) for line in lines) for k in range(1, len(lines[0]))]
-    lines.append(("**all**", *(f"{total:,.2f}" if k == 1 else f"{total:,.0f}" for k, total in enumerate(totals))))
+    systems = {row["system"] for row in rows}
+    schedules = sum(seeds_in(row for row in rows if row["system"] == system) for system in systems)
+    hours = sum(int(row["processor_seconds"]) for row in rows) / 3600
+    counts = [sum(int(row[name]) for row in rows) for name in ("violations", *COUNTED)]
     counted = (name.replace("_", " ") for name in COUNTED)
-    return table(("system", "schedules", "processor hours", "violations, mended", *counted), lines)
+    line = (str(len(systems)), f"{schedules:,}", f"{hours:,.2f}", *(f"{count:,}" for count in counts))
+    return table(("systems", "schedules", "processor hours", "violations, mended", *counted), [line])
 
 
 def planted() -> str:
@@ -52,18 +49,13 @@ def planted() -> str:
 
 
 def kills() -> str:
-    """By system: the kills on each engine, and how many runs ended with the same models."""
+    """Over all systems: the kills on each engine, and how many runs ended with the same models."""
     rows = read("kills")
     engines = list(dict.fromkeys(row["engine"] for row in rows))
-    lines = []
-    for system in dict.fromkeys(row["system"] for row in rows):
-        own = [row for row in rows if row["system"] == system]
-        by_engine = [sum(int(row["kills"]) for row in own if row["engine"] == engine) for engine in engines]
-        runs, same = (sum(int(row[name]) for row in own) for name in ("resumed", "same_models"))
-        lines.append((system, *map(str, by_engine), str(runs), str(same)))
-    totals = [sum(int(line[k]) for line in lines) for k in range(1, len(engines) + 3)]
-    lines.append(("**all**", *map(str, totals)))
-    return table(("system", *(f"kills, {engine}" for engine in engines), "runs", "same models"), lines)
+    by_engine = [sum(int(row["kills"]) for row in rows if row["engine"] == engine) for engine in engines]
+    runs, same = (sum(int(row[name]) for row in rows) for name in ("resumed", "same_models"))
+    line = map(str, (len({row["system"] for row in rows}), *by_engine, runs, same))
+    return table(("systems", *(f"kills, {engine}" for engine in engines), "runs", "same models"), [tuple(line)])
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,16 +193,18 @@ def test_a_setting_is_the_mean_of_its_seeds_and_costs_are_in_order(monkeypatch):
     rows = [row("dispfl", "0", "60.0", "1.5"), row("dispfl", "1", "62.0", "1.5")]
     rows += [row("dispfl", "0", "61.0", "0.5", density=0.2), row("standalone", "0", "50.0", "1.0")]
     monkeypatch.setattr(evidence, "read", lambda name: rows if name == "mine" else [])
+    rows += [row("dispfl", "0", "60.0", "0.1", **{"drop-probability": 0.2})]
     assert evidence.settings_table("mine").splitlines()[2:] == [
-        "| dispfl | `density=0.2` | 0 | 61.00 | – | – | 0.50 | 0.500 | 7.0 | 2.0 |",
-        "| dispfl | `density=0.5` | 0, 1 | 61.00 ± 1.41 | – | – | 0.50 | 1.500 | 7.0 | 2.0 |",
-        "| standalone | – | 0 | 50.00 | – | – | 0.50 | 1.000 | 7.0 | 2.0 |",
+        "| dispfl | `density=0.2` (seeds 0) | 61.00 | – | – | 0.50 | 0.500 | 7.0 | 2.0 |",
+        "| dispfl | `density=0.5`, `drop-probability=0.2` (seeds 0) | 60.00 | – | – | 0.50 | 0.100 | 7.0 | 2.0 |",
+        "| dispfl | `density=0.5` (seeds 0, 1) | 61.00 ± 1.41 | – | – | 0.50 | 1.500 | 7.0 | 2.0 |",
+        "| standalone | – (seeds 0) | 50.00 | – | – | 0.50 | 1.000 | 7.0 | 2.0 |",
     ]
-    costs = evidence.costs_table("mine").splitlines()[2:]
-    assert [line.split("|")[4:8] for line in costs] == [
-        [" 0.500 ", " 2.0 ", " 0.50 ", " 61.00 "],
-        [" 1.000 ", " 2.0 ", " 0.50 ", " 50.00 "],
-        [" 1.500 ", " 2.0 ", " 0.50 ", " 61.00 ± 1.41 "],
+    costs = evidence.costs_table("mine").splitlines()[2:]  # without what few rows have
+    assert [line.split("|")[3:7] for line in costs] == [
+        [" 7.0 ", " 0.500 ", " 2.0 ", " 61.00 "],
+        [" 7.0 ", " 1.500 ", " 2.0 ", " 61.00 ± 1.41 "],
+        [" 7.0 ", " 1.000 ", " 2.0 ", " 50.00 "],
     ]
     assert evidence.settings_table("other") == evidence.costs_table("other") == "No run has been made yet."
 
@@ -270,6 +273,35 @@ def test_what_is_left_is_counted_and_judged_by_runs_of_its_kind(monkeypatch):
     ]
     monkeypatch.setattr(evidence, "missing", lambda name, path: [])
     assert evidence.left_table() == "Every run of the tables above has a row."
+
+
+def test_the_page_begins_with_how_many_claims_hold():
+    page = (evidence.ROOT / "docs" / "evidence.md").read_text()
+    kinds = ("shown", "does not hold here", "open")
+    found = {system: [0, 0, 0] for system in evidence.SYSTEMS}
+    for claim in CLAIMS:
+        said = verdict(claim, evidence.compared(claim)).partition(":")[0]
+        found[evidence.SYSTEMS[int(claim.name[0]) - 1]][kinds.index(said)] += 1
+    for system, counts in found.items():
+        assert re.search(rf"^\| \[[^]]*\]\(systems/{system}.md\) \| {' [|] '.join(map(str, counts))} \|", page, re.M), (
+            system
+        )
+    shown, not_here, left = map(sum, zip(*found.values(), strict=True))
+    assert f"**{shown} claims are shown, {not_here} do not hold here, and {left} are open.**" in page
+
+
+def test_the_tables_of_the_folder_are_those_of_the_data():
+    for name, table in evidence.files():
+        assert (evidence.TABLES / f"{name}.csv").read_text() == evidence.as_csv(table), name
+
+
+def test_a_page_shows_the_columns_of_a_table_that_it_asks_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(evidence, "TABLES", tmp_path)
+    (tmp_path / "mine.csv").write_text('system,"accuracy, %",MB up\nfedavg,60.0 ± 1.0,7\n')
+    shown = "<!-- data mine: system; accuracy, % -->\n\nold\n\n<!-- end -->"
+    assert written(shown).splitlines()[2:5] == ["| system | accuracy, % |", "| --- | ---: |", "| fedavg | 60.0 ± 1.0 |"]
+    assert "| fedavg | 60.0 ± 1.0 | 7 |" in written("<!-- data mine -->\n<!-- end -->")
+    assert evidence.as_csv(evidence.data_table("mine")) == (tmp_path / "mine.csv").read_text()
 
 
 def test_the_figures_are_drawn_from_the_data():

@@ -1,6 +1,6 @@
 """What breaks on a real topology: over gRPC with TLS and keys, the run goes on, or stops on one line and resumes.
 
-`make faults` runs these and prints the table of docs/deploy.md.
+`make faults` runs these and prints the table that is docs/data/tables/deployment-faults.csv.
 """
 
 from __future__ import annotations

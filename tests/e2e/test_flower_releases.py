@@ -1,7 +1,7 @@
 """Every release of Flower gives the same models: five systems on four engines, and a run that changes its release.
 
 ``make flower-releases`` makes an environment for each release and runs this with FEDPRUNE_FLOWER_ENVIRONMENTS, their
-folder. What was equal is printed, as it stands in docs/deploy.md. The release that is installed here is the first one;
+folder. What was equal is printed, as docs/deploy.md says it. The release that is installed here is the first one;
 its hashes in one process are what all others are compared with.
 """
 

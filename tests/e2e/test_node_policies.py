@@ -1,6 +1,6 @@
 """Nodes that decide: a deployment over gRPC with TLS whose nodes decline runs, and its transcript.
 
-`make rehearsal` runs this and prints the transcript, as it stands in docs/deploy.md.
+`make rehearsal` runs this and prints the transcript, as it stands in docs/data/transcripts/policies.txt.
 """
 
 from __future__ import annotations
