@@ -83,12 +83,12 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int = _VALID_DAY
     """
     files = certificates_in(folder)
     if not hosts or not all(hosts):
-        raise ConfigError("--host is empty, allowed: a name or address by which the SuperLink is reached")
+        raise ConfigError("--host", "", "a name or address by which the SuperLink is reached")
     for host in hosts:
         if not _HOST.fullmatch(host) and not isinstance(_alternative_name(host), x509.IPAddress):
-            raise ConfigError(f"--host is {host!r}, allowed: a name as link.example.org, or an address")
+            raise ConfigError("--host", host, "a name as link.example.org, or an address")
     if files.ca.exists():
-        raise ConfigError(f"{str(files.ca)!r} exists, allowed: a folder without certificates")
+        raise ConfigError("--out", folder, "a folder without certificates", which=f"has {files.ca.name}")
     authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     issuer = _name("fedprune certificate authority")
     usage = {
@@ -126,17 +126,21 @@ def valid_until(certificate: Path) -> datetime.datetime:
 
     Raises :class:`ConfigError` for a certificate that has ended or not begun, and for a file that is no certificate.
     """
-    allowed = "allowed: a certificate that is valid now"
+    allowed = "one that is valid now"
     try:
         read = x509.load_pem_x509_certificate(certificate.read_bytes())
     except ValueError:
-        raise ConfigError(f"{str(certificate)!r} is no certificate, {allowed}") from None
+        raise ConfigError("certificate", certificate, allowed, which="is none") from None
     now = datetime.datetime.now(datetime.UTC)
     if now > read.not_valid_after_utc:
-        raise ConfigError(f"{str(certificate)!r} ended at {read.not_valid_after_utc:{_MINUTE}}, {allowed}")
+        raise ConfigError("certificate", certificate, allowed, which=f"ended at {read.not_valid_after_utc:{_MINUTE}}")
     if now < read.not_valid_before_utc:
-        begins = f"{read.not_valid_before_utc:{_MINUTE}}, and it is {now:{_MINUTE}} here"
-        raise ConfigError(f"{str(certificate)!r} begins at {begins}, {allowed}")
+        raise ConfigError(
+            "certificate",
+            certificate,
+            allowed,
+            which=f"begins at {read.not_valid_before_utc:{_MINUTE}}, and it is {now:{_MINUTE}} here",
+        )
     return read.not_valid_after_utc
 
 
@@ -175,7 +179,7 @@ def make_node_key(path: Path) -> Path:
     """
     public = public_half(path)
     if public.exists():
-        raise ConfigError(f"{str(path if path.exists() else public)!r} exists, allowed: a new file")
+        raise ConfigError("node key", path if path.exists() else public, "a new file", which="exists")
     if path.exists():
         key = _node_key_in(path)
     else:
@@ -196,7 +200,7 @@ def _node_key_in(path: Path) -> ec.EllipticCurvePrivateKey:
         key = serialization.load_ssh_private_key(path.read_bytes(), password=None)
         if isinstance(key, ec.EllipticCurvePrivateKey):
             return key
-    raise ConfigError(f"{str(path)!r} exists and is no node key, allowed: a new file")
+    raise ConfigError("node key", path, "a new file", which="exists and is no node key")
 
 
 def _private_bytes(key: ec.EllipticCurvePrivateKey, format: serialization.PrivateFormat) -> bytes:
@@ -221,7 +225,7 @@ def make_database(path: Path) -> Path:
     :class:`ConfigError` if ``path`` exists.
     """
     if path.exists():
-        raise ConfigError(f"{str(path)!r} exists, allowed: a new file")
+        raise ConfigError("database", path, "a new file", which="exists")
     with closing(sqlite3.connect(":memory:")) as database:
         database.execute("PRAGMA auto_vacuum = FULL")  # set before the first table; stays in the file
         database.execute("VACUUM")
@@ -232,7 +236,7 @@ def make_database(path: Path) -> Path:
 def make_control_secret(path: Path) -> Path:
     """Make the secret that users show to the Control API. Raises :class:`ConfigError` if ``path`` exists."""
     if path.exists():
-        raise ConfigError(f"{str(path)!r} exists, allowed: a new file")
+        raise ConfigError("secret", path, "a new file", which="exists")
     _write_secret(path, secrets.token_hex(32).encode())
     return path
 
@@ -242,7 +246,7 @@ def read_control_secret(path: Path) -> str:
     try:
         return read_secret(path)
     except OSError as error:
-        raise ConfigError(f"the secret is {str(path)!r}, allowed: a file ({error.strerror})") from None
+        raise ConfigError("secret", path, f"a file ({error.strerror})") from None
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -261,7 +265,7 @@ def log_in(address: str, secret: Path, home: Path) -> Path:
     except (yaml.YAMLError, UnicodeDecodeError):
         known = None
     if not isinstance(known, dict):
-        raise ConfigError(f"{str(path)!r} is no mapping in YAML, allowed: the file that `flwr login` writes")
+        raise ConfigError("credentials", path, "the file that `flwr login` writes", which="is no mapping in YAML")
     more = json.loads(credentials(address, read_control_secret(secret)))
     home.mkdir(0o700, parents=True, exist_ok=True)
     _write_secret(path, json.dumps(known | more).encode())
@@ -273,7 +277,7 @@ def _host_and_port(address: str) -> tuple[str, str]:
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isascii() or not port.isdigit():
-        raise ConfigError(f"the SuperLink's address is {address!r}, allowed: HOST:PORT")
+        raise ConfigError("address of the SuperLink", address, "HOST:PORT")
     return host, port
 
 
@@ -284,7 +288,7 @@ def superlink_command(options: Sequence[str]) -> list[str]:
     """
     place = sysconfig.get_path("purelib")
     if " " in place or "," in place:
-        raise ConfigError(f"Flower is in {place!r}, allowed for its SuperLink: a path without spaces and commas")
+        raise ConfigError("folder of Flower", place, "a path without spaces and commas", condition="for its SuperLink")
     return [sys.executable, "-m", "fedprune_app.engine.superlink", *options]
 
 
@@ -481,7 +485,7 @@ def _toml(key: str, value: Scalar) -> str:
         return '"' + value.replace("\\", "\\\\") + '"'
     if "'" not in value:
         return f"'{value}'"
-    raise ConfigError(f"node-config has {key}={value!r}, allowed: one kind of quotes")
+    raise ConfigError(key, value, "one kind of quotes", where="node-config")
 
 
 @contextmanager
@@ -500,7 +504,8 @@ def local_deployment(folder: Path, nodes: Sequence[Mapping[str, Scalar]]) -> Ite
         try:
             valid_until(each)
         except ConfigError as error:
-            raise ConfigError(f"{error}: remove {str(certificates.ca)!r}, and new ones are made") from None
+            error.hint = f"remove {str(certificates.ca)!r}, and new ones are made"
+            raise
     port, fleet_port = launch.free_ports(2)
     deployment = Deployment(folder, certificates, port, fleet_port)
     try:

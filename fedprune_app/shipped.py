@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import fedprune_app
-from fedprune_app.config import ConfigError
 from fedprune_app.config.meant import not_allowed
 
 
@@ -27,5 +26,5 @@ def config_file(given: Path) -> Path:
         return given
     shipped = shipped_configs()
     if str(given) not in shipped:
-        raise ConfigError(f"{not_allowed('--config', str(given), shipped)}; or a file")
+        raise not_allowed("--config", str(given), [*shipped, "or a file"])
     return shipped[str(given)]

@@ -45,4 +45,4 @@ def check_replaceable(folder: Path) -> None:
     check_free(folder)
     is_there = (folder / "run.json").exists()
     if is_there and (not is_marked(folder, "demo") or read_info(folder).get("resumed_after_rounds")):
-        raise ConfigError(f"{str(folder)!r} holds a run that is no demo's, allowed: another --out")
+        raise ConfigError("--out", folder, "another folder", which="holds a run that is no demo's")
