@@ -13,6 +13,7 @@ from fedprune_app import cli
 from fedprune_app.config import OPTIONS
 from fedprune_app.preflight.given import Given
 from fedprune_app.results.recorder import write_info
+from tests.refusing import refuses
 
 SMALL = ["num-server-rounds=2", "local-epochs=1", "evaluate-every=1"]
 HERE = ["--engine", "inprocess", "--clients", "4"]
@@ -347,7 +348,7 @@ def test_the_command_line_may_set_what_a_matrix_does_not_vary(tmp_path):
     matrix = read_matrix(tmp_path / "m.yaml")
     assert matrix.cells(Given(on_command_line={"num-server-rounds": 9}, out=tmp_path))[0].config.num_server_rounds == 9
     for key in ("system", "seed", "subfedavg.target-rate"):
-        with pytest.raises(ValueError, match=f"{key} is given on the command line"):
+        with refuses(key, which="the matrix varies"):
             matrix.cells(Given(on_command_line={key: 1}, out=tmp_path))
 
 
@@ -426,7 +427,7 @@ def test_an_option_that_is_a_setting_is_answered_with_the_setting(arguments, ans
     done = subprocess.run(
         [sys.executable, "-m", "fedprune_app.cli", "run", *arguments], capture_output=True, text=True, cwd=tmp_path
     )
-    assert (done.returncode, done.stderr.strip()) == (2, f"error: {answer}")
+    assert (done.returncode, done.stderr.startswith(f"error: {answer}")) == (2, True)
 
 
 def test_report_watch_follows_runs_until_none_is_going_on(fedprune, federate, tmp_path, monkeypatch):

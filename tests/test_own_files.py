@@ -99,7 +99,7 @@ def test_a_report_replaces_reports_alone(fedprune, tmp_path):
     made_up_run(tmp_path / "a", rounds=2)
     for name, text in (("page.html", "<html>mine</html>"), ("data", "a,b"), ("empty.htm", "")):
         (tmp_path / name).write_text(text)
-        assert_refused(fedprune("report", "a", "-o", name), f"'{name}' exists and fedprune did not write it", "--force")
+        assert_refused(fedprune("report", "a", "-o", name), f"'{name}' exists and fedprune did not write it", "force")
         assert (tmp_path / name).read_text() == text
     assert_refused(fedprune("report", "a", "-o", "a"), "'a' is a folder, allowed: a file")
     assert_refused(fedprune("report", "a", "-o", "data.csv"), "'data.csv', allowed: a file that ends in .html")

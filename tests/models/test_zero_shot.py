@@ -104,5 +104,5 @@ def test_tasks_are_names_or_files():
         "mine": "b.yaml",
     }
     for wrong in ("a b", "mine=b.yaml", "piqa,piqa", "=/a.yaml"):
-        with refuses("fedspallm.evaluation-tasks", wrong):
+        with refuses("fedspallm.evaluation-tasks"):
             tasks(wrong)
