@@ -25,6 +25,7 @@ class ConfigError(ValueError):
     * ``which`` says what is wrong with the value: "has no effect".
     * ``hint`` says what may help, or why: "did you mean 'density'?".
     * ``where`` is the place of the setting, such as a file and an entry of the file.
+    * ``mark`` is :data:`REFUSED` while the error is on its way out of a ServerApp, and else empty.
     """
 
     key: str
