@@ -16,7 +16,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
@@ -69,11 +68,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_GIVEN = re.compile(
-    r"--(config|clients|client|workers|engine|ray-address|out|resume|force|global|plugin|format|output|state-dir|data-dir)\b(?!-)"
-)
 _YES_OR_NO = {"resume", "force", "progress", "full"}
-_ARGUMENTS = {"global": "client=None", "plugin": "plugins", "resume": "resume=True", "force": "force=True"}
 
 
 def _in_python(function: Callable[P, T]) -> Callable[P, T]:
@@ -81,16 +76,14 @@ def _in_python(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*arguments: P.args, **named: P.kwargs) -> T:
+        for name in _YES_OR_NO & named.keys():
+            if not isinstance(named[name], bool):
+                raise ConfigError(name, named[name], "True or False")
         try:
-            for name in _YES_OR_NO & named.keys():
-                if not isinstance(named[name], bool):
-                    raise ConfigError(f"{name} is {named[name]!r}, allowed: True or False")
             return function(*arguments, **named)
-        except (ValueError, LaunchError) as error:
-            said = _GIVEN.sub(lambda found: _ARGUMENTS.get(found[1], found[1].replace("-", "_")), str(error))
-            said = said.replace("is given on the command line", "is given in the call")
-            if said != str(error):
-                error.args = (said,)
+        except ConfigError as error:
+            if error.key.startswith("--"):
+                error.key = "plugins" if error.key == "--plugin" else error.key[2:].replace("-", "_")
             raise
 
     return call
@@ -220,7 +213,7 @@ def _with_dashes(settings: Mapping[Any, Any]) -> dict[Any, Any]:
     for name, value in settings.items():
         key = name.replace("_", "-") if isinstance(name, str) else name
         if key in found:
-            raise ConfigError(f"{key} is given twice, with _ and with -, allowed: once")
+            raise ConfigError(key, value, "once", which="is given twice, with _ and with -")
         found[key] = value
     return found
 
@@ -259,14 +252,11 @@ def _plain(value: Any) -> Any:
 
 
 def _path(name: str, value: object, more: str = "") -> Path:
-    if not isinstance(value, str | PathLike):
-        raise ConfigError(f"{name} is {value!r}, allowed: a path{more}")
+    if not isinstance(value, str | PathLike) or not os.fspath(value):
+        raise ConfigError(name, value, f"a path{more}")
     if "\0" in str(value):
-        raise ConfigError(f"{name} is {str(value)!r}, allowed: a path without null characters")
-    try:
-        return as_path(name, value)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(name, value, "a path without null characters")
+    return as_path(name, value)
 
 
 @_in_python
@@ -359,7 +349,7 @@ def _client(client: Any) -> int | None:
     if client is None:
         return None
     if not _is_whole(client):
-        raise ConfigError(f"client is {client!r}, allowed: a whole number, or None for the global model")
+        raise ConfigError("client", client, "a whole number, or None for the global model")
     return int(client)
 
 
@@ -371,7 +361,7 @@ def _trusted(plugins: str | Sequence[str]) -> list[str]:
     """Load the plug-ins of these names, and return them with absolute paths."""
     names = [plugins] if isinstance(plugins, str) else plugins
     if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"plugins is {plugins!r}, allowed: a text, or a list of texts")
+        raise ConfigError("plugins", plugins, "a text, or a list of texts")
     return trusted_code(names) if names else []
 
 

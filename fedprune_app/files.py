@@ -219,12 +219,6 @@ def may_write(folder: Path) -> bool:
     return above.is_dir() and os.access(above, os.W_OK | os.X_OK)
 
 
-def check_writable(name: str, folder: Path) -> None:
-    """Raise ``ValueError`` for a folder to which this process may not write; ``name`` is a user's word for it."""
-    if not may_write(folder):
-        raise ValueError(f"{name} is {str(folder)!r}, allowed: a folder in which you may write")
-
-
 def appending(path: Path) -> BinaryIO:
     """Open a file to add to its end, and make the file if it is missing; a link is not followed."""
     return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))

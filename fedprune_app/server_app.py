@@ -14,7 +14,7 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from fedprune_app import plugins
-from fedprune_app.config import Config, ConfigError, refusal
+from fedprune_app.config import REFUSED, Config, ConfigError
 from fedprune_app.engine.flower_private import add_exit_handler
 from fedprune_app.engine.run_folder import new_run_key, run_folder
 from fedprune_app.engine.store import START, State, checkpoint_store, exclusive
@@ -30,7 +30,7 @@ from fedprune_app.results import own_measures
 from fedprune_app.results.reader import file_sha256, marks_of, read_info
 from fedprune_app.results.recorder import Recorder, Status
 from fedprune_app.server import resuming
-from fedprune_app.server.build import BUILDS, CLIENT_INFOS
+from fedprune_app.server.build import BUILDS, CLIENT_INFOS, other_data
 from fedprune_app.server.resuming import Choice
 
 log = logging.getLogger("flwr.fedprune")
@@ -56,7 +56,8 @@ def main(grid: Grid, context: Context) -> None:
             tell_launcher(folder, str(error))
         # `flwr run` shows Flower's traceback after this line; our own commands show the error alone, and no warnings
         log.warning("this setting is refused: %s", error)
-        raise refusal(error) from error
+        error.mark = REFUSED
+        raise
 
 
 def _run(grid: Grid, prepared: Prepared, folder: Path) -> None:
@@ -150,7 +151,7 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str,
     ids = {int(client["partition"]) for client in before.get("partition") or []}
     if ids and config.min_clients > len(ids):
         raise ConfigError(
-            f"min-clients is {config.min_clients}, allowed when resuming {len(ids)} clients: at most that"
+            "min-clients", config.min_clients, "at most that", condition=f"when resuming {len(ids)} clients"
         )
     try:
         roster, left_out = register_clients(
@@ -170,11 +171,7 @@ def _gather(grid: Grid, config: Config, recorder: Recorder, before: Mapping[str,
     known, began_with = before.get("partition"), before.get("num_partitions") or num_partitions
     if known is not None and (known != partition or began_with != num_partitions):
         then, now = began_with or len(ids), num_partitions or len(partition)
-        counts = f" ({then} clients, now {now})" if then != now else ""
-        raise ConfigError(
-            f"the clients' data is not what it was when the run began{counts}, "
-            "allowed when resuming: the same clients and data"
-        )
+        raise other_data(f"there were {then} clients, and now {now}" if then != now else "")
     recorder.annotate(num_partitions=num_partitions or None)  # nodes with data of their own have no such number
     # without partition-ids nothing else says which client has which data
     if any(info.own_data for info in roster.values()):

@@ -57,8 +57,11 @@ class AveragingStrategy(FederatedStrategy):
         if self.config.robust == "trimmed-mean" and trim and int(trim * count + 1e-9) < 1:
             allowed = f"{math.ceil(1000 / count) / 1000:g} to below 0.5" if count > 2 else "another value of robust"
             raise ConfigError(
-                f"robust-trim is {trim:g}, allowed with {count} clients a round{of_what}: {allowed} "
-                "(a coordinate of which no value can be left out stays where it is)"
+                "robust-trim",
+                trim,
+                allowed,
+                condition=f"with {count} clients a round{of_what}",
+                hint="a coordinate of which no value can be left out stays where it is",
             )
 
     # --- the mean, which systems override ---------------------------------------------------------------------------

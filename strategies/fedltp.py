@@ -58,7 +58,7 @@ class FedLTP(DPFed):
         super().__init__(context, model, prunable)
         if self.options.pruning == "iterative" and self.config.robust == "trimmed-mean":
             # some weights are in one sub-model of a round, and of one value none can be left out
-            raise ConfigError("robust is 'trimmed-mean', allowed with fedltp.pruning 'iterative': none, clip")
+            raise ConfigError("robust", "trimmed-mean", "none, clip", condition="with fedltp.pruning 'iterative'")
         self.levels: dict[str, Tensor] = {}  # how many sub-models have each weight
         self.drawn: dict[int, int] = {}  # by client, its sub-model, from 1
         self.best: tuple[int, float] = (0, -1.0)  # round and score

@@ -55,9 +55,9 @@ class FedP3(AveragingStrategy):
         super().__init__(context, model, prunable)
         aggregation, robust = self.options.aggregation, self.config.robust
         if aggregation == "attention" and robust != "none":
-            raise ConfigError(f"robust is {robust!r}, allowed with fedp3.aggregation 'attention': none")
+            raise ConfigError("robust", robust, "none", condition="with fedp3.aggregation 'attention'")
         if aggregation == "weighted-literal" and robust == "trimmed-mean":  # whose factor shrinks what did not move
-            raise ConfigError(f"robust is {robust!r}, allowed with fedp3.aggregation {aggregation!r}: none, clip")
+            raise ConfigError("robust", robust, "none, clip", condition=f"with fedp3.aggregation {aggregation!r}")
         self.layers = layers.layers_of([n for n in self.model if n not in self.headless], self.prunable)
         self.sizes = {layer: sum(self.model[n].numel() for n in names) for layer, names in self.layers.items()}
         self.table_sizes = {layer: self._in_table(names) for layer, names in self.layers.items()}
@@ -96,7 +96,9 @@ class FedP3(AveragingStrategy):
         except ConfigError:
             raise
         except ValueError as error:
-            raise ConfigError(f"fedp3.layer-set is {self.options.layer_set!r} for client {client}: {error}") from None
+            raise ConfigError(
+                "fedp3.layer-set", self.options.layer_set, which=f"does not suit client {client}", hint=str(error)
+            ) from None
 
     def _assigned(self, client: int) -> Assigned:
         options, hidden = self.options, self.hidden

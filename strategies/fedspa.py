@@ -50,8 +50,10 @@ class FedSPA(DPFed):
         size = sum(tensor.numel() for tensor in self.model.values())
         if keep_count(size, self.options.share) < 1:
             raise ConfigError(
-                f"fedspa.share is {self.options.share:g}, allowed with a model of {size:,} coordinates: at least "
-                f"{least_said(1 / size)}, so that a client has one"
+                "fedspa.share",
+                self.options.share,
+                f"at least {least_said(1 / size)}, so that a client has one",
+                condition=f"with a model of {size:,} coordinates",
             )
 
     @property
@@ -64,8 +66,10 @@ class FedSPA(DPFed):
         super().check_robust()
         if self.config.robust == "trimmed-mean" and self.options.share <= self.config.robust_trim:
             raise ConfigError(
-                f"fedspa.share is {self.options.share:g}, allowed with robust 'trimmed-mean': "
-                f"above robust-trim, which is {self.config.robust_trim:g}"
+                "fedspa.share",
+                self.options.share,
+                f"above robust-trim, which is {self.config.robust_trim:g}",
+                condition="with robust 'trimmed-mean'",
             )
 
     @cached_property

@@ -74,8 +74,9 @@ def check_pattern(config: Config, dense: DenseModel) -> None:
         for name in dense.prunable(layer):
             if like[name].shape[1] % pattern[1]:
                 raise ConfigError(
-                    f"fedspallm.pattern is {config.fedspallm.pattern!r}, allowed: one whose length divides the "
-                    f"{like[name].shape[1]} inputs of '{name}' in decoder layer {layer}"
+                    "fedspallm.pattern",
+                    config.fedspallm.pattern,
+                    f"one whose length divides the {like[name].shape[1]} inputs of '{name}' in decoder layer {layer}",
                 )
 
 

@@ -54,7 +54,7 @@ class Gossip(Relay):
             try:
                 self.adjacency = read_adjacency(Path(path).read_text(encoding="utf-8"), len(self.clients))
             except (OSError, ValueError) as error:
-                raise ConfigError(f"adjacency-file {path!r}: {error}") from None
+                raise ConfigError("adjacency-file", path, which="cannot be used", hint=str(error)) from None
 
     # --- who is there, and who receives from whom -----------------------------------------------------------------
 

@@ -44,7 +44,9 @@ class LDPFedP3(FederatedStrategy):
         try:
             self.begin(Round(0, sampled=(), participants=tuple(self.clients)[:most]))
         except ValueError as error:
-            raise ConfigError(f"fedp3.sketch is {self.config.fedp3.sketch!r}: {error}") from None
+            raise ConfigError(
+                "fedp3.sketch", self.config.fedp3.sketch, which="cannot be used", hint=str(error)
+            ) from None
 
     # --- lines 1 and 3: S_i and w ---------------------------------------------------------------------------------
 

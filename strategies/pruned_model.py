@@ -145,7 +145,12 @@ def clients_with_the_model(context: RunContext, dense: DenseModel) -> Roster:
         before = context.recorder.info.get("clients_left_out", [])
         context.recorder.annotate(clients_left_out=[*before, *reasons])
     if len(found) < max(1, config.min_clients):
-        raise ConfigError(f"{len(found)} of {len(context.clients)} clients have the model of the server: {reasons[0]}")
+        raise ConfigError(
+            "model",
+            config.model,
+            which=f"is that of {len(found)} of {len(context.clients)} clients alone",
+            hint=reasons[0],
+        )
     return found
 
 

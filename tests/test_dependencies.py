@@ -17,8 +17,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from fedprune_app.config import ConfigError
 from fedprune_app.preflight.placement import Placement
+from tests.refusing import refuses
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -131,7 +131,7 @@ def test_a_run_in_this_process_needs_neither_ray_nor_what_deployments_and_report
 def test_without_ray_the_engine_that_is_left_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     for engine in ("ray", "flower"):
-        with pytest.raises(ConfigError, match=f"^--engine is '{engine}', allowed where Ray is not installed: inproc"):
+        with refuses("--engine", engine, condition="Ray"):
             Placement(engine)
     Placement("inprocess")
     Placement(nodes=[{"partition-id": 0}])

@@ -16,13 +16,14 @@ from PIL import Image
 
 import fedprune_app
 from fedprune_app import plugins, registry
-from fedprune_app.config import ConfigError, PolicyError, parse_config, with_carrier
+from fedprune_app.config import PolicyError, parse_config, with_carrier
 from fedprune_app.data import brought
 from fedprune_app.data.dataset import Form
 from fedprune_app.node.policy import read_policy
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.prepare import prepare
 from fedprune_app.testing import BrokenLawError, check_system
+from tests.refusing import refuses
 
 PAGE = Path(__file__).parents[1] / "docs" / "extend.md"
 FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE.read_text(), re.DOTALL))
@@ -215,26 +216,21 @@ OWN = "register_system({name!r}, strategy=FedAvg, client=FedAvgClient, summary='
 @pytest.mark.parametrize(
     ("options", "name", "more", "said"),
     [
-        ("", "own", "uses=('nosuch',)", "uses of system 'own' has 'nosuch', allowed: keys and tables of settings"),
-        ("", "own", "uses='density'", "uses of system 'own' is 'density', allowed: a tuple of keys and tables"),
-        ("", "Bad Name!", "", "system 'Bad Name!' of plug-in"),
-        ("mu: float = option(0.1, 'A number.')", "own", "options=O", "is O, allowed: with @dataclass(frozen=True)"),
-        ("@mu: float = 0.1", "own", "options=O", "field 'mu' of O, the options of system 'own', declares no option"),
-        ("@mu: float = option('a', 'x')", "own", "options=O", "has the default 'a', allowed: one of type float"),
-        ("@mu: float = option(1, 'x')", "own", "options=O", "has the default 1, allowed: one of type float"),
-        (
-            "@mu: tuple = option((), 'x')",
-            "own",
-            "options=O",
-            "the default (), allowed: one of type bool, int, f",
-        ),
+        ("", "own", "uses=('nosuch',)", ("uses", "nosuch")),
+        ("", "own", "uses='density'", ("uses", "density")),
+        ("", "Bad Name!", "", ("system", "Bad Name!")),
+        ("mu: float = option(0.1, 'A number.')", "own", "options=O", ("options", "O")),
+        ("@mu: float = 0.1", "own", "options=O", ("mu", ...)),
+        ("@mu: float = option('a', 'x')", "own", "options=O", ("default of mu", "a")),
+        ("@mu: float = option(1, 'x')", "own", "options=O", ("default of mu", 1)),
+        ("@mu: tuple = option((), 'x')", "own", "options=O", ("default of mu", ())),
     ],
 )
 def test_a_wrong_registration_is_refused_where_the_plug_in_is_loaded(tmp_path, options, name, more, said):
     frozen = "@dataclass(frozen=True)\n" if options.startswith("@") else ""
     table = f"{frozen}class O(Table):\n    {options.removeprefix('@') or 'pass'}\n"
     code = write(tmp_path / "wrong.py", f"{HEAD}{table}{OWN.format(name=name, more=more)}")
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with refuses(*said):
         plugins.load({"plugins": code})
 
 
@@ -247,8 +243,8 @@ def test_a_plug_in_that_registers_nothing_is_noted_and_an_empty_one_refused(fedp
         assert (code, "registers" in said) == (0, False), said
     code, said = fedprune("check", "--plugin", "", "--clients", "2")
     assert code == 2
-    assert "argument 3 is empty" in said
-    with pytest.raises(ConfigError, match=r"^plugins is '', allowed: a module, or a file that ends in .py"):
+    assert "argument 3 is ''" in said
+    with refuses("plugins", ""):
         fedprune_app.model("run", plugins=[""])
 
 
@@ -280,11 +276,11 @@ def test_the_test_of_the_page_passes(files):
 def test_its_keys_are_listed_and_checked_as_those_of_fedprune(fedprune, files):
     assert fedprune("list", "--plugin", "my_prox.py", "--keys", "my-prox")[0] == 0
     for given, said in (
-        ("my-prox.mu=-1", "my-prox.mu is -1.0, allowed: at least 0"),
-        ("my-prox.mu=yes", "my-prox.mu is 'yes', allowed: a number"),
-        ("my-prox.nu=1", "unknown key 'my-prox.nu': did you mean 'my-prox.mu'?"),
-        ("density=0.2", "density is 0.2, which has no effect with system 'my-prox'"),
-        ("fedprox.mu=1", "fedprox.mu is 1.0, which has no effect with system 'my-prox'"),
+        ("my-prox.mu=-1", "my-prox.mu is -1.0"),
+        ("my-prox.mu=yes", "my-prox.mu is 'yes'"),
+        ("my-prox.nu=1", "did you mean 'my-prox.mu'?"),
+        ("density=0.2", "density is 0.2"),
+        ("fedprox.mu=1", "fedprox.mu is 1.0"),
     ):
         code, found = fedprune("check", "--plugin", "my_prox.py", "system=my-prox", given)
         assert (code, said in " ".join(found.split())) == (2, True), found
@@ -319,15 +315,14 @@ def test_a_run_is_resumed_and_exported_where_the_code_is_named_again(fedprune, f
     fedprune("run", *given, *QUICK, "--out", "run")
     code, said = fedprune("run", "--resume", "num-server-rounds=2", *QUICK[3:], "--out", "run")
     assert code == 2
-    named = f"this run used code that is not named: add --plugin {files / 'mine.py'} if you trust that code"
-    assert named in " ".join(said.split())
+    assert f"--plugin does not name code that this run used, allowed: {files / 'mine.py'}" in said
     again = ("--plugin", "mine.py")
     assert fedprune("run", "--resume", *again, "num-server-rounds=2", *QUICK[3:], "--out", "run")[0] == 0
     hashes = {json.loads((files / out / "run.json").read_text())["final_sha256"] for out in ("whole", "run")}
     assert len(hashes) == 1
     code, said = fedprune("export", "run", "--global", "-o", "net.safetensors")
     assert code == 2
-    assert named in " ".join(said.split())
+    assert "--plugin does not name code that this run used" in said
     assert fedprune("export", "run", "--global", "-o", "net.safetensors", *again)[0] == 0
     with pytest.raises(ValueError, match=r"model 'mine.py:net' is of a plug-in, allowed: with --build FILE.py:FUNC"):
         fedprune_app.load_model("net.safetensors")
@@ -345,7 +340,7 @@ def test_a_run_is_resumed_and_exported_where_the_code_is_named_again(fedprune, f
     assert code == 2
     assert "the network of build may be another than the one that was exported" in " ".join(said.split())
     code, said = fedprune("predict", "net.safetensors", "one.png", "--build", "mine.py:none")
-    assert (code, "mine.py:none', allowed: file.py:function" in " ".join(said.split())) == (2, True)
+    assert (code, "mine.py:none'" in " ".join(said.split())) == (2, True)
 
 
 def test_a_run_says_if_its_plugin_has_changed_since_it_began(fedprune, files):
@@ -365,7 +360,7 @@ def test_the_python_interface_takes_them_too(files):
     settings = {"num_server_rounds": 1, "plugins": "my_prox.py", "my-prox": {"mu": 0.2}}
     run = fedprune_app.run(system="my-prox", clients=3, engine="inprocess", out="run", progress=False, **settings)
     assert run.info["config"]["my-prox.mu"] == 0.2
-    with pytest.raises(ValueError, match="this run used code that is not named"):
+    with pytest.raises(ValueError, match="does not name code that this run used"):
         fedprune_app.export(run, "net.safetensors")
     path = fedprune_app.export(run, "net.safetensors", plugins="my_prox.py")
     assert fedprune_app.load_model(path)(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
@@ -419,14 +414,14 @@ def test_an_installed_plugin_is_listed(installed):
 
 
 def test_a_name_of_an_installed_plugin_that_is_mistyped_is_told(installed):
-    with pytest.raises(ConfigError, match=r"system is 'my-porx', .* did you mean 'my-prox', of the plug-in prox_p"):
+    with refuses("system", "my-porx", hint="'my-prox', of the plug-in prox_p"):
         plugins.load({"system": "my-porx"})
     plugins.load({"system": "fedporx"})  # which is nearer to fedprox: the settings' check says so
 
 
 def test_an_entry_point_that_registers_nothing_is_told(installed):
     (installed / "prox_package" / "flat.py").write_text("")
-    with pytest.raises(ConfigError, match=r"model is 'flat', which prox_package\.flat declares and does not register"):
+    with refuses("model", "flat"):
         plugins.load({"model": "flat"})
 
 
@@ -436,18 +431,16 @@ def test_an_entry_point_that_registers_nothing_is_told(installed):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"plugins": "/no/such/file.py"}, "plugins names '/no/such/file.py': there is no such file here"),
-        ({"plugins": "no_such_module"}, "plugins names 'no_such_module', which is not installed here"),
-        ({"plugins": "relative.py"}, "plugins names 'relative.py', allowed: an absolute path, or a module"),
-        ({"model": "no_such_module:net"}, "model names 'no_such_module', which is not installed here"),
-        ({"model": "json:nothing"}, "model is 'json:nothing', allowed: a function of json: "),
+        ({"plugins": "/no/such/file.py"}, ("plugins", "/no/such/file.py")),
+        ({"plugins": "no_such_module"}, ("plugins", "no_such_module")),
+        ({"plugins": "relative.py"}, ("plugins", "relative.py")),
+        ({"model": "no_such_module:net"}, ("model", "no_such_module")),
+        ({"model": "json:nothing"}, ("model", "json:nothing")),
     ],
 )
 def test_code_that_is_not_there_is_named(settings, said):
-    with pytest.raises(ConfigError) as error:
+    with refuses(*said):
         plugins.load(settings)
-    assert str(error.value).startswith(said)
-    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -461,10 +454,9 @@ def test_code_that_is_not_there_is_named(settings, said):
 )
 def test_a_file_that_fails_is_one_line_with_its_place(tmp_path, text, said):
     path = write(tmp_path / "bad.py", text)
-    with pytest.raises(ConfigError, match=re.escape(f"plugins names {path!r}, which cannot be loaded")) as error:
+    with refuses("plugins", path) as error:
         plugins.load({"plugins": path})
-    assert said in str(error.value)
-    assert "\n" not in str(error.value)
+    assert said in str(error.value).replace("; ", ": ")
 
 
 REGISTER = "from fedprune_app.extend import *\nclass S(FedAvg): pass\nclass C(FedAvgClient): pass\n"
@@ -473,26 +465,26 @@ REGISTER = "from fedprune_app.extend import *\nclass S(FedAvg): pass\nclass C(Fe
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        ("register_system('fedavg', strategy=S, client=C, summary='')", "system 'fedavg' of plug-in .* fedprune's own"),
-        ("register_system('a=b', strategy=S, client=C, summary='')", "allowed: a name of letters"),
-        ("register_system('x', strategy=C, client=C, summary='')", "strategy of system 'x' is .* FederatedStrategy"),
-        ("register_system('x', strategy=S, client=S, summary='')", "client of system 'x' is .* extends Node"),
-        ("register_system('x', strategy=S, client=C, summary='', options=dict)", "options of system 'x' is .* Table"),
+        ("register_system('fedavg', strategy=S, client=C, summary='')", ("system", "fedavg")),
+        ("register_system('a=b', strategy=S, client=C, summary='')", ("system", "a=b")),
+        ("register_system('x', strategy=C, client=C, summary='')", ("strategy",)),
+        ("register_system('x', strategy=S, client=S, summary='')", ("client",)),
+        ("register_system('x', strategy=S, client=C, summary='', options=dict)", ("options", dict)),
         (
             "register_model('lenet5', print, '')",
-            "model 'lenet5' of plug-in .* fedprune's own",
+            ("model", "lenet5"),
         ),
     ],
 )
 def test_what_a_plugin_may_not_register(tmp_path, call, said):
-    with pytest.raises(ConfigError, match=said):
+    with refuses(*said):
         plugins.load({"plugins": write(tmp_path / "bad.py", f"{REGISTER}{call}\n")})
 
 
 def test_two_plugins_do_not_share_a_name(tmp_path):
     call = f"{REGISTER}register_system('x', strategy=S, client=C, summary='')\n"
     plugins.load({"plugins": write(tmp_path / "one.py", call)})
-    with pytest.raises(ConfigError, match=r"system 'x' of plug-in .*two.* is one of plug-in .*one.* too"):
+    with refuses("system", "x", where="two", which="one"):
         plugins.load({"plugins": write(tmp_path / "two.py", call)})
 
 
@@ -632,18 +624,18 @@ def test_options_travel_through_flower_in_one_declared_key(files):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "plugin-options is '{', allowed: a JSON object"),
-        ("[1]", "allowed: a JSON object"),
-        ('{"seed": 1}', "plugin-options has the key 'seed', allowed: the options of plug-ins"),
-        ('{"my-prox.mu": -1}', "my-prox.mu is -1"),
-        ('{"my-prox.mu": {"a": 1}}', "my-prox.mu is .*, allowed: a number"),
+        ("{", ("plugin-options", "{")),
+        ("[1]", ("plugin-options", "[1]")),
+        ('{"seed": 1}', ("plugin-options", "seed")),
+        ('{"my-prox.mu": -1}', ("my-prox.mu", -1)),
+        ('{"my-prox.mu": {"a": 1}}', ("my-prox.mu", {"a": 1})),
     ],
 )
 def test_carried_options_are_checked(files, text, said):
     plugins.load({"plugins": str(files / "my_prox.py")})
-    with pytest.raises(ConfigError, match=said):
+    with refuses(*said):
         parse_config({"system": "my-prox", "plugin-options": text})
-    with pytest.raises(ConfigError, match="is given by itself and in plugin-options"):
+    with refuses("my-prox.mu", 1.0, which="plugin-options"):
         parse_config({"my-prox.mu": 1.0, "plugin-options": '{"my-prox.mu": 1.0}'})
 
 
@@ -658,7 +650,7 @@ def test_a_node_imports_only_what_its_operator_allows(files):
     mine, prox = str(files / "mine.py"), str(files / "my_prox.py")
     run = {"model": f"{mine}:net", "system": "my-prox", "plugins": prox}
     for allowed in ({}, {"allowed-plugins": mine}, {"allowed-plugins": "my_prox"}):
-        with pytest.raises(PolicyError, match=r"declines the run: .* which is code, allowed by its allowed-pl"):
+        with pytest.raises(PolicyError, match="allowed-plugins"):
             node_settings(run, allowed)
         assert "my-prox" not in registry.SYSTEMS
     found, _ = node_settings(run, {"allowed-plugins": f"{mine}, {prox}"})
@@ -674,7 +666,7 @@ def test_a_node_imports_what_is_installed_there_as_a_plugin(installed):
 
 
 def test_a_system_that_a_node_does_not_have_is_named():
-    with pytest.raises(ConfigError, match="system is 'my-prox', allowed: subfedavg"):
+    with refuses("system", "my-prox"):
         node_settings({"system": "my-prox"}, {})
 
 
@@ -915,4 +907,4 @@ def test_a_system_of_a_script_runs_in_the_scripts_own_process_alone(tmp_path):
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
     first, second = done.stdout.splitlines()
     assert first == "completed", done.stderr
-    assert second.startswith("system is 'mine', which was registered in this script or notebook, allowed with engine")
+    assert second.startswith("system is 'mine'")

@@ -34,7 +34,7 @@ def test_a_run_and_a_report_in_a_folder_of_a_strange_name(fedprune, tmp_path):
     assert f"{STRANGE}.html" in said
     code, said = fedprune("run", *HERE, "--out", f"runs/{STRANGE}")
     assert code == 2
-    assert f"runs/{STRANGE}' already holds a run" in said
+    assert f"runs/{STRANGE}', which already holds a run" in said
     (tmp_path / "runs" / STRANGE / "rounds.jsonl").write_text(f"{STRANGE}\n")
     made_up_run(tmp_path / "runs" / "[" / "good", rounds=1)
     code, said = fedprune("report", "runs/[", "-o", f"{STRANGE}.html")
@@ -57,12 +57,12 @@ def test_a_sweep_in_a_folder_of_a_strange_name_with_a_run_that_fails(fedprune, t
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["run", f"{STRANGE}=1"], f"unknown key '{STRANGE}'"),
-        (["run", "-c", f"{STRANGE}.toml"], f"config file '{STRANGE}.toml' does not exist"),
+        (["run", f"{STRANGE}=1"], f"setting is '{STRANGE}'"),
+        (["run", "-c", f"{STRANGE}.toml"], f"config file is '{STRANGE}.toml'"),
         (["run", f"model={STRANGE}"], f"model is '{STRANGE}'"),
         (["run", "system=fedspallm", "dataset=stdlib", f"model={STRANGE}"], STRANGE),
-        (["sweep", STRANGE], f"matrix '{STRANGE}' does not exist"),
-        (["report", STRANGE], f"'{STRANGE}' is no run folder"),
+        (["sweep", STRANGE], f"matrix is '{STRANGE}'"),
+        (["report", STRANGE], f"run folder is '{STRANGE}'"),
         (["export", STRANGE, "-o", "x", "--global"], f"'{STRANGE}' is not a run folder"),
         (["run", f"--{STRANGE}"], STRANGE),
         (["run", "--clients", STRANGE], STRANGE),

@@ -70,9 +70,9 @@ def simulate_faults(
     """
     first, _, end = seeds.partition(":")
     if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
-        raise ConfigError(f"--seeds is {seeds!r}, allowed: FIRST:END, such as 0:50")
+        raise ConfigError("--seeds", seeds, "FIRST:END, such as 0:50")
     if processes is not None and processes < 1:
-        raise ConfigError(f"--workers is {processes}, allowed: at least 1")
+        raise ConfigError("--workers", processes, "at least 1")
     if table_file is not None:
         check_table(table_file)
     given = given_in([], settings or [], plugin)
@@ -109,7 +109,7 @@ def simulate_faults(
 def _show_schedule(systems: list[str], seeds: range, given: Given, out: Path, force: bool) -> None:
     """Run one schedule and write its page."""
     if len(systems) != 1 or len(seeds) != 1:
-        raise ConfigError("--report is given, allowed: with one --system and one seed, such as --seeds 3:4")
+        raise ConfigError("--report", out, condition="with one --system and one seed, such as --seeds 3:4")
     check_page_name(out, "--report")
     if not force:
         check_report_file(out)

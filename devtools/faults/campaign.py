@@ -86,14 +86,14 @@ def scratch_place() -> Path | None:
 def check_settings(systems: Sequence[str], settings: Mapping[str, Scalar]) -> None:
     """Raise :class:`ConfigError` for a setting that a campaign decides, or that has no effect in any of its runs."""
     if "system" in settings:
-        raise ConfigError(f"system is {settings['system']!r}, allowed here: --system NAME")
+        raise ConfigError("system", settings["system"], hint="--system says it")
     prepare_all([Given(values_of(system, settings), on_command_line=settings) for system in systems])
 
 
 def check_table(path: Path) -> None:
     """Raise :class:`ConfigError` where ``path`` is a file to which :func:`write_rows` does not add."""
     if path.is_dir() or (path.exists() and path.read_bytes()[: len(_HEAD)] != _HEAD.encode()):
-        raise ConfigError(f"--table is {str(path)!r}, allowed: a new file, or one that begins with {_HEAD.strip()!r}")
+        raise ConfigError("--table", path, f"a new file, or one that begins with {_HEAD.strip()!r}")
 
 
 def write_rows(path: Path, parts: Iterable[Part]) -> None:

@@ -54,9 +54,9 @@ def main(commands: typer.Typer = app) -> None:
     try:
         _set_log_level(os.environ.get("FEDPRUNE_LOG") or "ERROR")  # the progress bar shows what matters
         if "" in sys.argv[1:]:  # a variable of the shell was empty; as a path it would be the current folder
-            raise ConfigError(f"argument {sys.argv.index('', 1)} is empty, allowed: a text, or no such argument")
+            raise ConfigError(f"argument {sys.argv.index('', 1)}", "", "a text, or no such argument")
         if empty := [each for each in sys.argv[1:] if each.startswith("--") and each.endswith("=")]:
-            raise ConfigError(f"{empty[0]} is empty, allowed: a text behind it, or no such option")
+            raise ConfigError(empty[0], "", "a text, or no such option")
         code = commands(standalone_mode=False)  # Typer turns Ctrl-C into 130
     except click.NoSuchOption as error:
         key = error.option_name.lstrip("-")
@@ -88,7 +88,7 @@ def main(commands: typer.Typer = app) -> None:
 def _set_log_level(name: str) -> None:
     levels = logging.getLevelNamesMapping()
     if name.upper() not in levels:
-        raise ConfigError(f"FEDPRUNE_LOG is {name!r}, allowed: {', '.join(levels)}")
+        raise ConfigError("FEDPRUNE_LOG", name, ", ".join(levels))
     logging.getLogger("flwr").setLevel(levels[name.upper()])
 
 

@@ -56,16 +56,16 @@ def local(
     if nodes is None:
         nodes = len(folders) or len(files) or 3
     if nodes < 1:
-        raise ConfigError(f"--nodes is {nodes}, allowed: at least 1")
+        raise ConfigError("--nodes", nodes, "at least 1")
     for each in folders:
         if not each.is_dir():
-            raise ConfigError(f"--data-dirs has {str(each)!r}, allowed: folders")
+            raise ConfigError("--data-dirs", each, "folders")
     for each in files:
         read_policy({POLICY_FILE: str(each)})
     borne = [share_in_turn("--capacities", capacities, k, 1.0) for k in range(len(capacities.split()))]
     for count, said in ((len(folders), "--data-dirs"), (len(files), "--policies"), (len(borne), "--capacities")):
         if count not in (0, nodes):
-            raise ConfigError(f"{said} has {count} entries, allowed: one per node, {nodes}")
+            raise ConfigError(said, ..., f"one per node, {nodes}", which=f"has {count} entries")
     places: list[dict[str, Scalar]] = [{} for _ in range(nodes)]
     own: dict[str, Iterable[Scalar]] = {"data-dir": map(str, folders), "capacity": borne, POLICY_FILE: map(str, files)}
     for key, values in own.items():
@@ -183,7 +183,7 @@ def superlink(
 
     command = superlink_command(context.args)
     if not secret.expanduser().is_file():
-        raise ConfigError(f"--control-secret is {str(secret)!r}, allowed: a file")
+        raise ConfigError("--control-secret", secret, "a file")
     read_control_secret(secret.expanduser())  # Flower's program would tell what is wrong with it in many lines
     os.execve(command[0], command, {**os.environ, SECRET_VARIABLE: str(secret.expanduser())})
 

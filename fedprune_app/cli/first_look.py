@@ -136,7 +136,7 @@ def demo(
         cells = {f"fedspallm-density{density}": llm_settings(density) for density in LLM_DENSITIES}
     page = out / ("report-llm.html" if llm else "report.html")
     if holds_run(out):
-        raise ConfigError(f"--out {str(out)!r} holds a run, allowed: a folder for all runs of the demo")
+        raise ConfigError("--out", out, "a folder for all runs of the demo", which="holds a run")
     check_report_file(page)
     for name in cells:
         check_replaceable(out / name)

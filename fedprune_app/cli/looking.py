@@ -103,7 +103,7 @@ def export(
         return
     format = format_of(output, format)
     if (client is None) != is_global:
-        raise ConfigError("export needs one of --client K and --global")
+        raise ConfigError("--client", ..., "one of them", which="and --global are both given, or none of them is")
     info, full, small = export_model(
         folder,
         client,

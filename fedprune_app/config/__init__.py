@@ -11,7 +11,7 @@ This package is a leaf of the house: it imports nothing of ours, and everything 
 from fedprune_app.config.common import Table, class_names
 from fedprune_app.config.config import DEFAULTS, OPTIONS, Config
 from fedprune_app.config.effects import check_effects, has_effect
-from fedprune_app.config.errors import ConfigError, refusal, refused, told_of
+from fedprune_app.config.errors import REFUSED, ConfigError, refused, told_of
 from fedprune_app.config.fedltp import FedLTPOptions
 from fedprune_app.config.fedp3 import FEDP3_COUNTS, FedP3Options
 from fedprune_app.config.fedspa import FedSPAOptions
@@ -28,6 +28,7 @@ __all__ = [
     "NO_POLICY",
     "OPTIONS",
     "POLICY_KEYS",
+    "REFUSED",
     "Config",
     "ConfigError",
     "DPSGDOptions",
@@ -55,7 +56,6 @@ __all__ = [
     "parse_override",
     "paths_from_here",
     "read_toml",
-    "refusal",
     "refused",
     "register_table",
     "to_toml",

@@ -57,7 +57,9 @@ class FedFomoOptions(Table):
     def check(self, common: CommonOptions) -> None:
         """Raise :class:`ConfigError` where FedFomo has no validation data to weigh models by."""
         if common.system == "fedfomo" and common.validation_fraction == 0:
-            raise ConfigError("validation-fraction is 0.0, allowed with system 'fedfomo', which weighs by it: above 0")
+            raise ConfigError(
+                "validation-fraction", 0.0, "above 0", condition="with system 'fedfomo', which weighs by it"
+            )
 
 
 @dataclass(frozen=True)

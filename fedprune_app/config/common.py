@@ -434,15 +434,19 @@ class CommonOptions:
     def check(self) -> None:
         """Raise :class:`ConfigError` where two of these options do not go together."""
         if class_names(self.classes) and self.dataset not in _NAMED["dataset"]:
-            raise ConfigError(f"classes is {self.classes!r}, allowed with dataset {self.dataset!r}: nothing")
+            raise ConfigError("classes", self.classes, "nothing", condition=f"with dataset {self.dataset!r}")
         if 0 < self.evaluate_clients < self.min_replies:
             allowed = f"0 or at least min-replies, {self.min_replies}"
-            raise ConfigError(f"evaluate-clients is {self.evaluate_clients}, allowed: {allowed}")
+            raise ConfigError("evaluate-clients", self.evaluate_clients, allowed)
         if (self.robust == "clip") != (self.robust_norm > 0):
-            allowed = "above 0" if self.robust == "clip" else "0"
-            raise ConfigError(f"robust-norm is {self.robust_norm}, allowed with robust {self.robust!r}: {allowed}")
+            raise ConfigError(
+                "robust-norm",
+                self.robust_norm,
+                "above 0" if self.robust == "clip" else "0",
+                condition=f"with robust {self.robust!r}",
+            )
         if self.resume_from and self.out_dir and self.out_dir != self.resume_from:
-            raise ConfigError(f"out-dir is {self.out_dir!r}, allowed with resume-from: that same folder, or nothing")
+            raise ConfigError("out-dir", self.out_dir, "that same folder, or nothing", condition="with resume-from")
 
 
 @dataclass(frozen=True)
@@ -480,5 +484,5 @@ def class_names(text: str) -> tuple[str, ...]:
     """Return the names in ``text``, 'cat, dog'; none where ``text`` is empty. Raises :class:`ConfigError`."""
     names = tuple(unicodedata.normalize("NFC", name.strip()) for name in text.split(",")) if text else ()
     if text and (not all(names) or len(set(names)) < max(len(names), 2)):
-        raise ConfigError(f"classes is {text!r}, allowed: at least two names, each once")
+        raise ConfigError("classes", text, "at least two names, each once")
     return names

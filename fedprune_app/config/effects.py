@@ -38,12 +38,12 @@ def check_effects(given: Iterable[str], config: Config) -> None:
     """Raise :class:`ConfigError` for a key among ``given`` that has no effect in a run with this configuration."""
     for key in given:
         if (unmet := _unmet(key, config)) is not None:
-            name, values = unmet
-            found = config.to_dict()
-            given = f"{found[key]!r}, which" if key in found else "given, but"
+            (name, values), found = unmet, config.to_dict()
             raise ConfigError(
-                f"{key} is {given} has no effect with {name} {found[name]!r}; "
-                f"{key} needs {name} {_words(values)}{_instead(key, config.system)}"
+                key,
+                found.get(key, ...),
+                which=f"has no effect with {name} {found[name]!r}",
+                hint=f"{key} needs {name} {_words(values)}{_instead(key, config.system)}",
             )
 
 

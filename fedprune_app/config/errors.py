@@ -2,12 +2,57 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
+from pathlib import PurePath
+
+_SHORT = reprlib.Repr()  # a few lines of YAML aliases can stand for billions of entries
+_SHORT.maxstring = _SHORT.maxother = 1000
+REFUSED = "refused setting: "
+"""An error has this mark as it leaves a ServerApp: Flower hands on the text alone, in which the mark is found."""
 
 
+@dataclass(eq=False)
 class ConfigError(ValueError):
-    """A setting has a value that cannot be; the message is one line for the user."""
+    """A setting has a value that cannot be; as a text the error is one line for the user.
+
+    * ``key`` is the setting, an option of the command (``--out``), or an argument of a function. An error that is of
+      no one setting has a whole sentence here, and nothing else.
+    * ``value`` is what the setting has; ``...`` stands for none.
+    * ``allowed`` is what it may have, and ``condition`` says under which condition: "with system 'fedavg'".
+    * ``which`` says what is wrong with the value: "has no effect".
+    * ``hint`` says what may help, or why: "did you mean 'density'?".
+    * ``where`` is the place of the setting, such as a file and an entry of the file.
+    * ``mark`` is :data:`REFUSED` while the error is on its way out of a ServerApp, and else empty.
+    """
+
+    key: str
+    value: object = ...
+    allowed: str = ""
+    _: KW_ONLY
+    condition: str = ""
+    which: str = ""
+    hint: str = ""
+    where: str = ""
+    mark: str = ""
+
+    def __str__(self) -> str:
+        """Return the line "WHERE: KEY is VALUE, which WHICH, allowed CONDITION: ALLOWED; HINT", of what there is."""
+        value = "" if self.value is ... else f" is {_shown(self.value)}"
+        which = f"{value and ', which'} {self.which}" if self.which else ""
+        allowed = ", allowed" if self.allowed or self.condition else ""
+        allowed += f"{self.condition and ' '}{self.condition}{self.allowed and ': '}{self.allowed}"
+        hint = f"; {self.hint}" if self.hint else ""
+        return f"{self.mark}{self.where}{self.where and ': '}{self.key}{value}{which}{allowed}{hint}"
+
+
+def _shown(value: object) -> str:
+    """Return a value as a file of settings has it; a long one is cut."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return _SHORT.repr(str(value) if isinstance(value, PurePath) else value)
 
 
 @contextmanager
@@ -16,17 +61,10 @@ def told_of(where: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(": ".join(filter(None, (where, str(error))))) from error
-
-
-_REFUSED = "refused setting: "
-
-
-def refusal(error: ConfigError) -> ConfigError:
-    """Mark ``error`` as it leaves a ServerApp: Flower hands on the text alone, in which :func:`refused` finds it."""
-    return ConfigError(f"{_REFUSED}{str(error).removeprefix(_REFUSED)}")
+        error.where = ": ".join(filter(None, (where, error.where)))
+        raise
 
 
 def refused(text: str) -> str:
-    """Return the message of the error that :func:`refusal` marked within ``text``; empty if ``text`` has none."""
-    return text.partition(_REFUSED)[2]
+    """Return the message of an error with the mark :data:`REFUSED` within ``text``; empty if ``text`` has none."""
+    return text.partition(REFUSED)[2]

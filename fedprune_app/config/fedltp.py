@@ -142,7 +142,7 @@ class FedLTPOptions(Table):
         """Raise :class:`ConfigError` where validators have no validation data."""
         if common.system == "fedltp" and self.validators != "none" and common.validation_fraction == 0:
             raise ConfigError(
-                f"validation-fraction is 0.0, allowed with fedltp.validators {self.validators!r}: above 0"
+                "validation-fraction", 0.0, "above 0", condition=f"with fedltp.validators {self.validators!r}"
             )
 
     def public_share(self, common: CommonOptions) -> float:

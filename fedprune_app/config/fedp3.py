@@ -180,14 +180,16 @@ class FedP3Options(Table):
         self.density_of(0, common.density)
         self.capacity_of(0)
         if (self.layer_set == "by-hand") != bool(self.layers):
-            allowed = "nothing" if self.layers else "sets of layers"
             raise ConfigError(
-                f"fedp3.layers is {self.layers!r}, allowed with fedp3.layer-set {self.layer_set!r}: {allowed}"
+                "fedp3.layers",
+                self.layers,
+                "nothing" if self.layers else "sets of layers",
+                condition=f"with fedp3.layer-set {self.layer_set!r}",
             )
         if common.system == "fedcr" and self.local != "fixed":
-            raise ConfigError(f"fedp3.local is {self.local!r}, allowed with system 'fedcr': 'fixed'")
+            raise ConfigError("fedp3.local", self.local, "'fixed'", condition="with system 'fedcr'")
         if common.system == "fedcr" and self.head_epochs:
-            raise ConfigError(f"fedp3.head-epochs is {self.head_epochs}, allowed with system 'fedcr': 0")
+            raise ConfigError("fedp3.head-epochs", self.head_epochs, "0", condition="with system 'fedcr'")
 
     def fixed_on_resume(self, common: CommonOptions) -> Mapping[str, str]:
         """Head epochs fix the number of rounds, because the last round is trained otherwise."""

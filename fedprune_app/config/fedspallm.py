@@ -170,7 +170,7 @@ class FedSpaLLMOptions(Table):
         """Raise :class:`ConfigError` for texts that cannot be read, or options that do not go together."""
         if common.system == "fedspallm" and common.precision == "bf16":
             raise ConfigError(
-                "precision is 'bf16', allowed with system 'fedspallm': float32, tf32 (and fedspallm.dtype)"
+                "precision", "bf16", "float32, tf32 (and fedspallm.dtype)", condition="with system 'fedspallm'"
             )
         self.layer_share(0)
         self.num_segments(0)
@@ -178,25 +178,31 @@ class FedSpaLLMOptions(Table):
         self.tasks()
         for key, length in (("segment-length", self.segment_length), ("window", self.window)):
             if length == 1:
-                raise ConfigError(f"fedspallm.{key} is 1, allowed: 0, or at least 2")
+                raise ConfigError(f"fedspallm.{key}", 1, "0, or at least 2")
         if common.system == "fedspallm" and self.pruning_rounds(common) < 1:
             raise ConfigError(
-                f"fedspallm.recovery-rounds is {self.recovery_rounds}, allowed: less than num-server-rounds, "
-                f"{common.num_server_rounds}"
+                "fedspallm.recovery-rounds",
+                self.recovery_rounds,
+                f"less than num-server-rounds, {common.num_server_rounds}",
             )
         if self.merge == "hessians":
             self._check_hessians(common)
         if (pattern := self.n_of_m()) and self.block_size % pattern[1]:
-            allowed = f"a multiple of {pattern[1]}"
-            raise ConfigError(f"fedspallm.block-size is {self.block_size}, allowed with a pattern: {allowed}")
+            raise ConfigError(
+                "fedspallm.block-size", self.block_size, f"a multiple of {pattern[1]}", condition="with a pattern"
+            )
 
     def _check_hessians(self, common: CommonOptions) -> None:
-        with_merge = "allowed with fedspallm.merge 'hessians'"
+        with_merge = "with fedspallm.merge 'hessians'"
         if self.pruner != "sparsegpt":
-            raise ConfigError(f"fedspallm.pruner is {self.pruner!r}, {with_merge}: sparsegpt")
+            raise ConfigError("fedspallm.pruner", self.pruner, "sparsegpt", condition=with_merge)
         if self.pruning_rounds(common) > 1:
-            allowed = "1" + (" more than fedspallm.recovery-rounds" if self.recovery_rounds else "")
-            raise ConfigError(f"num-server-rounds is {common.num_server_rounds}, {with_merge}: {allowed}")
+            raise ConfigError(
+                "num-server-rounds",
+                common.num_server_rounds,
+                "1" + (" more than fedspallm.recovery-rounds" if self.recovery_rounds else ""),
+                condition=with_merge,
+            )
 
     def pruning_rounds(self, common: CommonOptions) -> int:
         """Return the number of rounds that prune; the others, after them, recover."""
@@ -213,7 +219,7 @@ class FedSpaLLMOptions(Table):
             return None
         n, _, m = self.pattern.partition(":")
         if not (n.isdecimal() and m.isdecimal() and 0 < int(n) <= int(m)):
-            raise ConfigError(f"fedspallm.pattern is {self.pattern!r}, allowed: n:m with n at least 1 and at most m")
+            raise ConfigError("fedspallm.pattern", self.pattern, "n:m with n at least 1 and at most m")
         return int(n), int(m)
 
     def num_segments(self, client: int) -> int:
@@ -245,9 +251,7 @@ def _named_files(key: str, value: str, *, needs_path: bool) -> dict[str, Path | 
         is_path = Path(path).is_absolute() if equals or needs_path else True
         if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or name in found or not is_path:
             form = "name=path" if needs_path else "a name, or name=path"
-            raise ConfigError(
-                f"fedspallm.{key} has {text!r}, allowed: {form}, names of letters and digits, each once, and absolute "
-                "paths"
-            )
+            allowed = f"{form}, names of letters and digits, each once, and absolute paths"
+            raise ConfigError(f"fedspallm.{key}", text, allowed)
         found[name] = Path(path) if equals else None
     return found

@@ -63,10 +63,11 @@ class GossipOptions(Table):
     def check_adjacency(self, table: str) -> None:
         """Raise :class:`ConfigError` unless topology 'file' and a file come together; ``table`` names the options."""
         if bool(self.adjacency_file) != (self.topology == "file"):
-            allowed = "a path" if not self.adjacency_file else "nothing"
             raise ConfigError(
-                f"{table}.adjacency-file is {self.adjacency_file!r}, allowed with {table}.topology "
-                f"{self.topology!r}: {allowed}"
+                f"{table}.adjacency-file",
+                self.adjacency_file,
+                "a path" if not self.adjacency_file else "nothing",
+                condition=f"with {table}.topology {self.topology!r}",
             )
 
 

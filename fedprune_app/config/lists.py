@@ -25,7 +25,7 @@ def share_in_turn(key: str, text: str, client: int, default: float) -> float:
     except ValueError:
         values = [math.nan]
     if not all(0 < value <= 1 for value in values):
-        raise ConfigError(f"{key} is {text!r}, allowed: numbers above 0 and at most 1")
+        raise ConfigError(key, text, "numbers above 0 and at most 1")
     return values[client % len(values)]
 
 
@@ -38,7 +38,7 @@ def count_in_turn(key: str, text: str, client: int, default: int) -> int:
     if not texts:
         return default
     if not all(each.isdecimal() and int(each) > 0 for each in texts):
-        raise ConfigError(f"{key} is {text!r}, allowed: whole numbers, at least 1")
+        raise ConfigError(key, text, "whole numbers, at least 1")
     return int(texts[client % len(texts)])
 
 

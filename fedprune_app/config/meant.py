@@ -39,9 +39,9 @@ def unknown_key(key: str, keys: Collection[str]) -> ConfigError:
     """Return the error of a key that there is not, with the key or the command's option that was probably meant.
 
     >>> str(unknown_key("lr", ["learning-rate", "lr-decay"]))
-    "unknown key 'lr': did you mean 'learning-rate'?"
+    "setting is 'lr', which is unknown; did you mean 'learning-rate'?"
     """
-    return ConfigError(f"unknown key {key!r}: {_meant_by(key.lower().replace('_', '-'), keys)}")
+    return ConfigError("setting", key, which="is unknown", hint=_meant_by(key.lower().replace("_", "-"), keys))
 
 
 def _meant_by(key: str, keys: Collection[str]) -> str:
@@ -65,8 +65,8 @@ def not_allowed(key: str, value: object, allowed: Collection[str]) -> ConfigErro
     """
     by_letters = {_letters(name): name for name in allowed}
     close = difflib.get_close_matches(_letters(str(value)), list(filter(None, by_letters)), n=1)
-    meant = f"; did you mean {by_letters[close[0]]!r}?" if close else ""
-    return ConfigError(f"{key} is {value!r}, allowed: {', '.join(filter(None, allowed))}{meant}")
+    meant = f"did you mean {by_letters[close[0]]!r}?" if close else ""
+    return ConfigError(key, value, ", ".join(filter(None, allowed)), hint=meant)
 
 
 def _letters(name: str) -> str:

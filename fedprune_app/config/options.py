@@ -89,7 +89,7 @@ class Option:
         if self.choices and parsed not in self.choices:
             raise not_allowed(key, parsed, self.choices)
         if not isinstance(parsed, str) and not all(bound.holds(parsed, bound.limit) for bound in self.bounds):
-            raise ConfigError(f"{key} is {parsed!r}, allowed: {self.range}")
+            raise ConfigError(key, parsed, self.range)
         if isinstance(parsed, str) and parsed and self.kind.is_path:
             return _absolute(key, parsed)
         return parsed
@@ -180,12 +180,12 @@ def _as_type(key: str, value: object, kind: type[Scalar]) -> Scalar:
             value = str(value)  # a list of one number, as `layer-shares=0.5`, which TOML and YAML read as a number
     if not isinstance(value, bool | int | float | str) or type(value) is not kind:
         lower = str(value).lower()
-        meant = f"; did you mean {lower}?" if kind is bool and lower in ("true", "false") else ""
-        raise ConfigError(f"{key} is {value!r}, allowed: {_TYPE_NAMES[kind]}{meant}")
+        meant = f"did you mean {lower}?" if kind is bool and lower in ("true", "false") else ""
+        raise ConfigError(key, value, _TYPE_NAMES[kind], hint=meant)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigError(f"{key} is {value!r}, allowed: a finite number")
+        raise ConfigError(key, value, "a finite number")
     if isinstance(value, int) and abs(value) >= _TOO_LARGE:
-        raise ConfigError(f"{key} is a number of {len(str(abs(value)))} digits, allowed: a whole number below 2^63")
+        raise ConfigError(key, value, "a whole number below 2^63")
     return value
 
 
@@ -193,13 +193,13 @@ def _as_float(key: str, value: float) -> float:
     try:
         return float(value)
     except OverflowError:
-        raise ConfigError(f"{key} is a number of {len(str(value))} digits, allowed: a finite number") from None
+        raise ConfigError(key, value, "a finite number") from None
 
 
 def _absolute(key: str, path: str) -> str:
     expanded = os.path.expanduser(path)  # unlike pathlib's, leaves the folder of an unknown user as it is
     if not os.path.isabs(expanded):
-        raise ConfigError(f"{key} is {path!r}, allowed: an absolute path")
+        raise ConfigError(key, path, "an absolute path")
     return str(Path(expanded))
 
 

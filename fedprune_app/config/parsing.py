@@ -73,7 +73,6 @@ def check_resumable(before: Mapping[str, object], config: Config) -> None:
     fixed = config.fixed_on_resume()
     for key, value in config.to_dict().items():
         if before.get(key) != value and (key in fixed or not OPTIONS[key].resumable):
-            reason = f"; {fixed[key]}" if fixed.get(key) else ""
             raise ConfigError(
-                f"{key} is {value!r}, allowed when resuming: {before.get(key)!r}, as the run began{reason}"
+                key, value, f"{before.get(key)!r}, as the run began", condition="when resuming", hint=fixed.get(key, "")
             )

@@ -31,15 +31,16 @@ def register_table(system: str, kind: type[Table]) -> None:
     Their table has the name that the class gives it, or else the name of the system. Systems may share a table. Raises
     :class:`ConfigError` for a class that is no frozen dataclass of options, and for a name that is taken.
     """
+    where = f"system {system!r}"
     if not (isinstance(kind, type) and issubclass(kind, Table) and is_dataclass(kind)):
-        raise ConfigError(f"options of system {system!r} is {kind!r}, allowed: a frozen dataclass that extends Table")
+        raise ConfigError("options", kind, "a frozen dataclass that extends Table", where=where)
     own = [key for key, hint in inspect.get_annotations(kind).items() if "ClassVar" not in str(hint)]
     if own and "__dataclass_params__" not in vars(kind):
-        raise ConfigError(f"options of system {system!r} is {kind.__name__}, allowed: with @dataclass(frozen=True)")
+        raise ConfigError("options", kind.__name__, "a class with @dataclass(frozen=True)", where=where)
     _check_fields(system, kind)
     kind.name = kind.name or system
     if kind.name in {item.name.replace("_", "-") for item in fields(Config)}:
-        raise ConfigError(f"system {system!r} has a table {kind.name!r} of options, allowed: a name that no table has")
+        raise ConfigError("name of the options", kind.name, "a name that no table has", where=where)
     _TABLES[system] = kind
     systems = tuple(name for name, each in _TABLES.items() if each is kind)
     prefix = f"{kind.name}."
@@ -55,23 +56,23 @@ def _check_fields(system: str, kind: type[Table]) -> None:
     except Exception:  # a name in an annotation may be known where the class was made alone
         hints = {}
     for item in fields(kind):
-        where = f"field {item.name!r} of {kind.__name__}, the options of system {system!r},"
+        where = f"system {system!r}: options {kind.__name__}"
         if not declares_option(item):
-            raise ConfigError(f"{where} declares no option, allowed: {item.name}: TYPE = option(DEFAULT, HELP)")
+            raise ConfigError(item.name, ..., "TYPE = option(DEFAULT, HELP)", which="declares no option", where=where)
         default, hint = item.default, hints.get(item.name, type(item.default))
         if type(default) not in _TYPES or (hint in _TYPES and type(default) is not hint):
             wanted = hint.__name__ if hint in _TYPES else "bool, int, float or str"
-            raise ConfigError(f"{where} has the default {default!r}, allowed: one of type {wanted}")
+            raise ConfigError(f"default of {item.name}", default, f"one of type {wanted}", where=where)
 
 
 def check_uses(system: str, uses: Collection[str]) -> tuple[str, ...]:
     """Return the keys and tables that a plug-in's ``system`` uses. Raises :class:`ConfigError` for unknown ones."""
     if isinstance(uses, str) or not isinstance(uses, Collection):
-        raise ConfigError(f"uses of system {system!r} is {uses!r}, allowed: a tuple of keys and tables")
+        raise ConfigError("uses", uses, "a tuple of keys and tables", where=f"system {system!r}")
     names = {*OPTIONS, *(key.rpartition(".")[0] for key in OPTIONS)} - {""}
     for name in uses:
         if name not in names:
-            raise ConfigError(f"uses of system {system!r} has {name!r}, allowed: keys and tables of settings")
+            raise ConfigError("uses", name, "keys and tables of settings", where=f"system {system!r}")
     return tuple(uses)
 
 
@@ -96,14 +97,14 @@ def without_carrier(values: Mapping[str, object]) -> dict[str, object]:
     except ValueError:
         carried = None
     if not isinstance(carried, dict):
-        raise ConfigError(f"{CARRIER} is {text!r}, allowed: a JSON object such as '{{\"my-system.mu\": 0.1}}'")
+        raise ConfigError(CARRIER, text, "a JSON object such as '{\"my-system.mu\": 0.1}'")
     tables = {kind.name for kind in _TABLES.values()}
     for key in carried:
         if key.rpartition(".")[0] not in tables:
             allowed = ", ".join(each for each in OPTIONS if each.rpartition(".")[0] in tables) or "none here"
-            raise ConfigError(f"{CARRIER} has the key {key!r}, allowed: the options of plug-ins, {allowed}")
+            raise ConfigError(CARRIER, key, f"the options of plug-ins, {allowed}")
         if key in rest:
-            raise ConfigError(f"{key} is given by itself and in {CARRIER}, allowed: one of them")
+            raise ConfigError(key, rest[key], "one of them", which=f"is in {CARRIER} too")
     return {**rest, **carried}
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from fedprune_app.config.config import OPTIONS, Config
-from fedprune_app.config.errors import ConfigError
+from fedprune_app.config.errors import ConfigError, told_of
 from fedprune_app.config.lists import listed
 from fedprune_app.config.options import Kind, Option, option, option_of
 
@@ -62,10 +62,11 @@ class Policy:
         """
         for key, value in values.items():
             if key not in POLICY_KEYS:
-                raise ConfigError(f"{where} has {key}={value!r}, allowed: {', '.join(POLICY_KEYS)}")
-        parsed: dict[str, Any] = {
-            key.replace("-", "_"): POLICY_KEYS[key].parse(f"{where}'s {key}", value) for key, value in values.items()
-        }
+                raise ConfigError(key, value, ", ".join(POLICY_KEYS), which="is no key", where=where)
+        with told_of(where):
+            parsed: dict[str, Any] = {
+                k.replace("-", "_"): POLICY_KEYS[k].parse(k, value) for k, value in values.items()
+            }
         return cls(**parsed)
 
     @property
@@ -92,28 +93,28 @@ class Policy:
     def check(self, config: Config) -> None:
         """Raise :class:`PolicyError` where a run asks for less, as far as its settings tell."""
         if self.systems and config.system not in self.systems:
-            raise declined(f"system is {config.system!r}", "allowed-systems", ", ".join(self.systems))
+            raise declined("system", config.system, "allowed-systems", ", ".join(self.systems))
         if self.why_private and not config.dp.enabled:
-            raise declined("dp.enabled is False", self.why_private, "true")
+            raise declined("dp.enabled", False, self.why_private, "true")
         if not config.dp.enabled:
             return
         if config.dp.noise_multiplier:  # dp.target-epsilon needs the number of examples: see check_noise
             self.check_noise(config.dp.noise_multiplier, "dp.noise-multiplier")
         if self.max_clip_norm and config.dp.clip_norm > self.max_clip_norm:
-            raise declined(f"dp.clip-norm is {config.dp.clip_norm}", "max-clip-norm", f"at most {self.max_clip_norm}")
+            raise declined("dp.clip-norm", config.dp.clip_norm, "max-clip-norm", f"at most {self.max_clip_norm}")
 
     def check_own_labels(self, config: Config) -> None:
         """Raise :class:`PolicyError` where a private run takes as labels what the node's data must not tell."""
         has_columns = config.dataset == "table" or config.label_column != OPTIONS["label-column"].default
         if config.dp.enabled and has_columns and config.label_column not in self.label_columns:
             allowed = ", ".join(self.label_columns) or "none"
-            raise declined(f"label-column is {config.label_column!r}", "allowed-label-columns", allowed)
+            raise declined("label-column", config.label_column, "allowed-label-columns", allowed)
 
     def check_noise(self, noise_multiplier: float, what: str) -> None:
         """Raise :class:`PolicyError` where the noise that a run has is too little."""
         if noise_multiplier < self.min_noise_multiplier:
             least = f"at least {self.min_noise_multiplier}"
-            raise declined(f"{what} is {noise_multiplier}", "min-noise-multiplier", least)
+            raise declined(what, noise_multiplier, "min-noise-multiplier", least)
 
     def over(self, config: Config) -> Config:
         """Return the settings of a run as the policy leaves them.
@@ -126,9 +127,9 @@ class Policy:
         return config
 
 
-def declined(given: str, key: str, allowed: str) -> PolicyError:
-    """Return the error of a run that asks for what the node's ``key`` does not allow."""
-    return PolicyError(f"the node declines the run: {given}, allowed by its {key}: {allowed}")
+def declined(key: str, value: object, own: str, allowed: str) -> PolicyError:
+    """Return the error of a run whose ``key`` has a value that the node's ``own`` key does not allow."""
+    return PolicyError(key, value, allowed, condition=f"by its {own}", where="the node declines the run")
 
 
 POLICY_KEYS: Mapping[str, Option] = {item.name.replace("_", "-"): option_of(item) for item in fields(Policy)}

@@ -103,16 +103,20 @@ class DPOptions(Table):
     def check(self, common: CommonOptions) -> None:
         """Raise :class:`ConfigError` where a private run lacks its noise, or a private system is not private."""
         if common.system == "ldp-fedp3" and not self.enabled:
-            raise ConfigError("dp.enabled is False, allowed with system 'ldp-fedp3', which promises privacy: true")
+            raise ConfigError("dp.enabled", False, "true", condition="with system 'ldp-fedp3', which promises privacy")
         if not self.enabled:
             return
         if common.precision != "float32":  # norms rounded to 10 bits would let a clipped gradient pass its norm
-            raise ConfigError(f"precision is {common.precision!r}, allowed with dp.enabled: float32")
+            raise ConfigError("precision", common.precision, "float32", condition="with dp.enabled")
         if (self.noise_multiplier > 0) == (self.target_epsilon > 0):
-            given = f"dp.noise-multiplier is {self.noise_multiplier!r} and dp.target-epsilon is {self.target_epsilon!r}"
-            raise ConfigError(f"{given}, allowed with dp.enabled: one of them above 0")
+            raise ConfigError(
+                "dp.noise-multiplier",
+                self.noise_multiplier,
+                f"above 0 where dp.target-epsilon, {self.target_epsilon!r}, is 0, and else 0",
+                condition="with dp.enabled",
+            )
         if self.accuracies == "noised" and self.count_scale == 0:
-            raise ConfigError("dp.count-scale is 0.0, allowed with dp.accuracies 'noised': above 0")
+            raise ConfigError("dp.count-scale", 0.0, "above 0", condition="with dp.accuracies 'noised'")
 
     def fixed_on_resume(self, common: CommonOptions) -> Mapping[str, str]:
         """Fix the folder of the clients' ledgers; a target fixes the rounds and evaluations over which it is spread."""

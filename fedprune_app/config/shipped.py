@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedprune_app.config import ConfigError
 from fedprune_app.config.meant import not_allowed
 
 
@@ -26,5 +25,5 @@ def config_file(given: Path) -> Path:
         return given
     shipped = shipped_configs()
     if str(given) not in shipped:
-        raise ConfigError(f"{not_allowed('--config', str(given), shipped)}; or a file")
+        raise not_allowed("--config", str(given), [*shipped, "or a file"])
     return shipped[str(given)]

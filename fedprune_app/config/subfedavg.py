@@ -95,16 +95,17 @@ class SubFedAvgOptions(Table):
             if 0 < percentage < 1:
                 meant = f"{100 * percentage:g}"
                 raise ConfigError(
-                    f"subfedavg.{key} is {percentage}, allowed: 0, or a percentage from 1; {meant} is meant?"
+                    f"subfedavg.{key}", percentage, "0, or a percentage from 1", hint=f"{meant} is meant?"
                 )
         is_structured = common.system == "subfedavg-hy"
         prunes = self.target_rate > 0 or is_structured  # channels go whatever the target
         asks_validation = common.system in ("subfedavg", "subfedavg-hy") and self.gate_split == "validation"
         if asks_validation and common.validation_fraction == 0 and prunes:
-            raise ConfigError("validation-fraction is 0.0, allowed with subfedavg.gate-split 'validation': above 0")
+            raise ConfigError("validation-fraction", 0.0, "above 0", condition="with subfedavg.gate-split 'validation'")
         if is_structured and self.channel_fraction + self.channel_floor >= 1:
             raise ConfigError(
-                f"subfedavg.channel-fraction is {self.channel_fraction!r}, allowed with channel-floor "
-                f"{self.channel_floor!r}: below {1 - self.channel_floor:g}, or a step would remove channels that have "
-                "to stay"
+                "subfedavg.channel-fraction",
+                self.channel_fraction,
+                f"below {1 - self.channel_floor:g}, or a step would remove channels that have to stay",
+                condition=f"with channel-floor {self.channel_floor!r}",
             )

@@ -23,7 +23,7 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         found = flatten(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
         if twice := flat.keys() & found.keys():
-            raise ConfigError(f"{min(twice)} is given twice, with a dot and in a table, allowed: once")
+            raise ConfigError(min(twice), ..., "once", which="is given twice, with a dot and in a table")
         flat.update(found)
     return flat
 
@@ -34,11 +34,11 @@ def read_toml(path: Path) -> dict[str, Any]:
         with told_of(f"config file {str(path)!r}"):
             return flatten(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise ConfigError(f"config file {str(path)!r} does not exist") from None
+        raise ConfigError("config file", path, which="does not exist") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from None
+        raise ConfigError("config file", path, which="cannot be read", hint=str(error)) from None
     except RecursionError:
-        raise ConfigError(f"config file {str(path)!r} cannot be read: it is nested too deeply") from None
+        raise ConfigError("config file", path, which="is nested too deeply") from None
 
 
 def parse_override(text: str) -> tuple[str, Scalar]:
@@ -49,7 +49,7 @@ def parse_override(text: str) -> tuple[str, Scalar]:
     """
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"{text!r} is not of the form key=value")
+        raise ConfigError("setting", text, "KEY=VALUE")
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
     except (tomllib.TOMLDecodeError, RecursionError):
@@ -60,7 +60,7 @@ def parse_override(text: str) -> tuple[str, Scalar]:
     if known and isinstance(known.default, str):
         return key.strip(), value.strip()
     if not isinstance(parsed, bool | int | float):
-        raise ConfigError(f"{key.strip()} is {value!r}, allowed: a number, true, false or a text")
+        raise ConfigError(key.strip(), value, "a number, true, false or a text")
     return key.strip(), parsed
 
 

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.lists import listed
 from fedprune_app.core.rng import numpy_generator
 from fedprune_app.data import brought, datasets, partitions
@@ -261,7 +262,7 @@ def _owned(config: DataConfig, dataset: Dataset, dealt: Indices, num_clients: in
         )
     count = int(owners.max(initial=-1)) + 1
     if count != num_clients:
-        raise ValueError(f"--clients is {num_clients}, allowed with partition '{OWNERS}' and these data: {count}")
+        raise ConfigError("--clients", num_clients, str(count), condition=f"with partition '{OWNERS}' and these data")
     whose = np.full(len(dataset.train_labels) + len(dataset.test_labels), -1)
     whose[: len(owners)] = owners
     if dataset.test_owners is not None:  # else the test examples are nobody's

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from clients.base import ImageClient
 from clients.finetune import FineTuned
-from fedprune_app.config import Config
+from fedprune_app.config import Config, ConfigError
 from fedprune_app.core.masks import full_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import coordinate_masks, gather
@@ -130,8 +130,12 @@ def _same_data(run: Path, info: Mapping[str, Any], config: Config, data_dir: str
     is_own = "nodes" in info  # each client has its own data
     data = replace(data_config(config, is_own), download=False, data_dir=data_dir or config.data_dir)
     if is_own and not data.data_dir:
-        why = "does not say how its nodes' images became inputs"
-        raise ValueError(f"run {str(run)!r} {why}: give a folder of a node's data with --data-dir")
+        raise ConfigError(
+            "--data-dir",
+            "",
+            "a folder of a node's data",
+            hint=f"run {str(run)!r} does not say how its nodes' images became inputs",
+        )
     dataset, model = dataset_of(data), info.get("model") or {}
     where = f"data-dir {data.data_dir!r}" if data.data_dir else f"dataset {data.dataset!r}"
     had = f"run {str(run)!r} had"
@@ -151,7 +155,7 @@ def _same_data(run: Path, info: Mapping[str, Any], config: Config, data_dir: str
 def _global_state(run: Path, info: Mapping[str, Any], config: Config) -> State:
     """Return the global model's tensors as weights; weights that are exactly 0 count as pruned."""
     if not SYSTEMS[config.system].strategy.has_global_model:
-        raise ValueError(f"system '{config.system}' has no global model, allowed: --client K")
+        raise _asks_for_a_client(config, "it has no global model")
     path = run / "models" / "global.safetensors"
     if not path.exists():
         raise ValueError(f"{str(path)!r} is missing")
@@ -160,9 +164,15 @@ def _global_state(run: Path, info: Mapping[str, Any], config: Config) -> State:
     return State({f"weights/{name}": tensor for name, tensor in tensors.items()})
 
 
+def _asks_for_a_client(config: Config, why: str, allowed: str = "a client's number") -> ConfigError:
+    return ConfigError(
+        "--client", ..., allowed, condition=f"with system {config.system!r}", which="is not given", hint=why
+    )
+
+
 def _or_global(run: Path, info: Mapping[str, Any], config: Config) -> str:
     """Return the end of what is allowed in the place of a client, which is empty where no global model is complete."""
-    return " or --global" if _has_whole_global(run, info, config) else ""
+    return ", or the global model" if _has_whole_global(run, info, config) else ""
 
 
 def _has_whole_global(run: Path, info: Mapping[str, Any], config: Config) -> bool:
@@ -187,21 +197,32 @@ def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: in
     """
     system = SYSTEMS[config.system]
     if issubclass(system.client, FineTuned):
-        whole = config.batch_norm == "averaged"
-        without = "--global" if whole else "no export, as the global model lacks the norms of batch-norm 'local'"
-        raise ValueError(f"system '{config.system}' does not keep its fine-tuned models, allowed: {without}")
+        raise ConfigError(
+            "--client",
+            client,
+            "none"
+            if config.batch_norm == "averaged"
+            else "no export, as the global model lacks the norms of batch-norm 'local'",
+            condition=f"with system {config.system!r}",
+            hint="it does not keep its fine-tuned models",
+        )
     known = sorted(row["partition"] for row in info.get("partition") or [])
     if client not in known:
-        raise ValueError(f"--client is {client}, allowed: {_ranges(known)}{_or_global(run, info, config)}")
+        raise ConfigError("--client", client, f"{_ranges(known)}{_or_global(run, info, config)}")
     run_key = str(info.get("run_key") or "")
     store = client_store(state_folder(run, state_dir or config.state_dir, run_key), client, run_key)
     rounds = {int(p): int(r) for p, r in info["state_rounds"].items()}
     if client not in rounds:
         trained = f"{_ranges(sorted(rounds))}{_or_global(run, info, config)}"
-        raise ValueError(f"--client {client} never trained in this run and has no model, allowed: {trained}")
+        raise ConfigError("--client", client, trained, which="never trained in this run and has no model")
     if client not in rounds or rounds[client] not in store.rounds():
-        where = f"{str(store.folder)!r} has no state of client {client}"
-        raise ValueError(f"{where}: give the run's state-dir with --state-dir, or export where the client runs")
+        raise ConfigError(
+            "--state-dir",
+            store.folder,
+            "the run's state-dir, as it is here",
+            which=f"has no state of client {client}",
+            hint="or export where the client runs",
+        )
     return rounds[client], store.read(rounds[client])
 
 
@@ -241,13 +262,13 @@ def _exportable(run: Path, config: Config, inputs: _Inputs, client: int | None, 
     names = list(state_tensors(full, include_buffers=True))
     # where clients take some layers of the server alone, what else it has is from before (LG-FedAvg's pre-training)
     if client is None and 0 < len(_names_from_server(config, full, round)) < len(names):
-        raise ValueError(f"no model of system '{config.system}' is global as a whole, allowed: --client K")
+        raise _asks_for_a_client(config, "no model of it is global as a whole")
     if missing := [name for name in names if name not in weights]:
         is_kept = not issubclass(SYSTEMS[config.system].client, FineTuned)
-        instead = "allowed: --client K" if is_kept else f"and system '{config.system}' keeps no models of clients"
+        instead = "a client's number" if is_kept else "no export, as no client's model is kept"
         if client is None and not set(missing) & set(shared_names(full, config.batch_norm)):
-            raise ValueError(f"no model is global as a whole with batch-norm 'local', {instead}")
-        reason = "is of another model" if client is not None else f"is not complete, {instead}"
+            raise _asks_for_a_client(config, "no model is global as a whole with batch-norm 'local'", instead)
+        reason = "is of another model" if client is not None else f"is not complete, allowed: {instead}"
         raise ValueError(f"the state {reason}: it has no tensor '{missing[0]}'")
     load_state_tensors(full, weights)
     full.eval().requires_grad_(False)

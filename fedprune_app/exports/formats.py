@@ -20,6 +20,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from fedprune_app.config import ConfigError
 from fedprune_app.core.flops import forward_flops, sparse_flops
 from fedprune_app.exports.cost import Runner, Size, example_images, latencies
 from fedprune_app.exports.file import ExportInfo, encode_export, num_parameters
@@ -38,11 +39,9 @@ def format_of(output: Path, format: str) -> str:
     """
     by_suffix = SUFFIXES.get(output.suffix.lower())
     if format in FORMATS and by_suffix not in (None, "safetensors" if format == SPARSE else format):
-        raise ValueError(f"--output is {str(output)!r}, allowed with --format {format}: no suffix of {by_suffix}")
+        raise ConfigError("--output", output, f"no suffix of {by_suffix}", condition=f"with format {format!r}")
     if not format and output.suffix and by_suffix is None:
-        raise ValueError(
-            f"--output is {str(output)!r}, allowed: a file that ends in {', '.join(SUFFIXES)}, or --format"
-        )
+        raise ConfigError("--output", output, f"a file that ends in {', '.join(SUFFIXES)}, or a format")
     return format or by_suffix or FORMATS[0]
 
 
@@ -64,11 +63,11 @@ def export_model(
     what the full network and the exported one cost. Raises a one-line ``ValueError``.
     """
     if format not in FORMATS:
-        raise ValueError(f"--format is {format!r}, allowed: {', '.join(FORMATS)}")
+        raise ConfigError("--format", format, ", ".join(FORMATS))
     if output.is_dir():
-        raise ValueError(f"--output {str(output)!r} is a folder, allowed: a file")
+        raise ConfigError("--output", output, "a file", which="is a folder")
     if output.exists() and not force:
-        raise ValueError(f"--output {str(output)!r} exists, allowed: a new file, or --force")
+        raise ConfigError("--output", output, "a new file", which="exists", hint="force replaces it")
     found = find_model(run, client, state_dir=state_dir, data_dir=data_dir, trusted=trusted)
     content, runner, full_runner = convert(found, format)
     replace_file(output, content)

@@ -65,16 +65,16 @@ def check_options(output: Path, client: int | None, format: str, **more: object)
 
     ``more`` are options without effect, by name; they are there where they are not empty.
     """
-    allowed = "allowed with a language model"
+    with_one = "with a language model"
     if client is not None:
-        raise ConfigError(f"--client is {client}, {allowed}: --global and --format sparse")
+        raise ConfigError("--client", client, "none, for the global model", condition=with_one)
     if format not in ("", "sparse"):
-        raise ConfigError(f"--format is {format!r}, {allowed}: --global and --format sparse")
+        raise ConfigError("--format", format, "sparse", condition=with_one)
     if output.suffix.lower() in SUFFIXES:
-        raise ConfigError(f"--output is {str(output)!r}, {allowed}: a folder, whose name has no suffix of a file")
+        raise ConfigError("--output", output, "a folder, whose name has no suffix of a file", condition=with_one)
     for name, value in more.items():
         if value:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value!r}, {allowed}: none, since it has no effect")
+            raise ConfigError(f"--{name.replace('_', '-')}", value, "none, since it has no effect", condition=with_one)
 
 
 def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
@@ -83,8 +83,9 @@ def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
     A weight that is exactly 0 counts as pruned. Nothing is written on an error. Raises a one-line ``ValueError``.
     """
     if output.exists() and not (force and (output / "packed.json").is_file()):
-        allowed = "a new folder" + ("" if force else ", or --force to replace a packed model")
-        raise ValueError(f"--output {str(output)!r} exists, allowed: {allowed}")
+        raise ConfigError(
+            "--output", output, "a new folder", which="exists", hint="" if force else "force replaces a packed model"
+        )
     if (folder / "run.json").exists():
         info = read_info(folder)
         if (status := info["status"]) != "completed":

@@ -14,7 +14,7 @@ def check_min_replies(config: Config, most: int, num_clients: int) -> None:
     if config.min_replies > most:
         share = f" and fraction-train {config.fraction_train:g}" if most < num_clients else ""
         raise ConfigError(
-            f"min-replies is {config.min_replies}, allowed with {num_clients} clients{share}: at most {most}"
+            "min-replies", config.min_replies, f"at most {most}", condition=f"with {num_clients} clients{share}"
         )
 
 

@@ -51,12 +51,12 @@ def make_certificates(folder: Path, hosts: Sequence[str], days: int = _VALID_DAY
     """
     files = certificates_in(folder)
     if not hosts or not all(hosts):
-        raise ConfigError("--host is empty, allowed: a name or address by which the SuperLink is reached")
+        raise ConfigError("--host", "", "a name or address by which the SuperLink is reached")
     for host in hosts:
         if not _HOST.fullmatch(host) and not isinstance(_alternative_name(host), x509.IPAddress):
-            raise ConfigError(f"--host is {host!r}, allowed: a name as link.example.org, or an address")
+            raise ConfigError("--host", host, "a name as link.example.org, or an address")
     if files.ca.exists():
-        raise ConfigError(f"{str(files.ca)!r} exists, allowed: a folder without certificates")
+        raise ConfigError("--out", folder, "a folder without certificates", which=f"has {files.ca.name}")
     authority, server = ec.generate_private_key(ec.SECP384R1()), ec.generate_private_key(ec.SECP384R1())
     issuer = _name("fedprune certificate authority")
     usage = {
@@ -94,17 +94,21 @@ def valid_until(certificate: Path) -> datetime.datetime:
 
     Raises :class:`ConfigError` for a certificate that has ended or not begun, and for a file that is no certificate.
     """
-    allowed = "allowed: a certificate that is valid now"
+    allowed = "one that is valid now"
     try:
         read = x509.load_pem_x509_certificate(certificate.read_bytes())
     except ValueError:
-        raise ConfigError(f"{str(certificate)!r} is no certificate, {allowed}") from None
+        raise ConfigError("certificate", certificate, allowed, which="is none") from None
     now = datetime.datetime.now(datetime.UTC)
     if now > read.not_valid_after_utc:
-        raise ConfigError(f"{str(certificate)!r} ended at {read.not_valid_after_utc:{_MINUTE}}, {allowed}")
+        raise ConfigError("certificate", certificate, allowed, which=f"ended at {read.not_valid_after_utc:{_MINUTE}}")
     if now < read.not_valid_before_utc:
-        begins = f"{read.not_valid_before_utc:{_MINUTE}}, and it is {now:{_MINUTE}} here"
-        raise ConfigError(f"{str(certificate)!r} begins at {begins}, {allowed}")
+        raise ConfigError(
+            "certificate",
+            certificate,
+            allowed,
+            which=f"begins at {read.not_valid_before_utc:{_MINUTE}}, and it is {now:{_MINUTE}} here",
+        )
     return read.not_valid_after_utc
 
 

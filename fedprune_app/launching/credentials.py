@@ -27,7 +27,7 @@ def make_node_key(path: Path) -> Path:
     """
     public = public_half(path)
     if public.exists():
-        raise ConfigError(f"{str(path if path.exists() else public)!r} exists, allowed: a new file")
+        raise ConfigError("node key", path if path.exists() else public, "a new file", which="exists")
     if path.exists():
         key = _node_key_in(path)
     else:
@@ -48,7 +48,7 @@ def _node_key_in(path: Path) -> ec.EllipticCurvePrivateKey:
         key = serialization.load_ssh_private_key(path.read_bytes(), password=None)
         if isinstance(key, ec.EllipticCurvePrivateKey):
             return key
-    raise ConfigError(f"{str(path)!r} exists and is no node key, allowed: a new file")
+    raise ConfigError("node key", path, "a new file", which="exists and is no node key")
 
 
 def private_bytes(key: ec.EllipticCurvePrivateKey, format: serialization.PrivateFormat) -> bytes:
@@ -73,7 +73,7 @@ def make_database(path: Path) -> Path:
     :class:`ConfigError` if ``path`` exists.
     """
     if path.exists():
-        raise ConfigError(f"{str(path)!r} exists, allowed: a new file")
+        raise ConfigError("database", path, "a new file", which="exists")
     with closing(sqlite3.connect(":memory:")) as database:
         database.execute("PRAGMA auto_vacuum = FULL")  # set before the first table; stays in the file
         database.execute("VACUUM")
@@ -84,7 +84,7 @@ def make_database(path: Path) -> Path:
 def make_control_secret(path: Path) -> Path:
     """Make the secret that users show to the Control API. Raises :class:`ConfigError` if ``path`` exists."""
     if path.exists():
-        raise ConfigError(f"{str(path)!r} exists, allowed: a new file")
+        raise ConfigError("secret", path, "a new file", which="exists")
     write_secret(path, secrets.token_hex(32).encode())
     return path
 
@@ -94,7 +94,7 @@ def read_control_secret(path: Path) -> str:
     try:
         return read_secret(path)
     except OSError as error:
-        raise ConfigError(f"the secret is {str(path)!r}, allowed: a file ({error.strerror})") from None
+        raise ConfigError("secret", path, f"a file ({error.strerror})") from None
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -113,7 +113,7 @@ def log_in(address: str, secret: Path, home: Path) -> Path:
     except (yaml.YAMLError, UnicodeDecodeError):
         known = None
     if not isinstance(known, dict):
-        raise ConfigError(f"{str(path)!r} is no mapping in YAML, allowed: the file that `flwr login` writes")
+        raise ConfigError("credentials", path, "the file that `flwr login` writes", which="is no mapping in YAML")
     more = json.loads(credentials(address, read_control_secret(secret)))
     home.mkdir(0o700, parents=True, exist_ok=True)
     write_secret(path, json.dumps(known | more).encode())
@@ -125,5 +125,5 @@ def host_and_port(address: str) -> tuple[str, str]:
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isascii() or not port.isdigit():
-        raise ConfigError(f"the SuperLink's address is {address!r}, allowed: HOST:PORT")
+        raise ConfigError("address of the SuperLink", address, "HOST:PORT")
     return host, port

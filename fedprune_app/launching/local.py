@@ -55,7 +55,7 @@ def superlink_command(options: Sequence[str]) -> list[str]:
     """
     place = sysconfig.get_path("purelib")
     if " " in place or "," in place:
-        raise ConfigError(f"Flower is in {place!r}, allowed for its SuperLink: a path without spaces and commas")
+        raise ConfigError("folder of Flower", place, "a path without spaces and commas", condition="for its SuperLink")
     return [sys.executable, "-m", "fedprune_app.engine.superlink", *options]
 
 
@@ -226,7 +226,7 @@ def _toml(key: str, value: Scalar) -> str:
         return '"' + value.replace("\\", "\\\\") + '"'
     if "'" not in value:
         return f"'{value}'"
-    raise ConfigError(f"node-config has {key}={value!r}, allowed: one kind of quotes")
+    raise ConfigError(key, value, "one kind of quotes", where="node-config")
 
 
 @contextmanager
@@ -245,7 +245,8 @@ def local_deployment(folder: Path, nodes: Sequence[Mapping[str, Scalar]]) -> Ite
         try:
             valid_until(each)
         except ConfigError as error:
-            raise ConfigError(f"{error}: remove {str(certificates.ca)!r}, and new ones are made") from None
+            error.hint = f"remove {str(certificates.ca)!r}, and new ones are made"
+            raise
     port, fleet_port = processes.free_ports(2)
     deployment = Deployment(folder, certificates, port, fleet_port)
     try:

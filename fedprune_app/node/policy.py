@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fedprune_app import plugins
-from fedprune_app.config import POLICY_KEYS, ConfigError, Policy, declined, read_toml
+from fedprune_app.config import POLICY_KEYS, ConfigError, Policy, declined, read_toml, told_of
 from fedprune_app.config.policy import POLICY_FILE
 from fedprune_app.plugins import Code
 from fedprune_app.registry import SYSTEMS
@@ -25,7 +25,7 @@ def read_policy(node_config: Mapping[str, object]) -> Policy:
         policy = _in_file(node_config[POLICY_FILE], here)
     for name in policy.systems:
         if name not in SYSTEMS and name not in plugins.installed()["system"] and not policy.plugins:
-            raise ConfigError(f"allowed-systems of the node has {name!r}, allowed: {', '.join(SYSTEMS)}")
+            raise ConfigError("allowed-systems", name, ", ".join(SYSTEMS), condition="on the node")
     return policy
 
 
@@ -33,19 +33,19 @@ def check_allowed(policy: Policy, code: Code) -> None:
     """Raise :class:`~fedprune_app.config.PolicyError` for code of a run that the node's operator has not allowed."""
     if code.target not in policy.plugins:
         allowed = ", ".join(policy.plugins) or "no code"
-        raise declined(f"{code.key} names {code.target!r}, which is code", "allowed-plugins", allowed)
+        raise declined(code.key, code.target, "allowed-plugins", allowed)
 
 
 def _in_file(name: object, here: Mapping[str, object]) -> Policy:
     if not (isinstance(name, str) and Path(name).is_absolute()):
-        raise ConfigError(f"node-config has {POLICY_FILE}={name!r}, allowed: an absolute path")
-    try:
+        raise ConfigError(POLICY_FILE, name, "an absolute path", where="node-config")
+    with told_of(POLICY_FILE):
         there = read_toml(Path(name))
-    except ConfigError as error:
-        raise ConfigError(f"{POLICY_FILE}: {error}") from None
     for key in here:
         if key in there:
-            raise ConfigError(f"{key} stands in node-config and in {POLICY_FILE} {name!r}, allowed: one of them")
+            raise ConfigError(
+                key, here[key], "one of them", which=f"is in {POLICY_FILE} {name!r} too", where="node-config"
+            )
     return Policy.parse({**there, **here}, f"{POLICY_FILE} {name!r}")
 
 
@@ -63,6 +63,6 @@ def ledger_folder(policy: Policy, node_config: Mapping[str, object]) -> str:
         return str(Path(str(state_dir)) / "ledgers")
     if policy.epsilon_budget:
         raise ConfigError(
-            f"epsilon-budget of the node is {policy.epsilon_budget}, allowed with a ledger-dir or state-dir of its own"
+            "epsilon-budget", policy.epsilon_budget, condition="with a ledger-dir or state-dir of the node's own"
         )
     return ""

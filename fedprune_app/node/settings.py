@@ -33,14 +33,14 @@ def node_settings(run_config: Mapping[str, Any], node_config: Mapping[str, Any])
     """
     for key in node_config:
         if key not in NODE_KEYS:
-            raise ConfigError(f"node-config has {key}={node_config[key]!r}, allowed: {', '.join(NODE_KEYS)}")
+            raise ConfigError(key, node_config[key], ", ".join(NODE_KEYS), which="is no key", where="node-config")
     own = {key: node_config[key] for key in ("data-dir", "state-dir") if key in node_config}
     for key, value in own.items():
         if not (isinstance(value, str) and Path(value).is_absolute()):
-            raise ConfigError(f"node-config has {key}={value!r}, allowed: an absolute path")
+            raise ConfigError(key, value, "an absolute path", where="node-config")
     if not is_simulated():
         if "data-dir" not in own and (named := run_config.get("data-dir")):
-            raise ConfigError(f"the run's data-dir is {named!r}, allowed on a node: data-dir in its node-config")
+            raise ConfigError("data-dir", named, "data-dir in its node-config", condition="on a node")
         own.setdefault("state-dir", str(Path.home() / "fedprune-state"))
     policy = read_policy(node_config)
     if folder := ledger_folder(policy, node_config):
@@ -68,14 +68,23 @@ def number_of(node_config: Mapping[str, Any], fields: wire.Fields, dataset: str)
     client_id, num_clients = (node_config.get(key) for key in ("partition-id", "num-partitions"))
     if "partition-id" not in node_config and "num-partitions" not in node_config:
         if "data-dir" not in node_config:
-            allowed = "partition-id and num-partitions, or a data-dir of its own"
-            raise ConfigError(f"node-config has neither partition-id nor data-dir, allowed: {allowed}")
+            raise ConfigError(
+                "partition-id",
+                ...,
+                "partition-id and num-partitions, or a data-dir of its own",
+                which="is not given, nor is data-dir",
+                where="node-config",
+            )
         if dataset not in OWN and dataset not in LOADERS:
-            raise ConfigError(f"dataset is {dataset!r}, allowed on a node without partition-id: {', '.join(OWN)}")
+            raise ConfigError("dataset", dataset, ", ".join(OWN), condition="on a node without partition-id")
         return int(wire.number(fields, "partition", 0, 2**31)), 0
     if not isinstance(client_id, int) or not isinstance(num_clients, int) or not 0 <= client_id < num_clients:
-        given = f"partition-id={client_id!r}, num-partitions={num_clients!r}"
-        raise ConfigError(f"node-config has {given}, allowed: whole numbers, 0 <= partition-id < num-partitions")
+        raise ConfigError(
+            "partition-id",
+            client_id,
+            f"a whole number from 0 to below num-partitions, {num_clients!r}",
+            where="node-config",
+        )
     return client_id, num_clients
 
 
@@ -87,5 +96,5 @@ def check_capacity(value: object) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-        raise ConfigError(f"node-config has capacity={value!r}, allowed: a number above 0 and at most 1")
+        raise ConfigError("capacity", value, "a number above 0 and at most 1", where="node-config")
     return float(value)

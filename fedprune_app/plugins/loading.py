@@ -101,8 +101,10 @@ def _check_meant(key: str, name: str) -> None:
     close = difflib.get_close_matches(name, [*NAMES[key], *known], n=1, cutoff=0.7)
     if close and close[0] not in NAMES[key]:
         raise ConfigError(
-            f"{key} is {name!r}, allowed: a name that `fedprune list` shows; did you mean {close[0]!r}, of the plug-in "
-            f"{known[close[0]]}?"
+            key,
+            name,
+            "a name that `fedprune list` shows",
+            hint=f"did you mean {close[0]!r}, of the plug-in {known[close[0]]}?",
         )
 
 
@@ -128,8 +130,12 @@ def check_named(values: Mapping[str, object], named: Mapping[str, object]) -> No
     """
     trusted = {code.target for code in code_in(named)}
     if missing := list(dict.fromkeys(code.target for code in code_in(values) if code.target not in trusted)):
-        options = " ".join(f"--plugin {target}" for target in missing)
-        raise ConfigError(f"this run used code that is not named: add {options} if you trust that code")
+        raise ConfigError(
+            "--plugin",
+            ...,
+            f"{', '.join(missing)}, if you trust that code",
+            which="does not name code that this run used",
+        )
 
 
 def check_reachable(values: Mapping[str, object]) -> None:
@@ -138,8 +144,11 @@ def check_reachable(values: Mapping[str, object]) -> None:
         name = str(values.get(key) or DEFAULTS[key])
         if origins.get((key, name)) == "__main__":
             raise ConfigError(
-                f"{key} is {name!r}, which was registered in this script or notebook, allowed with --engine inprocess; "
-                "or put it in a file, and name that in plugins"
+                key,
+                name,
+                condition="with engine 'inprocess'",
+                which="was registered in this script or notebook",
+                hint="or put it in a file, and name that in plugins",
             )
 
 
@@ -170,7 +179,7 @@ def _imported(code: Code) -> ModuleType:
         raise
     except ModuleNotFoundError as error:
         if error.name and f"{code.target}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{code.key} names {code.target!r}, which is not installed here") from None
+            raise ConfigError(code.key, code.target, which="is not installed here") from None
         raise _broken(code, error) from error
     except BaseException as error:  # whatever a user's module raises, SystemExit too
         if isinstance(error, KeyboardInterrupt):
@@ -220,19 +229,23 @@ def _broken(code: Code, error: BaseException) -> ConfigError:
             line = f", line {trace.tb_lineno}"
         trace = trace.tb_next
     said = " ".join(f"{type(error).__name__}: {error}".split())
-    return ConfigError(f"{code.key} names {code.target!r}, which cannot be loaded{line}: {said}")
+    return ConfigError(code.key, code.target, which=f"cannot be loaded{line}", hint=said)
 
 
 def _from_file(code: Code) -> ModuleType:
     """Import a file, and import it again if its content has changed since."""
     path = Path(code.target)
     if not path.is_absolute():
-        raise ConfigError(f"{code.key} names {code.target!r}, allowed: an absolute path, or a module")
+        raise ConfigError(code.key, code.target, "an absolute path, or a module")
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
-        reason = "there is no such file here" if isinstance(error, FileNotFoundError) else str(error)
-        raise ConfigError(f"{code.key} names {code.target!r}: {reason}") from None
+        raise ConfigError(
+            code.key,
+            code.target,
+            which="cannot be read",
+            hint="there is no such file here" if isinstance(error, FileNotFoundError) else str(error),
+        ) from None
     known = _files.get(code.target)
     if known is None or known[0] != digest:
         name = f"fedprune_plugin_{path.stem}_{hashlib.sha256(code.target.encode()).hexdigest()[:8]}"
@@ -259,7 +272,7 @@ def _register_function(code: Code, module: ModuleType) -> None:
     if not callable(function):
         own = [name for name, each in vars(module).items() if getattr(each, "__module__", "") == module.__name__]
         names = ", ".join([name for name in own if not name.startswith("_")][:10]) or "which has none"
-        raise ConfigError(f"{code.key} is {str(code)!r}, allowed: a function of {code.target}: {names}")
+        raise ConfigError(code.key, str(code), f"a function of {code.target}: {names}")
     name, summary = str(code), f"{code.function} of {code.target}"
     tables: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         "model": (BUILDERS, MODELS),
@@ -282,7 +295,7 @@ def function(key: str, name: str) -> Callable[..., Any]:
     code = Code(key, target, attribute)
     found = getattr(_imported(code), attribute, None) if target else None
     if not callable(found):
-        raise ConfigError(f"{key} is {name!r}, allowed: file.py:function or module:function")
+        raise ConfigError(key, name, "file.py:function or module:function")
     made: Callable[..., Any] = found
     return made
 
@@ -292,7 +305,7 @@ def _load_entry_point(key: str, group: str, name: str) -> None:
     for module in _declaring(group, name, _places()):
         _imported(Code(key, module))
         if name not in NAMES[key]:
-            raise ConfigError(f"{key} is {name!r}, which {module} declares and does not register")
+            raise ConfigError(key, name, which=f"{module} declares and does not register")
 
 
 @lru_cache(maxsize=64)  # a search reads files of all installed packages, and every message to a client asks

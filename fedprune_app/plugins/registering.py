@@ -50,15 +50,20 @@ def register_system(
 
     for what, half, base in (("strategy", strategy, FederatedStrategy), ("client", client, Node)):
         if not (isinstance(half, type) and issubclass(half, base)):
-            raise ConfigError(f"{what} of system {name!r} is {half!r}, allowed: a class that extends {base.__name__}")
+            raise ConfigError(what, half, f"a class that extends {base.__name__}", where=f"system {name!r}")
     if not isinstance(summary, str):
-        raise ConfigError(f"summary of system {name!r} is {summary!r}, allowed: a text of one line")
+        raise ConfigError("summary", summary, "a text of one line", where=f"system {name!r}")
     own = own_measures.checked(name, measures)
     declares = declared(client)
     for each in own:
         if each.name in declares.introduction | declares.training | declares.evaluation:
-            where = f"measure {each.name!r} of system {name!r} is a field that {client.__name__} declares"
-            raise ConfigError(f"{where}, allowed: another name, or the measure alone")
+            raise ConfigError(
+                "measure",
+                each.name,
+                "another name, or the measure alone",
+                which=f"is a field that {client.__name__} declares",
+                where=f"system {name!r}",
+            )
     _claim("system", name)
     if options is not None:
         register_table(name, options)
@@ -98,13 +103,14 @@ def register_partition(name: str, deal: Callable[..., Any], summary: str) -> Non
 def _claim(key: str, name: str) -> None:
     """Let the module that calls register a name, anew if it registered the name before."""
     origin = sys._getframe(2).f_globals["__name__"]
+    where = f"plug-in {origin}"
     before = origins.get((key, name))
     if name in NAMES[key] and before is None:
-        raise ConfigError(f"{key} {name!r} of plug-in {origin} is one of fedprune's own, allowed: another name")
+        raise ConfigError(key, name, "another name", which="is one of fedprune's own", where=where)
     if before not in (None, origin):
-        raise ConfigError(f"{key} {name!r} of plug-in {origin} is one of plug-in {before} too, allowed: another name")
+        raise ConfigError(key, name, "another name", which=f"is one of plug-in {before} too", where=where)
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
-        raise ConfigError(f"{key} {name!r} of plug-in {origin}, allowed: a name of letters, digits, '-', '_' and '.'")
+        raise ConfigError(key, name, "a name of letters, digits, '-', '_' and '.'", where=where)
     origins[key, name] = origin
     if before is not None:
         forget()

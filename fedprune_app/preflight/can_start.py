@@ -26,7 +26,7 @@ from fedprune_app.engine.run_folder import new_run_key
 from fedprune_app.engine.store import VersionedStore
 from fedprune_app.federation.clients import ImageClientInfo, Roster
 from fedprune_app.federation.round import RunContext
-from fedprune_app.files import check_writable, scratch_folder
+from fedprune_app.files import may_write, scratch_folder
 from fedprune_app.learning.evaluate import evaluate
 from fedprune_app.learning.grouped import NoGroupedForm, grouped_form
 from fedprune_app.learning.sgd import SGD
@@ -55,15 +55,15 @@ def doubts(config: Config, placement: Placement) -> list[str]:
         plugins.check_reachable(config.to_dict())
     num_clients = placement.clients
     if num_clients < config.min_clients and not placement.superlink:
-        raise ConfigError(f"min-clients is {config.min_clients}, allowed with {num_clients} clients: at most that")
+        raise ConfigError("min-clients", config.min_clients, "at most that", condition=f"with {num_clients} clients")
     if not placement.shares_data:
         return []
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device is 'cuda', allowed on this machine, which has none: auto, cpu")
+        raise ConfigError("device", "cuda", "auto, cpu", condition="on this machine, which has no GPU")
     try:
         for key, place in (("state-dir", config.state_dir), ("dp.ledger-dir", config.dp.ledger_dir)):
-            if place:
-                check_writable(key, Path(place).expanduser())
+            if place and not may_write(Path(place).expanduser()):
+                raise ConfigError(key, place, "a folder in which you may write")
         if SYSTEMS[config.system].data == "text":
             check_texts(config, num_clients)
             return []
@@ -100,8 +100,10 @@ def _check_budget(config: Config, sizes: Sequence[int], folder: Path) -> None:
     key = "dp.epsilon-budget" if config.dp.epsilon_budget else "dp.target-epsilon"
     limit = config.dp.epsilon_budget or config.dp.target_epsilon
     raise ConfigError(
-        f"{key} is {limit:g}, allowed with these settings: at least {least_said(needed)}, which one round of client "
-        f"{cheapest} spends"
+        key,
+        limit,
+        f"at least {least_said(needed)}, which one round of client {cheapest} spends",
+        condition="with these settings",
     )
 
 
@@ -131,7 +133,7 @@ def _try_network(client: ImageClient, name: str) -> list[str]:
     except Exception as error:  # a user's network raises what it likes
         said = " ".join((str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}").split())
         what = "private training" if private else "training"
-        raise ConfigError(f"model is {name!r}, which cannot be used for {what} with {config.system}: {said}") from error
+        raise ConfigError("model", name, which=f"cannot be used for {what} with {config.system}", hint=said) from error
     try:
         grouped_form(client.model, client.dataset.image_shape)
     except NoGroupedForm as error:

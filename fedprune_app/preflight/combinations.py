@@ -28,7 +28,7 @@ def check_names(config: Config) -> None:
     if system and system.data == "text":
         if config.dataset not in TEXTS:
             texts = ", ".join(TEXTS)
-            raise ConfigError(f"dataset is {config.dataset!r}, allowed with system {config.system!r}: {texts}")
+            raise ConfigError("dataset", config.dataset, texts, condition=f"with system {config.system!r}")
         return
     values = config.to_dict()
     for key, names in allowed.items():
@@ -36,9 +36,10 @@ def check_names(config: Config) -> None:
         if value not in names:
             error = not_allowed(key, value, names)
             if key == "model" and str(value).endswith(".py"):
-                raise ConfigError(f"model is {value!r}, allowed: with the function's name, as in '{value}:net'")
-            is_guessed = "did you mean" in str(error) or key == "fedltp.public-dataset"
-            raise error if is_guessed else ConfigError(f"{error}; a plug-in's name needs --plugin")
+                raise ConfigError("model", value, f"with the function's name, as in '{value}:net'")
+            if key != "fedltp.public-dataset":
+                error.hint = error.hint or "the name of a plug-in needs that the plug-in is named too"
+            raise error
 
 
 @lru_cache(maxsize=16)  # a client checks its run's configuration with every message
@@ -50,11 +51,15 @@ def check_system(config: Config) -> Config:
         raise ConfigError(reason)
     if config.robust != "none" and not system.strategy.averages:
         raise ConfigError(
-            f"robust is {config.robust!r}, allowed with system {config.system!r}: none; its server averages no models"
+            "robust",
+            config.robust,
+            "none",
+            condition=f"with system {config.system!r}",
+            hint="its server averages no models",
         )
     if config.dataset == "table" and config.augmentation != "none":
         raise ConfigError(
-            f"augmentation is {config.augmentation!r}, allowed with dataset 'table': none; a row is no image"
+            "augmentation", config.augmentation, "none", condition="with dataset 'table'", hint="a row is no image"
         )
     if config.dp.enabled and system.data != "text":
         _check_private(config)
@@ -89,13 +94,19 @@ def _check_private(config: Config) -> None:
     """Raise :class:`ConfigError` for settings that no system can be private with."""
     if config.augmentation != "none":
         raise ConfigError(
-            f"augmentation is {config.augmentation!r}, allowed with dp.enabled: 'none'; a batch draws its crops in "
-            "turn, so one example more changes those of others, which clipping does not bound"
+            "augmentation",
+            config.augmentation,
+            "'none'",
+            condition="with dp.enabled",
+            hint="one example more changes the crops of the others in its batch, which clipping does not bound",
         )
     if config.dp.accuracies != "none" and config.test_split != "holdout":
         raise ConfigError(
-            f"test-split is {config.test_split!r}, allowed with dp.enabled: 'holdout' (with dp.accuracies 'none' "
-            "every split); the labels that a client trains on decide what it is tested on, so an accuracy tells them"
+            "test-split",
+            config.test_split,
+            "'holdout' (with dp.accuracies 'none' every split)",
+            condition="with dp.enabled",
+            hint="the labels that a client trains on decide what it is tested on, so an accuracy tells them",
         )
     from torch import nn
 
@@ -107,5 +118,5 @@ def _check_private(config: Config) -> None:
     layers = architecture(name, (3, 64, 64), 2).modules()  # the size of the images does not matter here
     if any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in layers):
         raise ConfigError(
-            f"model is {name!r}, allowed with dp.enabled: one without BatchNorm, which mixes the examples of a batch"
+            "model", name, "one without BatchNorm, which mixes the examples of a batch", condition="with dp.enabled"
         )

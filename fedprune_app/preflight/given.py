@@ -58,7 +58,7 @@ def given_in(
     on_command_line: dict[str, Scalar] = {}
     for key, value in map(parse_override, overrides or []):
         if key in on_command_line:
-            raise ConfigError(f"{key} is given twice on the command line, allowed: once")
+            raise ConfigError(key, value, "once", which="is given twice")
         on_command_line[key] = value
     in_files = [read_toml(config_file(file)) for file in files or []]
     return with_plugins(in_files, on_command_line, more_plugins)
@@ -72,7 +72,7 @@ def with_plugins(
     """Return settings, when the plug-ins that they name are loaded."""
     for name in more_plugins or ():
         if not name.strip():
-            raise ConfigError(f"--plugin is {name!r}, allowed: a module, or a file that ends in .py")
+            raise ConfigError("--plugin", name, "a module, or a file that ends in .py")
     given = Given(files=files, on_command_line=on_command_line)
     if more_plugins:
         names = ",".join(dict.fromkeys([*plugins.names_in(given.chosen), *more_plugins]))
@@ -102,4 +102,4 @@ def check_chosen(settings: Mapping[str, object]) -> None:
         if key not in OPTIONS:
             raise unknown_key(key, OPTIONS)
         if OPTIONS[key].kind is Kind.RUN_FOLDER and value:
-            raise ConfigError(f"{key} is {value!r}, allowed here: --out DIR and --resume say it")
+            raise ConfigError(key, value, which="the command decides", hint="out and resume say it")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedprune_app import plugins
-from fedprune_app.config import Config, ConfigError, Scalar
+from fedprune_app.config import Config, ConfigError, Scalar, told_of
 from fedprune_app.config.meant import not_allowed
 from fedprune_app.config.policy import POLICY_FILE
 
@@ -46,27 +46,27 @@ class Placement:
 
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
-            raise ConfigError(f"--engine is {self.engine!r}, allowed: {', '.join(ENGINES)}")
+            raise ConfigError("--engine", self.engine, ", ".join(ENGINES))
         if self.engine in _ON_RAY and self.is_simulation and find_spec("ray") is None:
-            raise ConfigError(f"--engine is {self.engine!r}, allowed where Ray is not installed: inprocess")
+            raise ConfigError("--engine", self.engine, "inprocess", condition="where Ray is not installed")
         if self.superlink and self.engine != "ray":
-            raise ConfigError(f"--superlink is {self.superlink!r}, allowed with --engine {self.engine}: nothing")
+            raise ConfigError("--superlink", self.superlink, "nothing", condition=f"with engine {self.engine!r}")
         if self.ray_address and (self.engine not in _ON_RAY or not self.is_simulation):
-            raise ConfigError(f"--ray-address is {self.ray_address!r}, allowed with --engine ray or flower alone")
+            raise ConfigError("--ray-address", self.ray_address, condition="with engine 'ray' or 'flower' alone")
         if self.superlink:
             _check_superlink(self.superlink)
         if self.ray_address:
             _check_ray_address(self.ray_address)
         for option, value in (("--clients", self.num_clients), ("--workers", self.num_workers)):
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, Integral):
-                raise ConfigError(f"{option} is {value!r}, allowed: a whole number")
-            if value < 1:
-                raise ConfigError(f"{option} is {value}, allowed: at least 1")
+            if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
+                raise ConfigError(option, value, "a whole number, at least 1")
         if self.num_workers is not None and (self.engine == "inprocess" or not self.is_simulation):
-            where = "with --engine inprocess" if self.is_simulation else "on real nodes"
-            raise ConfigError(f"--workers is {self.num_workers!r}, allowed {where}: nothing")
+            raise ConfigError(
+                "--workers",
+                self.num_workers,
+                "nothing",
+                condition="with engine 'inprocess'" if self.is_simulation else "on real nodes",
+            )
 
     @property
     def clients(self) -> int:
@@ -84,10 +84,15 @@ class Placement:
         known = clients_of(before)
         count = self.num_clients or known
         if not count:
-            allowed = "allowed when resuming a run that does not say its number: 1, 2, ..."
-            raise ConfigError(f"--clients is not given, {allowed}")
+            raise ConfigError(
+                "--clients",
+                ...,
+                "1, 2, ...",
+                condition="when resuming a run that does not say its number",
+                which="is not given",
+            )
         if known not in (0, count):
-            raise ConfigError(f"--clients is {count}, allowed when resuming: {known}, as the run began")
+            raise ConfigError("--clients", count, f"{known}, as the run began", condition="when resuming")
         return replace(self, num_clients=count)
 
     def with_nodes_for(self, config: Config) -> Placement:
@@ -139,7 +144,8 @@ def _check_superlink(name: str) -> None:
         return
     names = [key for key, value in connections.items() if isinstance(value, dict)]
     if names and name not in names:
-        raise ConfigError(f"{not_allowed('--superlink', name, names)} (the connections in {file})")
+        with told_of(str(file)):
+            raise not_allowed("--superlink", name, names)
 
 
 def _check_ray_address(address: str) -> None:
@@ -147,8 +153,8 @@ def _check_ray_address(address: str) -> None:
     host, _, port = address.rpartition(":")
     allowed = "HOST:PORT of a running cluster, as `ray start --head` prints it"
     if not (host and port.isdecimal() and 0 < int(port) < 2**16):
-        raise ConfigError(f"--ray-address is {address!r}, allowed: {allowed}")
+        raise ConfigError("--ray-address", address, allowed)
     try:
         socket.create_connection((host, int(port)), timeout=_RAY_SECONDS).close()
     except OSError as error:
-        raise ConfigError(f"--ray-address is {address!r}, allowed: {allowed}; there: {error}") from None
+        raise ConfigError("--ray-address", address, allowed, hint=f"there: {error}") from None

@@ -18,7 +18,7 @@ from fedprune_app.config import (
     paths_from_here,
     told_of,
 )
-from fedprune_app.files import check_writable
+from fedprune_app.files import may_write
 from fedprune_app.preflight.combinations import check_system
 from fedprune_app.preflight.given import Given, check_chosen
 from fedprune_app.preflight.placement import Placement
@@ -108,7 +108,7 @@ def _recorded(given: Given, placement: Placement | None) -> Mapping[str, Any]:
         return read_info(given.folder)
     if placement is not None and placement.superlink:
         return {}
-    raise ConfigError(f"--out {str(given.folder)!r} holds no run to resume")
+    raise ConfigError("--out", given.folder, which="holds no run to resume")
 
 
 def _check_folder(given: Given, placement: Placement) -> None:
@@ -117,14 +117,14 @@ def _check_folder(given: Given, placement: Placement) -> None:
     from fedprune_app.results.recorder import holds_run
 
     if given.accept_loss and not given.resume:
-        raise ConfigError("--accept-loss is given, allowed: with --resume")
+        raise ConfigError("--accept-loss", True, "false", condition="with a new run")
     if given.resume:
         return
     if not placement.superlink:
         check_out(given.folder)
         check_free(given.folder)
     if holds_run(given.folder):
-        raise ConfigError(f"--out {str(given.out)!r} already holds a run, allowed: a new folder, or --resume")
+        raise ConfigError("--out", given.out, "a new folder", which="already holds a run", hint="resume continues it")
 
 
 def check_out(folder: Path) -> None:
@@ -132,12 +132,11 @@ def check_out(folder: Path) -> None:
     from fedprune_app.results.lock import is_held
 
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--out {str(folder)!r} is a file, allowed: a new folder")
-    check_writable("--out", folder)
+        raise ConfigError("--out", folder, "a new folder", which="is a file")
+    if not may_write(folder):
+        raise ConfigError("--out", folder, "a folder in which you may write")
     if is_held(folder):
-        raise ConfigError(
-            f"--out {str(folder)!r} is in use by another process, allowed: a new folder, or --resume later"
-        )
+        raise ConfigError("--out", folder, "a new folder", which="is in use by another process")
 
 
 def _idle(several: Sequence[Given], configs: Sequence[Config]) -> set[str]:

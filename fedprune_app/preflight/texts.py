@@ -26,7 +26,7 @@ def check_texts(config: Config, num_clients: int) -> None:
     kind computes.
     """
     if config.dataset == "text" and not Path(config.data_dir).is_dir():
-        raise ConfigError(f"data-dir is {config.data_dir!r}, allowed with dataset 'text': a folder of texts")
+        raise ConfigError("data-dir", config.data_dir, "a folder of texts", condition="with dataset 'text'")
     check_min_replies(config, num_clients, num_clients)
     evaluation_texts(config)
     check_tasks(config.fedspallm.tasks())

@@ -58,13 +58,13 @@ class OwnMeasure:
     public: bool = False
 
     def __post_init__(self) -> None:
-        where = f"measure {self.name!r}"
+        where, allowed = f"measure {self.name!r}", "at most 60 lower-case letters, digits and single '_'"
         if not (isinstance(self.name, str) and len(self.name) <= 60 and _NAME.fullmatch(self.name)):
-            raise ConfigError(f"{where}, allowed: a name of at most 60 lower-case letters, digits and single '_'")
+            raise ConfigError("name", self.name, allowed, where=where)
         if {self.name, self.column} & _taken():
-            raise ConfigError(f"{where} is a name of fedprune's own numbers, allowed: another name")
+            raise ConfigError("name", self.name, "another name", which="is one of fedprune's own numbers", where=where)
         if not (isinstance(self.title, str) and 0 < len(self.title.strip()) <= 100 and self.title.isprintable()):
-            raise ConfigError(f"title of {where} is {self.title!r}, allowed: a line of at most 100 characters")
+            raise ConfigError("title", self.title, "a line of at most 100 characters", where=where)
         for key, value, values in (
             ("told", self.told, get_args(Told)),
             ("over_rounds", self.over_rounds, get_args(OverRounds)),
@@ -72,21 +72,25 @@ class OwnMeasure:
             ("public", self.public, (False, True)),
         ):
             if value not in values or (isinstance(value, bool) is not isinstance(values[0], bool)):
-                raise ConfigError(f"{key} of {where} is {value!r}, allowed: {', '.join(map(str, values))}")
+                raise ConfigError(key, value, ", ".join(map(str, values)), where=where)
         for key, bound in (("least", self.least), ("most", self.most)):
             try:
-                bounded(bound, f"{key} of {where}")
-            except ValueError as error:
-                raise ConfigError(str(error)) from None
+                bounded(bound, key)
+            except ValueError:
+                raise ConfigError(key, bound, "a number that is not too large", where=where) from None
         if not self.least < self.most:
-            raise ConfigError(f"least of {where} is {self.least!r}, allowed: less than most, {self.most!r}")
+            raise ConfigError("least", self.least, f"less than most, {self.most!r}", where=where)
         if self.told == "evaluation" and self.over_rounds != "last":
             raise ConfigError(
-                f"over_rounds of {where} is {self.over_rounds!r}, allowed with told='evaluation': last; not every "
-                "round evaluates"
+                "over_rounds",
+                self.over_rounds,
+                "last",
+                condition="with told='evaluation'",
+                hint="not every round evaluates",
+                where=where,
             )
         if type(self.decimals) is not int or not 0 <= self.decimals <= 9:
-            raise ConfigError(f"decimals of {where} is {self.decimals!r}, allowed: 0 to 9")
+            raise ConfigError("decimals", self.decimals, "0 to 9", where=where)
 
     @property
     def column(self) -> str:
@@ -155,18 +159,18 @@ _of_systems: dict[str, tuple[OwnMeasure, ...]] = {}
 
 def checked(system: str, own: object) -> tuple[OwnMeasure, ...]:
     """Return the numbers that a plug-in gives for its ``system``. Raises :class:`ConfigError` for what are none."""
-    where = f"measures of system {system!r}"
+    where = f"system {system!r}"
     if isinstance(own, str | OwnMeasure) or not isinstance(own, Iterable):
-        raise ConfigError(f"{where} is {own!r}, allowed: a list of OwnMeasure")
+        raise ConfigError("measures", own, "a list of OwnMeasure", where=where)
     found = tuple(own)
     for each in found:
         if not isinstance(each, OwnMeasure):
-            raise ConfigError(f"{where} has {each!r}, allowed: OwnMeasure(name, title)")
+            raise ConfigError("measures", each, "OwnMeasure(name, title)", where=where)
     names = [name for each in found for name in {each.name, each.column}]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"{where} has {twice[0]!r} twice, allowed: each name once")
+        raise ConfigError("measures", twice[0], "each name once", where=where)
     if len(found) > MOST_MEASURES:
-        raise ConfigError(f"{where} has {len(found)} numbers, allowed: at most {MOST_MEASURES}")
+        raise ConfigError("number of measures", len(found), f"at most {MOST_MEASURES}", where=where)
     return found
 
 

@@ -116,4 +116,4 @@ def _check_file(path: Path) -> None:
 
 
 def _exists(path: Path) -> ValueError:
-    return ValueError(f"{str(path)!r} exists and fedprune did not write it, allowed: another file, or --force")
+    return ValueError(f"{str(path)!r} exists and fedprune did not write it, allowed: another file; force replaces it")

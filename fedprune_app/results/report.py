@@ -59,9 +59,9 @@ class Series:
 
 
 def check_page_name(out: Path, option: str = "--output") -> None:
-    """Raise ``ValueError`` for the name of a file that is no page; an error calls the name by this ``option``."""
+    """Raise :class:`ConfigError` for the name of a file that is no page; an error calls the name by this ``option``."""
     if out.suffix.lower() not in ("", ".html", ".htm"):
-        raise ValueError(f"{option} is {str(out)!r}, allowed: a file that ends in .html")
+        raise ConfigError(option, out, "a file that ends in .html")
 
 
 def each_once(folders: Iterable[Path]) -> list[Path]:
@@ -81,7 +81,7 @@ def run_folders(folder: Path) -> list[Path]:
         return [folder]
     below = sorted(path.parent for path in folder.glob("*/run.json"))
     if not below:
-        raise ConfigError(f"{str(folder)!r} is no run folder, nor does it hold any (no run.json)")
+        raise ConfigError("run folder", folder, which="is none, nor does it hold any (no run.json)")
     return below
 
 

@@ -20,9 +20,9 @@ def demo_settings(system: str) -> dict[str, Scalar]:
 
     A client has 72 images of several classes, so it gains by a federation. Gossip at density 0.5 gains little there.
     """
+    own: dict[str, Scalar] = {"density": 0.8, "dispfl.growth": "random"} if system == "dispfl" else {}
     shared = {"partition": "dirichlet-client", "num-server-rounds": 20, "fraction-train": 0.5, "evaluate-every": 2}
-    own = {"dispfl": {"density": 0.8, "dispfl.growth": "random"}}
-    return {"system": system, **shared, **own.get(system, {})}
+    return {"system": system} | shared | own
 
 
 def llm_settings(density: float) -> dict[str, Scalar]:
@@ -50,4 +50,4 @@ def check_replaceable(folder: Path) -> None:
     check_free(folder)
     is_there = (folder / "run.json").exists()
     if is_there and (not is_marked(folder, "demo") or read_info(folder).get("resumed_after_rounds")):
-        raise ConfigError(f"{str(folder)!r} holds a run that is no demo's, allowed: another --out")
+        raise ConfigError("--out", folder, "another folder", which="holds a run that is no demo's")

@@ -124,7 +124,8 @@ class Session(ExitStack):
                 values = with_carrier(prepared.config)
                 run_in_process(server_app.app, client_app.app, prepared.placement.clients, values)
             except ConfigError as error:
-                raise ConfigError(refused(str(error)) or str(error)) from error
+                error.mark = ""
+                raise
             except Exception as error:
                 raise LaunchError(_one_line(error)) from error
 

@@ -42,7 +42,7 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
     tensors = state_tensors(model, include_buffers=True)
     shared = {name: tensors[name] for name in shared_names(model, config.batch_norm)}
     if config.batch_norm == "local" and len(shared) == len(tensors) and not config.resume_from:
-        raise ConfigError("batch-norm is 'local', allowed with a model that has no BatchNorm layer: averaged")
+        raise ConfigError("batch-norm", "local", "averaged", condition="with a model that has no BatchNorm layer")
     if digest := _digest_of_data(context):
         context.recorder.annotate(data_sha256=digest)
     context.recorder.annotate(
@@ -60,6 +60,18 @@ def image_strategy(context: RunContext) -> FederatedStrategy:
     return SYSTEMS[config.system].strategy(context, shared, prunable)
 
 
+def other_data(how: str) -> ConfigError:
+    """Return the error of a resumed run whose clients do not have the data that it began with."""
+    return ConfigError(
+        "the clients' data",
+        ...,
+        "the same clients and data",
+        condition="when resuming",
+        which="is not what it was when the run began",
+        hint=how,
+    )
+
+
 def _normalisation(context: RunContext) -> dict[str, list[float]]:
     """Return the mean and the standard deviation by channel with which the clients normalise their images.
 
@@ -75,10 +87,7 @@ def _normalisation(context: RunContext) -> dict[str, list[float]]:
     before = (context.recorder.info.get("model") or {}).get("normalisation") or found
     pairs = [pair for name in found for pair in zip_longest(before[name], found[name], fillvalue=math.inf)]
     if not all(math.isclose(*pair, rel_tol=1e-6, abs_tol=1e-9) for pair in pairs):
-        raise ConfigError(
-            "the clients' images are not what they were when the run began (their mean and deviation differ), "
-            "allowed when resuming: the same clients and data"
-        )
+        raise other_data("the mean and deviation of the images differ")
     return found
 
 
@@ -93,10 +102,7 @@ def _columns(context: RunContext) -> dict[str, Any]:
     found = {key: value for key, value in (("features", list(names)), ("features_digest", digest)) if value}
     before = context.recorder.info.get("model") or {}
     if any(before.get(key, value) != value for key, value in found.items()):
-        raise ConfigError(
-            "the clients' tables have other columns than when the run began, or the same in another order, "
-            "allowed when resuming: the same clients and data"
-        )
+        raise other_data("the columns of the tables differ, or their order")
     return found
 
 
@@ -109,15 +115,14 @@ def _digest_of_data(context: RunContext) -> str:
     ((found, _),) = Counter(info.data_sha256 for info in infos).most_common(1)
     if is_simulated() and len({info.data_sha256 for info in infos}) > 1:
         raise ConfigError(
-            f"dataset is {context.config.dataset!r}, and clients read other data under this name, allowed: a dataset "
-            "that is the same each time, such as a function that draws by a seed of its own"
+            "dataset",
+            context.config.dataset,
+            "a dataset that is the same each time, such as a function that draws by a seed of its own",
+            which="is other data for some clients",
         )
     before = context.recorder.info.get("data_sha256") or found
     if found and before != found:
-        raise ConfigError(
-            "the clients' data is not what it was when the run began (its digest differs), "
-            "allowed when resuming: the same clients and data"
-        )
+        raise other_data("its digest differs")
     return found
 
 

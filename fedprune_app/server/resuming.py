@@ -74,14 +74,17 @@ def find(folder: Path, before: Mapping[str, Any], config: Config) -> Found:
         for point in strategy.resume_points(folder, run_key, round, meta, config):
             points.append(replace(point, lost=(*cut, *point.lost)))
     if not points and before["rounds_completed"] > 1:  # a round is recorded before its checkpoint is written
-        first = f" ({damaged[0]})" if damaged else ""
         raise ConfigError(
-            f"{str(checkpoints.folder)!r} has no readable checkpoint, allowed when resuming after "
-            f"{before['rounds_completed']} rounds: at least one{first}"
+            "folder",
+            checkpoints.folder,
+            "one that has",
+            condition=f"when resuming after {before['rounds_completed']} rounds",
+            which="has no readable checkpoint",
+            hint=damaged[0] if damaged else "",
         )
     if points and points[0].round > config.num_server_rounds:
         asked = config.num_server_rounds
-        raise ConfigError(f"num-server-rounds is {asked}, allowed when resuming: at least {points[0].round}")
+        raise ConfigError("num-server-rounds", asked, f"at least {points[0].round}", condition="when resuming")
     if not points:
         points = list(strategy.resume_points(folder, run_key, 0, {"state-rounds": {}}, config))
     ends = points[0].round == config.num_server_rounds and before["status"] == "completed"
@@ -145,9 +148,12 @@ def choose(found: Found, lost_states: LostStates, *, accept_loss: bool) -> Choic
     if chosen is None:
         reasons += [line for point in found.points for line in losses[id(point)]]
         more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""
-        allowed = "the file from a copy" + (", or accept-loss" if usable else "")
         raise ConfigError(
-            f"{reasons[0]}{more}: the run cannot go on to the result that it would have had, allowed: {allowed}"
+            "the run",
+            ...,
+            "the file from a copy" + (", or accept-loss" if usable else ""),
+            which="cannot go on to the result that it would have had",
+            where=f"{reasons[0]}{more}",
         )
     for point in found.points[: found.points.index(chosen)]:
         reasons += [line for line in losses[id(point)] if line not in reasons]

@@ -55,7 +55,7 @@ class Matrix:
         varied = {key for _, values in self.settings for key in values} - self.common
         for key in given.on_command_line:
             if key in varied:
-                raise ConfigError(f"{key} is given on the command line, allowed: what the matrix does not vary")
+                raise ConfigError(key, given.on_command_line[key], which="the matrix varies")
         several = []
         for name, settings in self.settings:
             folder, where = given.folder / name, f"{self.where}, run {name!r}" if name else self.where
@@ -95,11 +95,11 @@ def read_matrix(path: Path) -> Matrix:
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except FileNotFoundError:
-        raise ConfigError(f"matrix {str(path)!r} does not exist") from None
+        raise ConfigError("matrix", path, which="does not exist") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"matrix {str(path)!r} cannot be read: {' '.join(str(error).split())}") from None
+        raise ConfigError("matrix", path, which="cannot be read", hint=" ".join(str(error).split())) from None
     except RecursionError:
-        raise ConfigError(f"matrix {str(path)!r} cannot be read: it is nested too deeply") from None
+        raise ConfigError("matrix", path, which="is nested too deeply") from None
     return matrix_of(document, path)
 
 
@@ -116,21 +116,20 @@ def matrix_of(document: object, path: Path | str) -> Matrix:
 
     Raises :class:`ConfigError` naming the entry.
     """
-    where = f"matrix {str(path)!r}"
+    where, sections = f"matrix {str(path)!r}", ", ".join(_SECTIONS)
     if not isinstance(document, dict):
-        raise ConfigError(f"{where} holds no table, allowed: {', '.join(_SECTIONS)}")
+        raise ConfigError("matrix", path, f"a table with {sections}", which="holds no table")
     for key in document:
         if key not in _SECTIONS or (key == "datasets" and "search" in document):
-            raise ConfigError(f"{where} has unknown entry {key!r}, allowed: {', '.join(_SECTIONS)}")
+            raise ConfigError("entry", key, sections, where=where)
     common = _settings(where, "common", document.get("common", {}))
     seeds = document.get("seeds", [0])
-    if not (isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)):
-        raise ConfigError(f"{where}: seeds is {_short(seeds)}, allowed: a list of whole numbers")
-    if len(set(seeds)) != len(seeds):
-        raise ConfigError(f"{where}: seeds is {_short(seeds)}, allowed: each whole number once")
+    are_numbers = isinstance(seeds, list) and seeds and all(type(seed) is int for seed in seeds)
+    if not are_numbers or len(set(seeds)) != len(seeds):
+        raise ConfigError("seeds", seeds, "a list of whole numbers, each once", where=where)
     num_clients = document.get("clients")
     if "clients" in document and (type(num_clients) is not int or num_clients < 1):
-        raise ConfigError(f"{where}: clients is {_short(num_clients)}, allowed: a whole number, at least 1")
+        raise ConfigError("clients", num_clients, "a whole number, at least 1", where=where)
     searches: tuple[Search, ...] = ()
     if "search" in document:
         searches = tuple(_searches(where, document, common, tuple(seeds)))
@@ -164,7 +163,7 @@ def _searches(
     given = document["search"]
     known = (*_OF_SEARCH, "space")
     if not isinstance(given, dict) or not given.keys() <= {*known}:
-        raise ConfigError(f"{where}: search is {_short(given)}, allowed: a table with {', '.join(known)}")
+        raise ConfigError("search", given, f"a table with {', '.join(known)}", where=where)
     with told_of(where):
         how: dict[str, Any] = {key: each.parse(key, given.get(key, each.default)) for key, each in _OF_SEARCH.items()}
     shared = _space(where, given.get("space", {}))
@@ -179,12 +178,14 @@ def _searches(
     elif "system" in common:
         names, variants, spaces = [""], [{}], [{}]
     else:
-        raise ConfigError(f"{where}: common has no system, allowed with search: one system, or the entry systems")
+        raise ConfigError(
+            "system", ..., "in common, or the entry systems", condition="with search", which="is not given", where=where
+        )
     for name, variant, own in zip(names, variants, spaces, strict=True):
         place = f"{where}: {name!r} in systems" if name else where
         space = {key: each for key, each in shared.items() if key not in variant} | _space(place, own)
         if not space:
-            raise ConfigError(f"{place} has nothing to draw, allowed: a space in search or in the entry")
+            raise ConfigError("space", space, "settings to draw, in search or in the entry", where=place)
         yield Search(name, {**common, **variant}, space, seeds, where, **how)
 
 
@@ -194,7 +195,7 @@ def _without_space(entry: Any) -> Any:
 
 def _space(where: str, space: Any) -> dict[str, Any]:
     if not isinstance(space, dict):
-        raise ConfigError(f"{where}: space is {_short(space)}, allowed: a range or choices for each key")
+        raise ConfigError("space", space, "a range or choices for each key", where=where)
     for key, given in space.items():
         check_range(where, key, given)
     return space
@@ -203,7 +204,7 @@ def _space(where: str, space: Any) -> dict[str, Any]:
 def _check_not_common(where: str, common: Mapping[str, Any], keys: Sequence[str]) -> None:
     for key in keys:
         if key in common:
-            raise ConfigError(f"{where}: common sets {key!r}, allowed: in {key}s")
+            raise ConfigError(f"{key} in common", common[key], f"in {key}s", where=where)
 
 
 _LONGEST = 255  # characters of a folder's name, all of which are ASCII
@@ -213,34 +214,34 @@ _short = reprlib.repr  # a few lines of YAML aliases can stand for billions of e
 
 def _settings(where: str, section: str, table: Any) -> dict[str, Any]:
     if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
-        raise ConfigError(f"{where}: an entry of {section} is {_short(table)}, allowed: key: value pairs")
+        raise ConfigError(f"an entry of {section}", table, "key: value pairs", where=where)
     try:
         with told_of(f"{where}: an entry of {section}"):
             settings = flatten(table)
     except RecursionError:  # an alias that refers to itself
-        raise ConfigError(f"{where}: an entry of {section} is nested too deeply") from None
+        raise ConfigError(f"an entry of {section}", which="is nested too deeply", where=where) from None
     for key, value in settings.items():
         if not isinstance(value, bool | int | float | str):
-            raise ConfigError(f"{where}: {key} in {section} is {_short(value)}, allowed: one value")
+            raise ConfigError(f"{key} in {section}", value, "one value", where=where)
     if "seed" in settings:
-        raise ConfigError(f"{where}: an entry of {section} sets 'seed', allowed: in seeds")
+        raise ConfigError(f"seed in {section}", settings["seed"], "in seeds", where=where)
     return settings
 
 
 def _variants(where: str, section: str, key: str, entries: Any) -> Sequence[dict[str, Any]]:
     if not (isinstance(entries, list) and entries):
-        raise ConfigError(f"{where}: {section} is {_short(entries)}, allowed: a list of settings")
+        raise ConfigError(section, entries, "a list of settings", where=where)
     variants = [{key: e} if isinstance(e, str) else _settings(where, section, e) for e in entries]
     for variant in variants:
         if key not in variant:
-            raise ConfigError(f"{where}: an entry of {section} lacks the key {key!r}: {_short(variant)}")
+            raise ConfigError(f"an entry of {section}", variant, f"one with the key {key!r}", where=where)
     return variants
 
 
 def _check_distinct(where: str, what: str, names: Sequence[str]) -> None:
     if len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"{where} has two {what} named {twice!r}, allowed: distinct settings")
+        raise ConfigError(f"name of {what}", twice, "distinct settings", which="is there twice", where=where)
 
 
 def _name(variant: Mapping[str, Any], key: str) -> str:

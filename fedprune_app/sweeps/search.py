@@ -91,8 +91,10 @@ def study_of(search: Search, num_clients: int, storage: Any) -> Study:
     text = json.dumps(asked, sort_keys=True, default=str)
     if study.user_attrs.get("asked", text) != text:
         raise ConfigError(
-            f"--out has a search {study.study_name!r} that began with other settings or clients, "
-            f"allowed: {study.user_attrs['asked']}, or a new folder"
+            "--out",
+            ...,
+            f"{study.user_attrs['asked']}, or a new folder",
+            which=f"has a search {study.study_name!r} that began with other settings or clients",
         )
     study.set_user_attr("asked", text)
     return study

@@ -60,14 +60,18 @@ class Search:
 def check_range(where: str, key: object, given: Any) -> None:
     """Raise :class:`ConfigError` for what is neither a list of choices nor a table with two ends."""
     if not isinstance(key, str) or key == "seed":
-        raise ConfigError(f"{where}: space has the key {_short(key)}, allowed: names of settings, and seed in seeds")
+        raise ConfigError("space", key, "names of settings, and seed in seeds", where=where)
     if isinstance(given, list):
         is_range = bool(given) and all(isinstance(value, bool | int | float | str) for value in given)
     else:
         is_range = isinstance(given, dict) and {"low", "high"} <= given.keys() <= {"low", "high", "log", "step"}
     if not is_range:
-        allowed = "a list of choices, or {low: ..., high: ...} with log: true or step: ..."
-        raise ConfigError(f"{where}: {key} in space is {_short(given)}, allowed: {allowed}")
+        raise ConfigError(
+            f"{key} in space",
+            given,
+            "a list of choices, or {low: ..., high: ...} with log: true or step: ...",
+            where=where,
+        )
 
 
 def optuna() -> Any:
@@ -87,11 +91,11 @@ def _distribution(key: str, given: Range) -> Any:
         return kinds.CategoricalDistribution([option.parse(key, option.from_here(value)) for value in given])
     kind = {int: kinds.IntDistribution, float: kinds.FloatDistribution}.get(type(option.default))
     if kind is None:
-        raise ConfigError(f"{key} in space is {_short(given)}, allowed: a list of choices")
+        raise ConfigError(f"{key} in space", given, "a list of choices")
     low, high = (option.parse(key, given[end]) for end in ("low", "high"))
     more = {name: value for name, value in given.items() if name in ("log", "step")}
     try:
         return kind(low, high, **more)
     except (ArithmeticError, TypeError, ValueError) as error:
         why = " ".join(str(error).split())
-        raise ConfigError(f"{key} in space is {_short(given)}, allowed: what Optuna draws from ({why})") from None
+        raise ConfigError(f"{key} in space", given, "what Optuna draws from", hint=why) from None

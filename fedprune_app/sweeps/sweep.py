@@ -73,7 +73,7 @@ def sweep(read: Matrix, given: Given, placement: Placement, console: Console) ->
     placement = replace(placement, num_clients=_num_clients(read, given, placement.num_clients, say))
     check_out(out)
     if out.exists() and any(out.iterdir()) and not given.resume:
-        raise ConfigError(f"--out {str(out)!r} is not empty, allowed: a new folder, or --resume")
+        raise ConfigError("--out", out, "a new folder", which="is not empty", hint="resume goes on with it")
     searches = [replace(each, settings={**each.settings, **given.chosen}) for each in read.searches]
     check_free(out)
     runs = read.cells(given, None if searches else placement)
@@ -170,5 +170,10 @@ def _check_measured(search: Search, config: Config) -> None:
     """Raise :class:`ConfigError` where no run of a search measures what the search goes by."""
     has_validation = SYSTEMS[config.system].data == "images" and config.validation_fraction > 0
     if search.objective == "accuracy_validation_mean" and not has_validation:
-        where = f"with system {config.system!r} and validation-fraction {config.validation_fraction:g}"
-        raise ConfigError(f"{search.where}: objective is {search.objective!r}, allowed {where}: 'loss_mean'")
+        raise ConfigError(
+            "objective",
+            search.objective,
+            "'loss_mean'",
+            condition=f"with system {config.system!r} and validation-fraction {config.validation_fraction:g}",
+            where=search.where,
+        )

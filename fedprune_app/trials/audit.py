@@ -27,7 +27,7 @@ from clients.node import Place
 from clients.privacy import ClientPrivacy
 from clients.task import Task
 from fedprune_app import client_app, server_app
-from fedprune_app.config import Config, ConfigError, refused, written_below
+from fedprune_app.config import Config, ConfigError, written_below
 from fedprune_app.core import rng
 from fedprune_app.core.payload import Payload
 from fedprune_app.data.data_config import data_config
@@ -176,9 +176,9 @@ def audit(prepared: Prepared, question: Question) -> Finding:
     """
     config, kind, clients = prepared.config, prepared.system.client, prepared.placement.clients
     if not issubclass(kind, ImageClient):
-        raise ConfigError(f"system is {config.system!r}, allowed with audit: a system that trains on images")
+        raise ConfigError("system", config.system, "a system that trains on images", condition="with audit")
     if not config.dp.enabled:
-        raise ConfigError(f"dp.enabled is {str(config.dp.enabled).lower()}, allowed with audit: true")
+        raise ConfigError("dp.enabled", config.dp.enabled, "true", condition="with audit")
     number, guesses = _numbers(config, question, clients)
     examples = client_data(data_config(config), question.client, clients).num_examples
     rows = min(examples, number + _MOST_OTHERS)
@@ -191,7 +191,8 @@ def audit(prepared: Prepared, question: Question) -> Finding:
         try:
             run_in_process(server_app.app, app, clients, here.to_dict())
         except ConfigError as error:
-            raise ConfigError(refused(str(error)) or str(error)) from error
+            error.mark = ""
+            raise
         except Exception as error:
             watch.failure = watch.failure or error
     if watch.failure is not None:
@@ -210,18 +211,18 @@ def _numbers(config: Config, question: Question, clients: int) -> tuple[int, int
     Raises :class:`ConfigError` for a question that cannot be asked.
     """
     if not 0 <= question.client < clients:
-        raise ConfigError(f"--client is {question.client}, allowed: 0 to {clients - 1}")
+        raise ConfigError("--client", question.client, f"0 to {clients - 1}")
     if not 0 < question.confidence < 1:
-        raise ConfigError(f"--confidence is {question.confidence}, allowed: above 0 and below 1")
+        raise ConfigError("--confidence", question.confidence, "above 0 and below 1")
     if not 0 <= question.delta < 1:
-        raise ConfigError(f"--delta is {question.delta}, allowed: at least 0 and below 1")
+        raise ConfigError("--delta", question.delta, "at least 0 and below 1")
     examples = client_data(data_config(config), question.client, clients).num_examples
     number = question.canaries or min(examples // 2, MOST_CANARIES)
     if not 2 <= number <= examples:
-        raise ConfigError(f"--canaries is {number}, allowed: 2 to {examples}, the client's training examples")
+        raise ConfigError("--canaries", number, f"2 to {examples}, the client's training examples")
     guesses = question.guesses or 2 * max(number // 4, 1)
     if guesses % 2 or not 2 <= guesses <= number:
-        raise ConfigError(f"--guesses is {guesses}, allowed: an even number from 2 to {number}, the canaries")
+        raise ConfigError("--guesses", guesses, f"an even number from 2 to {number}, the canaries")
     return number, guesses
 
 

@@ -317,5 +317,5 @@ def test_local_norms_are_not_sent_and_a_client_begins_with_the_initial_ones(clie
 
 
 def test_a_network_without_batch_norm_is_refused_on_one_line(client):
-    with pytest.raises(ValueError, match=r"^the model has no BatchNorm to rank channels by, allowed: .*-bn$"):
+    with pytest.raises(ValueError, match=r"^the model has no BatchNorm to rank channels by"):
         client(1.0, model="cnn5")

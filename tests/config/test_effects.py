@@ -6,79 +6,59 @@ from pathlib import Path
 
 import pytest
 
-from fedprune_app.config import OPTIONS, ConfigError, check_effects, has_effect, parse_config, read_toml
+from fedprune_app.config import OPTIONS, check_effects, has_effect, parse_config, read_toml
 from fedprune_app.preflight.given import Given
 from fedprune_app.registry import SYSTEMS
 from fedprune_app.sweeps.matrix import read_matrix
+from tests.refusing import refuses
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "key", "without", "instead"),
     [
-        (
-            {"density": 0.1},
-            "density is 0.1, which has no effect with system 'subfedavg'; density needs system 'dispfl' or 'fedp3' or "
-            "'fedcr' or 'fedltp' or 'fedspallm'; system 'subfedavg' has subfedavg.target-rate, the percentage that is "
-            "pruned",
-        ),
-        (
-            {"system": "fedavg", "dispfl.topology": "ring"},
-            "dispfl.topology is 'ring', which has no effect with system 'fedavg'; "
-            "dispfl.topology needs system 'dispfl'",
-        ),
-        (
-            {"system": "dpsgd", "dispfl.topology": "ring"},
-            "dispfl.topology is 'ring', which has no effect with system 'dpsgd'; "
-            "dispfl.topology needs system 'dispfl'; "
-            "system 'dpsgd' has dpsgd.topology",
-        ),
-        (
-            {"data-dir": "/data"},
-            "data-dir is '/data', which has no effect with dataset 'digits'; data-dir needs dataset "
-            "other than 'digits' or 'stdlib'",
-        ),
-        (
-            {"dp.clip-norm": 2.0},
-            "dp.clip-norm is 2.0, which has no effect with dp.enabled False; dp.clip-norm needs dp.enabled true",
-        ),
+        ({"density": 0.1}, "density", "system 'subfedavg'", "system 'subfedavg' has subfedavg.target-rate"),
+        ({"system": "fedavg", "dispfl.topology": "ring"}, "dispfl.topology", "system 'fedavg'", "system 'dispfl'"),
+        ({"system": "dpsgd", "dispfl.topology": "ring"}, "dispfl.topology", "system 'dpsgd'", "has dpsgd.topology"),
+        ({"data-dir": "/data"}, "data-dir", "dataset 'digits'", "dataset other than 'digits' or 'stdlib'"),
+        ({"dp.clip-norm": 2.0}, "dp.clip-norm", "dp.enabled False", "dp.enabled true"),
         (
             {"system": "dispfl", "dispfl.topology": "ring", "dispfl.neighbours": 3},
-            "dispfl.neighbours is 3, which has no effect with dispfl.topology 'ring'; dispfl.neighbours needs "
+            "dispfl.neighbours",
+            "dispfl.topology 'ring'",
             "dispfl.topology 'random' or 'random-in'",
         ),
-        (
-            {"system": "fedcr", "density": 0.9},
-            "density is 0.9, which has no effect with fedcr.layer-set 'all'; density needs fedcr.layer-set other than "
-            "'all'",
-        ),
+        ({"system": "fedcr", "density": 0.9}, "density", "fedcr.layer-set 'all'", "fedcr.layer-set other than 'all'"),
         (
             {"system": "fedp3", "fedp3.capacities": "0.5"},
-            "fedp3.capacities is '0.5', which has no effect with fedp3.layer-set 'lowerb'; fedp3.capacities needs "
+            "fedp3.capacities",
+            "fedp3.layer-set 'lowerb'",
             "fedp3.layer-set 'capacity'",
         ),
         (
             {"dp.enabled": True, "dp.noise-multiplier": 1.0, "dp.planned-rounds": 3},
-            "dp.planned-rounds is 3, which has no effect with dp.target-epsilon 0.0; dp.planned-rounds needs "
+            "dp.planned-rounds",
+            "dp.target-epsilon 0.0",
             "dp.target-epsilon other than 0.0",
         ),
         (
             {"system": "dispfl", "dispfl.clip": "masked"},
-            "dispfl.clip is 'masked', which has no effect with max-grad-norm 0.0; dispfl.clip needs max-grad-norm "
-            "other than 0.0",
+            "dispfl.clip",
+            "max-grad-norm 0.0",
+            "max-grad-norm other than 0.0",
         ),
         (
             {"dirichlet-alpha": 0.1},
-            "dirichlet-alpha is 0.1, which has no effect with partition 'shards'; dirichlet-alpha needs partition "
-            "'dirichlet-class' or 'dirichlet-client'",
+            "dirichlet-alpha",
+            "partition 'shards'",
+            "partition 'dirichlet-class' or 'dirichlet-client'",
         ),
     ],
 )
-def test_a_setting_without_effect_is_refused(given, message):
-    with pytest.raises(ConfigError) as error:
+def test_a_setting_without_effect_is_refused(given, key, without, instead):
+    with refuses(key, given[key], which=without, hint=instead):
         check_effects(given, parse_config(given))
-    assert str(error.value) == message
 
 
 def test_every_option_has_an_effect_in_some_run_and_needs_what_there_is():
@@ -103,13 +83,11 @@ def test_a_matrix_may_set_what_only_some_of_its_systems_take(tmp_path):
     cells = read_matrix(path).cells(Given(out=tmp_path / "out"))
     assert [has_effect("density", cell.config) for cell in cells] == [False, True]
     path.write_text("common: {density: 0.2}\nsystems: [fedavg, subfedavg]\n")
-    with pytest.raises(
-        ConfigError, match=r"run 'fedavg-digits-seed0': density is 0\.2, which has no effect with system 'fedavg'"
-    ):
+    with refuses("density", 0.2, which="system 'fedavg'", where="run 'fedavg-digits-seed0'"):
         read_matrix(path).cells(Given(out=tmp_path / "out"))
 
 
 @pytest.mark.parametrize("key", ["subfedavg.target-rate", "subfedavg.accuracy-threshold"])
 def test_a_share_in_place_of_a_percentage_is_refused(key):
-    with pytest.raises(ConfigError, match=f"^{key} is 0.7, allowed: 0, or a percentage from 1; 70 is meant"):
+    with refuses(key, 0.7, hint="70"):
         parse_config({key: 0.7})

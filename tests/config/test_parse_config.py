@@ -9,7 +9,6 @@ import pytest
 
 from fedprune_app.config import (
     OPTIONS,
-    ConfigError,
     Kind,
     flatten,
     meant,
@@ -21,6 +20,7 @@ from fedprune_app.config import (
 )
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.prepare import prepare
+from tests.refusing import refuses
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,75 +51,72 @@ def test_a_list_of_one_number_may_come_as_a_number():
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "says"),
+    ("key", "value"),
     [
-        ("num-sever-rounds", 3, "unknown key 'num-sever-rounds': did you mean 'num-server-rounds'?"),
-        ("batch-size", 0, "batch-size is 0, allowed: at least 1"),
-        ("batch-size", 2.5, "batch-size is 2.5, allowed: a whole number"),
-        ("batch-size", True, "batch-size is True, allowed: a whole number"),
-        ("fraction-train", 0.0, "fraction-train is 0.0, allowed: above 0 and at most 1"),
-        ("fraction-train", "half", "fraction-train is 'half', allowed: a number"),
-        ("learning-rate", float("nan"), "learning-rate is nan, allowed: a finite number"),
-        ("learning-rate", 10**400, "learning-rate is a number of 401 digits, allowed: a finite number"),
-        ("momentum", 1.0, "momentum is 1.0, allowed: at least 0 and below 1"),
-        ("download", "yes", "download is 'yes', allowed: true or false"),
-        ("test-split", "all", "test-split is 'all', allowed: auto, labels, proportional, holdout"),
-        ("subfedavg.target-rate", 100, "subfedavg.target-rate is 100.0, allowed: at least 0 and below 100"),
-        ("out-dir", "runs/x", "out-dir is 'runs/x', allowed: an absolute path"),
-        ("system", "fedfoo", "system is 'fedfoo', allowed: subfedavg"),
-        ("fedspallm.window", 1, "fedspallm.window is 1, allowed: 0, or at least 2"),
-        ("fedspallm.layer-shares", True, "fedspallm.layer-shares is True, allowed: a text"),
-        ("dataset", "mnits", "dataset is 'mnits', allowed: digits"),
-        ("partition", "split", "partition is 'split', allowed: iid"),
-        ("model", "lenet", "model is 'lenet', allowed: auto"),
+        ("batch-size", 0),
+        ("batch-size", 2.5),
+        ("batch-size", True),
+        ("fraction-train", 0.0),
+        ("fraction-train", "half"),
+        ("learning-rate", float("nan")),
+        ("learning-rate", 10**400),
+        ("momentum", 1.0),
+        ("download", "yes"),
+        ("test-split", "all"),
+        ("subfedavg.target-rate", 100),
+        ("out-dir", "runs/x"),
+        ("system", "fedfoo"),
+        ("fedspallm.window", 1),
+        ("fedspallm.layer-shares", True),
+        ("dataset", "mnits"),
+        ("partition", "split"),
+        ("model", "lenet"),
     ],
 )
-def test_a_wrong_value_is_one_line_that_names_key_value_and_what_is_allowed(key, value, says):
-    with pytest.raises(ConfigError) as caught:
+def test_a_wrong_value_is_one_line_that_names_key_value_and_what_is_allowed(key, value):
+    with refuses(key, value) as caught:
         prepare(Given({key: value}))
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert caught.value.allowed
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "refused"),
     [
-        ({"classes": "cat"}, "classes is 'cat', allowed: at least two names, each once"),
-        ({"classes": "cat, dog"}, "classes is 'cat, dog', allowed with dataset 'digits': nothing"),
-        ({"robust": "clip"}, "robust-norm is 0.0, allowed with robust 'clip': above 0"),
-        ({"robust-norm": 1}, "robust-norm is 1.0, allowed with robust 'none': 0"),
-        ({"out-dir": "/a", "resume-from": "/b"}, "out-dir is '/a', allowed with resume-from: that same folder"),
-        ({"validation-fraction": 0}, "allowed with subfedavg.gate-split 'validation': above 0"),
-        ({"system": "subfedavg-hy", "subfedavg.channel-fraction": 0.5}, "subfedavg.channel-fraction is 0.5, allowed"),
-        ({"dispfl.densities": "0.2 2"}, "dispfl.densities is '0.2 2', allowed: numbers above 0 and at most 1"),
-        ({"dispfl.topology": "file"}, "dispfl.adjacency-file is '', allowed with dispfl.topology 'file': a path"),
-        ({"dpsgd.adjacency-file": "/a"}, "dpsgd.adjacency-file is '/a', allowed with dpsgd.topology 'random': nothing"),
-        ({"system": "fedfomo", "validation-fraction": 0}, "allowed with system 'fedfomo', which weighs by it: above 0"),
-        ({"fedp3.layers": "fc1"}, "fedp3.layers is 'fc1', allowed with fedp3.layer-set 'lowerb': nothing"),
-        ({"fedp3.layer-set": "by-hand"}, "fedp3.layers is '', allowed with fedp3.layer-set 'by-hand': sets of layers"),
-        ({"fedp3.capacities": "a"}, "fedp3.capacities is 'a', allowed: numbers above 0 and at most 1"),
-        ({"system": "fedcr", "fedp3.local": "uniform"}, "fedp3.local is 'uniform', allowed with system 'fedcr'"),
-        ({"system": "fedcr", "fedp3.head-epochs": 1}, "fedp3.head-epochs is 1, allowed with system 'fedcr': 0"),
-        ({"system": "ldp-fedp3"}, "dp.enabled is False, allowed with system 'ldp-fedp3', which promises privacy: true"),
-        ({"fjord.widths": "0"}, "fjord.widths is '0', allowed: numbers above 0 and at most 1"),
-        ({"system": "fedltp", "validation-fraction": 0}, "allowed with fedltp.validators 'all': above 0"),
-        ({"dp.enabled": True}, "allowed with dp.enabled: one of them above 0"),
-        ({"fedspallm.pattern": "4:2"}, "fedspallm.pattern is '4:2', allowed: n:m with n at least 1 and at most m"),
-        ({"fedspallm.segment-counts": "1 0"}, "fedspallm.segment-counts is '1 0', allowed: whole numbers, at least 1"),
-        ({"fedspallm.evaluation-texts": "a=b"}, "fedspallm.evaluation-texts has 'a=b', allowed: name=path"),
-        ({"fedspallm.pattern": "2:5"}, "fedspallm.block-size is 128, allowed with a pattern: a multiple of 5"),
+        ({"classes": "cat"}, ("classes", "cat")),
+        ({"classes": "cat, dog"}, ("classes", "cat, dog")),
+        ({"robust": "clip"}, ("robust-norm", 0.0)),
+        ({"robust-norm": 1}, ("robust-norm", 1.0)),
+        ({"out-dir": "/a", "resume-from": "/b"}, ("out-dir", "/a")),
+        ({"validation-fraction": 0}, ("validation-fraction", 0)),
+        ({"system": "subfedavg-hy", "subfedavg.channel-fraction": 0.5}, ("subfedavg.channel-fraction", 0.5)),
+        ({"dispfl.densities": "0.2 2"}, ("dispfl.densities", "0.2 2")),
+        ({"dispfl.topology": "file"}, ("dispfl.adjacency-file", "")),
+        ({"dpsgd.adjacency-file": "/a"}, ("dpsgd.adjacency-file", "/a")),
+        ({"system": "fedfomo", "validation-fraction": 0}, ("validation-fraction", 0)),
+        ({"fedp3.layers": "fc1"}, ("fedp3.layers", "fc1")),
+        ({"fedp3.layer-set": "by-hand"}, ("fedp3.layers", "")),
+        ({"fedp3.capacities": "a"}, ("fedp3.capacities", "a")),
+        ({"system": "fedcr", "fedp3.local": "uniform"}, ("fedp3.local", "uniform")),
+        ({"system": "fedcr", "fedp3.head-epochs": 1}, ("fedp3.head-epochs", 1)),
+        ({"system": "ldp-fedp3"}, ("dp.enabled", False)),
+        ({"fjord.widths": "0"}, ("fjord.widths", "0")),
+        ({"system": "fedltp", "validation-fraction": 0}, ("validation-fraction", 0)),
+        ({"dp.enabled": True}, ("dp.noise-multiplier", 0)),
+        ({"fedspallm.pattern": "4:2"}, ("fedspallm.pattern", "4:2")),
+        ({"fedspallm.segment-counts": "1 0"}, ("fedspallm.segment-counts", "1 0")),
+        ({"fedspallm.evaluation-texts": "a=b"}, ("fedspallm.evaluation-texts", "a=b")),
+        ({"fedspallm.pattern": "2:5"}, ("fedspallm.block-size", 128)),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
-def test_settings_that_do_not_go_together_are_one_line(settings, says):
-    with pytest.raises(ConfigError) as caught:
+def test_settings_that_do_not_go_together_are_one_line(settings, refused):
+    with refuses(*refused) as caught:
         parse_config(settings)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert caught.value.allowed
 
 
 def test_resuming_into_another_folder_is_refused():
-    with pytest.raises(ConfigError, match="out-dir"):
+    with refuses("out-dir", "/a"):
         parse_config({"out-dir": "/a", "resume-from": "/b"})
 
 
@@ -182,9 +179,8 @@ def test_the_record_says_which_test_split_was_taken(given, taken):
     ],
 )
 def test_a_key_that_people_type_is_answered_with_the_one_that_is_meant(typed, answer):
-    with pytest.raises(ConfigError) as caught:
+    with refuses("setting", typed, hint=answer):
         parse_config({typed: 1})
-    assert str(caught.value) == f"unknown key {typed!r}: {answer}"
 
 
 def test_every_other_word_for_a_key_stands_for_one_that_there_is():
@@ -196,19 +192,17 @@ def test_every_other_word_for_a_key_stands_for_one_that_there_is():
 @pytest.mark.parametrize(
     ("key", "value", "answer"),
     [
-        ("system", "FedAvg", "; did you mean 'fedavg'?"),
-        ("system", "Dis-PFL", "; did you mean 'dispfl'?"),
-        ("dataset", "CIFAR-10", "; did you mean 'cifar10'?"),
-        ("partition", "dirichlet", "; did you mean 'dirichlet-class'?"),
-        ("model", "LeNet", "; did you mean 'lenet5'?"),
-        ("download", "True", "; did you mean true?"),
-        ("robust", "trimmed_mean", "; did you mean 'trimmed-mean'?"),
-        ("dataset", "imagenet", "; did you mean 'tiny-imagenet'?"),
-        ("system", "xyzzy", "; a plug-in's name needs --plugin"),
+        ("system", "FedAvg", "did you mean 'fedavg'?"),
+        ("system", "Dis-PFL", "did you mean 'dispfl'?"),
+        ("dataset", "CIFAR-10", "did you mean 'cifar10'?"),
+        ("partition", "dirichlet", "did you mean 'dirichlet-class'?"),
+        ("model", "LeNet", "did you mean 'lenet5'?"),
+        ("download", "True", "did you mean true?"),
+        ("robust", "trimmed_mean", "did you mean 'trimmed-mean'?"),
+        ("dataset", "imagenet", "did you mean 'tiny-imagenet'?"),
+        ("system", "xyzzy", "plug-in"),
     ],
 )
 def test_a_name_that_people_type_is_answered_with_the_one_that_is_meant(key, value, answer):
-    with pytest.raises(ConfigError) as caught:
+    with refuses(key, value, hint=answer):
         prepare(Given({key: value}))
-    assert str(caught.value).startswith(f"{key} is {value!r}, allowed: ")
-    assert str(caught.value).partition(";")[2] == answer.removeprefix(";")

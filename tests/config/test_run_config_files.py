@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedprune_app.config import ConfigError, parse_override, read_toml, to_toml
+from fedprune_app.config import parse_override, read_toml, to_toml
+from tests.refusing import refuses
 
 
 @pytest.mark.parametrize(
@@ -34,7 +35,7 @@ def test_overrides_are_read_as_toml_or_text(text, expected):
 
 @pytest.mark.parametrize("text", ["seed", "=3", "seed=[1, 2]"])
 def test_a_malformed_override_is_refused(text):
-    with pytest.raises(ConfigError):
+    with refuses("setting" if "=[" not in text else "seed"):
         parse_override(text)
 
 
@@ -47,21 +48,21 @@ def test_any_text_survives_being_written_as_toml(values):
 def test_a_config_nested_without_end_is_one_line(text, tmp_path):
     deep = tmp_path / "deep.toml"
     deep.write_text(text)
-    with pytest.raises(ConfigError, match=r"deep.toml' cannot be read: it is nested too deeply$"):
+    with refuses("config file", deep):
         read_toml(deep)
     assert parse_override(text.replace(" ", "", 2)) == ("a", text.partition("= ")[2])
 
 
 def test_a_config_file_that_is_missing_or_broken_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere.toml' does not exist"):
+    with refuses("config file", tmp_path / "nowhere.toml"):
         read_toml(tmp_path / "nowhere.toml")
     broken = tmp_path / "broken.toml"
     broken.write_text("a = = 1")
-    with pytest.raises(ConfigError, match=r"broken.toml' cannot be read"):
+    with refuses("config file", broken):
         read_toml(broken)
 
 
 def test_a_key_with_a_dot_and_in_a_table_is_refused(tmp_path):
     (tmp_path / "a.toml").write_text('"dp.enabled" = true\n[dp]\nenabled = false\n')
-    with pytest.raises(ConfigError, match=r"a\.toml': dp.enabled is given twice, with a dot and in a table"):
+    with refuses("dp.enabled", where="a.toml"):
         read_toml(tmp_path / "a.toml")

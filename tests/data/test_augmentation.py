@@ -100,7 +100,7 @@ def test_no_augmentation_is_none_and_an_unknown_one_is_named():
     images = pictures()
     assert augmentation("none", images, BLACK) is None
     assert isinstance(augmentation("crop-flip", images, BLACK), CropFlip)
-    with pytest.raises(ValueError, match="augmentation is 'crop', allowed: none, crop-flip") as error:
+    with pytest.raises(ValueError, match="augmentation is 'crop'") as error:
         augmentation("crop", images, BLACK)
     assert "\n" not in str(error.value)
     assert set(AUGMENTATIONS) == {"none", "crop-flip"}

@@ -155,7 +155,7 @@ def test_each_client_has_the_images_that_the_table_gives_to_it(mixed):
 
 def test_the_numbers_of_clients_and_of_owners_are_the_same(people):
     config = DataConfig("image-folder", str(people), partition="owners", test_split="holdout")
-    with pytest.raises(ValueError, match="--clients is 20, allowed with partition 'owners' and these data: 3"):
+    with pytest.raises(ValueError, match="--clients is 20"):
         label_counts(config, 0, 20)
 
 
@@ -178,7 +178,7 @@ def test_a_table_that_cannot_be_is_refused(mixed, text, said):
 
 def test_a_dataset_that_does_not_say_whose_its_examples_are_is_refused():
     config = DataConfig(partition="owners", test_split="holdout")
-    with pytest.raises(ValueError, match="partition is 'owners', allowed with dataset 'digits': another rule"):
+    with pytest.raises(ValueError, match="partition is 'owners'"):
         label_counts(config, 0, 3)
 
 

@@ -55,5 +55,5 @@ def test_a_sample_is_drawn_by_its_seed_and_has_no_image_twice():
     assert not np.array_equal(chosen, some_of(labels, 100, seed=2))
     assert np.array_equal(np.bincount(labels[chosen]), np.full(10, 10))
     assert np.array_equal(some_of(labels, 0, seed=1), np.arange(300))
-    with pytest.raises(ValueError, match=r"fedltp\.public-samples is 301, allowed: at most 300, which are public"):
+    with pytest.raises(ValueError, match=r"fedltp\.public-samples is 301"):
         some_of(labels, 301, seed=1)

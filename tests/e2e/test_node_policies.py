@@ -68,8 +68,8 @@ def test_three_nodes_decline_what_their_policies_do_not_bear(deployment, policie
     # open to all, and two of the three are not
     first = run("open", system="fedavg")
     assert left_out(first) == [
-        f"{declines}dp.enabled is False, {by_noise}: true (error code 2)",
-        f"{declines}dp.enabled is False, allowed by its require-dp: true (error code 2)",
+        f"{declines}dp.enabled is false, {by_noise}: true (error code 2)",
+        f"{declines}dp.enabled is false, allowed by its require-dp: true (error code 2)",
     ]
     assert first.info["status"] == "completed"
     assert len(first.info["nodes"]) == 1

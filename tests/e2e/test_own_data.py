@@ -18,7 +18,7 @@ from sklearn.datasets import load_digits
 from clients.node import Place
 from clients.standalone import StandaloneClient
 from fedprune_app import client_app, server_app
-from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.config import parse_config
 from fedprune_app.data import splits
 from fedprune_app.data.data_config import DataConfig, data_config
 from fedprune_app.data.splits import client_data, dataset_of, label_counts
@@ -35,6 +35,7 @@ from fedprune_app.results.reader import load_run
 from fedprune_app.results.tables import group_runs, markdown, perplexity_rows
 from strategies.ldp_fedp3 import LDPFedP3
 from tests.models.tiny_llm import text_folder, tiny_byte_model
+from tests.refusing import refuses
 
 IMAGES = {"dataset": "image-folder", "model": "cnn-small", "batch_size": 10, "fraction_train": 1.0}
 CLASSES = tuple("0123")
@@ -270,17 +271,17 @@ def test_a_folder_with_a_class_that_the_run_does_not_name_is_left_out(own, folde
 
 
 @pytest.mark.parametrize(
-    ("settings", "allowed"),
+    ("settings", "condition"),
     [
-        ({"classes": "cat", "dataset": "image-folder"}, "at least two names, each once"),
-        ({"classes": "cat,dog,cat", "dataset": "image-folder"}, "at least two names, each once"),
-        ({"classes": "cat,,dog", "dataset": "image-folder"}, "at least two names, each once"),
-        ({"classes": "cat,dog", "dataset": "digits"}, "nothing"),
+        ({"classes": "cat", "dataset": "image-folder"}, ""),
+        ({"classes": "cat,dog,cat", "dataset": "image-folder"}, ""),
+        ({"classes": "cat,,dog", "dataset": "image-folder"}, ""),
+        ({"classes": "cat,dog", "dataset": "digits"}, "dataset 'digits'"),
     ],
     ids=str,
 )
-def test_classes_that_cannot_be_are_refused(settings, allowed):
-    with pytest.raises(ConfigError, match=rf"^classes is .*allowed.*: {allowed}$"):
+def test_classes_that_cannot_be_are_refused(settings, condition):
+    with refuses("classes", settings["classes"], condition=condition):
         prepare(Given(settings))
 
 
@@ -296,14 +297,12 @@ def test_nodes_with_and_without_a_partition_do_not_run_together(own, folders):
 
 
 def test_a_node_without_partition_and_data_is_told_what_it_lacks(own):
-    with pytest.raises(TooFewReplies, match="node-config has neither partition-id nor data-dir, allowed: partition-id"):
+    with pytest.raises(TooFewReplies, match="node-config: partition-id is not given, nor is data-dir"):
         own([{}], system="fedavg")
 
 
 def test_data_that_comes_with_the_app_is_nobodys_own(own, folders):
-    with pytest.raises(
-        TooFewReplies, match=r"dataset is 'digits', allowed on a node without partition-id: image-folder"
-    ):
+    with pytest.raises(TooFewReplies, match=r"dataset is 'digits'"):
         own(places(folders[:1]), system="fedavg", dataset="digits")
 
 
@@ -330,7 +329,7 @@ def test_a_run_waits_for_min_clients_and_whoever_watches_is_told(federate, monke
 
 def test_a_simulation_that_can_never_have_so_many_clients_does_not_start(tmp_path):
     given = Given(on_command_line={"min-clients": 3}, out=tmp_path / "run")
-    with pytest.raises(ConfigError, match=r"^min-clients is 3, allowed with 2 clients: at most that$"):
+    with refuses("min-clients", 3):
         prepare(given, Placement("inprocess", 2))
     assert not (tmp_path / "run").exists()
 

@@ -24,7 +24,6 @@ from devtools.faults.story import BETWEEN, STOPS, Kind, Story
 from devtools.faults.tour import write_tour
 from fedprune_app import files, testing
 from fedprune_app.cli import main
-from fedprune_app.config import ConfigError
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import exchange, replies, store
 from fedprune_app.privacy import ledger
@@ -33,6 +32,7 @@ from fedprune_app.results import reader, recorder
 from fedprune_app.server import resuming
 from strategies import base
 from tests.docs.scripts import script
+from tests.refusing import refuses
 
 pytestmark = pytest.mark.full
 SLOW = pytest.mark.slow
@@ -504,7 +504,7 @@ def test_another_file_is_no_table(tmp_path, content):
     if content is not None:
         path = tmp_path / "other.csv"
         path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"^--table is '.*', allowed: a new file, or one that begins with"):
+    with refuses("--table", path):
         check_table(path)
 
 
@@ -525,13 +525,13 @@ def test_the_command_prints_a_table_and_violations(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--seeds", "5:5"], "allowed: FIRST:END"),
-        (["--seeds", "x"], "allowed: FIRST:END"),
-        (["--workers", "0"], "at least 1"),
-        (["system=fedavg"], "system is 'fedavg', allowed here: --system NAME"),
-        (["out-dir=/x"], "out-dir is '/x', allowed here: --out DIR"),
-        (["density=0.1"], "density is 0.1, which has no effect with system 'subfedavg'"),
-        (["--seeds", "3:4", "--report", "x.pdf"], "--report is 'x.pdf', allowed: a file that"),
+        (["--seeds", "5:5"], "--seeds is '5:5'"),
+        (["--seeds", "x"], "--seeds is 'x'"),
+        (["--workers", "0"], "--workers is 0"),
+        (["system=fedavg"], "system is 'fedavg'"),
+        (["out-dir=/x"], "out-dir is '/x'"),
+        (["density=0.1"], "density is 0.1"),
+        (["--seeds", "3:4", "--report", "x.pdf"], "--report is 'x.pdf'"),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_written(arguments, said, monkeypatch, capsys, tmp_path):
@@ -582,5 +582,5 @@ def test_the_page_of_a_broken_law_names_the_law(tmp_path):
 
 def test_a_page_is_of_one_schedule(tmp_path):
     given = ["--seeds", "3:5", "--report", str(tmp_path / "tour.html")]
-    with pytest.raises(ConfigError, match="with one --system and one seed"):
+    with refuses("--report"):
         CliRunner().invoke(app, given, catch_exceptions=False)

@@ -40,6 +40,7 @@ from fedprune_app.launching.certificates import certificates_in, make_certificat
 from fedprune_app.launching.credentials import make_node_key
 from fedprune_app.launching.local import local_deployment, node_config_text
 from fedprune_app.node.settings import node_settings
+from tests.refusing import refuses
 
 
 def test_a_certificate_is_for_its_hosts_and_signed_by_the_authority(tmp_path):
@@ -91,9 +92,9 @@ def test_flowers_codes_mean_what_we_take_them_for():
 def test_nothing_is_overwritten(tmp_path):
     make_certificates(tmp_path, ["localhost"])
     make_node_key(tmp_path / "node.key")
-    with pytest.raises(ConfigError, match=r"ca\.crt' exists"):
+    with refuses("--out", tmp_path, which="ca.crt"):
         make_certificates(tmp_path, ["localhost"])
-    with pytest.raises(ConfigError, match=r"node\.key' exists"):
+    with refuses("node key", tmp_path / "node.key"):
         make_node_key(tmp_path / "node.key")
 
 
@@ -104,14 +105,14 @@ def test_a_superlinks_database_is_its_owners_alone(tmp_path, monkeypatch):
     folder.mkdir()
     local.Deployment(folder, certificates_in(folder), 1, 2).start_superlink()
     assert stat.S_IMODE((folder / "superlink.db").stat().st_mode) == 0o600
-    with pytest.raises(ConfigError, match=r"superlink\.db' exists, allowed: a new file$"):
+    with refuses("database", folder / "superlink.db"):
         credentials.make_database(folder / "superlink.db")
 
 
 def test_a_user_logs_in_with_the_secret_and_stays_logged_in_elsewhere(tmp_path):
     secret = credentials.make_control_secret(tmp_path / "control.secret")
     assert stat.S_IMODE(secret.stat().st_mode) == 0o600
-    with pytest.raises(ConfigError, match=r"control\.secret' exists, allowed: a new file$"):
+    with refuses("secret", secret, which="exists"):
         credentials.make_control_secret(secret)
     home = tmp_path / "home"
     first = yaml.safe_load(credentials.log_in("a.example.org:8000", secret, home).read_text())
@@ -121,7 +122,7 @@ def test_a_user_logs_in_with_the_secret_and_stays_logged_in_elsewhere(tmp_path):
     assert len(both) == 2 * len(first)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.write_text("[1, 2")
-    with pytest.raises(ConfigError, match=r"credentials\.yaml' is no mapping in YAML, allowed: "):
+    with refuses("credentials", path):
         credentials.log_in("a.example.org:8000", secret, home)
 
 
@@ -208,9 +209,9 @@ def test_a_node_that_cannot_connect_is_told_why_at_once(tmp_path):
         certificates.check_link(address, other.ca)
     with pytest.raises(LaunchError, match=f"^{address} cannot be reached: "):
         certificates.check_link(address, right.ca)
-    with pytest.raises(ConfigError, match=r"^the SuperLink's address is 'link', allowed: HOST:PORT$"):
+    with refuses("address of the SuperLink", "link"):
         certificates.check_link("link", right.ca)
-    with pytest.raises(ConfigError, match=r"key' is no certificate"):
+    with refuses("certificate", right.key):
         certificates.check_link(address, right.key)
 
 
@@ -266,7 +267,7 @@ def test_a_node_key_whose_making_was_cut_short_is_completed(tmp_path, power_cut,
 
 def test_a_file_that_is_no_node_key_is_not_taken_for_one(tmp_path):
     (tmp_path / "node.key").write_text("shopping list")
-    with pytest.raises(ConfigError, match=r"node\.key' exists and is no node key, allowed: a new file$"):
+    with refuses("node key", tmp_path / "node.key"):
         make_node_key(tmp_path / "node.key")
     assert (tmp_path / "node.key").read_text() == "shopping list"
 
@@ -274,10 +275,9 @@ def test_a_file_that_is_no_node_key_is_not_taken_for_one(tmp_path):
 def test_an_ended_certificate_is_named_before_anything_is_started(tmp_path):
     made = make_certificates(tmp_path / "certificates", ["127.0.0.1"], days=0)
     ended = x509.load_pem_x509_certificate(made.certificate.read_bytes()).not_valid_after_utc
-    says = f"{str(made.certificate)!r} ended at {ended:%Y-%m-%d %H:%M UTC}, allowed: a certificate that is valid now"
-    with pytest.raises(ConfigError) as raised, local_deployment(tmp_path, []):
+    when = f"{ended:%Y-%m-%d %H:%M UTC}"
+    with refuses("certificate", made.certificate, which=when, hint=str(made.ca)), local_deployment(tmp_path, []):
         pass
-    assert str(raised.value) == f"{says}: remove {str(made.ca)!r}, and new ones are made"
     assert {path.name for path in tmp_path.iterdir()} == {"certificates"}
     made.ca.unlink()
     assert valid_until(make_certificates(tmp_path / "certificates", ["127.0.0.1"]).ca) > ended
@@ -292,10 +292,10 @@ def test_a_certificate_of_tomorrow_or_none_at_all_is_named(tmp_path):
     tomorrow = tomorrow.not_valid_after(now + datetime.timedelta(days=2)).sign(key, hashes.SHA384())
     path = tmp_path / "a.crt"
     path.write_bytes(tomorrow.public_bytes(serialization.Encoding.PEM))
-    with pytest.raises(ConfigError, match=r"a\.crt' begins at .* UTC, and it is .* UTC here, allowed: a certificate"):
+    with refuses("certificate", path, which="begins at "):
         valid_until(path)
     path.write_text("nothing")
-    with pytest.raises(ConfigError, match=r"a\.crt' is no certificate, allowed: a certificate that is valid now"):
+    with refuses("certificate", path, which="none"):
         valid_until(path)
 
 
@@ -333,7 +333,7 @@ def test_the_containers_set_up_is_made_good_after_a_cut_and_then_left_alone(tmp_
 
 @pytest.mark.parametrize("hosts", [[], [""]])
 def test_a_certificate_for_nobody_is_refused(tmp_path, hosts):
-    with pytest.raises(ConfigError, match=r"^--host is empty"):
+    with refuses("--host", ""):
         make_certificates(tmp_path, hosts)
 
 
@@ -341,7 +341,7 @@ def test_flower_reads_the_node_config_as_it_was_meant():
     values = {"partition-id": 2, "capacity": 0.5, "data-dir": '/data/my "own" images\\x', "is-large": True}
     values["state-dir"] = "/data/the node's\\y = 3"
     assert parse_config_args([node_config_text(values)]) == values
-    with pytest.raises(ConfigError, match=r"^node-config has data-dir=.*, allowed: one kind of quotes$"):
+    with refuses("data-dir", "'\"", where="node-config"):
         node_config_text({"data-dir": "'\""})
 
 
@@ -357,9 +357,7 @@ def test_a_node_of_a_deployment_reads_and_writes_nowhere_that_the_run_names(monk
     run = {"state-dir": "/theirs", "out-dir": "/theirs", "resume-from": "/theirs"}
     config, _ = node_settings(run, dealt)
     assert client_state_folder(config, 1, "0" * 16) == tmp_path / "fedprune-state" / ("0" * 16)
-    with pytest.raises(
-        ConfigError, match=r"^the run's data-dir is '/theirs', allowed on a node: data-dir in its node-config$"
-    ):
+    with refuses("data-dir", "/theirs", condition="on a node"):
         node_settings({"data-dir": "/theirs"}, dealt)
     with answering_in_simulation(beside_server=True):
         config, _ = node_settings({**run, "data-dir": "/theirs"}, dealt)
@@ -404,23 +402,15 @@ def test_noise_comes_from_the_seed_in_simulations_alone_unless_the_operator_says
 
 
 @pytest.mark.parametrize(
-    ("node_config", "named"),
-    [
-        ({"data-dir": "images"}, "node-config has data-dir='images', allowed: an absolute path"),
-        ({"state-dir": 3}, "node-config has state-dir=3, allowed: an absolute path"),
-        ({"secure-rng": "no"}, "node-config's secure-rng is 'no', allowed: true or false"),
-        ({"secure-rng": 1}, "node-config's secure-rng is 1, allowed: true or false"),
-        ({"capcity": 0.5}, "node-config has capcity=0.5, allowed: partition-id, num-partitions, capacity"),
-    ],
+    ("key", "value"),
+    [("data-dir", "images"), ("state-dir", 3), ("secure-rng", "no"), ("secure-rng", 1), ("capcity", 0.5)],
 )
-def test_a_wrong_node_config_is_named(node_config, named):
-    with pytest.raises(ConfigError, match="^" + named.replace(".", r"\.")):
-        node_settings({}, node_config)
+def test_a_wrong_node_config_is_named(key, value):
+    with refuses(key, value, where="node-config"):
+        node_settings({}, {key: value})
 
 
 def test_a_superlink_that_would_not_find_its_own_files_is_not_started(monkeypatch):
     monkeypatch.setattr("sysconfig.get_path", lambda name: "/tmp/my clone/lib/site-packages")
-    with pytest.raises(
-        ConfigError, match=r"^Flower is in '/tmp/my clone/lib/site-packages', allowed for its SuperLink: "
-    ):
+    with refuses("folder of Flower", "/tmp/my clone/lib/site-packages"):
         local.superlink_command([])

@@ -14,7 +14,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 from clients import images
 from fedprune_app import cli, client_app
-from fedprune_app.config import POLICY_KEYS, ConfigError, PolicyError, parse_config
+from fedprune_app.config import POLICY_KEYS, parse_config
 from fedprune_app.engine import inprocess, wire
 from fedprune_app.engine.exchange import TooFewReplies, message_to
 from fedprune_app.engine.inprocess import InProcessGrid
@@ -22,6 +22,7 @@ from fedprune_app.node.policy import read_policy
 from fedprune_app.node.settings import node_settings
 from fedprune_app.privacy.ledger import Ledger
 from tests.e2e.test_own_data import IMAGES, grid_of, image_folder
+from tests.refusing import refuses
 
 KEY = "0123456789abcdef"
 PRIVATE = {"dp.enabled": True, "dp.noise-multiplier": 1.0, "dp.delta": 1e-3}
@@ -48,23 +49,23 @@ def dealt(*more):
 # --- what is declined -------------------------------------------------------------------------------------------------
 
 DECLINED = [
-    ({"require-dp": True}, {}, "dp.enabled is False, allowed by its require-dp: true"),
-    ({"epsilon-budget": 3.0, "ledger-dir": "/l"}, {}, "dp.enabled is False, allowed by its epsilon-budget: true"),
-    ({"min-noise-multiplier": 1.0}, {}, "dp.enabled is False, allowed by its min-noise-multiplier: true"),
+    ({"require-dp": True}, {}, "dp.enabled is false, allowed by its require-dp"),
+    ({"epsilon-budget": 3.0, "ledger-dir": "/l"}, {}, "dp.enabled is false, allowed by its epsilon-budget"),
+    ({"min-noise-multiplier": 1.0}, {}, "dp.enabled is false, allowed by its min-noise-multiplier"),
     (
         {"min-noise-multiplier": 1.1},
         PRIVATE,
-        "dp.noise-multiplier is 1.0, allowed by its min-noise-multiplier: at least 1.1",
+        "dp.noise-multiplier is 1.0, allowed by its min-noise-multiplier",
     ),
     (
         {"max-clip-norm": 2.0},
         {**PRIVATE, "dp.clip-norm": 10.0},
-        "dp.clip-norm is 10.0, allowed by its max-clip-norm: at most 2.0",
+        "dp.clip-norm is 10.0, allowed by its max-clip-norm",
     ),
     (
         {"allowed-systems": "dispfl ditto"},
         {},
-        "system is 'fedavg', allowed by its allowed-systems: dispfl, ditto",
+        "system is 'fedavg', allowed by its allowed-systems",
     ),
 ]
 
@@ -92,7 +93,7 @@ def test_a_run_that_asks_for_less_is_declined_with_every_message_before_data_is_
     context.node_config = {"data-dir": str(tmp_path / "nowhere"), "state-dir": str(tmp_path / "state"), **policy}
     request = wire.pack(None, {"round": 1, "run-key": KEY, "partition": 0})
     (reply,) = grid.send_and_receive([message_to(node, request, kind, 1, 30.0)])
-    assert reply.error.reason == f"PolicyError: the node declines the run: {said}"
+    assert reply.error.reason.startswith(f"PolicyError: the node declines the run: {said}")
     assert not (tmp_path / "state").exists()
 
 
@@ -114,23 +115,16 @@ def test_who_declines_is_named_in_the_record_and_the_others_go_on(nodes):
     run = nodes(dealt({"require-dp": True}, {}, {"allowed-systems": "dispfl"}))
     assert run.info["status"] == "completed"
     assert [row["partition"] for row in run.info["partition"]] == [1]
-    assert sorted(run.info["clients_left_out"]) == [
-        "node 1: PolicyError: the node declines the run: dp.enabled is False, allowed by its require-dp: true "
-        "(error code 2)",
-        "node 3: PolicyError: the node declines the run: system is 'fedavg', allowed by its allowed-systems: dispfl "
-        "(error code 2)",
-    ]
+    first, third = sorted(run.info["clients_left_out"])
+    assert first.startswith("node 1: PolicyError: the node declines the run: dp.enabled is false")
+    assert third.startswith("node 3: PolicyError: the node declines the run: system is 'fedavg'")
 
 
 def test_the_noise_that_a_target_chooses_is_held_to_the_least_noise_too(nodes):
     target = {**PRIVATE, "dp.noise-multiplier": 0.0, "dp.target-epsilon": 50.0}
     run = nodes(dealt({"min-noise-multiplier": 0.9}, {}), **target)
     (left_out,) = run.info["clients_left_out"]
-    assert re.search(
-        r"the noise multiplier found for dp\.target-epsilon is 0\.\d+, allowed by its min-noise-multiplier: "
-        r"at least 0\.9 ",
-        left_out,
-    )
+    assert re.search(r"the noise multiplier found for dp\.target-epsilon is 0\.\d+, .*min-noise-multiplier", left_out)
     assert [row["partition"] for row in run.info["partition"]] == [1]
 
 
@@ -230,8 +224,7 @@ def test_parts_of_a_nodes_own_images_are_drawn_by_a_secret_of_the_node(nodes, tm
 
 def test_a_private_run_may_take_as_labels_only_what_the_operator_of_a_table_allows():
     node, run = {"data-dir": "/data", "state-dir": "/state"}, {"dataset": "table", "system": "fedavg", **PRIVATE}
-    said = "the node declines the run: label-column is 'income', allowed by its allowed-label-columns: label"
-    with pytest.raises(PolicyError, match=f"^{said}$"):
+    with refuses("label-column", "income", condition="allowed-label-columns", where="declines the run"):
         node_settings({**run, "label-column": "income"}, node)
     allowing = {**node, "allowed-label-columns": "income, label"}
     assert node_settings({**run, "label-column": "income"}, allowing)[0].label_column == "income"
@@ -253,9 +246,7 @@ def test_a_run_that_deals_anew_begins_no_fresh_ledger_on_a_node_with_a_budget(no
 
 
 def test_a_budget_without_a_place_for_its_ledger_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"^epsilon-budget of the node is 3\.0, allowed with a ledger-dir or state-dir"
-    ):
+    with refuses("epsilon-budget", 3.0, condition="ledger-dir"):
         node_settings(PRIVATE, {"partition-id": 0, "num-partitions": 2, "epsilon-budget": 3.0})
 
 
@@ -283,42 +274,35 @@ def test_a_node_that_asks_for_privacy_tells_no_open_accuracies(nodes):
 # --- what a policy may hold -------------------------------------------------------------------------------------------
 
 
-def one_line(node_config) -> str:
-    with pytest.raises(ConfigError) as caught:
-        read_policy(node_config)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("policy", "said"),
     [
-        ("requre-dp = true", "has requre-dp=True, allowed: require-dp, epsilon-budget, budget-delta, "),
-        ("require-dp = 1", "require-dp is 1, allowed: true or false"),
-        ("epsilon-budget = -1", "epsilon-budget is -1.0, allowed: at least 0"),
-        ("budget-delta = 1.0", "budget-delta is 1.0, allowed: above 0 and below 1"),
-        ('ledger-dir = "ledgers"', "ledger-dir is 'ledgers', allowed: an absolute path"),
-        ('allowed-systems = ["fedavg"]', "allowed-systems is ['fedavg'], allowed: a text"),
-        ('allowed-systems = "fedavg fedafg"', "allowed-systems of the node has 'fedafg', allowed: subfedavg, "),
-        ("require-dp = ", "cannot be read"),
-        ("partition-id = 3", "has partition-id=3, allowed: require-dp, "),
+        ("requre-dp = true", ("requre-dp", True)),
+        ("require-dp = 1", ("require-dp", 1)),
+        ("epsilon-budget = -1", ("epsilon-budget", -1.0)),
+        ("budget-delta = 1.0", ("budget-delta", 1.0)),
+        ('ledger-dir = "ledgers"', ("ledger-dir", "ledgers")),
+        ('allowed-systems = ["fedavg"]', ("allowed-systems", ["fedavg"])),
+        ('allowed-systems = "fedavg fedafg"', ("allowed-systems", "fedafg")),
+        ("require-dp = ", ("config file",)),
+        ("partition-id = 3", ("partition-id", 3)),
     ],
 )
 def test_a_wrong_policy_file_is_one_line_and_answers_nothing(tmp_path, policy, said):
     (tmp_path / "policy.toml").write_text(policy)
-    assert said in one_line({"policy-file": str(tmp_path / "policy.toml")})
+    with refuses(*said):
+        read_policy({"policy-file": str(tmp_path / "policy.toml")})
 
 
 def test_a_policy_file_that_is_missing_or_contradicts_the_node_config_is_one_line(tmp_path):
     path = tmp_path / "policy.toml"
-    assert one_line({"policy-file": str(path)}) == f"policy-file: config file '{path}' does not exist"
-    assert (
-        one_line({"policy-file": "policy.toml"})
-        == "node-config has policy-file='policy.toml', allowed: an absolute path"
-    )
+    with refuses("config file", path, where="policy-file"):
+        read_policy({"policy-file": str(path)})
+    with refuses("policy-file", "policy.toml", where="node-config"):
+        read_policy({"policy-file": "policy.toml"})
     path.write_text("require-dp = false\n")
-    said = one_line({"policy-file": str(path), "require-dp": True})
-    assert said == f"require-dp stands in node-config and in policy-file '{path}', allowed: one of them"
+    with refuses("require-dp", True, which=str(path)):
+        read_policy({"policy-file": str(path), "require-dp": True})
 
 
 def test_a_policy_file_and_the_node_config_hold_together(tmp_path):
@@ -358,10 +342,10 @@ def test_a_rehearsal_gives_each_node_its_policy(fedprune, monkeypatch, tmp_path)
     (placement,) = started
     assert [node["policy-file"] for node in placement.nodes] == [str(tmp_path / f"{name}.toml") for name in "ab"]
     code, said = fedprune("deploy", "local", "--policies", "a.toml", "--nodes", "3", "--out", "run")
-    assert (code, said.strip()) == (2, "error: --policies has 1 entries, allowed: one per node, 3")
+    assert (code, "--policies has 1 entries" in said) == (2, True)
     code, said = fedprune("deploy", "local", "--policies", "c.toml", "--out", "run")
     assert (code, len(said.splitlines())) == (2, 1)
-    assert f"policy-file: config file '{tmp_path / 'c.toml'}' does not exist" in said
+    assert f"policy-file: config file is '{tmp_path / 'c.toml'}'" in said
 
 
 def test_every_key_of_a_policy_is_documented():

@@ -12,7 +12,6 @@ import torch
 
 from clients.fedavg import FedAvgClient
 from clients.node import Place
-from fedprune_app.config import ConfigError
 from fedprune_app.errors import LaunchError
 from fedprune_app.preflight.given import Given
 from fedprune_app.preflight.placement import Placement
@@ -21,6 +20,7 @@ from fedprune_app.privacy.audit import Evidence, Finding, guesses_of, lower_boun
 from fedprune_app.privacy.dpsgd import DPSGD
 from fedprune_app.privacy.noise import KeyedNoise
 from fedprune_app.trials.audit import AMPLITUDE, Question, Silent, Watched, _Watch, audit, canaries, coins
+from tests.refusing import refuses
 
 # --- the bound --------------------------------------------------------------------------------------------------------
 
@@ -278,16 +278,16 @@ def test_a_canary_that_is_out_has_no_gradient_and_keeps_its_place(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "question", "said"),
     [
-        ({"dp.enabled": False}, {}, "dp.enabled is false, allowed with audit: true"),
-        ({}, {"client": 3}, "--client is 3, allowed: 0 to 2"),
-        ({}, {"canaries": 10_000}, "--canaries is 10000, allowed: 2 to"),
-        ({}, {"canaries": 100, "guesses": 101}, "--guesses is 101, allowed: an even number from 2 to 100, the can"),
-        ({}, {"confidence": 1.0}, r"--confidence is 1\.0, allowed"),
-        ({}, {"delta": 1.0}, r"--delta is 1\.0, allowed"),
+        ({"dp.enabled": False}, {}, ("dp.enabled", False)),
+        ({}, {"client": 3}, ("--client", 3)),
+        ({}, {"canaries": 10_000}, ("--canaries", 10000)),
+        ({}, {"canaries": 100, "guesses": 101}, ("--guesses", 101)),
+        ({}, {"confidence": 1.0}, ("--confidence", 1.0)),
+        ({}, {"delta": 1.0}, ("--delta", 1.0)),
     ],
 )
 def test_what_cannot_be_asked_is_refused_before_anything_runs(settings, question, said):
-    with pytest.raises(ConfigError, match=said):
+    with refuses(*said):
         audit(prepared(3, **settings), Question(**question))
 
 

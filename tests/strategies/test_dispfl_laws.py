@@ -18,7 +18,7 @@ from clients.gossip import GossipClient
 from clients.node import Place
 from clients.task import Task
 from fedprune_app import server_app
-from fedprune_app.config import ConfigError, parse_config, read_toml
+from fedprune_app.config import parse_config, read_toml
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import inprocess, wire
 from fedprune_app.engine.inprocess import run_in_process
@@ -29,6 +29,7 @@ from fedprune_app.models.initial import initial_model
 from fedprune_app.preflight.given import Given
 from fedprune_app.sweeps.matrix import read_matrix
 from tests.conftest import Finished, tampered_app
+from tests.refusing import refuses
 from tests.strategies.conftest import TINY, config_key
 from tests.strategies.reference import WEIGHTS
 from tests.strategies.reference_dispfl import Federation, erk_by_hand
@@ -469,7 +470,7 @@ def test_a_run_with_a_horizon_of_its_own_can_be_resumed_for_longer(federation, t
     """Without one, a longer run would have searched its masks at another rate from the first round on."""
     settings = {"system": "dispfl", "dispfl_topology": "ring", **QUICK}
     short = shutil.copytree(federation(num_server_rounds=2, **settings).folder, tmp_path / "fixed")
-    with pytest.raises(ConfigError, match=r"num-server-rounds is 3, allowed when resuming: 2, .*annealing-rounds"):
+    with refuses("num-server-rounds", 3):
         federation(resume_from=str(short), **settings)
     settings |= {"dispfl_annealing_rounds": 2}
     whole = federation(**settings)
@@ -508,10 +509,8 @@ def test_an_adjacency_file_that_cannot_be_is_one_line_naming_it(federation, tmp_
     file = tmp_path / "links.txt"
     if text is not None:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(ConfigError, match="adjacency-file") as caught:
+    with refuses("adjacency-file", str(file)) as caught:
         federation(system="dispfl", dispfl_topology="file", dispfl_adjacency_file=str(file), fresh=True, **QUICK)
-    assert "\n" not in str(caught.value)
-    assert str(file) in str(caught.value)
     assert named in str(caught.value)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from clients.fedltp import FedLTPClient
-from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.config import parse_config
 from fedprune_app.core.masks import keep_count
 from fedprune_app.core.rng import generator
 from fedprune_app.core.tickets import Ticket, ticket_masks
@@ -27,6 +27,7 @@ from fedprune_app.sweeps.matrix import read_matrix
 from strategies.dpfed import DPFed
 from strategies.fedltp import FedLTP
 from strategies.fedspa import FedSPA
+from tests.refusing import refuses
 
 MATRICES = Path(__file__).parents[2] / "configs" / "matrices"
 QUICK = {"fedltp_tickets": 1, "fedltp_ticket_iterations": 10, "local_epochs": 1, "steps_per_epoch": 4}
@@ -197,30 +198,26 @@ def test_a_baseline_can_have_the_very_data_of_fedltp():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"fedltp.public-dataset": "imagenet"}, "fedltp.public-dataset is 'imagenet', allowed: digits, mnist"),
-        ({"fedltp.public-data-dir": "data"}, "fedltp.public-data-dir is 'data', allowed: an absolute path"),
-        ({"validation-fraction": 0.0}, "validation-fraction is 0.0, allowed with fedltp.validators 'all': above 0"),
-        ({"fedltp.further-pruned": 1.0}, "fedltp.further-pruned is 1.0, allowed: at least 0.0 and below 1.0"),
+        ({"fedltp.public-dataset": "imagenet"}, ("fedltp.public-dataset", "imagenet")),
+        ({"fedltp.public-data-dir": "data"}, ("fedltp.public-data-dir", "data")),
+        ({"validation-fraction": 0.0}, ("validation-fraction", 0.0)),
+        ({"fedltp.further-pruned": 1.0}, ("fedltp.further-pruned", 1.0)),
     ],
 )
 def test_what_cannot_be_is_refused_on_one_line(settings, said):
-    with pytest.raises(ConfigError) as caught:
+    with refuses(*said):
         prepare(Given({"system": "fedltp", **settings}))
-    assert said.split(" and ")[0].rstrip(".0") in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_a_trimmed_mean_that_never_moved_what_one_client_has_is_refused(federation):
     settings = {"system": "fedltp", "robust": "trimmed-mean", "robust_trim": 0.4, "fraction_train": 1.0, **QUICK}
-    with pytest.raises(
-        ConfigError, match=r"robust is .trimmed-mean., allowed with fedltp\.pruning .iterative.: none, clip"
-    ):
+    with refuses("robust", "trimmed-mean", condition="fedltp.pruning"):
         federation(**settings, fedltp_pruning="iterative", fresh=True)
     assert federation(**settings).info["status"] == "completed"
 
 
 def test_more_public_images_than_there_are_fail_the_run_on_one_line(federation, tmp_path):
-    with pytest.raises(ValueError, match=r"fedltp.public-samples is 9999, allowed: at most 288, which are public"):
+    with pytest.raises(ValueError, match=r"fedltp.public-samples is 9999"):
         federation(system="fedltp", **QUICK, fedltp_public_samples=9999, out_dir=str(tmp_path))
 
 

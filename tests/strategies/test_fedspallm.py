@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from clients.fedspallm import FedSpaLLMClient
 from clients.node import Place
 from fedprune_app import client_app, server_app
-from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.config import parse_config
 from fedprune_app.core.codec import unpack
 from fedprune_app.engine import wire
 from fedprune_app.engine.inprocess import run_in_process
@@ -32,6 +32,7 @@ from tests.conftest import Finished, wrapped_app
 from tests.core.test_sparsegpt import reference as sparsegpt_reference
 from tests.laws.test_l0_laws import reference as l0_reference
 from tests.models.tiny_llm import text_folder, tiny_byte_model
+from tests.refusing import refuses
 
 SETTINGS = {
     "system": "fedspallm",
@@ -484,7 +485,7 @@ def test_where_everybody_has_another_model_than_the_server_nothing_begins(settin
     app = ClientApp()
     app.query()(query)
     config = parse_config({**settings, "out-dir": str(tmp_path / "run")})
-    with pytest.raises(ConfigError, match="0 of 3 clients have the model of the server: client 0 has other embeddings"):
+    with refuses("model", which="0 of 3 clients", hint="client 0 has other embeddings"):
         run_in_process(server_app.app, app, CLIENTS, config.to_dict())
 
 
@@ -499,7 +500,7 @@ def test_partly_pruned_models_are_no_standalone_result(run):
 def test_a_pattern_that_does_not_fit_the_matrices_is_refused_before_anything_is_measured(settings, tmp_path):
     more = {"fedspallm.pattern": "3:5", "fedspallm.block-size": 5}
     config = parse_config({**settings, **more, "out-dir": str(tmp_path / "run")})
-    with pytest.raises(ConfigError, match=r"fedspallm\.pattern is '3:5', allowed: .* divides the 16 inputs of"):
+    with refuses("fedspallm.pattern", "3:5"):
         run_in_process(server_app.app, client_app.app, CLIENTS, config.to_dict())
 
 
@@ -635,20 +636,19 @@ def test_half_precision_travels_as_such(run, dtype):
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("fedspallm.pattern", "4", "fedspallm.pattern is '4', allowed: n:m"),
-        ("fedspallm.pattern", "1:3", "fedspallm.block-size is 128, allowed with a pattern: a multiple of 3"),
-        ("fedspallm.layer-shares", "0.5 2", "fedspallm.layer-shares is '0.5 2', allowed: numbers above 0"),
-        ("dataset", "digits", "dataset is 'digits', allowed with system 'fedspallm': stdlib, text"),
-        ("fedspallm.evaluation-texts", "a=b", "fedspallm.evaluation-texts has 'a=b', allowed: name=path"),
-        ("fedspallm.evaluation-texts", "a=/x,a=/y", "fedspallm.evaluation-texts has 'a=/y', allowed: name=path"),
-        ("fedspallm.segment-counts", "4 0", "fedspallm.segment-counts is '4 0', allowed: whole numbers, at least 1"),
-        ("fedspallm.pruner", "oracle", "fedspallm.pruner is 'oracle', allowed: sparsegpt, wanda, magnitude"),
+        ("fedspallm.pattern", "4", ("fedspallm.pattern", "4")),
+        ("fedspallm.pattern", "1:3", ("fedspallm.block-size", 128)),
+        ("fedspallm.layer-shares", "0.5 2", ("fedspallm.layer-shares", "0.5 2")),
+        ("dataset", "digits", ("dataset", "digits")),
+        ("fedspallm.evaluation-texts", "a=b", ("fedspallm.evaluation-texts", "a=b")),
+        ("fedspallm.evaluation-texts", "a=/x,a=/y", ("fedspallm.evaluation-texts", "a=/y")),
+        ("fedspallm.segment-counts", "4 0", ("fedspallm.segment-counts", "4 0")),
+        ("fedspallm.pruner", "oracle", ("fedspallm.pruner", "oracle")),
     ],
 )
 def test_a_wrong_setting_is_one_line(key, value, says):
-    with pytest.raises(ConfigError) as caught:
+    with refuses(*says):
         prepare(Given({"system": "fedspallm", "dataset": "stdlib", key: value}))
-    assert says in str(caught.value)
 
 
 def test_a_packed_model_trusts_nothing(run, tmp_path):

@@ -7,13 +7,14 @@ import torch
 from torch import nn
 
 from fedprune_app import server_app
-from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.config import parse_config
 from fedprune_app.core import hessians
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.inprocess import run_in_process
 from fedprune_app.results.reader import load_run
 from tests.conftest import Finished, wrapped_app
+from tests.refusing import refuses
 from tests.strategies.test_fedspallm import (
     CLIENTS,
     cut_off,
@@ -183,13 +184,13 @@ def test_sums_of_hessians_have_the_same_bits_in_any_order():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fedspallm.merge": "hessians", "fedspallm.pruner": "wanda"}, "fedspallm.pruner is 'wanda', allowed with"),
-        ({"fedspallm.merge": "hessians", "num-server-rounds": 2}, "num-server-rounds is 2, allowed with"),
-        ({"fedspallm.merge": "best"}, "fedspallm.merge is 'best', allowed: mean, hessians"),
+        ({"fedspallm.merge": "hessians", "fedspallm.pruner": "wanda"}, ("fedspallm.pruner", "wanda")),
+        ({"fedspallm.merge": "hessians", "num-server-rounds": 2}, ("num-server-rounds", 2)),
+        ({"fedspallm.merge": "best"}, ("fedspallm.merge", "best")),
     ],
 )
 def test_merges_that_cannot_be_are_refused(settings, options, message):
-    with pytest.raises(ConfigError, match=message):
+    with refuses(*message):
         parse_config({**settings, **options})
 
 

@@ -7,11 +7,12 @@ import torch
 
 from clients.fedspallm import FedSpaLLMClient
 from clients.node import Place
-from fedprune_app.config import ConfigError, parse_config
+from fedprune_app.config import parse_config
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
 from fedprune_app.models.llm import LanguageModel
 from fedprune_app.models.recovery import Schedule, recovered
+from tests.refusing import refuses
 from tests.strategies.conftest import config_key
 from tests.strategies.test_fedspallm import CLIENTS, family, global_layers, llm, run, segments_of, settings, texts
 
@@ -99,14 +100,14 @@ def test_recovery_follows_a_round_of_hessians(run):
     [
         (
             {"fedspallm.recovery-rounds": 1, "num-server-rounds": 1},
-            "fedspallm.recovery-rounds is 1, allowed: less than num-server-rounds, 1",
+            ("fedspallm.recovery-rounds", 1),
         ),
         (
             {"fedspallm.recovery-rounds": 1, "num-server-rounds": 3, "fedspallm.merge": "hessians"},
-            "num-server-rounds is 3, allowed with fedspallm.merge 'hessians': 1 more than fedspallm.recovery-rounds",
+            ("num-server-rounds", 3),
         ),
     ],
 )
 def test_rounds_that_cannot_be_are_refused(wrong, says):
-    with pytest.raises(ConfigError, match=says):
+    with refuses(*says):
         parse_config({"system": "fedspallm", "dataset": "stdlib", "model": "auto", **wrong})

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fedprune_app.config import ConfigError
 from fedprune_app.core import rng
 from fedprune_app.data.data_config import data_config
 from fedprune_app.data.splits import client_data
 from fedprune_app.engine.exchange import TooFewReplies
 from fedprune_app.models.initial import initial_model
+from tests.refusing import refuses
 from tests.strategies.reference import logits
 
 SETTINGS = {
@@ -170,20 +170,16 @@ def test_batch_norms_are_cut_too_and_a_run_says_how_dense_clients_are(federation
 
 
 def test_local_norms_are_refused_because_nobody_trains_those_beyond_a_clients_width(federation):
-    with pytest.raises(
-        TooFewReplies, match="batch-norm is 'local', allowed with system 'fjord' and a model with Batch"
-    ):
+    with pytest.raises(TooFewReplies, match="batch-norm is 'local'"):
         federation(**SETTINGS, model="cnn-small-bn", batch_norm="local", fresh=True)
 
 
 def test_a_trimmed_mean_that_never_moved_the_outermost_units_is_refused(federation):
     settings = {**SETTINGS, "clients": 8, "fraction_train": 1.0, "robust": "trimmed-mean", "fjord_widths": "0.5 1.0"}
-    with pytest.raises(
-        ConfigError, match=r"robust-trim is 0\.2, allowed with 4 clients a round of the largest width, 1: 0"
-    ):
+    with refuses("robust-trim", 0.2):
         federation(**settings, robust_trim=0.2, fresh=True)
 
 
 def test_group_norm_is_refused_where_it_would_not_be_the_same_network(federation):
-    with pytest.raises(TooFewReplies, match="model is 'cnn-gn', which has GroupNorm, allowed with system 'fjord'"):
+    with pytest.raises(TooFewReplies, match="model is 'cnn-gn'"):
         federation(**SETTINGS, model="cnn-gn", fresh=True)

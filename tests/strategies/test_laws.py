@@ -27,6 +27,7 @@ from fedprune_app.sweeps.matrix import read_matrix
 from strategies.fedavg import FedAvg
 from strategies.standalone import Standalone
 from strategies.subfedavg import SubFedAvg
+from tests.refusing import refuses
 from tests.strategies.test_reference import SYSTEMS
 
 NUM_PARAMETERS, NUM_WEIGHTS = 6090, 6032  # of cnn-small on digits; biases are never pruned
@@ -352,7 +353,7 @@ def test_a_federation_of_one_client_with_one_label_runs(federation, system):
 
 
 def test_pruning_that_no_validation_data_could_decide_is_refused(federation):
-    with pytest.raises(ConfigError, match="validation-fraction"):
+    with refuses("validation-fraction", 0.0):
         federation(validation_fraction=0.0)
     dense = federation(system="fedavg", validation_fraction=0.0)
     assert {row["accuracy_validation"] for row in dense.clients} == {None}

@@ -8,7 +8,6 @@ import pytest
 import torch
 from flwr.common.serde import recorddict_to_proto
 
-from fedprune_app.config import ConfigError
 from fedprune_app.core.flops import forward_flops, training_flops
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
@@ -22,6 +21,7 @@ from fedprune_app.privacy.ledger import Ledger
 from strategies.ldp_fedp3 import LDPFedP3
 from tests.conftest import tampered_app
 from tests.known_noise import KnownNoise
+from tests.refusing import refuses
 from tests.strategies import reference_ldp_fedp3 as reference
 from tests.strategies.conftest import config_key
 from tests.strategies.reference_ldp_fedp3 import NAMES
@@ -261,22 +261,20 @@ def test_the_same_seed_gives_the_same_run_and_another_another(federation):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"dp.enabled": False}, "dp.enabled is False, allowed with system 'ldp-fedp3', which promises privacy: true"),
-        ({"dp.noise-multiplier": 0.0}, "allowed with dp.enabled: one of them above 0"),
-        ({"robust": "trimmed-mean"}, "robust is 'trimmed-mean', allowed with system 'ldp-fedp3': none"),
-        ({"model": "cnn-small-bn"}, "model is 'cnn-small-bn', allowed with dp.enabled: one without BatchNorm"),
-        ({"fedp3.sketch": "rows"}, "fedp3.sketch is 'rows', allowed: coordinates, layers"),
+        ({"dp.enabled": False}, ("dp.enabled", False)),
+        ({"dp.noise-multiplier": 0.0}, ("dp.noise-multiplier", 0.0)),
+        ({"robust": "trimmed-mean"}, ("robust", "trimmed-mean")),
+        ({"model": "cnn-small-bn"}, ("model", "cnn-small-bn")),
+        ({"fedp3.sketch": "rows"}, ("fedp3.sketch", "rows")),
     ],
 )
 def test_settings_that_cannot_be_are_refused_on_one_line(settings, said):
-    with pytest.raises(ConfigError) as error:
+    with refuses(*said):
         prepare(Given({"system": "ldp-fedp3", "dp.enabled": True, "dp.noise-multiplier": 1.0, **settings}))
-    assert said in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_layers_that_are_not_enough_for_a_rounds_clients_are_refused(federation):
-    with pytest.raises(ConfigError, match="is 'layers': 3 layers for 4 clients, allowed: at least one for each"):
+    with refuses("fedp3.sketch", "layers", hint="3 layers for 4 clients"):
         federation(**SETTINGS, fraction_train=1.0, fedp3_sketch="layers", fresh=True)
 
 
@@ -284,7 +282,7 @@ def test_layers_are_enough_for_the_clients_that_dropped_out_of_the_first_round_t
     """A later round may have them, and then privacy has been spent."""
     dropping = {"fraction_train": 1.0, "drop_probability": 0.5, "seed": 1}
     assert len(federation(**SETTINGS, **dropping).wiretap.of("train", 1)) <= 3
-    with pytest.raises(ConfigError, match="is 'layers': 3 layers for 4 clients, allowed: at least one for each"):
+    with refuses("fedp3.sketch", "layers", hint="3 layers for 4 clients"):
         federation(**SETTINGS, **dropping, fedp3_sketch="layers", out_dir=str(tmp_path / "run"))
     assert not any(Ledger(path).spent for path in tmp_path.glob("run/clients/*/ledger.jsonl"))
 

@@ -331,14 +331,15 @@ def test_a_ledger_of_own_text_is_found_again_however_segments_are_cut(own, tmp_p
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"fedspallm.merge": "mean"}, "fedspallm.merge is 'mean', allowed with dp.enabled: hessians"),
+        ({"fedspallm.merge": "mean"}, ("fedspallm.merge", "mean")),
         (
             {"fedspallm.recovery-rounds": 1, "num-server-rounds": 2},
-            "fedspallm.recovery-rounds is 1, allowed with dp.en",
+            ("fedspallm.recovery-rounds", 1),
         ),
-        ({"dp.clip-norm": 2.0}, "dp.clip-norm is 2.0, allowed with system 'fedspallm': above 0 and at most 1"),
+        ({"dp.clip-norm": 2.0}, ("dp.clip-norm", 2.0)),
     ],
 )
 def test_settings_that_would_leak_are_refused(settings, more, message):
-    with pytest.raises(ConfigError, match=message):
+    key, value = message
+    with pytest.raises(ConfigError, match=f"^{key} is '?{value}"):
         prepare(Given({**settings, **PRIVATE, **more}))

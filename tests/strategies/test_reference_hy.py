@@ -10,6 +10,7 @@ import torch
 
 from fedprune_app.config import ConfigError
 from fedprune_app.engine.exchange import TooFewReplies
+from tests.refusing import refuses
 from tests.strategies import reference_hy as reference
 
 COMMON = {
@@ -377,5 +378,5 @@ def test_a_network_without_batch_norm_is_refused_on_one_line(hybrid, model):
 def test_channels_that_no_validation_data_could_judge_are_refused(hybrid):
     """The channel gate does not look at the target, so a target of zero makes the gate no less needed."""
     for target in (50.0, 0.0):
-        with pytest.raises(ConfigError, match="validation-fraction"):
+        with refuses("validation-fraction", 0.0):
             hybrid(validation_fraction=0.0, subfedavg_target_rate=target)

@@ -12,12 +12,13 @@ import pytest
 import yaml
 
 import fedprune_app
-from fedprune_app.config import ConfigError, read_toml
+from fedprune_app.config import read_toml
 from fedprune_app.engine.store import exclusive
 from fedprune_app.preflight.given import Given
 from fedprune_app.sweeps import search as searching
 from fedprune_app.sweeps.matrix import matrix_of, read_matrix, to_yaml
 from fedprune_app.sweeps.search import best_matrix, effective
+from tests.refusing import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 SPACE = {
@@ -120,9 +121,9 @@ def test_a_trial_that_fails_stops_no_other(tmp_path, monkeypatch):
 
 def test_a_search_does_not_go_on_with_other_settings(tmp_path):
     fedprune_app.sweep(DOCUMENT, out=tmp_path / "s", **QUICK)
-    with pytest.raises(ConfigError, match="has a search 'fedprune' that began with other settings or clients, allowed"):
+    with refuses("out", which="began with other settings or clients"):
         fedprune_app.sweep(DOCUMENT, out=tmp_path / "s", resume=True, momentum=0.9, **QUICK)
-    with pytest.raises(ConfigError, match="learning-rate is given in the call, allowed: what the matrix does not vary"):
+    with refuses("learning-rate", 0.1):
         fedprune_app.sweep(DOCUMENT, out=tmp_path / "t", learning_rate=0.1, **QUICK)
 
 
@@ -133,7 +134,7 @@ def test_a_search_goes_on_with_the_number_of_clients_that_it_began_with(tmp_path
 
     search(1, clients=2)
     before = {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()}
-    with pytest.raises(ConfigError, match="that began with other settings or clients, allowed"):
+    with refuses("out", which="began with other settings or clients"):
         search(2, clients=3, resume=True)
     assert {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()} == before
     runs = search(2, resume=True)
@@ -145,53 +146,53 @@ def test_a_search_goes_on_with_the_number_of_clients_that_it_began_with(tmp_path
     [
         (
             {"objective": "accuracy_personal_mean"},
-            "objective is 'accuracy_personal_mean', allowed: accuracy_validation",
+            ("objective", "accuracy_personal_mean"),
         ),
-        ({"sampler": "grid"}, "sampler is 'grid', allowed: tpe, random"),
-        ({"trials": 0}, "trials is 0, allowed: at least 1"),
-        ({"space": {}}, "has nothing to draw, allowed: a space in search or in the entry"),
-        ({"space": {"lr": [1]}}, "unknown key 'lr': did you mean 'learning-rate'"),
-        ({"space": {"momentum": {"low": 0.9, "high": 0}}}, "momentum in space is .*, allowed: what Optuna draws from"),
-        ({"space": {"density": 0.5}}, "density in space is 0.5, allowed: a list of choices, or"),
-        ({"space": {"learning-rate": {"low": -1.0, "high": 1.0}}}, "learning-rate is -1.0, allowed: above 0"),
-        ({"space": {"density": [0.1, 0.2]}}, "density .* has no effect with system 'fedprox'"),
+        ({"sampler": "grid"}, ("sampler", "grid")),
+        ({"trials": 0}, ("trials", 0)),
+        ({"space": {}}, ("space", {})),
+        ({"space": {"lr": [1]}}, ("setting", "lr")),
+        ({"space": {"momentum": {"low": 0.9, "high": 0}}}, ("momentum in space",)),
+        ({"space": {"density": 0.5}}, ("density in space", 0.5)),
+        ({"space": {"learning-rate": {"low": -1.0, "high": 1.0}}}, ("learning-rate", -1.0)),
+        ({"space": {"density": [0.1, 0.2]}}, ("density", 0.1)),
         (
             {"space": {"momentum": {"low": 0, "high": 0.9, "log": True}}},
-            "momentum in space .*, allowed: what Optuna draws",
+            ("momentum in space",),
         ),
         (
             {"space": {"momentum": {"low": 0.1, "high": 0.9, "log": True, "step": 0.1}}},
-            "momentum in space is .*, allowed: what Optuna draws from",
+            ("momentum in space",),
         ),
         (
             {"space": {"momentum": {"low": 0.1, "high": 0.9, "step": 0}}},
-            "momentum in space is .*, allowed: what Optuna",
+            ("momentum in space",),
         ),
         (
             {"space": {"momentum": {"low": 0.1, "high": 0.9, "step": "x"}}},
-            "momentum in space is .*, allowed: what Optuna",
+            ("momentum in space",),
         ),
-        ({"space": {"momentum": {"low": "1e-9x", "high": 0.9}}}, "momentum is '1e-9x', allowed: a number"),
-        ({"space": {"momentum": {"low": False, "high": 0.9}}}, "momentum is False, allowed: a number"),
+        ({"space": {"momentum": {"low": "1e-9x", "high": 0.9}}}, ("momentum", "1e-9x")),
+        ({"space": {"momentum": {"low": False, "high": 0.9}}}, ("momentum", False)),
         (
             {"space": {"learning-rate": {"low": 0.1, "high": math.inf}}},
-            "learning-rate is inf, allowed: a finite number",
+            ("learning-rate", math.inf),
         ),
         (
             {"space": {"local-epochs": {"low": 1, "high": 3, "step": 0.5}}},
-            "local-epochs in space is .*, allowed: what Optuna draws from",
+            ("local-epochs in space",),
         ),
-        ({"speed": 3}, "search is .*'speed': 3.*, allowed: a table with trials, sampler, objective, space"),
-        ({"objective": ["loss_mean"]}, r"objective is \['loss_mean'\], allowed: a text"),
-        ({"space": {5: [1, 2]}}, "space has the key 5, allowed: names of settings, and seed in seeds"),
-        ({"space": {"seed": [1, 2]}}, "space has the key 'seed', allowed: names of settings, and seed in seeds"),
-        ({"space": {"out-dir": ["a", "b"]}}, "out-dir is 'a', allowed here: out DIR"),
-        ({"space": {"momentum": {"low": 0.1, "high": 0.9, "step": [1]}}}, "allowed: what Optuna draws from"),
+        ({"speed": 3}, ("search",)),
+        ({"objective": ["loss_mean"]}, ("objective", ["loss_mean"])),
+        ({"space": {5: [1, 2]}}, ("space", 5)),
+        ({"space": {"seed": [1, 2]}}, ("space", "seed")),
+        ({"space": {"out-dir": ["a", "b"]}}, ("out-dir", "a")),
+        ({"space": {"momentum": {"low": 0.1, "high": 0.9, "step": [1]}}}, ("momentum in space",)),
     ],
 )
 def test_a_search_that_cannot_be_is_refused_before_anything_is_written(tmp_path, change, said):
     document = {**DOCUMENT, "search": {**DOCUMENT["search"], **change}}
-    with pytest.raises(ConfigError, match=f"^matrix 'in memory'.*{said}"):
+    with refuses(*said, where="matrix 'in memory'"):
         fedprune_app.sweep(document, out=tmp_path / "s", **QUICK)
     assert not (tmp_path / "s").exists()
 
@@ -199,19 +200,19 @@ def test_a_search_that_cannot_be_is_refused_before_anything_is_written(tmp_path,
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"common": {**DOCUMENT["common"], "seed": 1}}, "an entry of common sets 'seed', allowed: in seeds"),
-        ({"common": {**DOCUMENT["common"], "foo": 1}}, "unknown key 'foo'"),
+        ({"common": {**DOCUMENT["common"], "seed": 1}}, ("seed in common", 1)),
+        ({"common": {**DOCUMENT["common"], "foo": 1}}, ("setting", "foo")),
         (
             {"common": {**DOCUMENT["common"], "density": 0.5}},
-            "density is 0.5, which has no effect with system 'fedprox'",
+            ("density", 0.5),
         ),
-        ({"common": {**DOCUMENT["common"], "resume-from": "q"}}, "resume-from is 'q', allowed here: out DIR"),
-        ({"seeds": [0, 0]}, r"seeds is \[0, 0\], allowed: each whole number once"),
-        ({"seeds": [0, -1]}, "seed is -1, allowed: at least 0"),
+        ({"common": {**DOCUMENT["common"], "resume-from": "q"}}, ("resume-from", "q")),
+        ({"seeds": [0, 0]}, ("seeds", [0, 0])),
+        ({"seeds": [0, -1]}, ("seed", -1)),
     ],
 )
 def test_a_search_with_a_wrong_entry_beside_it_is_refused_before_anything_is_written(tmp_path, change, said):
-    with pytest.raises(ConfigError, match=f"^matrix 'in memory'(, run 'seed=-1')?: {said}"):
+    with refuses(*said, where="matrix 'in memory'"):
         fedprune_app.sweep({**DOCUMENT, **change}, out=tmp_path / "s", **QUICK)
     assert not (tmp_path / "s").exists()
 
@@ -221,7 +222,7 @@ def test_a_search_by_validation_data_that_no_run_has_is_refused_before_anything_
     common = {"system": "fedavg", "num-server-rounds": 1, **changes}
     space = {"density": [0.4]} if "dataset" in changes else {"momentum": [0.1]}
     document = {**DOCUMENT, "common": common, "search": {"space": space}}
-    with pytest.raises(ConfigError, match=r"objective is 'accuracy_validation_mean', allowed .*: 'loss_mean'"):
+    with refuses("objective", "accuracy_validation_mean"):
         fedprune_app.sweep(document, out=tmp_path / "s", **QUICK)
     assert not (tmp_path / "s").exists()
 
@@ -240,9 +241,7 @@ def test_two_sweeps_are_not_at_work_in_one_folder(tmp_path, document):
     fedprune_app.sweep(document, out=tmp_path / "s", **QUICK)
     before = {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()}
     with exclusive(tmp_path / "s"):
-        with pytest.raises(
-            ConfigError, match="is in use by another process, allowed: a new folder, or resume=True later"
-        ):
+        with refuses("out", tmp_path / "s", which="is in use"):
             fedprune_app.sweep(document, out=tmp_path / "s", resume=True, **QUICK)
         assert {path: path.read_bytes() for path in (tmp_path / "s").rglob("*") if path.is_file()} == before
     fedprune_app.sweep(document, out=tmp_path / "s", resume=True, **QUICK)
@@ -331,24 +330,24 @@ def test_a_search_in_which_no_trial_succeeds_stops_no_other(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"datasets": ["digits"]}, "has unknown entry 'datasets', allowed: clients, common, systems"),
-        ({"common": {"system": "fedavg"}}, "common sets 'system', allowed: in systems"),
-        ({"systems": None}, "systems is None, allowed: a list of settings"),
-        ({"systems": []}, r"systems is \[\], allowed: a list of settings"),
-        ({"systems": ["fedavg", "fedavg"]}, "has two systems named 'fedavg', allowed: distinct settings"),
-        ({"systems": ["fedavgg"]}, ".*did you mean 'fedavg'"),
-        ({"systems": [{"system": "fedavg", "seed": 7}]}, "an entry of systems sets 'seed', allowed: in seeds"),
-        ({"systems": [{"system": "fedavg", "space": 3}]}, ": 'fedavg' in systems: space is 3, allowed: a range or"),
-        ({"systems": [{"system": "fedavg", "space": {"density": [0.5]}}]}, ".*no effect with system 'fedavg'"),
+        ({"datasets": ["digits"]}, ("entry", "datasets")),
+        ({"common": {"system": "fedavg"}}, ("system in common", "fedavg")),
+        ({"systems": None}, ("systems", None)),
+        ({"systems": []}, ("systems", [])),
+        ({"systems": ["fedavg", "fedavg"]}, ("name of systems", "fedavg")),
+        ({"systems": ["fedavgg"]}, ("system", "fedavgg")),
+        ({"systems": [{"system": "fedavg", "seed": 7}]}, ("seed in systems", 7)),
+        ({"systems": [{"system": "fedavg", "space": 3}]}, ("space", 3)),
+        ({"systems": [{"system": "fedavg", "space": {"density": [0.5]}}]}, ("density", 0.5)),
         (
             {"systems": [{"system": "fedavg", "momentum": 0.5, "local-epochs": 1}]},
-            ": 'fedavg-momentum0.5-local-epochs1' in systems has nothing to draw, allowed: a space in search or in",
+            ("space", {}),
         ),
-        ({"search": {"trials": 1}}, ": 'fedavg' in systems has nothing to draw"),
+        ({"search": {"trials": 1}}, ("space", {})),
     ],
 )
 def test_searches_that_cannot_be_are_refused_before_anything_is_written(tmp_path, change, said):
-    with pytest.raises(ConfigError, match=f"^matrix 'in memory'.*{said}"):
+    with refuses(*said, where="matrix 'in memory'"):
         fedprune_app.sweep({**SEVERAL, **change}, out=tmp_path / "s", **QUICK)
     assert not (tmp_path / "s").exists()
 
@@ -371,32 +370,30 @@ def test_a_setting_is_drawn_that_has_an_effect_with_some_choice_of_another_one_a
         )
         matrix_of(best_matrix([kept], [0], 4), "x").cells(Given(out=tmp_path))
     only = matrix_of({**document, "search": {"space": {**space, "dispfl.topology": ["ring"]}}}, "x")
-    with pytest.raises(ConfigError, match=r"dispfl.neighbours is 1, which has no effect with dispfl.topology 'ring'"):
+    with refuses("dispfl.neighbours", 1):
         only.cells(Given(out=tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("key", "which"),
     [
-        ("momentum", "momentum is given in the call, allowed: what the matrix does not vary"),
-        ("fedprox.mu", "fedprox.mu is given in the call, allowed: what the matrix does not vary"),
-        ("local-epochs", "local-epochs is given in the call, allowed: what the matrix does not vary"),
-        ("system", "system is given in the call, allowed: what the matrix does not vary"),
-        ("density", "density is 1.0, which has no effect with system 'fedavg'; density needs .*"),
+        ("momentum", "the matrix varies"),
+        ("fedprox.mu", "the matrix varies"),
+        ("local-epochs", "the matrix varies"),
+        ("system", "the matrix varies"),
+        ("density", "has no effect"),
     ],
 )
-def test_what_searches_draw_or_set_for_one_system_is_not_given_for_all(tmp_path, key, said):
-    with pytest.raises(ConfigError, match=f"^{said}$"):
+def test_what_searches_draw_or_set_for_one_system_is_not_given_for_all(tmp_path, key, which):
+    with refuses(key, 1, which=which):
         fedprune_app.sweep(SEVERAL, out=tmp_path / "s", **{key: 1}, **QUICK)
     assert not (tmp_path / "s").exists()
 
 
 def test_a_search_alone_has_one_system(tmp_path):
-    with pytest.raises(
-        ConfigError, match="common has no system, allowed with search: one system, or the entry systems"
-    ):
+    with refuses("system", condition="with search"):
         matrix_of({"search": DOCUMENT["search"]}, "x")
-    with pytest.raises(ConfigError, match=r"space.momentum in systems is .*, allowed: one value"):
+    with refuses("space.momentum in systems"):
         matrix_of({"systems": [{"system": "fedavg", "space": {"momentum": [0.1]}}]}, "x")
 
 
