@@ -325,6 +325,7 @@ def test_a_matrix_goes_on_with_the_number_of_clients_that_it_began_with(tmp_path
     assert "2 clients, as the runs in" in capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_a_process_that_ran_a_federation_keeps_nothing_of_it(tmp_path):
     kept = []
     for number in range(2):
@@ -440,6 +441,7 @@ def load(data_dir):
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dtype", "most", "inputs"), [("float32", 16, "numbers"), ("uint8", 255, "images")])
 def test_an_exported_model_knows_whether_it_takes_images_of_8_bits(tmp_path, dtype, most, inputs):
     (tmp_path / "own.py").write_text(LOADER.format(dtype=dtype, most=most))

@@ -61,6 +61,7 @@ def test_a_folder_with_the_name_of_a_shipped_configuration_does_not_hide_it(fedp
     assert "cannot be read" not in said, code
 
 
+@pytest.mark.full
 def test_a_run_in_a_process_of_its_own_leaves_its_folder_and_a_second_into_it_is_refused(fedprune, tmp_path):
     command = [sys.executable, "-m", "fedprune_app.cli", "run", "system=fedavg", *SMALL, *HERE, "--out", "runs/a"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1000, cwd=tmp_path)
@@ -78,6 +79,7 @@ def test_a_run_in_a_process_of_its_own_leaves_its_folder_and_a_second_into_it_is
     assert sorted((p, p.stat().st_mtime_ns) for p in folder.rglob("*")) == before
 
 
+@pytest.mark.full
 def test_more_rounds_can_be_added_to_a_finished_run(fedprune, tmp_path):
     assert fedprune("run", *SMALL, *HERE, "--out", "a")[0] == 0
     refused, says = fedprune("run", "--resume", "learning-rate=0.5", "--out", "a")
@@ -126,6 +128,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_the_run(fedprune, tmp
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.full
 def test_a_ledger_folder_is_relative_to_where_the_command_was_typed(fedprune, tmp_path):
     private = ["system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1", "dp.ledger-dir=ledgers"]
     code, says = fedprune("run", *SMALL, *private, *HERE, "--out", "a")
@@ -136,6 +139,7 @@ def test_a_ledger_folder_is_relative_to_where_the_command_was_typed(fedprune, tm
 PRIVATE = ("system=fedavg", "dp.enabled=true", "dp.noise-multiplier=1")
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -232,6 +236,7 @@ def test_a_sweep_of_no_clients_is_refused(fedprune, tmp_path):
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.full
 def test_a_sweep_runs_every_cell_once_and_tables_them(fedprune, tmp_path):
     (tmp_path / "m.yaml").write_text(MATRIX)
     code, told = fedprune("sweep", "m.yaml", "--out", "s", "--engine", "inprocess")
@@ -270,6 +275,7 @@ for depth in range(12):  # a hundred bytes a level, ten times the entries
     ALIASES = f"&a{depth} [{ALIASES}" + f",*a{depth - 1}" * 9 * (depth > 0) + "]"
 
 
+@pytest.mark.few(26)
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -322,6 +328,7 @@ def test_a_matrix_with_a_mistake_is_refused_by_name(text, says, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[1] / "configs/matrices").glob("*.yaml")), ids=str)
 def test_every_matrix_of_the_repository_is_valid(path, tmp_path):
     from fedprune_app.sweeps.matrix import read_matrix
@@ -387,6 +394,7 @@ def test_a_text_of_a_matrix_is_the_number_that_its_option_takes(tmp_path):
     assert (config.learning_rate, config.weight_decay) == (1e-4, 5e-4)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -412,6 +420,7 @@ def test_what_needs_no_network_is_answered_before_torch_and_flower_are_imported(
     assert done.stdout.splitlines()[-1] == "heavy:", done.stderr
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("arguments", "answer"),
     [

@@ -14,6 +14,7 @@ SMALL = ["num-server-rounds=1", "local-epochs=1"]
 HERE = ["--engine", "inprocess", "--clients", "4"]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

@@ -308,12 +308,13 @@ def test_a_scratch_folder_is_its_owners_alone_and_goes(place, monkeypatch):
 
 ELSEWHERE = {  # what writes by itself, and why it may
     "fedprune_app/files.py": "the one place",
-    "fedprune_app/launching/simulation.py": "into a scratch folder, and a new temporary file of Python's own",
+    "fedprune_app/launching/simulation.py": "into a scratch folder",
+    "fedprune_app/launching/flower_cli.py": "a new temporary file of Python's own",
     "fedprune_app/models/saving.py": "into a folder of replacing_folder",
     "fedprune_app/models/embedded.py": "into a folder of replacing_folder",
     "fedprune_app/models/checkpoints.py": "into a folder of replacing_folder",
     "fedprune_app/privacy/ledger.py": "adds to a ledger in place, under a lock: a rename could lose a charge",
-    "fedprune_app/exports/find.py": "into memory",
+    "fedprune_app/exports/formats.py": "into memory",
     "fedprune_app/testing.py": "copies a run within a scratch folder",
     "fedprune_app/running/numbered.py": "a link to a run, where nothing else has its name",
 }

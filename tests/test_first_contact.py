@@ -59,6 +59,7 @@ def test_a_private_system_without_privacy_says_that_it_protects_nobody(fedprune,
         assert "protects nobody" not in fedprune("check", *told, "--clients", "2")[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("settings", "note"),
     [
@@ -194,6 +195,7 @@ def test_a_run_is_checked_without_being_started(fedprune, tmp_path, monkeypatch,
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

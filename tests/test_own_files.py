@@ -109,6 +109,7 @@ def test_a_report_replaces_reports_alone(fedprune, tmp_path):
         assert (tmp_path / arguments[0]).read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.full
 def test_an_audit_replaces_audits_alone(fedprune, tmp_path):
     (tmp_path / "mine.json").write_text('{"bound": 1}')
     audit = ["audit", "system=fedavg", "dp.enabled=true", "dp.noise-multiplier=2", "--clients", "3"]

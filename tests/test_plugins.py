@@ -51,6 +51,7 @@ QUICK = ("num-server-rounds=1", "--clients", "4", "--engine", "inprocess")
 # --- as the page says ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("system", ["subfedavg", "dispfl", "fedp3", "fedavg"])
 def test_a_network_of_ones_own_runs_with_every_kind_of_system(fedprune, files, system):
     code, said = fedprune("run", "model=mine.py:net", f"system={system}", *QUICK, "--out", "run")
@@ -97,6 +98,7 @@ def test_a_dataset_and_a_partition_of_ones_own_are_what_clients_learn_from(fedpr
     assert rounds[-1]["accuracy_global"] > 0.9  # the stripes are easy to see
 
 
+@pytest.mark.full
 def test_a_system_of_ones_own_is_the_system_that_it_says(fedprune, files):
     given = ("--plugin", "my_prox.py", "system=my-prox", "my-prox.mu=0.2")
     for out, settings in (("mine", given), ("ours", ("system=fedprox", "fedprox.mu=0.2"))):
@@ -113,6 +115,7 @@ def test_the_system_of_the_page_keeps_the_laws_also_on_ray(files):
     check_system("my-prox", plugins="my_prox.py", engines=["ray"])
 
 
+@pytest.mark.full
 def test_the_page_s_system_that_remembers_keeps_the_laws(files):
     check_system("fedavg-momentum", plugins="server_momentum.py")
 
@@ -133,6 +136,7 @@ register_system("faulty", strategy=Server, client=Client, summary="one that fail
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("server", "client", "said"),
     [
@@ -159,6 +163,7 @@ def with_method(name, method):
     return f"{head}{classes}{own}{end}"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("method", "said"),
     [
@@ -186,6 +191,7 @@ def test_a_wrong_value_of_ones_own_code_is_told_with_its_class_and_method(
     assert said in " ".join(found.split())
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("method", "said"),
     [
@@ -289,6 +295,7 @@ def test_its_keys_are_listed_and_checked_as_those_of_fedprune(fedprune, files):
     assert "my-prox.mu needs system 'my-prox'" in found
 
 
+@pytest.mark.full
 def test_a_sweep_compares_it_with_others(fedprune, files):
     matrix = "systems: [fedavg, {system: my-prox, my-prox.mu: 0.5}]\ncommon: {num-server-rounds: 1}\n"
     write(files / "matrix.yaml", matrix)
@@ -309,6 +316,7 @@ def test_a_search_draws_its_options(fedprune, files):
     assert "best: my-prox.mu=0.5" in said
 
 
+@pytest.mark.full
 def test_a_run_is_resumed_and_exported_where_the_code_is_named_again(fedprune, files):
     given = ("model=mine.py:net", "system=fedavg")
     fedprune("run", *given, "num-server-rounds=2", *QUICK[1:], "--out", "whole")
@@ -399,6 +407,7 @@ def installed(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+@pytest.mark.full
 def test_an_installed_plugin_needs_no_mention(fedprune, installed, tmp_path, capsys):
     code, said = fedprune("run", "system=my-prox", "model=flat", "my-prox.mu=0.3", *QUICK, "--out", "run")
     assert code == 0, said
@@ -670,6 +679,7 @@ def test_a_system_that_a_node_does_not_have_is_named():
         node_settings({"system": "my-prox"}, {})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engines", [[], pytest.param(["ray"], marks=pytest.mark.slow)])
 def test_a_network_with_dropout_keeps_the_laws(tmp_path, engines):
     text = "from torch import nn\ndef net(shape, classes):\n    size = shape[0] * shape[1] * shape[2]\n"
@@ -693,6 +703,7 @@ register_system("broken", strategy=Strategy, client=Client, summary="breaks a la
 """
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("strategy", "client", "said"),
     [
@@ -892,6 +903,7 @@ def test_a_client_that_cannot_be_made_is_one_line(fedprune, tmp_path):
     assert (code, "Other.__init__()" in said, said.count("\n")) == (2, True, 1), said
 
 
+@pytest.mark.full
 def test_a_system_of_a_script_runs_in_the_scripts_own_process_alone(tmp_path):
     """Ray's workers do not run the script."""
     write(

@@ -39,6 +39,7 @@ def test_a_malformed_override_is_refused(text):
         parse_override(text)
 
 
+@pytest.mark.full
 @given(st.dictionaries(st.from_regex(r"[a-z][a-z-]{0,8}(\.[a-z]{1,5})?", fullmatch=True), st.text(), max_size=4))
 def test_any_text_survives_being_written_as_toml(values):
     assert tomllib.loads(to_toml(values)) == values

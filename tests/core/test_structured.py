@@ -64,11 +64,13 @@ def close(a, b):
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.few(2)
 def test_the_small_network_computes_what_the_masked_one_does(case):
     *_, masked, small, images = case
     close(small.eval()(images), masked.eval()(images))
 
 
+@pytest.mark.few(1)
 def test_gradients_and_training_steps_of_the_small_network_are_the_masked_ones(case):
     _, groups, kept, masks, masked, small, images = case
     masked, small = copy.deepcopy(masked).train(), copy.deepcopy(small).train()
@@ -91,6 +93,7 @@ def test_gradients_and_training_steps_of_the_small_network_are_the_masked_ones(c
         close(tensor, trained[name])  # running statistics too
 
 
+@pytest.mark.few(2)
 def test_the_small_network_is_really_small(case):
     model, groups, kept, masks, _, small, _ = case
     remaining = sum(p.numel() for p in small.parameters())
@@ -110,6 +113,7 @@ def test_scattering_undoes_gathering_but_for_what_is_gone(case):
         assert torch.equal(back[name], expected)
 
 
+@pytest.mark.few(3)
 def test_keeping_every_channel_changes_nothing(case):
     model, groups, *_, images = case
     everything = full_channels(groups)

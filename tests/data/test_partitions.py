@@ -177,6 +177,7 @@ def test_dirichlet_class_splits_classes_by_the_moments_of_the_dirichlet_law():
     assert shares.var() == pytest.approx(mean * (1 - mean) / (20 * 0.5 + 1), rel=0.1)  # Var of Dir(alpha)
 
 
+@pytest.mark.full
 def test_dirichlet_client_follows_the_slow_reference_in_distribution():
     """The papers' loop, redraws and all, on a case in which classes run out."""
 
@@ -274,6 +275,7 @@ def test_a_stratified_sample_has_its_size_and_the_label_shares_of_the_whole(seed
     assert (np.abs(np.bincount(labels[chosen], minlength=num_classes) - shares) < 1).all()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("fraction", [0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 1 / 3, 0.35, 0.45, 0.5, 0.7, 0.75, 0.95])
 def test_what_is_held_out_is_at_most_what_can_have_been(fraction):
     for num_samples in range(2, 400):

@@ -61,6 +61,7 @@ def write_what_a_search_would(asked, folder):
         (folder / search.file("best.toml")).write_text(to_toml(settings))
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize(
     ("block", "command"), COMMANDS, ids=[f"{block}-{' '.join(command)[:50]}" for block, command in COMMANDS]
 )
@@ -83,6 +84,7 @@ def test_a_secret_that_a_block_makes_is_for_its_owner_alone(tmp_path, block):
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
 
 
+@pytest.mark.full
 def test_every_command_in_a_sentence_is_one_of_ours(checker):
     for span, command in SPANS:
         if len(command) > 1 and "..." not in command:

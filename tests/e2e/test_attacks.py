@@ -82,6 +82,7 @@ def test_values_of_1e30_are_refused_and_move_nothing(federate):
         assert all("magnitude 1e+30" in reason for reason in row["failure_reasons"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("system", ["fedavg", "fjord"])
 def test_under_a_robust_average_a_client_weighs_the_same_whatever_it_says_it_has(federate, system):
     def weighty(request, reply, partition):

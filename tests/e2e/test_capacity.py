@@ -30,6 +30,7 @@ def test_a_nodes_capacity_is_its_density_and_others_follow_the_list(federate, mo
     assert densities == pytest.approx({0: 0.3, 1: 0.7, 2: 0.9, 3: 1.0}, abs=1e-3)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("capacity", [0, 1.5, "much", True])
 def test_a_capacity_that_is_no_density_leaves_the_node_out_and_says_why(federate, monkeypatch, capacity):
     monkeypatch.setattr(inprocess, "InProcessGrid", grid_with([0.5, capacity]))
@@ -73,6 +74,7 @@ def test_the_topologies_that_can_be_chosen_are_those_that_exist():
     assert set(AUGMENTATIONS) == set(OPTIONS["augmentation"].choices) == {"none", "crop-flip"}
 
 
+@pytest.mark.full
 def test_a_nodes_capacity_is_how_far_its_sub_network_is_pruned(federate, monkeypatch):
     monkeypatch.setattr(inprocess, "InProcessGrid", grid_with([0.6, None, 1]))
     run = federate(

@@ -203,6 +203,7 @@ def try_out(runs, system: str, seed: int, root: Path, uses: tuple[str, ...]) -> 
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("use", ["resume", "report", "export"])
 def test_no_damage_to_a_run_folder_passes_in_silence(runs, tmp_path, use):
     """A sample of what the slow test does."""
@@ -241,7 +242,7 @@ def refused(folder: Path, clients: int, match: str, app: ClientApp = client_app.
 def test_resuming_with_more_clients_changes_nothing_on_disk(runs, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(runs("dispfl")[0], folder)
-    refused(folder, 6, r"4 clients, now 6")
+    refused(folder, 6, r"4 clients, and now 6")
     refused(folder, 3, r"3 of the 4 clients", **{"startup-seconds": 0.1})
     assert find_model(folder, sorted(map(int, Finished(folder).info["state_rounds"]))[0]), "still exportable"
 

@@ -64,6 +64,7 @@ CASES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_bad_reply_is_named_counted_and_left_out(case, federate):
     app, says = CASES[case]
@@ -101,6 +102,7 @@ def test_too_few_replies_stop_the_run_and_leave_the_good_rounds(federate, tmp_pa
     assert (finished.folder / "checkpoints" / "round-00001.safetensors").exists()
 
 
+@pytest.mark.full
 def test_a_failed_run_resumes_where_it_was_good(federate, tmp_path):
     whole = federate(name="whole", fraction_train=1.0, local_epochs=1)
     nan = with_payload(lambda t, m: Payload(t | {W: t[W] * math.nan}, m))
@@ -115,6 +117,7 @@ def test_a_failed_run_resumes_where_it_was_good(federate, tmp_path):
     ]
 
 
+@pytest.mark.full
 def test_a_damaged_checkpoint_costs_one_round_not_the_run(federate, tmp_path):
     whole = federate(name="whole")
     federate(name="cut", num_server_rounds=2)
@@ -126,6 +129,7 @@ def test_a_damaged_checkpoint_costs_one_round_not_the_run(federate, tmp_path):
     assert cut.info["config"] == whole.info["config"] | {"out-dir": str(tmp_path / "cut")}, "also of how many rounds"
 
 
+@pytest.mark.full
 def test_runs_that_share_a_state_dir_do_not_see_each_others_clients(federate, tmp_path):
     alone = federate(name="alone", num_server_rounds=2).sha256
     shared = str(tmp_path / "state")
@@ -139,7 +143,7 @@ def test_runs_that_share_a_state_dir_do_not_see_each_others_clients(federate, tm
 
 def test_resuming_with_another_number_of_clients_is_refused(federate, tmp_path):
     federate(name="run", num_server_rounds=1)
-    with pytest.raises(ValueError, match=r"6 clients, now 7"):
+    with pytest.raises(ValueError, match=r"6 clients, and now 7"):
         federate(name="run", clients=7, resume_from=str(tmp_path / "run"))
     with pytest.raises(TooFewReplies, match=r"5 of the 6 clients that the run waits for connected within"):
         federate(name="run", clients=5, resume_from=str(tmp_path / "run"), startup_seconds=0.5)
@@ -189,6 +193,7 @@ def late_in_round_2(request: Message, reply: Message, partition: int) -> Message
     return reply
 
 
+@pytest.mark.full
 def test_a_client_whose_reply_did_not_count_goes_on_from_the_state_that_did(federate, tmp_path):
     """The reply of round 2 is lost after the client saved its state: as if round 2 had not happened to it."""
     settings = {"fraction_train": 1.0, "local_epochs": 1, "num_server_rounds": 3}

@@ -56,6 +56,7 @@ def fail(message="it is not there"):
     raise TimeoutError(message)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "left", [0, pytest.param(8192, marks=pytest.mark.programs), 16384, pytest.param(24576, marks=pytest.mark.programs)]
 )
@@ -95,6 +96,7 @@ def test_the_command_line_says_that_the_disk_is_full(small_disk, tmp_path):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.full
 def test_a_client_whose_disk_is_full_is_left_out_and_goes_on_when_there_is_room(federate, small_disk, tmp_path):
     settings = {**SETTINGS, "system": "subfedavg", "num_server_rounds": 4, "evaluate_every": 1}
     settings["cohort"] = 1  # the disk is full for one client at a time
@@ -204,6 +206,7 @@ def test_lines_that_do_not_fit_name_their_file(tmp_path):
 # --- what a crash or a full disk leaves -------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("damage", ["truncated", "missing"])
 def test_a_run_that_lost_its_only_checkpoint_begins_again_and_says_so(federate, tmp_path, damage):
     """Killed, or out of room, between the record of round 1 and its checkpoint: one round is lost, not the folder."""

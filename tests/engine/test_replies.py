@@ -243,6 +243,7 @@ BROKEN["Array"] += [
 ]
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize(("kind", "body"), [(kind, body) for kind, bodies in BROKEN.items() for body in bodies])
 def test_a_reply_that_cannot_be_read_is_the_error_of_its_sender_alone(link, kind, body):
     """Flower's own Grid raises, and has had the others of the batch forgotten."""
@@ -363,6 +364,7 @@ def facts(link: SuperLink) -> dict:
     }
 
 
+@pytest.mark.full
 def test_a_superlinks_database_gives_back_the_room_of_replies_that_were_refused(own_link, tmp_path):
     """Flower deletes them; a database that it makes itself keeps the room of the largest for ever."""
     link, path = own_link, tmp_path / "superlink.db"
@@ -427,6 +429,7 @@ def swollen(pieces: int, names: int, records: int) -> Callable[[Objects], Object
     return tamper
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("pieces", "names", "records", "says"),
     [
@@ -486,6 +489,7 @@ def test_a_reply_of_very_many_small_numbers_is_refused_before_it_is_read(link, k
     assert peak < 20 * MB
 
 
+@pytest.mark.full
 def test_an_introduction_with_a_hundred_thousand_classes_is_read(link):
     (request,) = link.ask(0)
     told = {f"labels-{part}": [k % 99 for k in range(MB // 10)] for part in ("train", "validation", "test")}
@@ -579,6 +583,7 @@ def test_a_reply_whose_upload_ends_in_time_arrives(link):
     assert link.fetch(request)[request.metadata.message_id].content == content_of(b"slow but there")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("where", ["content", "error", "group_id"])
 def test_a_huge_head_of_a_reply_is_not_kept_in_memory(link, where):
     """The SuperLink holds a reply's head apart from its objects, and hands those of a batch over in one piece."""

@@ -136,6 +136,7 @@ PERSONAL = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("system", PERSONAL)
 def test_an_exported_model_computes_what_the_clients_own_code_does(system, finished, tmp_path):
     run = finished(system)
@@ -149,6 +150,7 @@ def test_an_exported_model_computes_what_the_clients_own_code_does(system, finis
         assert small.file_bytes == path.stat().st_size
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("system", ["fedavg", "subfedavg-hy"])
 def test_the_global_model_is_the_servers(system, finished, tmp_path):
     run = finished(system)
@@ -213,6 +215,7 @@ def test_a_reply_that_came_too_late_to_count_is_not_exported(finished, tmp_path)
 # --- other formats ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_onnx_computes_the_same_for_any_batch(finished, tmp_path):
     import onnx
     import onnxruntime
@@ -236,6 +239,7 @@ def test_onnx_computes_the_same_for_any_batch(finished, tmp_path):
     assert (20, 10, 5, 5) not in sizes
 
 
+@pytest.mark.full
 def test_a_torch_export_file_computes_the_same_for_any_batch(finished, tmp_path):
     run = finished("subfedavg-hy")
     path, (info, *_) = exported(run, 0, tmp_path, "torch-export")
@@ -505,6 +509,7 @@ def of_shades(tmp_path):
     return run
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", [add_bright, rename, add_class, shutil.rmtree])
 def test_data_that_change_after_a_run_change_no_export(of_shades, tmp_path, change):
     run, folder = of_shades()
@@ -517,6 +522,7 @@ def test_data_that_change_after_a_run_change_no_export(of_shades, tmp_path, chan
         assert info.class_names == ("cat", "dog")
 
 
+@pytest.mark.full
 def test_a_private_run_tells_no_normalisation_since_its_own_does_not_follow_from_the_images(of_shades, tmp_path):
     run, folder = of_shades(**{"dp.enabled": True, "dp.noise-multiplier": 1.0, "system": "dpfed"})
     assert "normalisation" not in run.info["model"]

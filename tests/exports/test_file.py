@@ -112,6 +112,7 @@ def test_a_file_takes_the_bytes_of_what_is_kept(lenet, content):
     assert len(content) < len(safetensors.torch.save(state_tensors(dense))) / 2
 
 
+@pytest.mark.full
 def test_residual_networks_load_without_knowing_which_channels_depend_on_each_other(monkeypatch):
     info, payload, expected = made_up_model("resnet18-bn", (3, 8, 8))
     monkeypatch.setitem(sys.modules, "torch_pruning", None)

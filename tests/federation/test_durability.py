@@ -25,6 +25,7 @@ def on_disk(monkeypatch):
     return inodes
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("elsewhere", [False, True])
 @pytest.mark.parametrize("beside_server", [True, False])
 def test_states_are_on_disk_before_the_checkpoint_that_names_them(

@@ -9,6 +9,7 @@ from fedprune_app.results.measures import progress_line
 from tests.refusing import refuses
 
 
+@pytest.mark.full
 def test_between_the_first_and_the_last_evaluation_some_clients_are_drawn_anew_each_time(federate):
     run = federate(system="subfedavg", evaluate_clients=2, num_server_rounds=4, local_epochs=1)
     asked = [
@@ -46,6 +47,7 @@ def test_a_mean_of_received_models_says_how_many_clients_received_one(federate):
         assert row["evaluated"] == 6
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("system", ["dispfl", "dpsgd-ft", "fedavg"])
 def test_what_clients_received_is_taken_over_all_that_tell_it_in_training_or_in_an_evaluation(federate, system):
     more = {f"{system.removesuffix('-ft')}.neighbours": 2} if system != "fedavg" else {}

@@ -69,6 +69,7 @@ def test_two_nodes_of_one_partition_are_both_left_out_and_the_others_go_on():
     assert all("and another claim partition-id 1, allowed: one each" in reason for reason in left_out)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("lie", "says"),
     [

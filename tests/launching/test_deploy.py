@@ -126,6 +126,7 @@ def test_a_user_logs_in_with_the_secret_and_stays_logged_in_elsewhere(tmp_path):
         credentials.log_in("a.example.org:8000", secret, home)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("content", [b"", b" \n", b"fifteen letters", "sechzehn Zeichen: ü".encode()])
 def test_a_secret_that_opens_the_control_api_to_strangers_is_refused(tmp_path, monkeypatch, content):
     """An empty one is what a call without any token shows."""

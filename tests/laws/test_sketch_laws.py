@@ -39,6 +39,7 @@ def test_blocks_differ_by_at_most_one_and_cover_every_coordinate_once(dimension,
     assert torch.equal(total, ones)  # (1/n) Σ S_i = I
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("dimension", "num_clients"), [(6, 3), (7, 3), (5, 5), (3, 4)])
 def test_every_coordinate_is_every_clients_equally_often(dimension, num_clients):
     rng, draws = generator(), 6000
@@ -65,6 +66,7 @@ def test_whole_layers_go_to_one_client_each_and_numbers_of_them_differ_by_at_mos
     )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("whole_layers", [False, True])
 def test_the_mean_of_the_sketched_models_is_unbiased(whole_layers):
     """E (1/n) Σ S_i y_i is the mean of the y_i, over layers of unequal size too (Theorem 4)."""
@@ -171,6 +173,7 @@ def test_the_sketched_gradient_obeys_lemma_2(interpolation):
         assert second_moment <= 2 * float(problem.smoothness.max()) * problem.gap(w)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("interpolation", [True, False])
 @pytest.mark.parametrize("num_iterations", [10, 100, 1000])
 def test_theorem_1_holds_on_quadratics(interpolation, num_iterations):
@@ -182,6 +185,7 @@ def test_theorem_1_holds_on_quadratics(interpolation, num_iterations):
     assert bound <= 6 * problem.gap(start) / (step_size * num_iterations)  # as the text goes on: (1 + 1/K)^K < 3
 
 
+@pytest.mark.full
 def test_the_bound_falls_with_the_root_of_the_iterations_and_so_does_the_gradient():
     """The optimum, A⁻¹ b, is known: the iterates come as near to it as the rate says, and no step size does better."""
     problem = Quadratics()
@@ -205,6 +209,7 @@ def test_clients_that_share_an_optimum_reach_it_and_pruned_ones_too():
         assert float(last.norm()) < 1e-6 * float(start.norm())
 
 
+@pytest.mark.full
 def test_pruning_keeps_clients_that_disagree_from_the_optimum():
     """The sketch of Definition 1 is biased: what Theorem 3 leaves out (b_i = 0 there) is not a detail."""
     problem = Quadratics()

@@ -92,6 +92,7 @@ def assert_same(found, expected):
         assert torch.equal(found[1][name], tensor), name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "way"),
     [
@@ -108,6 +109,7 @@ def test_a_clients_bits_are_the_same_alone_and_beside_any_others(name, way):
             assert_same(found, alone[client])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("sgd", [EVERYTHING, SGD(0.05, batch_size=8), SGD(0.05, batch_size=10, steps_per_epoch=5)])
 def test_the_grouped_form_trains_as_the_network_itself_but_for_float_rounding(name, sgd, monkeypatch):
@@ -234,6 +236,7 @@ def test_a_client_that_hangs_is_not_waited_for_and_goes_on_alone():
     assert log == [["quick"], ["slow"]]
 
 
+@pytest.mark.full
 def test_a_client_that_works_is_waited_for_however_long_it_takes():
     log = []
 
@@ -321,6 +324,7 @@ def test_a_network_whose_layers_compute_more_than_they_say_has_no_form_of_anothe
         grouped_form(model, (3, 2, 2))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [*SHAPES, "lenet5-bn"])
 def test_a_process_keeps_no_network_that_was_trained(name):
     kept = []
@@ -335,6 +339,7 @@ def test_a_process_keeps_no_network_that_was_trained(name):
     assert [model() for model in kept[1:]] == [None, None]
 
 
+@pytest.mark.full
 def test_a_residual_network_has_a_grouped_form():
     shape = (3, 8, 8)
     models = [build_model("resnet18-gn", shape, 10, rng=generator(client)).double() for client in range(2)]

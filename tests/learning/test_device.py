@@ -63,6 +63,7 @@ def copies_of(num_images, model="lenet5", augmented=False, **how):
     return copies.count
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "how",
     [{}, {"masked": True}, {"augmented": True}, {"pulled": True}, {"frozen": ("conv1.weight",)}, {"model": "cnn-gn"}],

@@ -48,6 +48,7 @@ def all_trained(recorder, **how):
     return [found[number] for number in range(len(works))]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "how",
     [{}, {"masked": True}, {"model": "cnn-gn"}, {"sgd": SGD(0.1, batch_size=8, epochs=2)}],

@@ -94,6 +94,7 @@ def close(actual, expected):
     torch.testing.assert_close(dict(actual), dict(expected), rtol=2e-4, atol=2e-6)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("position", [None, 0, 1, -2])
 def test_a_sliced_step_is_a_step_of_the_masked_network(name, position):

@@ -94,6 +94,7 @@ def test_training_is_the_plain_loop_bit_for_bit(name, sgd, masked, own_form):
     assert (result.num_steps, result.num_examples) == (sgd.epochs * math.ceil(20 / sgd.batch_size), 20)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", DEEP)
 def test_deep_networks_are_trained_and_evaluated_like_the_others(name):
     model, (images, labels) = new_model(name), new_data(name, 6)

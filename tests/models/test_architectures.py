@@ -57,6 +57,7 @@ def pruned_layers(model, pruner):
     return found, model.losses(IDS, hidden)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", in_turn(WALKED, QUICK))
 def test_a_model_is_pruned_layer_by_layer_and_is_then_what_transformers_loads(kind, tmp_path):
     folder = tiny_folder(tmp_path / "model", kind)
@@ -82,6 +83,7 @@ def test_a_model_is_pruned_layer_by_layer_and_is_then_what_transformers_loads(ki
         assert found.tolist() == pytest.approx(expected, 1e-5)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["Mixtral", "GptOss", "GPT2"])
 @pytest.mark.parametrize("method", ["sparsegpt", "wanda", "magnitude"])
 def test_matrices_that_are_no_linear_module_are_pruned_by_their_own_inputs(kind, method, tmp_path):
@@ -115,6 +117,7 @@ def test_an_expert_to_which_no_token_is_sent_is_pruned_by_magnitude(tmp_path):
     assert len(same) == 2  # the token is sent to the two others
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", in_turn(REFUSED, QUICKLY_REFUSED))
 def test_a_model_that_cannot_be_walked_is_refused_with_its_class(kind, tmp_path):
     folder = tiny_folder(tmp_path / "model", kind)
@@ -131,6 +134,7 @@ def test_a_layer_of_experts_has_no_hessian_of_all_text(tmp_path):
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", ["Llama", "Mixtral"])
 @pytest.mark.parametrize("way", ["single", "sharded", "stale"])
 def test_the_files_are_those_that_transformers_loads(kind, way, tmp_path):
@@ -180,6 +184,7 @@ def other_words(folder):
         path.write_text("abc " * 2000)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "spoil", "says"),
     [
@@ -209,6 +214,7 @@ def settings():
     return ["system=fedspallm", "dataset=text", "data-dir=data", "model=model", "--clients", "2", *more]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", in_turn(WALKED, ("GPTNeoX", "Mixtral")))
 def test_a_run_records_the_density_and_the_perplexity_that_the_written_model_has(fedprune, tmp_path, kind):
     text_folder(tmp_path / "data", 2, size=800)

@@ -41,6 +41,7 @@ def walk(model, ids, batch_size=3):
     return hidden
 
 
+@pytest.mark.few(1)
 def test_layer_by_layer_is_the_whole_model(folder):
     model, ids = LanguageModel(folder), tokens(7, 20)
     with torch.no_grad():
@@ -58,6 +59,7 @@ def test_hidden_states_lie_on_a_gpu_if_they_take_little_of_it(tmp_path, monkeypa
     assert model.home(1000 // model.token_bytes + 1) == torch.device("cpu")
 
 
+@pytest.mark.few(2)
 def test_perplexity_is_the_papers(folder):
     model, ids = LanguageModel(folder), tokens(4, 16)
     with torch.no_grad():
@@ -81,6 +83,7 @@ def test_the_dense_model_is_measured_once_for_the_same_windows(tmp_path, monkeyp
     assert dense_perplexities(model, dict(texts), batch_size=3) == first
 
 
+@pytest.mark.few(3)
 def test_all_matrices_of_a_layer_are_prunable_and_nothing_else(folder):
     model, reference = LanguageModel(folder), layers_of(whole(folder))
     for layer in range(model.num_layers):
@@ -95,6 +98,7 @@ def test_all_matrices_of_a_layer_are_prunable_and_nothing_else(folder):
     assert num_prunable == sum(m.weight.numel() for m in reference.modules() if isinstance(m, nn.Linear))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("batch_size", [1, 4, 16])
 @pytest.mark.parametrize("target", [{"density": 0.5}, {"n_of_m": (2, 4)}])
 def test_pruning_layer_by_layer_is_running_the_whole_model_anew_for_each(folder, target, batch_size):
@@ -131,6 +135,7 @@ def test_pruning_layer_by_layer_is_running_the_whole_model_anew_for_each(folder,
             linear.weight.data = weight
 
 
+@pytest.mark.few(1)
 def test_the_error_told_is_that_of_the_layers_outputs(folder):
     model, ids = LanguageModel(folder), tokens(5, 12)
     hidden = model.embed(ids, 2)
@@ -144,6 +149,7 @@ def test_the_error_told_is_that_of_the_layers_outputs(folder):
     assert untouched.relative_error == 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("method", ["wanda", "magnitude"])
 def test_other_pruners_keep_the_weights_that_stay(folder, method):
     model, ids = LanguageModel(folder), tokens(5, 12)
@@ -166,6 +172,7 @@ def test_half_precision_models_stay_what_they_are(tmp_path, dtype):
     assert LanguageModel(folder, "float32").dtype == torch.float32
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_half_precision_models_compute_what_transformers_does_far_into_a_text_too(tmp_path, family, dtype):

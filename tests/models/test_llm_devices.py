@@ -44,6 +44,7 @@ def test_sparsegpt_is_the_papers_on_every_device(device, target):
     torch.testing.assert_close(found.cpu(), expected.float(), atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("method", PRUNERS)
 def test_a_layer_in_float32_is_pruned_as_on_the_cpu(folder, device, method):
@@ -58,6 +59,7 @@ def test_a_layer_in_float32_is_pruned_as_on_the_cpu(folder, device, method):
     assert found.relative_error == pytest.approx(standard.relative_error, rel=1e-3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("method", PRUNERS)
@@ -77,6 +79,7 @@ def test_a_layer_in_half_precision_keeps_its_dtype_and_exactly_its_density(folde
     assert found.relative_error == pytest.approx(standard.relative_error, rel=0.15)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_perplexity_is_that_of_the_cpu(folder, device, dtype):

@@ -42,6 +42,7 @@ def in_parallel(shape, classes):
     return nn.DataParallel(plain(shape, classes))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("build", [compiled, compiled_part, compiled_in_place, in_parallel])
 def test_a_network_is_trained_without_what_is_wrapped_around_it(build):
     network = architecture("mine", SHAPE, 10, build)

@@ -29,6 +29,7 @@ def pruned(request, tmp_path):
     return model, layers
 
 
+@pytest.mark.few(1)
 def test_kept_weights_learn_and_pruned_ones_stay_zero(pruned):
     model, layers = pruned
     segments = tokens(4, 24)
@@ -44,6 +45,7 @@ def test_kept_weights_learn_and_pruned_ones_stay_zero(pruned):
     assert second < first
 
 
+@pytest.mark.full
 def test_the_same_draw_gives_the_same_weights(pruned):
     model, layers = pruned
     digests = [
@@ -65,6 +67,7 @@ def test_dropout_draws_by_the_seed_alone(tmp_path):
     assert losses[0] == losses[1] != losses[2]
 
 
+@pytest.mark.full
 def test_a_model_of_another_dtype_comes_back_in_it(tmp_path):
     model = LanguageModel(tiny_checkpoint(tmp_path / "model", "llama", dtype=torch.bfloat16))
     tensors = {name: model.layer_tensors(1)[name] for name in model.prunable(1)}
@@ -73,6 +76,7 @@ def test_a_model_of_another_dtype_comes_back_in_it(tmp_path):
     assert {tensor.dtype for tensor in found[1].tensors.values()} == {torch.bfloat16}
 
 
+@pytest.mark.few(1)
 def test_a_learning_rate_that_breaks_the_model_is_named(pruned):
     model, layers = pruned
     with pytest.raises(ValueError, match=r"the loss of recovery is .*\(fedspallm.recovery-learning-rate\)"):

@@ -85,6 +85,7 @@ def test_a_packed_layer_must_be_faster_by_more_than_the_noise(packed, is_faster)
     assert Speed(1.0, packed).is_packed_faster == is_faster
 
 
+@pytest.mark.few(2)
 @compiled
 @pytest.mark.parametrize("family", ["opt", "llama", "qwen2", "qwen3", "mistral", "phi"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

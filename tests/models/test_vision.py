@@ -120,6 +120,7 @@ def test_an_architecture_has_the_shapes_of_its_model_and_neither_values_nor_rand
     assert all(tensor.is_meta for tensor in (*planned.parameters(), *planned.buffers()))
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("init", INITIALISATIONS)
 def test_weights_come_from_the_generator_and_the_global_one_is_not_touched(name, init):
@@ -166,6 +167,7 @@ def test_subfedavg_initialises_models_with_batch_norm_as_its_hybrid_variant():
     assert torch.equal(tensors["bn2.running_mean"], torch.zeros(16))
 
 
+@pytest.mark.full
 def test_vgg11_starts_as_torchvisions_does():
     """Dis-PFL's released VGG-11 draws its weights as torchvision's: Kaiming by fan-out, and N(0, 0.01)."""
     from torchvision.models import vgg11

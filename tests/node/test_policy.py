@@ -120,6 +120,7 @@ def test_who_declines_is_named_in_the_record_and_the_others_go_on(nodes):
     assert third.startswith("node 3: PolicyError: the node declines the run: system is 'fedavg'")
 
 
+@pytest.mark.full
 def test_the_noise_that_a_target_chooses_is_held_to_the_least_noise_too(nodes):
     target = {**PRIVATE, "dp.noise-multiplier": 0.0, "dp.target-epsilon": 50.0}
     run = nodes(dealt({"min-noise-multiplier": 0.9}, {}), **target)
@@ -131,6 +132,7 @@ def test_the_noise_that_a_target_chooses_is_held_to_the_least_noise_too(nodes):
 # --- what the node says in the run's place ----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_budget_of_the_node_holds_at_its_own_delta_whatever_the_run_says(nodes, tmp_path):
     """At the run's delta of 0.1 the run's own budget would bear all rounds, and at the node's it bears one."""
     lax = {**PRIVATE, "dp.delta": 0.1, "dp.epsilon-budget": 1000.0}
@@ -153,6 +155,7 @@ def test_the_smaller_budget_of_run_and_node_holds(nodes, tmp_path):
         nodes(dealt({"epsilon-budget": 6.0, "ledger-dir": str(tmp_path / "ledgers")}), **small)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("own", [{}, {"ledger-dir": "ledgers"}], ids=["beside the state", "where the node says"])
 def test_no_run_begins_a_fresh_ledger_on_a_node_of_own_data(nodes, tmp_path, own):
     """Each run has another run-key, gives the node another number and names another dp.ledger-dir."""
@@ -178,6 +181,7 @@ SIZES = [{"image_size": 0}, {"image_size": 16}, {"image_size": 8, "image_fit": "
 COLUMNS = [{}, {"owner_column": "b"}, {"label_column": "c"}, {"owner_column": "c"}]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dataset", "runs"), [("image-folder", SIZES), ("table", COLUMNS)])
 def test_no_way_to_read_the_data_begins_a_fresh_ledger_on_a_node_of_own_data(nodes, tmp_path, dataset, runs):
     """What becomes of a file, a run says: its size, or which columns are features."""
@@ -200,6 +204,7 @@ def test_no_way_to_read_the_data_begins_a_fresh_ledger_on_a_node_of_own_data(nod
     assert spent == sorted(set(spent))  # each run adds to what the runs before it cost
 
 
+@pytest.mark.full
 def test_parts_of_a_nodes_own_images_are_drawn_by_a_secret_of_the_node(nodes, tmp_path):
     """A server knows its seed. If the seed drew parts, told numbers of many runs would say which images there are."""
     place = {"data-dir": str(image_folder(tmp_path / "mine", 0, per_class=40)), "state-dir": str(tmp_path / "state")}

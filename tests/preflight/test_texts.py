@@ -26,6 +26,7 @@ def spoil(texts, **content):
         path.write_bytes(content["calibration"])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("settings", "says"),
     [

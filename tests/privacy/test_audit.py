@@ -301,6 +301,7 @@ def test_a_client_that_fails_fails_the_audit_with_its_own_words():
         audit(prepared(2, **{"dp.epsilon-budget": 0.01}), Question())
 
 
+@pytest.mark.full
 def test_the_command_passes_with_noise_fails_without_and_charges_no_ledger_of_the_user(fedprune, tmp_path):
     (tmp_path / "private.toml").write_text("".join(f"{k} = {json.dumps(v)}\n" for k, v in SETTINGS.items()))
     ask = ["audit", "private.toml", "system=fedavg", "dp.ledger-dir=ledgers", "--clients", "3", "--canaries", "200"]

@@ -127,6 +127,7 @@ def guess(rule: Rule, before: Tensor, totals: dict[bool, Tensor], released: Tens
     return possible[0] if len(possible) == 1 else None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("sigma", "clip", "rate"), SETTINGS)
 def test_the_attack_is_always_right_where_noise_is_added_in_float32(sigma, clip, rate):
     totals, world = example_in_and_out(clip)
@@ -140,6 +141,7 @@ def test_the_attack_is_always_right_where_noise_is_added_in_float32(sigma, clip,
     assert right == TRIALS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("sigma", "clip", "rate"), SETTINGS)
 def test_the_attack_can_tell_nothing_from_the_weights_after_a_private_step(sigma, clip, rate):
     totals, world = example_in_and_out(clip)

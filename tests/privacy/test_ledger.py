@@ -141,6 +141,7 @@ def test_the_figure_as_the_paper_prints_it_is_the_integral_it_prints():
     assert paper_epsilon(0, 1.4, 15 / 1200, 1e-3) == 0
 
 
+@pytest.mark.full
 @settings(max_examples=10, deadline=None)
 @given(
     sigma=st.floats(0.3, 20),
@@ -160,6 +161,7 @@ def test_charging_in_parts_and_in_any_order_is_charging_at_once(sigma, rate, par
 
 
 # With less noise the divergence of the lowest orders is not found at some rates, and the bound is looser there.
+@pytest.mark.full
 @settings(max_examples=6, deadline=None)
 @given(sigma=st.floats(0.5, 20), rate=st.floats(0.001, 0.9), steps=st.integers(1, 500))
 @pytest.mark.parametrize(("accountant", "rounding"), [("rdp", 1e-9), ("pld", 2e-3)])  # the grid of losses may change
@@ -198,6 +200,7 @@ RELEASES = (
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("releases", "grid"), RELEASES)
 def test_privacy_loss_distributions_on_our_grid_are_the_fine_ones_and_tighter_than_divergences(releases, grid):
     """The reference has a grid so fine that rounding is nothing; here losses are rounded up, so never below it."""
@@ -393,6 +396,7 @@ while True:
 """
 
 
+@pytest.mark.full
 def test_whatever_was_released_before_a_kill_is_in_the_ledger(tmp_path):
     """A real process that charges and releases until SIGKILL, four times over the same file."""
     path, released, luck = tmp_path / "ledger.jsonl", 0, random.Random(0)

@@ -56,6 +56,7 @@ def test_uniform_draws_are_below_one_and_uniform(key):
     assert 0.45 < float((draws * 2**53 % 2).mean()) < 0.55  # down to the last of 53 bits
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("key", KEYS)
 def test_laplace_noise_has_its_scale(key):
     source = KeyedNoise(key)

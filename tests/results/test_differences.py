@@ -97,6 +97,7 @@ def test_few_clients_and_seeds_that_disagree_leave_a_doubt():
     assert difference(noise, dict.fromkeys(noise, 0.0), of_other_seeds=True).doubt == "the interval holds 0"
 
 
+@pytest.mark.full
 def test_many_pairs_take_little_memory_and_give_the_same_interval_each_time():
     values = np.random.default_rng(1).normal(0, 1, 20_000)
     first, again = (difference(paired(values), paired(np.zeros(20_000))) for _ in range(2))

@@ -36,6 +36,7 @@ def running(tmp_path):
     return folder
 
 
+@pytest.mark.full
 def test_a_run_whose_process_is_killed_reads_as_interrupted(running, tmp_path):
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(running)], stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"held\n"

@@ -72,6 +72,7 @@ def test_numbers_of_ones_own_are_recorded_and_shown_where_the_plug_in_is_not(run
     assert "Distance from the received model by round</h3>" in page
 
 
+@pytest.mark.full
 def test_one_name_of_two_meanings_stands_in_two_columns(run):
     mine = run("mine")
     other = run("other", DRIFT.replace('"Distance from the received model"', '"A | <i>drift</i> in &", percent=True'))
@@ -85,6 +86,7 @@ def test_one_name_of_two_meanings_stands_in_two_columns(run):
     assert {"own-drift", "own-drift_2"} <= {figure.key for figure in figures(groups)}
 
 
+@pytest.mark.full
 def test_a_private_client_keeps_what_may_tell_of_its_data(run):
     text = DRIFT.replace("class DriftClient(FedAvgClient):\n", f"class DriftClient(FedAvgClient):{PRIVATE}")
     dp = {"enabled": True, "noise_multiplier": 1.0, "delta": 0.001}
@@ -96,6 +98,7 @@ def test_a_private_client_keeps_what_may_tell_of_its_data(run):
     assert row["drift_mean"] > 0
 
 
+@pytest.mark.full
 def test_the_numbers_of_the_page_keep_the_laws(run, tmp_path):
     Path("drift.py").write_text(DRIFT)
     check_system("fedavg-drift", plugins="drift.py")
@@ -117,6 +120,7 @@ def test_a_number_that_nobody_tells_breaks_a_law(run):
         check_system("fedavg-drift", plugins="drift.py")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [

@@ -43,6 +43,7 @@ def history(client, run):
     return [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, "accuracy_global")]
 
 
+@pytest.mark.full
 def test_mlflow_has_the_numbers_and_the_settings_and_goes_on_in_the_same_run(tmp_path, monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     import mlflow

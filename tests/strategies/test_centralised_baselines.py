@@ -156,6 +156,7 @@ def test_without_a_regulariser_mtl_is_standalone(federation):
         )
 
 
+@pytest.mark.full
 def test_what_a_client_is_sent_gives_the_gradient_of_the_regulariser(federation):
     """Against autograd of 1/2 tr(W P Wᵀ), with P from the models that were published the round before."""
     run = federation(system="mtl", mtl_ridge=0.3, num_server_rounds=2, **ALL)
@@ -173,6 +174,7 @@ def test_what_a_client_is_sent_gives_the_gradient_of_the_regulariser(federation)
         torch.testing.assert_close(gradient, columns.grad[:, k], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 def test_a_stronger_regulariser_brings_the_models_together(federation):
     spread = []
     for strength in (0.0, 0.01, 0.1):

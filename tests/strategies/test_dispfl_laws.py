@@ -102,6 +102,7 @@ def timeless(rows):
 # --- gossip -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", GOSSIP)
 def test_it_does_not_matter_whether_the_server_averages_or_each_client(federation, case):
     relayed = start(federation, case, GOSSIP[case])
@@ -131,6 +132,7 @@ def test_in_a_full_topology_all_start_from_the_plain_average_of_what_was_publish
     assert not any(message.down.tensors for message in run.wiretap.of("train", 1).values())  # all begin as one
 
 
+@pytest.mark.full
 def test_at_density_one_dispfl_is_dpsgd(federation):
     sparse = federation(system="dispfl", density=1.0, dispfl_neighbours=2, **QUICK)
     dense = federation(system="dpsgd", dpsgd_neighbours=2, **QUICK)
@@ -240,6 +242,7 @@ def test_a_dropped_client_neither_trains_nor_sends_nor_is_charged_and_is_nobodys
         assert list(versions(run, partition)) == [r for r, present in taking_part.items() if partition in present]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("topology", ["random", "ring", "full"])
 def test_a_dropped_client_that_trains_alone_hears_nobody_and_serves_its_old_model(federation, topology):
     run = federation(
@@ -269,6 +272,7 @@ def test_a_dropped_client_that_trains_alone_hears_nobody_and_serves_its_old_mode
 # --- the same run again -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", RESUMED)
 def test_the_order_in_which_replies_arrive_does_not_matter(federation, monkeypatch, case):
     in_order = start(federation, case, RESUMED[case], evaluate_every=0)
@@ -287,6 +291,7 @@ def test_the_order_in_which_replies_arrive_does_not_matter(federation, monkeypat
     assert timeless(shuffled.clients) == timeless(in_order.clients)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", ["dispfl", "dispfl, clients average", "dpsgd", "fedfomo"])
 def test_a_message_made_after_others_have_replied_carries_the_letters_of_the_round_before(
     federation, monkeypatch, case
@@ -302,6 +307,7 @@ def test_a_message_made_after_others_have_replied_carries_the_letters_of_the_rou
 # --- what is reported -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", GOSSIP)
 def test_the_peers_bytes_are_those_of_the_letters_and_the_stars_those_of_the_messages(federation, case):
     run = start(federation, case, GOSSIP[case], **by_letters(case))
@@ -330,6 +336,7 @@ def test_the_paper_charges_every_link_for_the_senders_kept_parameters(federation
         assert row["paper_busiest_bytes"] == pytest.approx(max(heard + said))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("growth", "batches"), [("gradient", 1), ("random", 0)])
 def test_a_client_counts_its_sparse_training_and_the_dense_batch_of_a_gradient(federation, growth, batches):
     run = federation(system="dispfl", clients=5, dispfl_topology="ring", dispfl_growth=growth, **MIXED, **QUICK)
@@ -379,6 +386,7 @@ def test_the_masks_in_the_folder_are_as_far_apart_as_those_the_clients_have(fede
 # --- baselines --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("plain", "tuned", "settings"),
     [("fedavg", "fedavg-ft", {"fraction_train": 0.5}), ("dpsgd", "dpsgd-ft", GOSSIP["dpsgd"])],
@@ -403,6 +411,7 @@ def test_fine_tuning_leaves_no_trace_in_any_model_or_state(federation, plain, tu
         ]
 
 
+@pytest.mark.full
 def test_dittos_global_model_is_fedavgs_whatever_becomes_of_the_personal_ones(federation):
     settings = {**QUICK, "fraction_train": 0.5}
     fedavg = federation(system="fedavg", **{**settings, "local_epochs": 2})
@@ -567,6 +576,7 @@ def left_out(run, round):
     return [note for note in run.rounds[round - 1]["notes"] if "peer/1 is left out" in note]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("spoil", BAD)
 def test_a_bad_update_is_left_out_by_each_client_that_receives_it(tmp_path, spoil):
     run = hostile(tmp_path, spoil, system="dispfl", dispfl_gossip="client", dispfl_topology="full")
@@ -575,6 +585,7 @@ def test_a_bad_update_is_left_out_by_each_client_that_receives_it(tmp_path, spoi
     assert [len(left_out(run, round)) for round in (1, 2, 3)] == [0, 3, 3]  # of clients 0, 2 and 3
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("spoil", BAD)
 def test_a_bad_reply_is_refused_by_a_server_that_averages(tmp_path, spoil):
     run = hostile(tmp_path, spoil, system="dispfl", dispfl_topology="full")
@@ -584,6 +595,7 @@ def test_a_bad_reply_is_refused_by_a_server_that_averages(tmp_path, spoil):
     assert not any(row["notes"] for row in run.rounds)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("gossip", ["client", "server"])
 def test_an_update_of_numbers_too_large_to_average_harms_nobody_else(tmp_path, gossip):
     run = hostile(tmp_path, huge, system="dispfl", dispfl_gossip=gossip, dispfl_topology="full")
@@ -600,6 +612,7 @@ def test_a_consensus_model_is_made_without_the_letters_that_cannot_be_read(tmp_p
     assert any("client 1: its update is left out" in note for note in run.rounds[-1]["notes"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("spoil", [of_another_shape, with_nan, lacking_a_tensor, huge, overflowing])
 def test_a_bad_candidate_harms_nobody_else(tmp_path, spoil):
     run = hostile(tmp_path, spoil, system="fedfomo", fedfomo_candidates=3)
@@ -608,6 +621,7 @@ def test_a_bad_candidate_harms_nobody_else(tmp_path, spoil):
     assert honest == []
 
 
+@pytest.mark.full
 def test_a_neighbour_model_is_read_from_disk_only_where_memory_has_no_room(federate, monkeypatch):
     """It was decoded when it came. The averages are the same."""
     read, get = [], UpdateStore.get

@@ -112,6 +112,7 @@ COMMUNICATION = [  # Tables 1, 2, 4, 8 and 9: megabytes in one direction at the 
 OFF_ITS_OWN_RULE = {2222.0: -1.4, 2229.8: 1.0}  # it should be 99/10 of the 224.3 and 225.3 in the lines above
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("kind", "setting", "density", "topology", "paper"), COMMUNICATION)
 def test_the_busiest_node_moves_the_papers_megabytes(kind, setting, density, topology, paper):
     busiest, mean = gossip_megabytes(kind, setting, density=density, topology=topology)
@@ -175,6 +176,7 @@ def shipped(setting):
     return config, [sum(of_label) for of_label in counts]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("setting", "paper"), [(CIFAR10, 500), (CIFAR100, 500), (TINY_IMAGENET, 1000), (VGG11, 500)])
 def test_in_the_shipped_configurations_clients_train_on_all_images_that_the_paper_gives_them(setting, paper):
     config, num_examples = shipped(setting)
@@ -182,6 +184,7 @@ def test_in_the_shipped_configurations_clients_train_on_all_images_that_the_pape
     assert set(num_examples) == {paper}
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("path", sorted(MATRICES.glob("dispfl_*.yaml")), ids=lambda path: path.stem)
 def test_only_systems_that_decide_by_validation_data_hold_some_out(path):
     for cell in read_matrix(path).cells(Given(out=Path("/nowhere"))):
@@ -189,6 +192,7 @@ def test_only_systems_that_decide_by_validation_data_hold_some_out(path):
         assert cell.config.validation_fraction == (0.1 if decides else 0)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("path", sorted(MATRICES.glob("dispfl_*.yaml")), ids=lambda path: path.stem)
 def test_every_matrix_of_dispfl_has_rows_that_grow_at_random_as_the_papers(path):
     configs = [cell.config for cell in read_matrix(path).cells(Given(out=Path("/nowhere")))]
@@ -237,6 +241,7 @@ FLOPS = [  # Tables 1, 3 and 4, in 1e12, as printed
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("setting", "how", "paper"), FLOPS)
 def test_a_client_spends_the_papers_flops(setting, how, paper):
     """To 0.3 %, or where that is less to the last digit, which the paper cuts off: ours are nearly always above.

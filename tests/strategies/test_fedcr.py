@@ -132,6 +132,7 @@ def both(request, federation):
     return run, reference(run.config, 6)
 
 
+@pytest.mark.few(1)
 def test_it_is_the_slow_reference(both):
     run, (server, prior, local) = both
     torch.testing.assert_close({n: run.server[n] for n in server}, server, rtol=1e-4, atol=5e-6)
@@ -143,6 +144,7 @@ def test_it_is_the_slow_reference(both):
         torch.testing.assert_close({n: weights[n] for n in expected}, expected, rtol=1e-4, atol=5e-6)
 
 
+@pytest.mark.few(1)
 def test_heads_stay_and_only_the_priors_come_down_beside_the_layers(both):
     run, _ = both
     for message in run.wiretap.of("train").values():

@@ -67,6 +67,7 @@ def test_clients_of_a_round_have_different_sub_models_and_keep_the_one_they_drew
     assert False in shuffled
 
 
+@pytest.mark.full
 def test_what_travels_up_are_the_values_of_the_clients_own_coordinates_and_nothing_else(federation):
     run = federation(system="fedltp", clients=6, num_server_rounds=2, **QUICK, **ITERATIVE, **PRIVATE)
     densities = set()
@@ -138,6 +139,7 @@ def test_nothing_grows_outside_of_the_ticket_and_retention_is_exact(federation, 
     assert run.rounds[0]["paper_bytes_up"] == pytest.approx(paper)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("more", [{}, ITERATIVE | PRIVATE], ids=["one-shot", "private"])
 def test_a_run_resumed_after_its_best_round_is_the_uninterrupted_one(federation, tmp_path, more):
     base = {"system": "fedltp", "clients": 6, **QUICK, **more, "learning_rate": 0.3}
@@ -375,6 +377,7 @@ def test_a_client_that_cannot_bear_training_and_score_is_not_asked_again(federat
         assert 0 < ledger(run, partition).epsilon(DELTA) <= budget
 
 
+@pytest.mark.full
 def test_a_target_counts_the_scores_too(federation):
     settings = {**PRIVATE, "dp_noise_multiplier": 0.0, "dp_target_epsilon": 4.0, "dp_count_scale": 10.0}
     run = federation(system="fedltp", clients=2, num_server_rounds=2, fraction_train=1.0, **QUICK, **settings)
@@ -403,6 +406,7 @@ def test_fedspa_moves_and_noises_its_coordinates_alone_and_sends_no_others(feder
     assert run.rounds[0]["paper_bytes_up"] == 2 * 4 * 1522
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("acceleration", ["momentum", "adam"])
 def test_fedspa_takes_the_mean_of_running_statistics_which_no_step_may_make_negative(federation, acceleration):
     settings = {
@@ -456,6 +460,7 @@ def test_fedltp_without_pruning_and_validation_is_dpfed(federation):
 # --- resume -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [

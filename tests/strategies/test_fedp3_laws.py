@@ -48,6 +48,7 @@ def network(name, shape, num_classes=10):
 # --- what leaves a client -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("local", ["fixed", "uniform", "ordered-dropout"])
 def test_the_bytes_on_the_wire_hold_the_clients_own_layers_and_nothing_else(federate, local):
     """Read as bytes: every run of three values of an own layer is there, none of another layer is."""
@@ -132,6 +133,7 @@ def test_a_reply_with_more_or_less_than_asked_for_is_left_out(federate, extra):
 # --- the last layer alone -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("local", ["fixed", "ordered-dropout"])
 def test_in_the_last_round_the_last_layer_alone_is_trained_where_the_code_is_followed(federation, local):
     settings = {**GN, "fedp3_layer_set": "lowerb", "fraction_train": 1.0, "fedp3_local": local}
@@ -149,6 +151,7 @@ def test_in_the_last_round_the_last_layer_alone_is_trained_where_the_code_is_fol
         assert head["flops"] < whole["flops"] * 3 / 2 * 0.45  # three epochs in place of two, with little backward pass
 
 
+@pytest.mark.full
 def test_the_last_layers_epochs_are_charged_and_planned(federation):
     private = {"dp_enabled": True, "dp_target_epsilon": 3.0, "dp_delta": 1e-3, "num_server_rounds": 2}
     settings = {**GN, **private, "fedp3_layer_set": "lowerb", "fraction_train": 1.0, "clients": 2}
@@ -167,6 +170,7 @@ def test_with_all_layers_it_is_fedavg_of_clients_that_count_alike(federation):
     assert all(not message.down.masks for message in run.wiretap.messages)
 
 
+@pytest.mark.full
 def test_local_pruning_that_keeps_everything_changes_nothing(federation, own_form):
     plain = federation(**GN, fedp3_layer_set="lowerb", fresh=True)
     for local in ("uniform", "ordered-dropout"):
@@ -182,6 +186,7 @@ def test_local_pruning_that_keeps_everything_changes_nothing(federation, own_for
         assert [row["flops"] for row in kept.rounds] == pytest.approx([row["flops"] for row in plain.rounds])
 
 
+@pytest.mark.full
 def test_weighted_averaging_of_equal_sets_is_the_simple_one(federation):
     for kind in ("weighted", "weighted-with-head"):
         weighted = federation(**GN, fedp3_layer_set="opu2", fedp3_aggregation=kind)
@@ -207,6 +212,7 @@ def test_a_layer_that_no_participant_trains_stays_as_it_was(federation):
         assert torch.equal(run.server[name], tensor.detach()) == (name not in LAYERS["1"] | HEAD), name
 
 
+@pytest.mark.full
 def test_what_the_server_pruned_stays_zero_unless_the_code_is_followed(federation):
     for how in ("stay-zero", "train"):
         run = federation(**GN, fedp3_layer_set="lowerb", fedp3_pruned_weights=how, fraction_train=1.0)
@@ -276,6 +282,7 @@ def test_global_and_personal_accuracies_are_of_the_models_they_name(federation):
 # --- resume, order ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_resumed_run_is_the_uninterrupted_one(federation):
     settings = {**GN, "fedp3_assignment": "per-round", "fedp3_layer_set": "opu1-2-3", "fedp3_local": "ordered-dropout"}
     whole = federation(**{**settings, "num_server_rounds": 3})

@@ -36,6 +36,7 @@ def run(request, tmp_path):
     return go
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_run_prunes_to_the_density_and_measures_as_on_the_cpu(run, device, dtype):

@@ -41,6 +41,7 @@ def all_segments(result, folder, counts=(4, 4, 4)):
     return torch.cat(parts)
 
 
+@pytest.mark.few(1)
 def test_hessians_of_all_clients_prune_as_one_place_with_all_text_would(run, llm, texts, tmp_path):
     result = run(fedspallm_merge="hessians", fedspallm_segment_counts="4 1 2")
     model = whole(llm)
@@ -56,6 +57,7 @@ def test_hessians_of_all_clients_prune_as_one_place_with_all_text_would(run, llm
     assert result.rounds[-1]["perplexity_global"] == pytest.approx(central, rel=5e-3)
 
 
+@pytest.mark.few(1)
 def test_hessians_travel_in_place_of_weights_and_clients_get_the_pruned_layers_before(run):
     result = run(fedspallm_merge="hessians")
     for message in (m for m in result.wiretap.messages if m.kind == "train"):
@@ -72,6 +74,7 @@ def test_hessians_travel_in_place_of_weights_and_clients_get_the_pruned_layers_b
     assert load_run(result.folder).masks is None
 
 
+@pytest.mark.few(1)
 def test_refining_keeps_sparsegpts_masks_and_solves_each_row(run, llm, tmp_path):
     refined = run(fedspallm_merge="hessians", fedspallm_refine=True)
     found, before = global_layers(refined), global_layers(run(fedspallm_merge="hessians"))
@@ -96,6 +99,7 @@ def test_refining_keeps_sparsegpts_masks_and_solves_each_row(run, llm, tmp_path)
             torch.testing.assert_close(weight[row, kept].double(), exact, atol=1e-3, rtol=1e-2)
 
 
+@pytest.mark.few(1)
 def test_a_run_that_was_cut_off_goes_on_to_the_same_model(run, settings, tmp_path, monkeypatch):
     wanted = {**settings, "fedspallm.merge": "hessians"}
     folder = tmp_path / "run"
@@ -103,6 +107,7 @@ def test_a_run_that_was_cut_off_goes_on_to_the_same_model(run, settings, tmp_pat
     assert resumed(wanted, folder).sha256 == run(fedspallm_merge="hessians").sha256
 
 
+@pytest.mark.few(1)
 def test_a_client_that_missed_a_layer_is_sent_what_it_missed(settings, tmp_path):
     received = {}
 
@@ -126,6 +131,7 @@ def test_a_client_that_missed_a_layer_is_sent_what_it_missed(settings, tmp_path)
     assert [row["pruned_layers"] for row in result.clients if row["round"] == 1] == [2] * CLIENTS
 
 
+@pytest.mark.few(1)
 def test_a_reply_that_is_refused_for_its_last_part_adds_none_of_its_first(settings, tmp_path):
     """Client 1 sends Hessians a thousand times too large, and beside them what cannot be added."""
 

@@ -34,6 +34,7 @@ def layers_of(result):
     return found
 
 
+@pytest.mark.full
 def test_the_new_weights_are_the_mean_of_what_each_client_trains(run, llm, tmp_path):
     before, result = run(num_server_rounds=1), run(**RECOVERY)
     model, pruned = LanguageModel(llm), layers_of(before)
@@ -70,6 +71,7 @@ def test_a_client_recovers_on_text_of_its_own_that_it_has_calibrated_with(run, s
         assert not any(own & other for number, other in enumerate(recovery) if number != k)
 
 
+@pytest.mark.few(1)
 def test_kept_weights_alone_travel_and_the_record_says_what_was_lost(run):
     result = run(**RECOVERY)
     sent = [message for message in result.wiretap.messages if message.kind == "train" and not message.up.masks]
@@ -88,6 +90,7 @@ def test_kept_weights_alone_travel_and_the_record_says_what_was_lost(run):
     assert all(row["recovery_loss"] > 0 for row in rows)
 
 
+@pytest.mark.few(1)
 def test_recovery_follows_a_round_of_hessians(run):
     result = run(fedspallm_merge="hessians", **RECOVERY)
     first, second = result.rounds

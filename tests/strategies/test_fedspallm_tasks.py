@@ -14,6 +14,7 @@ from tests.strategies.test_fedspallm import family, llm, run, settings, texts
 __all__ = ["family", "llm", "run", "settings", "task", "texts"]  # fixtures
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore")  # of the harness' own libraries
 def test_a_run_records_what_the_dense_model_and_the_global_one_answer(run, llm, task):
     result = run(fedspallm_evaluation_tasks=f"capitals={task}")
@@ -34,5 +35,6 @@ def test_a_run_records_what_the_dense_model_and_the_global_one_answer(run, llm, 
     assert shown["capitals: 9 examples (%), global model"] == f"{100 * found['global']:.1f}"
 
 
+@pytest.mark.few(1)
 def test_a_run_without_tasks_records_none(run):
     assert "accuracy_by_task" not in run().rounds[-1]

@@ -92,6 +92,7 @@ def train(config, w, data, k, t):
                 w[n][place] -= config.learning_rate * moved
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("distillation", [False, True])
 def test_it_is_the_slow_reference(federation, distillation):
     run = federation(**SETTINGS, fjord_distillation=distillation)
@@ -117,6 +118,7 @@ def test_clients_validate_the_network_at_full_width_by_which_the_system_is_judge
     assert any(differ)
 
 
+@pytest.mark.full
 def test_with_self_distillation_a_step_of_full_width_is_the_plain_one_and_others_cost_both(federation, monkeypatch):
     import clients.fjord
 

@@ -84,6 +84,7 @@ def masks_by_round(run, partition):
 # --- Sub-FedAvg: masks --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 def test_masks_only_shrink(pruning_run):
     some_pruned = False
     for partition in range(pruning_run.num_clients):
@@ -95,6 +96,7 @@ def test_masks_only_shrink(pruning_run):
     assert some_pruned
 
 
+@pytest.mark.few(2)
 def test_a_client_overshoots_its_target_by_less_than_one_weight_per_tensor(pruning_run):
     least = 1 - pruning_run.config.subfedavg.target_rate / 100 - len(PRUNED) / NUM_PARAMETERS
     densities = [row["density"] for row in pruning_run.clients]
@@ -111,6 +113,7 @@ def test_the_target_is_reached_and_then_left_alone(federation):
         assert len(set(reached)) == 1
 
 
+@pytest.mark.few(1)
 def test_density_counts_all_parameters_biases_included(pruning_run):
     for partition, row in pruning_run.rows(pruning_run.config.num_server_rounds).items():
         found = pruning_run.client(partition)
@@ -143,6 +146,7 @@ def test_with_target_zero_nothing_is_pruned_and_equal_clients_make_it_fedavg(fed
             torch.testing.assert_close(one[1].group("weights"), other[1].group("weights"), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "never",
     [{"local_epochs": 1}, {"subfedavg_accuracy_threshold": 100.0}, {"subfedavg_mask_distance": 1.0}],
@@ -155,6 +159,7 @@ def test_nothing_is_pruned(federation, never):
     assert all(mask.all() for k in range(4) if run.client(k) for mask in run.client(k)[1].group("masks").values())
 
 
+@pytest.mark.full
 def test_gating_on_test_data_changes_nothing_but_the_gate(federation):
     """Open for both, or shut for both: the same bits."""
     on_validation, on_test = (federation(subfedavg_gate_split=split) for split in ("validation", "test"))
@@ -183,6 +188,7 @@ def expected_server(run, round, old):
     return result
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", ["subfedavg", "subfedavg with batch norms", "fedavg", "fedavg with batch norms"])
 def test_the_server_averages_what_was_sent_and_sends_the_average(federation, pictures, case):
     settings = pictures if "norms" in case else UNEQUAL if case == "fedavg" else SYSTEMS["subfedavg"]
@@ -249,6 +255,7 @@ def test_the_matrix_of_table_1_trains_the_network_whose_bytes_the_paper_prints(d
 # --- all systems --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("system", ["subfedavg", "fedavg", "standalone"])
 def test_a_client_that_is_not_sampled_keeps_its_state(federation, system):
     run = federation(system=system, clients=5, fraction_train=0.2)
@@ -263,6 +270,7 @@ def test_a_client_that_is_not_sampled_keeps_its_state(federation, system):
         assert VersionedStore(folder).rounds() == rounds
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "settings",
     [{"fraction_train": 1.0}, {"system": "fedavg", "fraction_train": 1.0, **UNEQUAL}, {"system": "standalone"}],
@@ -289,6 +297,7 @@ def test_the_order_in_which_replies_arrive_does_not_matter(federation, monkeypat
     assert timeless(shuffled.clients) == timeless(in_order.clients)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("system", ["subfedavg", "fedavg"])
 def test_local_norms_stay_at_home_and_averaged_ones_travel(federation, pictures, system):
     norms = {f"bn{i}.{part}" for i in (1, 2) for part in ("weight", "bias", "running_mean", "running_var")}
@@ -321,6 +330,7 @@ def test_local_norms_go_on_from_where_they_were(federation, pictures):
     torch.testing.assert_close(means["local"], means["averaged"])  # of one client, the average is its own
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("system", ["dpsgd", "dpsgd-ft", "fedavg-ft", "fedavg", "ditto"])
 def test_received_models_are_tested_with_the_clients_own_norms_whatever_was_tested_before(federation, system):
     """An accuracy of the last round does not depend on earlier evaluations, whose scores a client remembers."""
@@ -342,6 +352,7 @@ def test_received_models_are_tested_with_the_clients_own_norms_whatever_was_test
         assert row["accuracy_global"] == pytest.approx(tested.accuracy)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("system", ["subfedavg", "fedavg", "standalone"])
 def test_a_federation_of_one_client_with_one_label_runs(federation, system):
     run = federation(
@@ -360,6 +371,7 @@ def test_pruning_that_no_validation_data_could_decide_is_refused(federation):
     assert dense.rounds[-1]["accuracy_validation_mean"] is None
 
 
+@pytest.mark.full
 def test_a_new_run_does_not_inherit_the_clients_of_an_earlier_one(federation, tmp_path):
     settings = {"clients": 6, "fraction_train": 0.34}
     alone = federation(seed=2, **settings)

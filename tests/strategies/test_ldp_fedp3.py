@@ -59,6 +59,7 @@ def server_after(run, round):
 # --- Algorithm 5 --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -81,6 +82,7 @@ def test_it_is_the_slow_reference(federation, monkeypatch, settings):
     assert len(set(expected.batches)) > 2 or run.config.batch_size == 100  # samples differ in size
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sketch", ["coordinates", "layers"])
 def test_every_coordinate_of_the_next_model_is_exactly_one_clients_own(federation, sketch):
     run = federation(**SETTINGS, fraction_train=0.5, fedp3_sketch=sketch)  # two of four: halves and doubles are exact
@@ -167,6 +169,7 @@ def test_the_ledger_is_charged_before_the_reply_leaves(federate, tmp_path):
         assert f'"noise_multiplier": {SIGMA}, "sample_rate"' in lines[-1]
 
 
+@pytest.mark.full
 def test_a_target_epsilon_chooses_the_noise_and_is_kept(federation):
     settings = {**SETTINGS, "dp_noise_multiplier": 0.0, "dp_target_epsilon": 4.0, "num_server_rounds": 2}
     run = federation(**settings, fraction_train=1.0)

@@ -75,6 +75,7 @@ def trained_in(run: Run, round: int) -> set[int]:
     return set(run.wiretap.of("train", round))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("system", ADMISSIBLE)
 def test_every_client_is_charged_for_the_steps_it_ran(federation, system):
     run = federation(system=system, **DP, **ADMISSIBLE[system])
@@ -97,6 +98,7 @@ def test_every_client_is_charged_for_the_steps_it_ran(federation, system):
         assert any(tensor.any() for tensor in run.wiretap.of("train")[min(trained_in(run, 2))].up.tensors.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("local", ["uniform", "ordered-dropout"])
 def test_local_pruning_is_private_and_says_nothing_of_the_size_of_its_samples(federation, local):
     settings = {"system": "fedp3", "model": "cnn-gn", "fedp3_layer_set": "lowerb", "fedp3_local": local, "density": 0.8}
@@ -124,6 +126,7 @@ def test_how_many_test_examples_a_client_has_does_not_leave(federation):
         assert in_the_open["num-examples"] > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("system", ["fedavg", "subfedavg", "dispfl"])
 def test_the_same_seed_gives_the_same_run_and_noise_makes_it_another(federation, system):
     settings = {"system": system, **DP, **ADMISSIBLE[system]}
@@ -302,6 +305,7 @@ def test_noised_evaluations_are_charged_and_are_counts(federation):
         assert last[partition]["epsilon"] == pytest.approx(ledger(run, partition).epsilon(DELTA))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("system", ADMISSIBLE)
 def test_an_evaluation_pays_for_what_it_tells_and_for_nothing_else(federation, tmp_path, system):
     settings = {**DP, "num_server_rounds": 1, "dp_accuracies": "noised", "dp_count_scale": 4.0, **ADMISSIBLE[system]}
@@ -358,6 +362,7 @@ def test_fine_tuning_stops_with_the_budget_too(federation):
     assert all(row["accuracy_personal"] is not None for row in run.rows(2).values())
 
 
+@pytest.mark.full
 def test_a_target_is_reached_by_those_who_join_every_round_and_passed_by_nobody(federation):
     settings = DP | {"dp_noise_multiplier": 0.0, "dp_target_epsilon": 3.0}
     run = federation(system="fedavg", fraction_train=1.0, clients=2, **settings)
@@ -371,6 +376,7 @@ NOISED = {"system": "fedavg", "dp_accuracies": "noised", "shard_size": 0}
 TARGET = DP | {"num_server_rounds": 3, "fraction_train": 1.0, "dp_noise_multiplier": 0.0, "dp_target_epsilon": 3.0}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "counts"),
     [
@@ -399,6 +405,7 @@ def test_a_client_that_cannot_pay_for_its_gate_does_not_train(federation, tmp_pa
     assert not any(Ledger(path).spent for path in tmp_path.glob("clients/*/ledger.jsonl"))
 
 
+@pytest.mark.full
 def test_an_evaluation_leaves_out_what_the_budget_does_not_bear(federation):
     settings = DP | NOISED | {"dp_count_scale": 1.0, "num_server_rounds": 6, "fraction_train": 1.0}
     run = federation(**settings | {"dp_noise_multiplier": 4.0, "dp_epsilon_budget": 3.0})
@@ -412,6 +419,7 @@ def test_an_evaluation_leaves_out_what_the_budget_does_not_bear(federation):
     assert all(2.0 < ledger(run, partition).epsilon(DELTA) <= 3.0 for partition in range(4))
 
 
+@pytest.mark.full
 def test_a_mean_of_the_accuracies_that_some_clients_could_pay_says_of_how_many(federation):
     settings = DP | NOISED | {"dp_count_scale": 2.0, "num_server_rounds": 4, "fraction_train": 0.5}
     run = federation(**settings | {"dp_noise_multiplier": 4.0, "dp_epsilon_budget": 3.0})
@@ -429,6 +437,7 @@ def test_a_mean_of_the_accuracies_that_some_clients_could_pay_says_of_how_many(f
     assert few
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("system", "more"), [("dispfl", {"dispfl_growth": "random"}), ("dpsgd", {})])
 def test_the_test_of_a_start_takes_nothing_of_what_the_training_after_it_needs(federation, system, more):
     """Two rounds of training use the budget up. The second round ends with an evaluation, which would come first."""
@@ -442,6 +451,7 @@ def test_the_test_of_a_start_takes_nothing_of_what_the_training_after_it_needs(f
         assert steps == [2 * ROUND_STEPS]
 
 
+@pytest.mark.full
 def test_whoever_has_too_few_examples_declines_and_holds_up_nobody(federation):
     """Fewer examples are sampled more often each. A round in which nobody can pay leaves the model as it is."""
     settings = {"partition": "dirichlet-class", "dirichlet_alpha": 0.1, "samples_per_client": 60, "shard_size": 0}
@@ -539,6 +549,7 @@ def test_the_folder_of_the_ledgers_cannot_change_on_a_resume():
     check_resumable({**open_config.to_dict(), "state-dir": "/here"}, open_config)
 
 
+@pytest.mark.full
 def test_a_ledger_is_of_one_dealing_of_the_data_and_another_dealing_has_another(federation, tmp_path):
     """Two seeds deal the same client other examples, so what one run spends is no spend of the other's examples."""
     settings = {"system": "standalone", "fraction_train": 1.0, **DP, "dp_ledger_dir": str(tmp_path)}

@@ -38,6 +38,7 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.few(1)
 def test_every_clients_masks_are_the_references_and_its_weights_close(both):
     run, expected = both
     for partition, client in expected.clients.items():
@@ -63,6 +64,7 @@ def test_the_servers_model_is_the_references(both):
         close(run.server, expected.server)
 
 
+@pytest.mark.few(1)
 def test_the_same_clients_took_part(both):
     run, expected = both
     rounds = range(1, len(expected.participants) + 1)

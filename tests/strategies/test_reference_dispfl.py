@@ -71,6 +71,7 @@ def equal(actual, expected):
     return {name: torch.equal(actual[name], mask) for name, mask in expected.items()}
 
 
+@pytest.mark.few(1)
 def test_every_clients_masks_are_the_references_exactly(both):
     run, expected = both
     for partition, client in expected.clients.items():
@@ -90,6 +91,7 @@ def test_every_clients_weights_are_close_to_the_references(both):
         close(run.client(partition)[1].group("weights"), client.tensors)
 
 
+@pytest.mark.few(1)
 def test_no_decision_of_a_mask_search_is_within_float_noise(both):
     """The last coordinate that is chosen and the first that is not are further apart than the two runs, everywhere."""
     run, expected = both

@@ -117,6 +117,7 @@ def close(one, other):
         torch.testing.assert_close(tensor, other[name], rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", FEDLTP)
 def test_fedltp_is_what_its_algorithms_say(finished, case):
     run = finished(system="fedltp", **FEDLTP[case])
@@ -138,6 +139,7 @@ def test_fedltp_is_what_its_algorithms_say(finished, case):
         assert torch.equal(run.server[name] != 0, expected.model[name] != 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", BASELINES)
 def test_the_baselines_are_what_their_algorithms_say(finished, case):
     run = finished(**BASELINES[case])

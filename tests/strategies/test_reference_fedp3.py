@@ -91,6 +91,7 @@ def close(actual, expected):
     torch.testing.assert_close(dict(actual), dict(expected), rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.few(1)
 def test_every_clients_masks_are_the_references_exactly(both):
     run, expected = both
     for partition, client in expected.clients.items():
@@ -104,6 +105,7 @@ def test_every_clients_masks_are_the_references_exactly(both):
         assert all(torch.equal(masks[name], mask) for name, mask in client.masks.items())
 
 
+@pytest.mark.few(1)
 def test_every_clients_weights_and_the_servers_are_close_to_the_references(both):
     run, expected = both
     for partition, client in expected.clients.items():
@@ -113,6 +115,7 @@ def test_every_clients_weights_and_the_servers_are_close_to_the_references(both)
     close(run.server, {name: tensor for name, tensor in expected.server.items() if name not in head})
 
 
+@pytest.mark.few(1)
 def test_what_travels_is_what_the_algorithm_says(both):
     """Down own layers in full and the others masked; up own layers alone, without masks."""
     run, expected = both
@@ -131,6 +134,7 @@ def test_what_travels_is_what_the_algorithm_says(both):
                 assert not message.down.tensors[name][~mask].any()
 
 
+@pytest.mark.few(6)
 def test_no_decision_is_within_float_noise(both):
     run, expected = both
     trained = {k: client for k, client in expected.clients.items() if client.round}

@@ -99,6 +99,7 @@ def last(run):
 # --- against the reference ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 def test_every_clients_channels_and_masks_are_the_references_exactly(both):
     run, expected = both
     for partition, client in expected.clients.items():
@@ -115,17 +116,20 @@ def test_every_clients_channels_and_masks_are_the_references_exactly(both):
             assert torch.equal(masks[name] & existing[name], expected_masks[name])
 
 
+@pytest.mark.few(1)
 def test_every_clients_weights_and_statistics_are_close_to_the_references(both):
     run, expected = both
     for partition, client in expected.clients.items():
         close(run.client(partition)[1].group("weights"), client.tensors)
 
 
+@pytest.mark.few(3)
 def test_the_servers_model_is_the_references(both):
     run, expected = both
     close(run.server, expected.server)
 
 
+@pytest.mark.few(2)
 def test_what_is_sent_has_the_masks_of_the_reference(both):
     run, expected = both
     participants = run.wiretap.of("train")
@@ -235,6 +239,7 @@ def test_channels_that_never_differ_enough_stay_and_linear_weights_still_go(hybr
         assert all(weights[name][kept[name]].all() for name in ("conv1.weight", "conv2.weight"))
 
 
+@pytest.mark.full
 def test_neither_gate_changes_what_the_other_proposes(hybrid):
     """In round 1 all start alike: each gate adopts the same with the other one open as with it shut."""
     everything, only_channels, only_linear = (
@@ -312,6 +317,7 @@ def test_a_client_is_as_accurate_as_its_masked_full_network(hybrid, name):
     assert removed > 1
 
 
+@pytest.mark.full
 def test_the_same_run_twice_gives_the_same_bits(hybrid):
     settings = RUNS["to a target that is met"]
     assert hybrid(**settings, fresh=True).sha256 == hybrid(**settings).sha256
@@ -329,6 +335,7 @@ def test_a_run_that_is_killed_resumes_to_the_same_models(hybrid, tmp_path):
     assert resumed.sha256 == whole.sha256
 
 
+@pytest.mark.full
 def test_a_penalty_on_scales_shrinks_them(hybrid):
     plain, penalised = (
         hybrid(**ALWAYS, subfedavg_channel_distance=1.0, subfedavg_scale_decay=strength) for strength in (0.0, 0.5)
@@ -338,6 +345,7 @@ def test_a_penalty_on_scales_shrinks_them(hybrid):
         assert float(fallen) > 0.1
 
 
+@pytest.mark.full
 def test_gating_on_test_data_changes_nothing_but_the_gate(hybrid):
     """Open for both, or shut for both: the same bits."""
     shut = ALWAYS | {"subfedavg_accuracy_threshold": 100.0}

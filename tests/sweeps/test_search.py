@@ -39,6 +39,7 @@ def rows(folder, name="search.csv"):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.full
 def test_a_search_tries_settings_of_its_space_and_says_what_was_best(fedprune, tmp_path):
     (tmp_path / "search.yaml").write_text(yaml.safe_dump(DOCUMENT))
     code, said = fedprune("sweep", "search.yaml", "--engine", "inprocess", "--out", "found")
@@ -59,6 +60,7 @@ def test_a_search_tries_settings_of_its_space_and_says_what_was_best(fedprune, t
     assert f"learning-rate={best['learning-rate']}" in " ".join(said.partition("best: ")[2].split())
 
 
+@pytest.mark.full
 def test_a_private_search_says_that_epsilon_is_of_the_chosen_run_alone(fedprune, tmp_path):
     private = {"dp.enabled": True, "dp.noise-multiplier": 2.0, "local-epochs": 1, "fraction-train": 1.0}
     space = {"learning-rate": [0.1, 0.01]}
@@ -69,6 +71,7 @@ def test_a_private_search_says_that_epsilon_is_of_the_chosen_run_alone(fedprune,
     assert "note: the ε of the chosen run does not cover the other trials" in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sampler", ["tpe", "random"])
 def test_a_search_that_was_stopped_goes_on_to_the_same_trials(tmp_path, monkeypatch, sampler):
     document = {**DOCUMENT, "search": {**DOCUMENT["search"], "sampler": sampler}}
@@ -92,6 +95,7 @@ def test_a_search_that_was_stopped_goes_on_to_the_same_trials(tmp_path, monkeypa
     assert rows(tmp_path / "stopped") == rows(tmp_path / "whole")
 
 
+@pytest.mark.full
 def test_settings_that_are_drawn_again_are_not_run_again_and_count_once(tmp_path):
     search = {"trials": 5, "sampler": "random", "space": {"momentum": [0.0, 0.9]}}
     runs = fedprune_app.sweep({**DOCUMENT, "search": search}, out=tmp_path / "s", **QUICK)
@@ -104,6 +108,7 @@ def test_settings_that_are_drawn_again_are_not_run_again_and_count_once(tmp_path
     assert [path.name for path in sorted((tmp_path / "s").glob("trial*"))] == [run.folder.name for run in runs]
 
 
+@pytest.mark.full
 def test_a_trial_that_fails_stops_no_other(tmp_path, monkeypatch):
     real, count = searching._value_of, []
 
@@ -119,6 +124,7 @@ def test_a_trial_that_fails_stops_no_other(tmp_path, monkeypatch):
     assert len(runs) == 3
 
 
+@pytest.mark.full
 def test_a_search_does_not_go_on_with_other_settings(tmp_path):
     fedprune_app.sweep(DOCUMENT, out=tmp_path / "s", **QUICK)
     with refuses("out", which="began with other settings or clients"):
@@ -127,6 +133,7 @@ def test_a_search_does_not_go_on_with_other_settings(tmp_path):
         fedprune_app.sweep(DOCUMENT, out=tmp_path / "t", learning_rate=0.1, **QUICK)
 
 
+@pytest.mark.full
 def test_a_search_goes_on_with_the_number_of_clients_that_it_began_with(tmp_path):
     def search(trials, **more):
         document = {**DOCUMENT, "clients": 4, "search": {**DOCUMENT["search"], "trials": trials}}
@@ -234,6 +241,7 @@ def test_a_search_by_the_loss_needs_no_validation_data(tmp_path):
     assert runs[0].config["momentum"] in (0, 0.45, 0.9)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "document", [DOCUMENT, {"systems": ["fedavg"], "clients": 3, "common": {"num-server-rounds": 1}}]
 )
@@ -256,6 +264,7 @@ SEVERAL = {
 }
 
 
+@pytest.mark.full
 def test_several_systems_are_searched_and_compared_with_seeds_that_no_search_used(fedprune, tmp_path):
     (tmp_path / "data").mkdir()
     lines = [f"{number % 7},{number % 2}" for number in range(120)]
@@ -303,6 +312,7 @@ def test_what_two_searches_found_alike_is_compared_once(tmp_path):
     assert name == "fedavg"
 
 
+@pytest.mark.full
 def test_a_search_of_one_system_goes_on_beside_that_of_another(tmp_path):
     document = {**SEVERAL, "seeds": [0], "search": {**SEVERAL["search"], "trials": 1}}
     fedprune_app.sweep({**document, "systems": ["fedavg"]}, out=tmp_path / "s", **QUICK)
@@ -312,6 +322,7 @@ def test_a_search_of_one_system_goes_on_beside_that_of_another(tmp_path):
     assert [run.system for run in more] == ["fedavg", "standalone"]
 
 
+@pytest.mark.full
 def test_a_search_in_which_no_trial_succeeds_stops_no_other(tmp_path):
     broken = {"system": "standalone", "learning-rate": 1e30}
     document = {**SEVERAL, "seeds": [0], "systems": [broken, "fedavg"]}
@@ -352,6 +363,7 @@ def test_searches_that_cannot_be_are_refused_before_anything_is_written(tmp_path
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.full
 def test_a_setting_is_drawn_that_has_an_effect_with_some_choice_of_another_one_alone(tmp_path):
     space = {"dispfl.topology": ["ring", "random"], "dispfl.neighbours": [1, 2, 3]}
     common = {"system": "dispfl", "num-server-rounds": 1, "evaluate-every": 1, "local-epochs": 1}
