@@ -38,9 +38,9 @@ def _convert(path: Path, folder: Path) -> None:
         raise ValueError(f"model {str(path)!r} has no tokenizer, allowed: a GGUF file with one")
     where: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
         how = transformers.GgufConfig(dequantize=True)
         model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, quantization_config=how)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     except Exception as error:  # transformers refuses with many kinds of error
         kind = fields["general.architecture"].contents()
         raise ValueError(f"model {str(path)!r} is of {kind}, which is not read: {one_line(error)[:200]}") from None
