@@ -5,7 +5,9 @@ transformers computes the weights from the file's blocks, as 32-bit numbers.
 
 from __future__ import annotations
 
+from contextlib import redirect_stderr
 from functools import lru_cache
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +39,11 @@ def _convert(path: Path, folder: Path) -> None:
     if "tokenizer.ggml.tokens" not in fields:
         raise ValueError(f"model {str(path)!r} has no tokenizer, allowed: a GGUF file with one")
     where: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    how: dict[str, Any] = {"dtype": torch.float32, "quantization_config": transformers.GgufConfig(dequantize=True)}
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
-        how = transformers.GgufConfig(dequantize=True)
-        model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, quantization_config=how)
+        with redirect_stderr(StringIO()):  # a bar that logs would show line by line
+            model = transformers.AutoModelForCausalLM.from_pretrained(**where, **how)
     except Exception as error:  # transformers refuses with many kinds of error
         kind = fields["general.architecture"].contents()
         raise ValueError(f"model {str(path)!r} is of {kind}, which is not read: {one_line(error)[:200]}") from None
