@@ -220,6 +220,10 @@ def claims_table() -> str:
             numbers = [f"{100 * apart.mean:+.2f}", interval, ", ".join(f"{100 * each:+.2f}" for each in apart.by_seed)]
         where = f"{claim.clients}, {claim.deal}"
         lines.append(f"| {' | '.join([claim.name, where, claim.text, claim.in_paper, *numbers, verdict(apart)])} |")
+    wanted = {(claim.deal, str(claim.clients), str(claim.density)) for claim in CLAIMS}
+    runs = {(row["deal"], row["clients"], row["density"], row["seed"]) for row in read_rows(DATA)}
+    done = sum(run[:3] in wanted and int(run[3]) < SEEDS for run in runs)
+    lines += ["", f"{done} of the {len(wanted) * SEEDS} runs are done. The others have not been run yet."]
     return "\n".join(lines)
 
 
