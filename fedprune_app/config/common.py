@@ -201,7 +201,8 @@ class CommonOptions:
     model: str = option(
         "auto",
         "The network; `fedprune list` names all networks. 'auto' takes the dataset's. A function of your own that "
-        "makes one is 'module:function' or 'file.py:function'. A language model is a folder or a name on the hub.",
+        "makes one is 'module:function' or 'file.py:function'. A language model is a folder, a .gguf file or a "
+        "name on the hub.",
         kind=Kind.MODEL,
     )
     init: str = option(

@@ -27,7 +27,7 @@ class Kind(Enum):
     FOLDER = auto()  # is read
     STATE_FOLDER = auto()  # is written in every round, and may be shared by runs
     RUN_FOLDER = auto()  # holds one run; a command line says it with --out and --resume
-    MODEL = auto()  # a folder, or else a name, or code
+    MODEL = auto()  # a folder or a .gguf file, or else a name, or code
     CODE = auto()  # names, or code as 'module', 'file.py', 'module:function' or 'file.py:function'
     NAMED_FILES = auto()  # 'name=path, name=path'
 
@@ -103,7 +103,8 @@ class Option:
             return value
         if self.kind.is_path:
             return _resolved(value)
-        if self.kind is Kind.MODEL and Path(os.path.expanduser(value)).is_dir():
+        is_file = value.endswith(".gguf")
+        if self.kind is Kind.MODEL and (is_file or Path(os.path.expanduser(value)).is_dir()):
             return _resolved(value)
         if self.kind in (Kind.CODE, Kind.MODEL):
             return ",".join(_code_from_here(part.strip()) for part in value.split(","))

@@ -40,13 +40,20 @@ def import_transformers() -> Any:
 
 
 def resolve_checkpoint(name: str, download: bool) -> Path:
-    """Return the folder of a checkpoint: ``name`` is a local folder, or a hub name such as ``facebook/opt-125m``.
+    """Return the folder of a checkpoint: ``name`` is a local folder, a GGUF file, or a name on the hub.
 
-    A hub model comes from the local hub cache, and with ``download`` from the hub. ``ValueError`` where there is none.
-    If several processes or threads ask at once, one of them works and the others wait.
+    Such a name is ``facebook/opt-125m``. A GGUF file's folder is in this user's cache. A hub model comes from the local
+    hub cache, and with ``download`` from the hub. ``ValueError`` where there is none. If several processes or threads
+    ask at once, one of them works and the others wait.
     """
     folder = Path(name).expanduser()
-    return folder.resolve() if folder.is_dir() else _of_hub(name, download)
+    if folder.is_dir():
+        return folder.resolve()
+    if folder.suffix == ".gguf":
+        from fedprune_app.models.gguf import folder_of_gguf
+
+        return folder_of_gguf(folder)
+    return _of_hub(name, download)
 
 
 @lru_cache(maxsize=8)  # with ``download`` the hub is asked for the newest version once, not for every message of a run
@@ -58,7 +65,8 @@ def _of_hub(name: str, download: bool) -> Path:
     try:
         snapshot = Path(snapshot_download(name, allow_patterns=list(_FILES), local_files_only=not download))
     except HFValidationError:
-        raise ValueError(f"model is {name!r}, allowed: 'auto', a folder, or a name on the Hugging Face hub") from None
+        allowed = "'auto', a folder, a .gguf file, or a name on the Hugging Face hub"
+        raise ValueError(f"model is {name!r}, allowed: {allowed}") from None
     except LocalEntryNotFoundError as error:
         if download:
             raise ValueError(f"model {name!r} cannot be downloaded: {one_line(error)}") from None

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -20,13 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedprune_app.files import locked, replacing_folder
+from fedprune_app.models.cached import cache_folder, cached_model
 from fedprune_app.models.llm import import_transformers
 
-log = logging.getLogger("flwr.fedprune")
-
 NAME = "byte-llama"
-_DIGESTS = "sha256.json"  # the digests of the other files in the folder
 OnStep = Callable[[int, int, float], None]
 """A callback of this type gets (step, steps, loss) after every step."""
 
@@ -50,12 +45,6 @@ class Recipe:
 DEFAULT = Recipe()
 
 
-def cache_folder() -> Path:
-    """Return the folder of this user's trained models: ``$XDG_CACHE_HOME/fedprune`` or ``~/.cache/fedprune``."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fedprune"
-
-
 def embedded_folder(texts: Sequence[str], recipe: Recipe = DEFAULT) -> Path:
     """Return the folder where the model trained by this recipe on these texts is, or will be."""
     return cache_folder() / f"{NAME}-{_digest(tuple(texts), recipe)[:12]}"
@@ -71,20 +60,12 @@ def _digest(texts: tuple[str, ...], recipe: Recipe) -> str:
 
 def train_embedded(texts: Sequence[str], recipe: Recipe = DEFAULT, on_step: OnStep | None = None) -> Path:
     """Return the model's folder, after training the model unless this or another process did so before."""
-    folder = embedded_folder(texts, recipe)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with locked(f"{folder}.lock", "trains the embedded language model"):
-        known = folder.exists()
-        if not (known and is_whole(folder)):
-            if known:
-                log.warning("the cached model '%s' is damaged: it is trained anew", folder)
-            model = _trained(texts, recipe, on_step)
-            with replacing_folder(folder) as new:
-                _save(model, new)
-                (new / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1))
-                digests = {path.name: _sha256(path) for path in sorted(new.iterdir())}
-                (new / _DIGESTS).write_text(json.dumps(digests, indent=1))
-    return folder
+
+    def make(folder: Path) -> None:
+        _save(_trained(texts, recipe, on_step), folder)
+        (folder / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1))
+
+    return cached_model(embedded_folder(texts, recipe), "trains the embedded language model", make)
 
 
 def write_untrained(folder: Path, recipe: Recipe = DEFAULT) -> None:
@@ -95,19 +76,6 @@ def write_untrained(folder: Path, recipe: Recipe = DEFAULT) -> None:
 def _save(model: Any, folder: Path) -> None:
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
-
-
-def is_whole(folder: Path) -> bool:
-    """Return whether a cached model's files are those that were written."""
-    try:
-        digests = json.loads((folder / _DIGESTS).read_text())
-        return all(_sha256(folder / name) == digest for name, digest in digests.items())
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def byte_tokenizer() -> Any:

@@ -33,7 +33,8 @@ def prepare_models(configs: Iterable[Config], console: Console) -> None:
 def embedded_model(console: Console) -> Path:
     """Return the folder of the embedded language model, which is trained now unless that was done before."""
     from fedprune_app.data.text import stdlib_training_text
-    from fedprune_app.models.embedded import embedded_folder, is_whole, train_embedded
+    from fedprune_app.models.cached import is_whole
+    from fedprune_app.models.embedded import embedded_folder, train_embedded
 
     texts = [document.text for document in stdlib_training_text()]
     folder = embedded_folder(texts)

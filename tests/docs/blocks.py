@@ -27,7 +27,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FEDPRUNE = ("fedprune", "python")
 FLOWER = ("flwr", "flower-superlink", "flower-superexec", "flower-supernode")
 # What else a block of commands may call.
-SHELL = ("umask", "head", "mkdir", "chown", "export", "openssl", "make", "ray", "docker")
+SHELL = ("umask", "head", "mkdir", "chown", "export", "openssl", "make", "ray", "docker", "pip")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SPAN = re.compile(r"`((?:fedprune|make) [^`]+)`")
 _TARGETS = re.compile(r"^([a-z-]+):", re.MULTILINE)

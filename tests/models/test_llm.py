@@ -291,5 +291,5 @@ def test_a_hub_name_is_found_in_the_cache_and_never_fetched_unasked(tmp_path, mo
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc")
     assert resolve_checkpoint("someone/tiny", download=False) == repository / "snapshots" / "abc"
-    with pytest.raises(ValueError, match="allowed: 'auto', a folder, or a name"):
+    with pytest.raises(ValueError, match=r"allowed: 'auto', a folder, a \.gguf file, or a name"):
         resolve_checkpoint("no such/fold er/x", download=False)

@@ -1,0 +1,57 @@
+"""Language models that this machine makes once are kept in a cache of the user, with digests that show damage."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from fedprune_app.files import locked, replacing_folder
+
+log = logging.getLogger("flwr.fedprune")
+
+_DIGESTS = "sha256.json"  # the digests of the other files in the folder
+
+
+def cache_folder() -> Path:
+    """Return the folder of this user's models: ``$XDG_CACHE_HOME/fedprune`` or ``~/.cache/fedprune``."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "fedprune"
+
+
+def cached_model(folder: Path, what: str, make: Callable[[Path], None]) -> Path:
+    """Return a cached model's folder, which ``make`` fills unless this or another process did so before.
+
+    ``what`` says what ``make`` does, as in :func:`locked`. A damaged folder is made anew.
+    """
+    if is_whole(folder):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(f"{folder}.lock", what):
+        known = folder.exists()
+        if not (known and is_whole(folder)):  # another process may have made it while this one waited
+            if known:
+                log.warning("the cached model '%s' is damaged: it is made anew", folder)
+            with replacing_folder(folder) as new:
+                make(new)
+                digests = {path.name: sha256_of(path) for path in sorted(new.iterdir())}
+                (new / _DIGESTS).write_text(json.dumps(digests, indent=1))
+    return folder
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether a cached model's files are those that were written."""
+    try:
+        digests = json.loads((folder / _DIGESTS).read_text())
+        return all(sha256_of(folder / name) == digest for name, digest in digests.items())
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def sha256_of(path: Path) -> str:
+    """Return a file's SHA-256 in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

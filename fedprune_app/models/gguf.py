@@ -1,0 +1,63 @@
+"""A GGUF file, as llama.cpp reads it, becomes a folder of safetensors with its tokenizer, once.
+
+transformers computes the weights from the file's blocks, as 32-bit numbers.
+"""
+
+from __future__ import annotations
+
+from contextlib import redirect_stderr
+from functools import lru_cache
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedprune_app.models.cached import cache_folder, cached_model, sha256_of
+from fedprune_app.models.checkpoints import import_transformers, one_line
+
+
+def folder_of_gguf(path: Path) -> Path:
+    """Return the cached folder of a GGUF file's model, which is named by the file's content.
+
+    ``ValueError`` where there is no such file, it is cut off, or transformers cannot read its model or its tokenizer.
+    """
+    if not path.is_file():
+        raise ValueError(f"model is {str(path)!r}: no such file")
+    return _folder_of(path.resolve(), path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=8)  # the file and its copy are read once in a process, not for every message of a run
+def _folder_of(path: Path, changed: int) -> Path:
+    folder = cache_folder() / f"gguf-{sha256_of(path)[:16]}"
+    return cached_model(folder, f"reads {str(path)!r}", lambda new: _convert(path, new))
+
+
+def _convert(path: Path, folder: Path) -> None:
+    transformers = import_transformers()
+    fields = _fields(path)
+    if "tokenizer.ggml.tokens" not in fields:
+        raise ValueError(f"model {str(path)!r} has no tokenizer, allowed: a GGUF file with one")
+    where: dict[str, Any] = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
+    how: dict[str, Any] = {"dtype": torch.float32, "quantization_config": transformers.GgufConfig(dequantize=True)}
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+        with redirect_stderr(StringIO()):  # a bar that logs would show line by line
+            model = transformers.AutoModelForCausalLM.from_pretrained(**where, **how)
+    except Exception as error:  # transformers refuses with many kinds of error
+        kind = fields["general.architecture"].contents()
+        raise ValueError(f"model {str(path)!r} is of {kind}, which is not read: {one_line(error)[:200]}") from None
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _fields(path: Path) -> Any:
+    """Return what a GGUF file says of itself, by key; ``ValueError`` for one that ends too early."""
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise ValueError("GGUF files need the package gguf: install the extra fedprune[gguf]") from None
+    try:
+        return GGUFReader(path).fields
+    except Exception as error:  # it meets the end of the file in many ways
+        raise ValueError(f"model {str(path)!r} is no whole GGUF file, but cut off or damaged ({error})") from None

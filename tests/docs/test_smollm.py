@@ -1,0 +1,60 @@
+"""The page of the real language model says what its rows of data say, and its claims are runs of its matrices."""
+
+from __future__ import annotations
+
+import csv
+from math import exp
+
+import pytest
+
+from fedprune_app.preflight.given import Given
+from fedprune_app.sweeps.matrix import read_matrix
+from tests.docs.blocks import ROOT
+from tests.docs.scripts import script
+
+smollm = script("smollm")
+
+
+def test_the_tables_of_the_page_are_those_of_the_data():
+    assert smollm.written(smollm.PAGE.read_text()) == smollm.PAGE.read_text()
+
+
+def test_no_run_has_two_rows_for_a_text():
+    rows = list(csv.DictReader(smollm.DATA.read_text().splitlines()))
+    keys = [tuple(row[key] for key in smollm.KEY) for row in rows]
+    assert len(set(keys)) == len(keys)
+    assert all(len(row["own"].split()) == int(row["clients"]) for row in rows)
+
+
+def test_every_claim_is_of_a_cell_that_a_matrix_runs():
+    cells = set()
+    for name in ("table1", "table2", "table3", "kinds"):
+        matrix = read_matrix(ROOT / "configs" / "matrices" / f"smollm_{name}.yaml")
+        for cell in matrix.cells(Given(out=ROOT)):
+            deal = smollm.DEALS[cell.config.fedspallm.deal]
+            cells.add((deal, matrix.num_clients, cell.config.density, cell.config.seed))
+    for claim in smollm.CLAIMS:
+        wanted = {(claim.deal, claim.clients, claim.density, seed) for seed in range(smollm.SEEDS)}
+        assert wanted <= cells, claim
+
+
+def row(seed: int, text: str, own: list[float], of_all: float, density: float = 0.5) -> dict[str, str]:
+    key = {"deal": "kinds", "clients": 2, "density": density, "segments": 8, "seed": seed, "text": text}
+    more = {"own": " ".join(map(str, own)), "global": of_all, "dense": 1.0, "megabytes_up": 1.0, "minutes": 1.0}
+    return {name: str(value) for name, value in (key | more).items()}
+
+
+def test_gains_are_differences_of_logarithms_and_the_seeds_decide(tmp_path, monkeypatch):
+    monkeypatch.setattr(smollm, "DATA", tmp_path / "rows.csv")
+    rows = [row(seed, text, [exp(2), exp(2)], exp(2 - 0.1 * (seed + 1))) for seed in range(2) for text in ("a", "b")]
+    smollm.append_rows(smollm.DATA, rows)
+    claim = smollm.Claim("x", "kinds", 2, 0.5)
+    apart = smollm.compared(claim)
+    assert apart.by_seed == pytest.approx((0.1, 0.2))
+    assert smollm.verdict(apart) == "open: 2 of 3 seeds"
+    smollm.append_rows(smollm.DATA, [row(2, text, [exp(2), exp(2)], exp(1.85)) for text in ("a", "b")])
+    assert smollm.verdict(smollm.compared(claim)) == "shown"
+    at_home = smollm.compared(smollm.Claim("y", "kinds", 2, 0.5, own=True))
+    assert at_home.by_seed == pytest.approx((-0.1, -0.2, -0.15))
+    assert smollm.verdict(at_home) == "does not hold here"
+    assert "| 50% | 3 | a | 1.0 | 7.4 ± 0.0 | 7.4 ± 0.0 |" in smollm.kinds_table()
