@@ -312,6 +312,8 @@ ELSEWHERE = {  # what writes by itself, and why it may
     "fedprune_app/launching/flower_cli.py": "a new temporary file of Python's own",
     "fedprune_app/models/saving.py": "into a folder of replacing_folder",
     "fedprune_app/models/embedded.py": "into a folder of replacing_folder",
+    "fedprune_app/models/cached.py": "into a folder of replacing_folder",
+    "fedprune_app/models/gguf.py": "into a folder of replacing_folder",
     "fedprune_app/models/checkpoints.py": "into a folder of replacing_folder",
     "fedprune_app/privacy/ledger.py": "adds to a ledger in place, under a lock: a rename could lose a charge",
     "fedprune_app/exports/formats.py": "into memory",

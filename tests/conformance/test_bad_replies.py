@@ -18,6 +18,7 @@ def clock():
         yield
 
 
+@pytest.mark.few(2)
 @SYSTEM_BY_TIER
 def test_bad_replies_leave_everything_as_if_their_clients_had_not_been_asked(conform, clock, system):
     settings = {"deadline_seconds": 5.0, "evaluate_every": ROUNDS}
@@ -29,6 +30,7 @@ def test_bad_replies_leave_everything_as_if_their_clients_had_not_been_asked(con
     assert with_bad.sha256 != conform(system).sha256
 
 
+@pytest.mark.few(2)
 @SYSTEM_BY_TIER
 def test_a_reply_that_comes_twice_counts_once(conform, system):
     assert conform(system, grid=Twice).sha256 == conform(system).sha256

@@ -24,6 +24,7 @@ CLAIMS, PAGES, Claim = evidence.CLAIMS, evidence.PAGES, evidence.Claim
 chosen, verdict, written = evidence.chosen, evidence.verdict, evidence.written
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_tables_of_a_page_are_those_of_the_data(page):
     assert written(page.read_text()) == page.read_text()
@@ -290,6 +291,7 @@ def test_the_page_begins_with_how_many_claims_hold():
     assert f"**{shown} claims are shown, {not_here} do not hold here, and {left} are open.**" in page
 
 
+@pytest.mark.full
 def test_the_tables_of_the_folder_are_those_of_the_data():
     for name, table in evidence.files():
         assert (evidence.TABLES / f"{name}.csv").read_text() == evidence.as_csv(table), name

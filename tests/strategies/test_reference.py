@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.examples import first
 from tests.strategies import reference
 
 SYSTEMS = {
@@ -28,7 +29,7 @@ SYSTEMS = {
 }
 
 
-@pytest.fixture(scope="module", params=SYSTEMS)
+@pytest.fixture(scope="module", params=first(2, SYSTEMS))
 def both(request, federation):
     run = federation(system=request.param.partition(",")[0], **SYSTEMS[request.param])
     return run, reference.federation(run.config, run.num_clients)

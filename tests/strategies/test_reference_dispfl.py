@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.examples import first
 from tests.strategies import reference_dispfl as reference
 from tests.strategies.reference import WEIGHTS
 
@@ -56,7 +57,7 @@ TRAINED = {
 SPARSE = [name for name in TRAINED if name.startswith("dispfl")]
 
 
-@pytest.fixture(scope="module", params=TRAINED)
+@pytest.fixture(scope="module", params=first(2, TRAINED))
 def both(request, federation):
     settings = {**COMMON, **TRAINED[request.param]}
     run = federation(system=request.param.partition(",")[0], **settings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.examples import first
 from tests.strategies import reference_fedp3 as reference
 
 COMMON = {
@@ -81,7 +82,7 @@ TRAINED = {
 }
 
 
-@pytest.fixture(scope="module", params=TRAINED)
+@pytest.fixture(scope="module", params=first(2, TRAINED))
 def both(request, federation):
     run = federation(system="fedp3", **{**COMMON, **TRAINED[request.param]})
     return run, reference.federation(run.config, run.num_clients)
