@@ -7,6 +7,10 @@ DEV_STAMP := $(VENV)/.installed-dev
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The release of Flower: the last one whose nodes speak gRPC, at a port of their own. Others: docs/deploy.md.
 FLOWER ?= 1.39.*
+# PyTorch, exactly; TORCH_INDEX is another package index to take it from, such as that of builds for CPUs.
+TORCH ?= 2.13.0
+TORCHVISION ?= 0.28.0
+TORCH_INDEX ?=
 
 ifneq ($(words $(CURDIR)),1)
 $(info The path $(CURDIR) has a space: simulations run in it, and Flower's SuperLink (flwr run, fedprune deploy) does not)
@@ -94,10 +98,16 @@ benchmarks: $(DEV_STAMP)
 
 # torch first and exactly, with its torchvision: a range would let the resolver take newer ones, with gigabytes of CUDA packages.
 $(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "error: $(PYTHON) is too old, allowed: Python 3.11 or later (make PYTHON=python3.12 ...)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	    { echo "error: $(PYTHON) has no module venv: install it (on Debian and Ubuntu the package python3-venv)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(STAMP): pyproject.toml hatch_build.py $(wildcard fedprune_app/core/native/*.c) | $(BIN)/python
-	$(PIP) install --quiet torch==2.13.0 torchvision==0.28.0
+	@[ -n "$(TORCH_INDEX)" ] || command -v nvidia-smi >/dev/null || \
+	    echo "No NVIDIA GPU here: with TORCH_INDEX=..., PyTorch's index of CPU builds, the download is 4 GB smaller."
+	$(PIP) install --quiet torch==$(TORCH) torchvision==$(TORCHVISION) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(PIP) install --quiet 'flwr[simulation]==$(FLOWER)' --editable '.[all]'
 	touch $@
 

@@ -14,15 +14,15 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 FLOWER = "1.39.*"  # as in the Makefile
 TORCH = "2.13.*"
+CERTIFI = "2026.10.19"  # without an authority whose keys were stolen; Flower 1.42 asks for it, too
 HEADER = "# All packages of the image{}. Made by `make lock`, from pyproject.toml: do not edit.\n"
 
 
 def main() -> None:
     command = ["uv", "pip", "compile", str(FOLDER.parent / "pyproject.toml"), "-", "--extra", "llm", "--quiet"]
     command += ["--universal", "--python-version", "3.11", "--generate-hashes", "--no-header", "--no-annotate"]
-    done = subprocess.run(
-        command, input=f"hatchling\nflwr=={FLOWER}\ntorch=={TORCH}\n", stdout=subprocess.PIPE, text=True, check=True
-    )
+    wanted = f"hatchling\nflwr=={FLOWER}\ntorch=={TORCH}\ncertifi>={CERTIFI}\n"
+    done = subprocess.run(command, input=wanted, stdout=subprocess.PIPE, text=True, check=True)
     packages = re.split(r"^(?=[a-z0-9])", done.stdout, flags=re.MULTILINE)
     is_of_torch = re.compile(r"(torch|triton|cuda-[a-z]+|nvidia-[a-z0-9-]+)==")
     with_torch = [package for package in packages if is_of_torch.match(package)]
