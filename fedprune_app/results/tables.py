@@ -258,6 +258,14 @@ def paper_bytes(run: Run) -> float | None:
     return sum(counted) if counted else None
 
 
+def traffic_of(run: Run) -> float | None:
+    """Return the bytes of training, to and from the server, or over all links where models go from peer to peer."""
+    peers, up, down = (run.total(name) for name in ("peer_bytes", "bytes_up", "bytes_down"))
+    if peers is not None:  # up and down together would count relayed bytes twice
+        return peers
+    return None if up is None or down is None else up + down
+
+
 def flops_per_client(run: Run) -> float | None:
     """Return the FLOPs of a client that trains in a round, as a mean over the rounds in which any client trained.
 

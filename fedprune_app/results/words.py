@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fedprune_app.results.differences import of_the_same_data
-from fedprune_app.results.tables import Group, Statistic, statistics_of
+from fedprune_app.results.tables import Group, Statistic, statistics_of, traffic_of
 
 REFERENCE = "fedavg"
 """What the others are compared with, if it is there: the dense method that everybody knows."""
@@ -26,13 +26,8 @@ def own_accuracy(group: Group) -> Statistic | None:
 
 
 def traffic(group: Group) -> Statistic | None:
-    """Return the bytes of a run in both directions; between peers, where the relay's would count twice, their own."""
-    return Statistic.of(
-        peers if peers is not None else None if up is None or down is None else up + down
-        for peers, up, down in (
-            [run.total(name) for name in ("peer_bytes", "bytes_up", "bytes_down")] for run in group.runs
-        )
-    )
+    """Return the bytes of training, as :func:`~fedprune_app.results.tables.traffic_of` has them of a run."""
+    return Statistic.of(map(traffic_of, group.runs))
 
 
 def _of_alike(groups: Sequence[Group]) -> Iterator[str]:

@@ -9,14 +9,14 @@ from fedprune_app.results.differences import of_the_same_data
 from fedprune_app.results.figures.common import SHARE_TICKS, Trace, Variant, joining, point
 from fedprune_app.results.measures import MEGABYTE
 from fedprune_app.results.reader import Run
-from fedprune_app.results.tables import Group, Statistic, accuracy_words, compared_by, epsilon_remark
+from fedprune_app.results.tables import Group, Statistic, accuracy_words, compared_by, epsilon_remark, traffic_of
 
 
 def by_cost(groups: Sequence[Group]) -> list[Variant]:
     """Return a view for each cost that some setting paid, with two settings or more: a single point shows no trade."""
     costs: dict[str, tuple[str, Callable[[Run], float | None]]] = {
         "Privacy": (f"Largest ε of any client{epsilon_remark(groups)}", lambda run: run.last("epsilon_max")),
-        "Traffic": ("Measured traffic (MB)", _total_megabytes),
+        "Traffic": ("Measured traffic (MB)", _megabytes),
     }
     by_label = compared_by(groups)
     data = {group.label: number for number, each in enumerate(of_the_same_data(groups)) for group in each}
@@ -63,9 +63,6 @@ def _front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return front
 
 
-def _total_megabytes(run: Run) -> float | None:
-    """Return the megabytes of training, to and from the server, or over all links where models go from peer to peer."""
-    peers, up, down = (run.total(name) for name in ("peer_bytes", "bytes_up", "bytes_down"))
-    if peers is not None:
-        return peers / MEGABYTE
-    return None if up is None or down is None else (up + down) / MEGABYTE
+def _megabytes(run: Run) -> float | None:
+    total = traffic_of(run)
+    return None if total is None else total / MEGABYTE
