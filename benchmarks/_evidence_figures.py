@@ -55,6 +55,33 @@ class Series:
     last: dict[str, tuple[float, float]] = field(default_factory=dict)
 
 
+@dataclass
+class Cost:
+    """What the runs of one setting cost and reached: megabytes, 10¹² operations, and accuracy in per cent, by seed."""
+
+    label: str
+    spent: dict[str, list[float]]
+    reached: list[float]
+
+
+def costs(found: Sequence[Cost]) -> Figure:
+    """Accuracy of the clients' own models against each cost: a diamond is the mean of the seeds, a dot a seed."""
+    axes = list(found[0].spent)
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(axes), sharey=True)
+    for panel, axis in zip(panels, axes, strict=True):
+        for number, cost in enumerate(found):
+            colour, spent = COLOURS[number % len(COLOURS)], cost.spent[axis]
+            means = [sum(values) / len(values) for values in (spent, cost.reached)]
+            panel.plot(spent, cost.reached, marker="o", color=colour, **DOT_STYLE)
+            panel.plot(*([mean] for mean in means), marker="D", color=colour, linestyle="none", label=cost.label)
+        panel.set_xlabel(axis)
+        panel.set_xlim(left=-0.03 * max(max(cost.spent[axis]) for cost in found))
+    panels[0].set_ylabel("clients' own models, accuracy, %")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
+    return figure
+
+
 def claims(sections: Mapping[str, Sequence[Bar]]) -> Figure:
     """One panel for each section, with one line for each claim that has runs."""
     heights = [len(bars) + 0.8 for bars in sections.values()]

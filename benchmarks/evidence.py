@@ -348,10 +348,25 @@ def figures() -> Iterable[tuple[str, Figure]]:
     shown = {bar.name: bar for bars in sections.values() for bar in bars}
     papers = {name: float(points) for name, points in IN_PAPER.items() if re.fullmatch(r"[+-]?[\d.]+", points)}
     yield "papers", drawn.papers([(shown[name], points) for name, points in papers.items() if name in shown])
+    yield "costs", drawn.costs(_costs("subfedavg-rounds"))
     for name in MATRICES:
         is_shown = any(claim.data == name and claim.measure == "personal" for claim in CLAIMS)
         if is_shown and (found := _series(name)):
             yield name, drawn.course(found)
+
+
+def _costs(name: str) -> list[drawn.Cost]:
+    """What the runs of a data file cost and reached, by setting."""
+    rows = sorted(read(name), key=_by_setting)
+    axes = {"MB sent up by all clients": "megabytes_up", "operations of training, 10¹²": "teraflops"}
+    found: dict[str, drawn.Cost] = {}
+    for row, settings in zip(rows, differing(rows), strict=True):
+        label = ", ".join([row["system"], *(f"{key.rpartition('.')[2]} {value}" for key, value in settings if value)])
+        cost = found.setdefault(row["settings"], drawn.Cost(label, {axis: [] for axis in axes}, []))
+        for axis, column in axes.items():
+            cost.spent[axis].append(float(row[column]))
+        cost.reached.append(float(row["personal"]))
+    return list(found.values())
 
 
 def _series(name: str) -> list[drawn.Series]:
