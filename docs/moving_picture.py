@@ -6,7 +6,6 @@ Run ``python docs/moving_picture.py`` from the root of the repository. It takes 
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 
@@ -31,11 +30,6 @@ def font(size: int, weight: str = "normal") -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(findfont(f"DejaVu Sans:{weight}"), size)
 
 
-def state_rounds(folder: Path) -> list[int]:
-    """Return the clients that have trained so far."""
-    return sorted(map(int, json.loads((folder / "run.json").read_text())["state_rounds"]))
-
-
 def rounds(folder: Path) -> list[dict]:
     """Return for each round the masks of the clients' own models, and the last row of the run's record."""
     seen = []
@@ -50,7 +44,7 @@ def rounds(folder: Path) -> list[dict]:
             resume=number > 1,
             progress=False,
         )
-        trained = {client: fedprune.masks(run, client) for client in state_rounds(folder)}
+        trained = {client: fedprune.masks(run, client) for client in map(int, run.info["state_rounds"])}
         full = {name: mask | True for name, mask in next(iter(trained.values())).items()}
         masks = [trained.get(client, full) for client in range(CLIENTS)]
         down, up = (sum(row[f"bytes_{way}"] for row in run.rounds) / 1e6 for way in ("down", "up"))
@@ -76,8 +70,7 @@ def frame(seen: dict, number: int) -> Image.Image:
     for place, client in enumerate(order):
         x, y = 20 + place % COLUMNS * (width + GAP), 20 + place // COLUMNS * (height + 38)
         labels = held[client]
-        if LAYER in masks[client]:
-            image.paste(tile(masks[client][LAYER].numpy(), LABELS[labels[0]]), (x, y))
+        image.paste(tile(masks[client][LAYER].numpy(), LABELS[labels[0]]), (x, y))
         for index, label in enumerate(labels):
             draw.text((x + index * 18, y + height + 3), str(label), LABELS[label], font(15, "bold"))
     left = 20 + COLUMNS * (width + GAP) + 30
@@ -106,12 +99,7 @@ def main() -> None:
     frames = [frame(each, number) for number, each in enumerate(seen, 1)]
     durations = [MILLISECONDS] * (len(frames) - 1) + [LAST_MILLISECONDS]
     frames[0].save(OUT, save_all=True, append_images=frames[1:], duration=durations, loop=0, lossless=True, method=6)
-    last = seen[-1]
-    print(
-        json.dumps(
-            {"bytes": OUT.stat().st_size, "accuracy": last["row"]["accuracy_personal_mean"], "sent": last["sent"]}
-        )
-    )
+    print(f"{OUT}: {OUT.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":

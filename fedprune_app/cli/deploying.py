@@ -49,7 +49,7 @@ def local(
     They use TLS and registered keys, as on real machines.
     Each KEY=VALUE is a setting; `fedprune list --keys` shows all of them.
     """
-    from fedprune_app.config.policy import POLICY_FILE
+    from fedprune_app.config import POLICY_FILE
     from fedprune_app.node.policy import read_policy
 
     folders, files = _paths(data_dirs), _paths(policies)

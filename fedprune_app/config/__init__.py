@@ -19,7 +19,7 @@ from fedprune_app.config.gossip import DisPFLOptions, DPSGDOptions, GossipOption
 from fedprune_app.config.options import Kind, Option, Scalar, option
 from fedprune_app.config.parsing import check_resumable, parse_config, paths_from_here, written_below
 from fedprune_app.config.plugged import check_uses, is_used, register_table, uses_of, with_carrier
-from fedprune_app.config.policy import NO_POLICY, POLICY_KEYS, Policy, PolicyError, declined
+from fedprune_app.config.policy import NO_POLICY, POLICY_FILE, POLICY_KEYS, Policy, PolicyError, declined
 from fedprune_app.config.toml import flatten, parse_override, read_toml, to_toml, toml_value
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "FEDP3_COUNTS",
     "NO_POLICY",
     "OPTIONS",
+    "POLICY_FILE",
     "POLICY_KEYS",
     "REFUSED",
     "Config",

@@ -14,7 +14,6 @@ from fedprune_app.config import Scalar, to_toml
 from fedprune_app.errors import LaunchError
 from fedprune_app.launching import processes
 from fedprune_app.launching.outcome import RecordedEnd
-from fedprune_app.launching.processes import direct_on_loopback, last_line
 
 _ANSWER_SECONDS = 120
 _IS_OVER = "[code: 18]"  # of `flwr stop`
@@ -41,7 +40,7 @@ def flwr(link: Link, *arguments: str) -> dict[str, object]:
     try:
         done = subprocess.run(
             command,
-            env=direct_on_loopback(link.environment),
+            env=processes.direct_on_loopback(link.environment),
             capture_output=True,
             text=True,
             timeout=_ANSWER_SECONDS,
@@ -114,7 +113,7 @@ def failure(link: Link, run_id: str) -> str:
     details = str(_run_row(link, run_id).get("status-details") or "").strip().splitlines()
     if details:
         return details[-1]
-    return last_line(link.log_file) if link.log_file else "the run failed; see `flwr log`"
+    return processes.last_line(link.log_file) if link.log_file else "the run failed; see `flwr log`"
 
 
 def stop_run(link: Link, run_id: str) -> None:

@@ -28,7 +28,6 @@ from fedprune_app.engine.watchdog import CLIENTS_VARIABLE, LAUNCHER_VARIABLE, la
 from fedprune_app.files import scratch_folder
 from fedprune_app.launching import processes
 from fedprune_app.launching.outcome import RecordedEnd
-from fedprune_app.launching.processes import flower_environment
 
 _PACKAGES = (fedprune_app, strategies, clients)
 _COMPONENTS = ("fedprune_app.server_app:app", "fedprune_app.client_app:app")
@@ -101,7 +100,7 @@ def started(
     with scratch_folder(place) as folder:
         (folder / "settings.json").write_text(json.dumps(settings))
         environment = {
-            **flower_environment(folder / "flwr"),
+            **processes.flower_environment(folder / "flwr"),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(app), os.environ.get("PYTHONPATH")])),
             "RAY_worker_niceness": "0",  # Ray's workers run at nice 15 and starve on a busy machine
             "RAY_USAGE_STATS_ENABLED": "0",

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fedprune_app import plugins
-from fedprune_app.config import POLICY_KEYS, ConfigError, Policy, declined, read_toml, told_of
-from fedprune_app.config.policy import POLICY_FILE
+from fedprune_app.config import POLICY_FILE, POLICY_KEYS, ConfigError, Policy, declined, read_toml, told_of
 from fedprune_app.plugins import Code
 from fedprune_app.registry import SYSTEMS
 

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedprune_app import plugins
-from fedprune_app.config import POLICY_KEYS, Config, ConfigError, Policy
-from fedprune_app.config.policy import POLICY_FILE
+from fedprune_app.config import POLICY_FILE, POLICY_KEYS, Config, ConfigError, Policy
 from fedprune_app.data.names import LOADERS
 from fedprune_app.engine import wire
 from fedprune_app.engine.simulated import is_simulated

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from fedprune_app import plugins
-from fedprune_app.config import Config, ConfigError, Scalar, told_of
+from fedprune_app.config import POLICY_FILE, Config, ConfigError, Scalar, told_of
 from fedprune_app.config.meant import not_allowed
-from fedprune_app.config.policy import POLICY_FILE
 
 ENGINES = ("ray", "flower", "inprocess")
 _ON_RAY = ("ray", "flower")

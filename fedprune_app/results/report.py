@@ -238,7 +238,7 @@ def _facts(runs: Sequence[Run]) -> list[str]:
 
 
 def _cards(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Return a card for each group, with the accuracy of the clients' own models in large digits if all have one."""
+    """Return a card for each group, with the number in large digits by which all are compared."""
     by_label = compared_by(groups)
     return [_card(group, "personal_accuracy" if by_label[group.label] == OWN else "accuracy") for group in groups]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fedprune_app.results.differences import of_the_same_data
-from fedprune_app.results.tables import Group, Statistic, statistics_of, traffic_of
+from fedprune_app.results.tables import OWN, Group, Statistic, traffic_of
 
 REFERENCE = "fedavg"
 """What the others are compared with, if it is there: the dense method that everybody knows."""
@@ -22,7 +22,7 @@ def comparison(groups: Sequence[Group]) -> list[str]:
 
 def own_accuracy(group: Group) -> Statistic | None:
     """Return the mean accuracy in [0, 1] of the clients' own models, in the last evaluation."""
-    return statistics_of(group)["personal_accuracy"]
+    return Statistic.of(run.last(OWN) for run in group.runs)
 
 
 def traffic(group: Group) -> Statistic | None:
@@ -45,19 +45,24 @@ def _of_alike(groups: Sequence[Group]) -> Iterator[str]:
         if group is not reference:
             points = accuracy[group.label] - own
             side = "above" if points > 0 else "below"
-            shares = [
-                f"{_times(ours.mean / theirs.mean)} the {what}"
-                for what, ours, theirs in (
-                    ("traffic", traffic(group), traffic(reference)),
-                    ("operations of training", _operations(group), _operations(reference)),
-                )
-                if ours and theirs and theirs.mean
-            ]
-            cost = f", for {' and '.join(shares)}" if shares else ""
-            yield f"With {group.label} they have {accuracy[group.label]:.1f} %, {abs(points):.1f} points {side}{cost}."
+            said = f"{accuracy[group.label]:.1f} %, {abs(points):.1f} points {side}{_cost(group, reference)}"
+            yield f"With {group.label} they have {said}."
     seeds, clients = len(reference.runs), len(reference.runs[0].info.get("partition") or ())
     count = "One seed" if seeds == 1 else f"{seeds} seeds"
     yield f"{count}, {clients} clients: another seed may differ."
+
+
+def _cost(group: Group, reference: Group) -> str:
+    pairs = (
+        ("traffic", traffic(group), traffic(reference)),
+        ("operations of training", _operations(group), _operations(reference)),
+    )
+    shares = [
+        f"{_times(ours.mean / theirs.mean)} the {what}"
+        for what, ours, theirs in pairs
+        if ours and theirs and theirs.mean
+    ]
+    return f", for {' and '.join(shares)}" if shares else ""
 
 
 def _operations(group: Group) -> Statistic | None:

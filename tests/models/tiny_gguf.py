@@ -6,10 +6,10 @@ from pathlib import Path
 
 import gguf
 import numpy as np
-import torch
 
 from fedprune_app.models.embedded import byte_tokenizer
 from fedprune_app.models.llm import import_transformers
+from tests.models.tiny_llm import drawn_model
 
 
 def gguf_model(seed: int = 0):
@@ -25,12 +25,7 @@ def gguf_model(seed: int = 0):
         max_position_embeddings=64,
         tie_word_embeddings=True,
     )
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=draw) * 0.25 + (parameter.dim() == 1))
-    return model
+    return drawn_model(config, seed)
 
 
 def write_gguf(

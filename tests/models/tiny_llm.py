@@ -43,7 +43,12 @@ def tiny_model(family: str, num_layers: int = 3, seed: int = 0, vocabulary: int 
             max_position_embeddings=64,
             **({"head_dim": 4} if family == "qwen3" else {}),
         )
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    return drawn_model(config, seed)
+
+
+def drawn_model(config, seed: int):
+    """A model of this configuration whose weights are drawn, those of norms around 1."""
+    model = import_transformers().AutoModelForCausalLM.from_config(config).eval()
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
