@@ -159,7 +159,7 @@ class Checker:
             _flower_parser(program).parse_args(arguments)
         elif program == "make":
             targets = _TARGETS.findall((ROOT / "Makefile").read_text())
-            given = [each for each in arguments if not re.match(r"[A-Z]+=", each)]
+            given = [each for each in arguments if not re.match(r"[A-Z_]+=", each)]
             assert all(target in targets for target in given), arguments
         elif program == "ray":
             from ray.scripts.scripts import cli as ray
