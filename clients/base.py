@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
-from clients.images import ImageNode
-from clients.node import Place
+from clients.costs import Costs, sgd
+from clients.images import SAID_OF_IMAGES, Images
+from clients.ledgers import open_privacy
+from clients.node import Node, Place
+from clients.privacy import Spending
 from clients.reply_fields import ReplyFields
 from clients.scores import Scores, remember_scores, remembered_scores
 from clients.task import Task
@@ -25,10 +27,13 @@ from fedprune_app.core import rng
 from fedprune_app.core.flops import sparse_flops
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
+from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.device import recorder_of
+from fedprune_app.learning.evaluate import Evaluation, evaluate
 from fedprune_app.learning.train import HowToTrain, train
 from fedprune_app.learning.training import TrainingResult
 from fedprune_app.models import vision
+from fedprune_app.models.initial import initial_model, shared_names
 
 
 @dataclass(frozen=True)
@@ -51,11 +56,20 @@ class LocalTraining(HowToTrain, total=False):
     depends_on: object
 
 
-class ImageClient(ImageNode[Update]):
-    """An image client trains a network on its own images, and answers for one personal model."""
+class ImageClient(Node[Update]):
+    """An image client trains a network on its own images, and answers for one personal model.
 
+    * ``data``, a part of ``dataset``: what it trains, decides and is tested on; ``images`` says more of them.
+    * ``model``: the network that is at work. At first it is the run's initial model, the same on every client and on
+      the server, since it is drawn from the run's seed alone.
+    * ``shared``: the names of the tensors that travel; ``prunable``: those of convolutions' and linear layers' weights.
+    * ``sizes``: the number of elements of each parameter, by name.
+    * ``costs``: what training costs.
+    """
+
+    state_waits_for_checkpoint = True
     validates = "personal"  # whose validation accuracy picks the best round: "personal", "received" or "global"
-    declares: ClassVar = ReplyFields(
+    declares: ClassVar = SAID_OF_IMAGES | ReplyFields(
         training=frozenset({"density", "flops", "loss"}),
         evaluation=frozenset(
             {
@@ -70,7 +84,41 @@ class ImageClient(ImageNode[Update]):
 
     def __init__(self, config: Config, place: Place) -> None:
         super().__init__(config, place)
-        self.open_privacy()
+        self.images = self.local_images()
+        self.dataset, self.data = self.images.dataset, self.images.data
+        self.kept_facts = self.images.facts_to_keep()
+        shape, num_classes = self.dataset.image_shape, self.dataset.num_classes
+        self.model = initial_model(config.model, config.dataset, shape, num_classes, init=config.init, seed=config.seed)
+        self.sizes = {name: parameter.numel() for name, parameter in self.model.named_parameters()}
+        self.shared = shared_names(self.model, config.batch_norm)
+        names = vision.parameter_names(self.model) + vision.buffer_names(self.model)
+        initial = {} if names == self.shared else vision.state_tensors(self.model, include_buffers=True)
+        self.unshared = {name: tensor for name, tensor in initial.items() if name not in self.shared}
+        self.prunable = vision.prunable_names(self.model)
+        self.costs = Costs(config, self.dataset, self.num_examples)
+        self.tested = Evaluation(0, 0, 0.0)  # the last test of a model, as it was counted
+        self.privacy = open_privacy(self, self.images.record_digests, config.partition)
+
+    def local_images(self) -> Images:
+        """Return what the client learns from, decides by and is tested on."""
+        return Images(self.config, self.place, self.device)
+
+    @property
+    def num_examples(self) -> int:
+        """The number of training images."""
+        return len(self.data.train_labels)
+
+    def introduction(self) -> dict[str, Any]:
+        return {**super().introduction(), **self.images.introduction()}
+
+    def message_schema(self) -> Schema:
+        """Describe a dense model."""
+        return Schema.like(vision.named_tensors(self.model))
+
+    def shared_schema(self, masked: Iterable[str] = ()) -> Schema:
+        """Describe a payload of the shared tensors, with masks for the tensors in ``masked``."""
+        tensors = vision.named_tensors(self.model)
+        return Schema.like({name: tensors[name] for name in self.shared}, frozenset(masked))
 
     # --- what a system says -------------------------------------------------------------------------------------
 
@@ -128,9 +176,9 @@ class ImageClient(ImageNode[Update]):
         """Say what is particular about the system's steps, for the one step that is tried before a run."""
         return {}
 
-    def evaluation_counts(self) -> int:
-        """Count personal, received and validation accuracy, and the global one where masks make it another."""
-        return 3 + (type(self).masks is not ImageClient.masks)
+    def spending(self) -> Spending:
+        """Plan personal, received and validation accuracy, and the global one where masks make it another."""
+        return Spending(self.config.local_epochs, evaluation_counts=3 + (type(self).masks is not ImageClient.masks))
 
     # --- local work ---------------------------------------------------------------------------------------------
 
@@ -138,7 +186,7 @@ class ImageClient(ImageNode[Update]):
         """Train from :meth:`begin`, send the tensors named in ``sent``, and keep all tensors."""
         result, tensors = self.train_from_start(task, state, **how)
         payload = Payload({name: tensors[name] for name in sent})
-        return Update(payload, State(grouped(weights=tensors)), result, self.training_flops())
+        return Update(payload, State(grouped(weights=tensors)), result, self.costs.training())
 
     def train_from_start(
         self, task: Task, state: State, **how: Unpack[LocalTraining]
@@ -164,7 +212,9 @@ class ImageClient(ImageNode[Update]):
         noise where this is other.
         """
         config = self.config
-        sgd = self.sgd(
+        settings = sgd(
+            config,
+            self.dataset,
             config.learning_rates[task.round] if learning_rate is None else learning_rate,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
@@ -173,20 +223,19 @@ class ImageClient(ImageNode[Update]):
         )
         draw = rng.generator(config.seed, role, self.client_id, task.round)
         images, labels = self.data.train_images.to(self.device), self.data.train_labels
-        augment = self.augmentation(images)
         private = None
         if self.privacy is not None:
             begin = vision.state_tensors(self.model, include_buffers=True)
             public = grouped(begin=begin, masks=how.get("masks") or how.get("active") or {})
-            settings = f"{sgd} {task.digest()} {depends_on}{self._own_settings}"
-            private = self.privacy.dpsgd(sgd.epochs, role, task.round, public, settings)
+            depends = f"{settings} {task.digest()} {depends_on}{_own_settings(config)}"
+            private = self.privacy.dpsgd(settings.epochs, role, task.round, public, depends)
         result = train(
             self.model,
             images,
             labels,
-            sgd,
+            settings,
             rng=draw,
-            augment=augment,
+            augment=self.images.augmentation(images),
             private=private,
             device=self.device,
             precision=config.precision,
@@ -197,20 +246,54 @@ class ImageClient(ImageNode[Update]):
             self.privacy.charge_steps(result.num_steps, f"{role}, round {task.round}")
         return result
 
-    @cached_property
-    def _own_settings(self) -> str:
-        """These are the settings of systems that are not at their default: seeded noise is other noise with others."""
-        found = {
-            key: value
-            for key, value in self.config.to_dict().items()
-            if "." in key
-            and not key.startswith("dp.")
-            and value != (option := OPTIONS[key]).default
-            and option.changes_results
-            and not option.resumable  # a resumed run may have another value, and ends as if it had always had it
-            and has_effect(key, self.config)
-        }
-        return f" {sorted(found.items())}" if found else ""
+    def accuracy(self, task: Task, split: str, *, decides: bool = False) -> float | None:
+        """Return the accuracy in [0, 1] of the model as it is on ``validation`` or ``test``; None without images.
+
+        ``decides`` says that something that is released depends on the accuracy. With ``dp.enabled`` it is then always
+        a noised count, and charged. A mere evaluation is what ``dp.accuracies`` says, and None where the budget does
+        not bear it.
+        """
+        if self.privacy is not None and not decides and self.config.dp.accuracies == "none":
+            return None
+        images, labels = getattr(self.data, f"{split}_images"), getattr(self.data, f"{split}_labels")
+        result = evaluate(self.model, images, labels, device=self.device, precision=self.config.precision)
+        self.tested = result
+        if not result.total:
+            return None
+        if self.privacy is None or (not decides and self.config.dp.accuracies == "open"):
+            return result.accuracy
+        public = vision.state_tensors(self.model, include_buffers=True)
+        count = self.privacy.noised_count if decides else self.privacy.affordable_count
+        return count(result.correct, result.total, split, task.round, public)
+
+    def test_accuracy(
+        self, task: Task, tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None
+    ) -> float | None:
+        """Load ``tensors`` into the model, and return its accuracy in [0, 1] on the client's test data.
+
+        ``masks`` say where the tensors are 0, for systems that then compute with a smaller network.
+        """
+        vision.load_state_tensors(self.model, tensors)
+        return self.accuracy(task, "test")
+
+    # --- its own model --------------------------------------------------------------------------------------------
+
+    def own_model(self, state: State) -> dict[str, Tensor]:
+        """Return the client's own model as it was left: at first the initial one, which the network still holds."""
+        return state.group("weights") or vision.state_tensors(self.model, include_buffers=True)
+
+    def local_norms(self, state: State) -> dict[str, Tensor]:
+        """Return the tensors that never travel (``batch-norm=local``): the client's own, at first the initial ones.
+
+        A test of a received model needs them: the network holds those of the model that it tested before.
+        """
+        own = state.group("weights")
+        return {name: own.get(name, initial) for name, initial in self.unshared.items()}
+
+    def density(self, masks: Mapping[str, Tensor]) -> float:
+        """Return the kept share of all parameters, unpruned biases and norms included."""
+        kept = sum(int(masks[name].sum()) if name in masks else size for name, size in self.sizes.items())
+        return kept / sum(self.sizes.values())
 
     # --- what is told -------------------------------------------------------------------------------------------
 
@@ -243,7 +326,7 @@ class ImageClient(ImageNode[Update]):
         told: dict[str, Any] = {"digest": personal.digest(), "density": self.density(masks)}
         for name in self.prunable:
             told[f"density/{name}"] = float(masks[name].double().mean()) if name in masks else 1.0
-        told["inference-flops"] = sparse_flops(self.layer_flops(), masks)
+        told["inference-flops"] = sparse_flops(self.costs.by_layer, masks)
         scores = self._personal_scores(task, personal)
         if task.payload.tensors:
             scores |= self.received_scores(task, state)
@@ -256,22 +339,33 @@ class ImageClient(ImageNode[Update]):
             return 0, told | self.privacy.report(task.round)
         return len(self.data.test_labels), told
 
-    def _scores_by_class(self) -> Scores:
-        """Return the accuracy of the model that was just tested, by those classes that the test data have."""
-        totals = torch.bincount(self.data.test_labels).tolist()
-        counts = enumerate(zip(self.tested.correct_by_class, totals, strict=False))
-        return {f"accuracy-of-class/{label}": correct / total for label, (correct, total) in counts if total}
-
     def _personal_scores(self, task: Task, personal: Payload) -> Scores:
         """Return the personal model's accuracies, from disk if model and data are those of the last test."""
-        digest = f"{personal.digest()} {self.data_config} {self.place.share[1]}"
+        digest = f"{personal.digest()} {self.images.data_config} {self.place.share[1]}"
         path = self.store.folder / "scores.json"
         scores = remembered_scores(path, digest)
         if scores is None:
             scores = {"accuracy-personal": self.test_accuracy(task, personal.tensors, personal.masks)}
             if self.privacy is None:
-                scores |= self._scores_by_class()
+                totals = torch.bincount(self.data.test_labels).tolist()
+                counts = enumerate(zip(self.tested.correct_by_class, totals, strict=False))
+                scores |= {f"accuracy-of-class/{label}": correct / n for label, (correct, n) in counts if n}
             if self.validates == "personal":  # a private client pays for every accuracy
                 scores["accuracy-validation"] = self.accuracy(task, "validation")
             remember_scores(path, digest, scores)
         return scores
+
+
+def _own_settings(config: Config) -> str:
+    """Return the settings of systems that are not at their default: seeded noise is other noise with others."""
+    settings = {
+        key: value
+        for key, value in config.to_dict().items()
+        if "." in key
+        and not key.startswith("dp.")
+        and value != (option := OPTIONS[key]).default
+        and option.changes_results
+        and not option.resumable  # a resumed run may have another value, and ends as if it had always had it
+        and has_effect(key, config)
+    }
+    return f" {sorted(settings.items())}" if settings else ""

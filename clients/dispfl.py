@@ -92,8 +92,8 @@ class DisPFLClient(GossipClient):
         state = State(grouped(weights=tensors, **{"masks": masks, "next-masks": next_masks}))
         # those of the dense gradient, which is needed where weights are replaced, and not replaced at random
         needs_gradient = share and self.config.dispfl.growth == "gradient"
-        search_flops = training_flops(self.layer_flops(), self._search_batch()) if needs_gradient else 0.0
-        return Update(payload, state, result, self.training_flops(masks) + search_flops, metrics)
+        search_flops = training_flops(self.costs.by_layer, self._search_batch()) if needs_gradient else 0.0
+        return Update(payload, state, result, self.costs.training(masks) + search_flops, metrics)
 
     def share_replaced(self, round: int) -> float:
         """α_t, the share of each layer's weights that the search replaces after this round."""
@@ -111,7 +111,7 @@ class DisPFLClient(GossipClient):
         else:
             images, labels = self.data.train_images, self.data.train_labels
             batch = torch.randperm(len(labels), generator=draw)[: self._search_batch()]
-            augment = self.augmentation(images)
+            augment = self.images.augmentation(images)
             chosen = images[batch] if augment is None else augment(augment.draws(batch, draw).to(images.device))
             scores = dense_gradient(self.model, chosen, labels[batch], device=self.device)
         return prune_and_grow({name: tensors[name] for name in masks}, scores, masks, share)

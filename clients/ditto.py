@@ -7,11 +7,13 @@ SGD on the local loss (clipped, decayed), then ``v ← v − η λ (v − w)`` w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from clients.base import ImageClient, Update
+from clients.privacy import Spending
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
@@ -27,8 +29,9 @@ class DittoClient(ImageClient):
         """Both models are trained privately, and both are charged: the personal one is evaluated."""
         return ""
 
-    def round_epochs(self) -> int:
-        return self.config.ditto.global_epochs + self.config.ditto.personal_epochs
+    def spending(self) -> Spending:
+        options = self.config.ditto
+        return replace(super().spending(), round_epochs=options.global_epochs + options.personal_epochs)
 
     def begin(self, task: Task, state: State) -> dict[str, Tensor]:
         return {**state.group("local"), **task.payload.tensors}
@@ -56,5 +59,5 @@ class DittoClient(ImageClient):
             payload,
             State(grouped(weights=weights, local=local)),
             trained_global if trained_global.diverged else result,
-            self.training_flops(epochs=options.global_epochs + options.personal_epochs),
+            self.costs.training(epochs=options.global_epochs + options.personal_epochs),
         )

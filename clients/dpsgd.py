@@ -53,4 +53,4 @@ class DPSGDClient(GossipClient):
         tensors = vision.state_tensors(self.model, include_buffers=True)
         payload = Payload({name: tensors[name] for name in self.shared}, masks)
         state = State(grouped(weights=tensors, masks=masks))
-        return Update(payload, state, result, self.training_flops(masks), metrics)
+        return Update(payload, state, result, self.costs.training(masks), metrics)

@@ -74,7 +74,7 @@ class FedFomoClient(ImageClient):
             Payload({name: after[name] for name in self.shared}),
             State(grouped(weights=after)),
             result,
-            self.training_flops() + num_tests * sparse_flops(self.layer_flops(), {}),
+            self.costs.training() + num_tests * sparse_flops(self.costs.by_layer, {}),
             metrics,
         )
 

@@ -9,12 +9,14 @@ is divided by the batch size.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from clients.base import Update
 from clients.fedavg import FedAvgClient
+from clients.privacy import Spending, planned_rounds
 from clients.reply_fields import ReplyFields
 from clients.scores import Scores
 from clients.task import Task
@@ -44,14 +46,15 @@ class FedLTPClient(FedAvgClient):
             "dp.count-scale above 0 (scores are then noised, and charged)"
         )
 
-    def round_counts(self) -> int:
-        """Count one score a round: a client is asked for at most one, and cannot know in which rounds."""
-        return int(self.config.fedltp.validators != "none")
+    def spending(self) -> Spending:
+        """Plan one score in every round of the run: a client is asked for at most one, and cannot know in which.
 
-    def planned_counts(self) -> int:
-        """Add the scores that are asked for in rounds that the client does not join."""
-        unjoined = self.config.num_server_rounds - self.planned_rounds()
-        return super().planned_counts() + unjoined * self.round_counts()
+        What a client receives to be tested is the global model, so an evaluation asks for three counts.
+        """
+        scores = int(self.config.fedltp.validators != "none")
+        unjoined = self.config.num_server_rounds - planned_rounds(self.config)
+        counts = {"round_counts": scores, "more_counts": unjoined * scores, "evaluation_counts": 3}
+        return replace(super().spending(), **counts)
 
     def masks(self, task: Task, state: State) -> dict[str, Tensor]:
         return state.group("masks") or dict(task.payload.masks)
@@ -60,14 +63,11 @@ class FedLTPClient(FedAvgClient):
         masks = dict(task.payload.masks)
         result, tensors = self.train_from_start(task, state, masks=masks)  # lines 11 to 16
         payload = Payload(packed({name: tensors[name] for name in self.shared}, masks))  # line 17
-        return Update(payload, State(grouped(weights=tensors, masks=masks)), result, self.training_flops(masks))
+        return Update(payload, State(grouped(weights=tensors, masks=masks)), result, self.costs.training(masks))
 
     def uploaded(self, task: Task, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
         masks = dict(task.payload.masks)
         return Payload(unpacked(sent.tensors, masks, before), masks)
-
-    def evaluation_counts(self) -> int:
-        return 3  # what a client receives to be tested is the global model
 
     def received_scores(self, task: Task, state: State) -> Scores:
         """Test the global model as it is, whatever sub-model of it this client trains."""

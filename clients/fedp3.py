@@ -11,19 +11,21 @@ Yi, Gazagnadou, Richtárik, Lyu, ICLR 2024, Algorithm 1, lines 7 to 13, and Algo
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
 from clients.base import ImageClient, Update
 from clients.local_pruning import OrderedDropout, UniformPruning, share_law
 from clients.node import Place, parts_not_private
+from clients.privacy import Spending
 from clients.scores import Scores
 from clients.subfedavg import pruned
 from clients.task import Task
 from fedprune_app.config import FEDP3_COUNTS, Config, FedP3Options
 from fedprune_app.core import rng
 from fedprune_app.core.flops import BACKWARD_PER_FORWARD, sparse_flops
-from fedprune_app.core.layers import layers_of
+from fedprune_app.core.layers import hidden_names, layers_of
 from fedprune_app.core.masks import sketch_masks
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.structured import hidden_groups
@@ -111,7 +113,7 @@ class FedP3Client(ImageClient):
         kept = self.global_masks(task) if self.options.pruned_weights == "stay-zero" else {}
         part = None
         if self.trains_head_alone(task.round):
-            epochs, frozen = self.options.head_epochs, self.hidden_parameters()
+            epochs, frozen = self.options.head_epochs, hidden_names(list(self.sizes), self.prunable)
             result, tensors = self.train_from_start(task, state, masks=kept, epochs=epochs, frozen=frozen)
         else:
             part = self.local_pruning(own, kept, task.round)
@@ -127,16 +129,17 @@ class FedP3Client(ImageClient):
         """Say whether the round is the last one, in which the released code trains the last layer alone."""
         return self.options.head_epochs > 0 and round == self.config.num_server_rounds
 
-    def planned_epochs(self) -> int:
-        return super().planned_epochs() + (self.options.head_epochs and self.options.head_epochs - self.round_epochs())
+    def spending(self) -> Spending:
+        head, plan = self.options.head_epochs, super().spending()
+        return replace(plan, more_epochs=head - plan.round_epochs if head else 0)
 
     def flops(self, masks: Mapping[str, Tensor], round: int) -> float:
         """Return the FLOPs of a round's training; hidden layers that are frozen have no backward pass."""
         if not self.trains_head_alone(round):
-            return self.training_flops(masks)
-        forward = self.layer_flops()
+            return self.costs.training(masks)
+        forward = self.costs.by_layer
         backward = BACKWARD_PER_FORWARD * forward[self.head]
-        return self.examples_trained(self.options.head_epochs) * (sparse_flops(forward, masks) + backward)
+        return self.costs.examples(self.options.head_epochs) * (sparse_flops(forward, masks) + backward)
 
     def trial(self) -> HowToTrain:
         """Describe a step of Q_i, of a client without layers of its own."""
@@ -157,8 +160,8 @@ class FedP3Client(ImageClient):
         if options.local == "uniform":
             mine = {name for layer in own for name in self.layers[layer]}
             others = {name: shapes[name] for name in self.prunable if name not in mine}
-            return UniformPruning(others, masks, law, draw, self.layer_flops(), self.device)
+            return UniformPruning(others, masks, law, draw, self.costs.by_layer, self.device)
         full = {name.rpartition(".")[0] for layer in own for name in self.layers[layer]}  # norms too
         return OrderedDropout(
-            self.model, hidden_groups(self.layers, shapes), full, masks, law, draw, self.layer_flops()
+            self.model, hidden_groups(self.layers, shapes), full, masks, law, draw, self.costs.by_layer
         )

@@ -40,7 +40,7 @@ class FedSPAClient(FedAvgClient):
         active = {name: mask for name, mask in chosen.items() if name in self.sizes}
         result, tensors = self.train_from_start(task, state, active=active)
         payload = Payload(packed({name: tensors[name] for name in self.shared}, chosen))
-        return Update(payload, State(grouped(weights=tensors)), result, self.training_flops())
+        return Update(payload, State(grouped(weights=tensors)), result, self.costs.training())
 
     def uploaded(self, task: Task, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
         chosen = self.coordinates(task)

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from clients import private_text
-from clients.budgeted import BudgetedNode
-from clients.node import Place
-from clients.privacy import ClientPrivacy, noise_multiplier
+from clients.ledgers import open_privacy
+from clients.node import Node, Place
+from clients.privacy import ClientPrivacy, Spending, noise_multiplier, planned_rounds
 from clients.reply_fields import ReplyFields
 from clients.task import Task
 from fedprune_app.config import Config
@@ -137,7 +137,7 @@ def segment_noise(config: Config, num_releases: int) -> float:
     """Return the noise multiplier of clients that make so many releases in a round, 0 without ``dp.enabled``."""
     if not config.dp.enabled:
         return 0.0
-    return noise_multiplier(config, 1.0, (config.dp.planned_rounds or config.num_server_rounds) * num_releases)
+    return noise_multiplier(config, 1.0, planned_rounds(config) * num_releases)
 
 
 class SegmentPrivacy(ClientPrivacy):
@@ -150,14 +150,13 @@ class SegmentPrivacy(ClientPrivacy):
         return 1.0, 1
 
 
-class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
+class FedSpaLLMClient(Node[LayerUpdate]):
     """The state holds ``hidden``, the hidden states before layer ``next`` of round ``of-round``.
 
     By layer it also says the step that ``pruned`` the layer last, and how many weights that ``removed``.
     """
 
     versions_kept = 1  # hidden states are large, and can be computed again
-    privacy_kind = SegmentPrivacy
     declares: ClassVar = ReplyFields(
         introduction=frozenset({"documents", "shell-digest", "layer-digests"}),
         training=frozenset({"density", "relative-error", "recovery-loss"}),
@@ -172,7 +171,7 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         self.layers = LayerFiles(
             self.store.folder / "layers", owner(f"layer of client {self.client_id}", place.run_key)
         )
-        self.open_privacy()
+        self.privacy = open_privacy(self, self.record_digests, self.options.deal, SegmentPrivacy)
 
     # --- privacy ------------------------------------------------------------------------------------------------
 
@@ -194,13 +193,9 @@ class FedSpaLLMClient(BudgetedNode[LayerUpdate]):
         """How many distinct inputs the matrices of a layer have."""
         return len(same_inputs(self.model))
 
-    def round_epochs(self) -> int:
-        """How many sums a client releases in a round, if it takes part in all layers."""
-        return self.model.num_layers * self.releases_by_layer
-
-    @property
-    def dealing(self) -> str:
-        return self.options.deal
+    def spending(self) -> Spending:
+        """Plan the sums that a client releases in a round, if it takes part in all layers."""
+        return Spending(self.model.num_layers * self.releases_by_layer)
 
     def record_digests(self) -> list[bytes]:
         """Return a digest of each record: a document of the client's own data, or a segment that was dealt."""

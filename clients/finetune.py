@@ -8,10 +8,14 @@ last layer alone, ``finetune.epochs = 10`` and ``finetune.layers = "last"``.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from clients.base import ImageClient
+from clients.privacy import Spending, num_evaluations
 from clients.task import Task
+from fedprune_app.core.layers import hidden_names
 from fedprune_app.engine.store import State
 from fedprune_app.models import vision
 
@@ -21,10 +25,10 @@ class FineTuned(ImageClient):
 
     validates = "personal"
 
-    def planned_epochs(self) -> int:
+    def spending(self) -> Spending:
         """Add the epochs of fine-tuning: what comes of them is evaluated, so they are private and charged too."""
-        config = self.config
-        return super().planned_epochs() + self.evaluations * (config.finetune.epochs or config.local_epochs)
+        epochs = self.config.finetune.epochs or self.config.local_epochs
+        return replace(super().spending(), more_epochs=num_evaluations(self.config) * epochs)
 
     def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
         options = self.config.finetune
@@ -40,6 +44,6 @@ class FineTuned(ImageClient):
             epochs=epochs,
             learning_rate=rate,
             masks=self.masks(task, state),
-            frozen=self.hidden_parameters() if options.layers == "last" else (),
+            frozen=hidden_names(list(self.sizes), self.prunable) if options.layers == "last" else (),
         )
         return vision.state_tensors(self.model, include_buffers=True)

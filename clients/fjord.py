@@ -66,7 +66,7 @@ class FjORDClient(ImageClient):
         """Describe a step of the narrowest sub-network."""
         least = min(FJORD_SHARES)
         draw = rng.numpy_generator(self.config.seed, "trial")
-        return {"part": OrderedDropout(self.model, self.groups, (), {}, lambda _: least, draw, self.layer_flops())}
+        return {"part": OrderedDropout(self.model, self.groups, (), {}, lambda _: least, draw, self.costs.by_layer)}
 
     def extents(self, task: Task) -> Extents:
         """Say how far the client's sub-network, of the width that the server asks for, extends into tensors."""
@@ -90,7 +90,7 @@ class FjORDClient(ImageClient):
 
         draw = rng.numpy_generator(self.config.seed, "ordered dropout", self.client_id, task.round)
         teacher = width if self.config.fjord.distillation else None
-        dropout = OrderedDropout(self.model, self.groups, (), {}, law, draw, self.layer_flops(), teacher)
+        dropout = OrderedDropout(self.model, self.groups, (), {}, law, draw, self.costs.by_layer, teacher)
         result, tensors = self.train_from_start(task, state, part=dropout)
         sent = {name: leading_block(tensors[name], widest.get(name)).contiguous() for name in self.shared}
         masks = {n: m for n, m in leading_masks(widest, self.shapes).items() if n in tensors}

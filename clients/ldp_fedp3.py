@@ -61,7 +61,7 @@ class LDPFedP3Client(ImageClient):
         result, tensors = self.train_from_start(task, state)  # lines 5 to 8
         updated = torch.cat([tensors[name].flatten() for name in self.order])
         payload = Payload({"part": num_clients * updated[mine]})  # line 9: S_i ũ_i without its zeros
-        return Update(payload, State(grouped(weights=tensors)), result, self.training_flops())
+        return Update(payload, State(grouped(weights=tensors)), result, self.costs.training())
 
     def uploaded(self, task: Task, sent: Payload, before: Mapping[str, Tensor]) -> Payload:
         num_clients, mine = self.sketch(task)

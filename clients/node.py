@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from flwr.client import NumPyClient
 
-from clients.reply_fields import Kind, ReplyFields, declared, undeclared
+from clients.privacy import ClientPrivacy, Spending
+from clients.reply_fields import ReplyFields
 from clients.task import NDArrays, Task, names_of
 from fedprune_app.config import NO_POLICY, Config, Policy
 from fedprune_app.core.payload import Payload
@@ -22,6 +23,8 @@ from fedprune_app.learning.device import device_of
 from fedprune_app.results import own_measures
 
 _NO_STATE = State()
+_EPSILONS = frozenset({"epsilon", "epsilon-pld", "epsilon-rdp", "epsilon-paper", "epsilon-second"})
+_SPENT = _EPSILONS | {"epsilon-simulated", "budget-spent"}
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,9 @@ class Node(NumPyClient, Generic[AnUpdate]):
     """A node is one client of a run, with its state below ``place.state_dir``.
 
     Flower calls :meth:`get_properties`, :meth:`fit` and :meth:`evaluate`. These call, with the message as a
-    :class:`Task`: :meth:`introduction`; :meth:`local_update`, then :meth:`report` and :meth:`kept_state`; and
-    :meth:`evaluation`.
+    :class:`Task`: :meth:`introduction`; :meth:`local_update`, then :meth:`report`; and :meth:`evaluation`.
+
+    ``privacy`` is what ``dp.enabled`` adds: noise, and a ledger that :func:`clients.ledgers.open_privacy` opens.
     """
 
     versions_kept = 3  # of its state, below the one the server last took in
@@ -82,9 +86,10 @@ class Node(NumPyClient, Generic[AnUpdate]):
         introduction=frozenset(
             {"partition", "num-partitions", "num-examples", "capacity", "own-data", "lost-rounds", "lost-reasons"}
         ),
-        training=frozenset({"num-examples", "seconds", "note", "lost"}),
-        evaluation=frozenset({"num-examples", "note", "lost"}),
+        training=frozenset({"num-examples", "seconds", "note", "lost", "declined"}) | _SPENT,
+        evaluation=frozenset({"num-examples", "note", "lost"}) | _SPENT,
         withheld_when_private=frozenset({"seconds"}),  # how long the work takes may depend on the data
+        only_when_private=_SPENT | {"declined"},
     )
 
     def __init__(self, config: Config, place: Place) -> None:
@@ -93,6 +98,8 @@ class Node(NumPyClient, Generic[AnUpdate]):
         self.client_id = place.client_id
         self.store: VersionedStore = client_store(place.state_dir, place.client_id, place.run_key, self.versions_kept)
         self.device = device_of(config)
+        self.kept_facts: dict[str, Any] = {}  # what every state of the client says, beside what an update says
+        self.privacy: ClientPrivacy | None = None
 
     # --- what a client says -------------------------------------------------------------------------------------
 
@@ -126,13 +133,13 @@ class Node(NumPyClient, Generic[AnUpdate]):
     def report(self, task: Task, update: AnUpdate) -> dict[str, Any]:
         """Return what the server records of an update. Raises ``ValueError`` for one that must not count."""
 
-    def kept_state(self, update: AnUpdate) -> State:
-        """Return what is stored of an update."""
-        return update.state
-
     @abstractmethod
     def evaluation(self, task: Task, state: State) -> tuple[int, dict[str, Any]]:
         """Return on how many examples the client's own model was evaluated, and what was found."""
+
+    def spending(self) -> Spending:
+        """Return what the client plans to release, in a round and beside the rounds, with ``dp.enabled``."""
+        return Spending(self.config.local_epochs)
 
     @classmethod
     def why_not_private(cls, config: Config) -> str:
@@ -142,22 +149,6 @@ class Node(NumPyClient, Generic[AnUpdate]):
         of what others released, of draws without data, and of noised counts. A system says so itself.
         """
         return never_private(config, "nobody has examined what it releases")
-
-    @classmethod
-    def reply_fields(cls, system: str) -> ReplyFields:
-        """Return which fields the replies of these clients may have in a run of the system."""
-        own = own_measures.of_system(system)
-        return declared(cls) | ReplyFields(
-            training=frozenset(each.name for each in own if each.told == "training"),
-            evaluation=frozenset(each.name for each in own if each.told == "evaluation"),
-            withheld_when_private=frozenset(each.name for each in own if not each.public),
-        )
-
-    def check_reply(self, kind: Kind, fields: Iterable[str]) -> None:
-        """Raise ``ValueError`` for a field that this class of clients does not declare in a reply of this kind."""
-        allowed = self.reply_fields(self.config.system).allowed(kind, self.config.dp.enabled)
-        if unknown := undeclared(fields, allowed):
-            raise ValueError(f"field '{unknown[0]}' is in a reply, allowed in {kind}: {', '.join(sorted(allowed))}")
 
     # --- Flower's NumPyClient -----------------------------------------------------------------------------------
 
@@ -174,59 +165,68 @@ class Node(NumPyClient, Generic[AnUpdate]):
         """Answer an evaluation message."""
         return 0.0, *self.answer_evaluation(Task.from_numpy(parameters, config))
 
-    # --- state --------------------------------------------------------------------------------------------------
+    # --- answers and state --------------------------------------------------------------------------------------
 
     def answer_training(self, task: Task) -> tuple[Payload, dict[str, Any]]:
         """Load the state, update it, save it, and only then return the reply.
 
         A round that is asked for again (a resumed run) starts from the state before it, so it gives the same reply.
-        Raises ``ValueError`` and saves nothing when the update must not count: when training diverges, say.
+        A private client declines a round that its budget does not bear to its end: that reply has no payload. Raises
+        ``ValueError`` and saves nothing when the update must not count: when training diverges, say.
         """
+        if self.privacy is None:
+            return self._trained(task)
+        from fedprune_app.privacy.ledger import Overspent
+
+        try:
+            self.privacy.ledger.require(self.privacy.round_cost)
+            return self._trained(task)
+        except Overspent as error:
+            return Payload({}), self.privacy.declined(task.round, error)
+
+    def _trained(self, task: Task) -> tuple[Payload, dict[str, Any]]:
         started = time.monotonic()
         state, lost = self.load_state(task, before=task.round)
         update = self.local_update(task, state)
-        told = self.report(task, update)
+        report = self.report(task, update)
+        meta = {**update.state.meta, **self.kept_facts}
+        if self.privacy is not None:  # apart from the ledger, which must not shrink
+            meta["charges"] = self.privacy.charges
         durable = not (self.state_waits_for_checkpoint and is_beside_server())
-        self.store.save(task.round, self.kept_state(update), accepted=task.state_round, durable=durable)
-        spent = {} if self.config.dp.enabled else {"seconds": time.monotonic() - started}
-        return update.payload, self._with_own({**told, **spent, **update.metrics, **_notes(task, lost)})
+        state = State(update.state.tensors, meta)
+        self.store.save(task.round, state, accepted=task.state_round, durable=durable)
+        spent = {} if self.privacy is not None else {"seconds": time.monotonic() - started}
+        return update.payload, self._checked({**report, **spent, **update.metrics, **_notes(task, lost)})
 
     def answer_evaluation(self, task: Task) -> tuple[int, dict[str, Any]]:
         """Load the state, evaluate it, and return the reply: how many examples, and what was found."""
         state, lost = self.load_state(task, before=task.round + 1)
-        num_examples, told = self.evaluation(task, state)
-        return num_examples, self._with_own({**told, **_notes(task, lost)})
+        num_examples, scores = self.evaluation(task, state)
+        return num_examples, self._checked({**scores, **_notes(task, lost)})
 
-    def _with_own(self, told: dict[str, Any]) -> dict[str, Any]:
-        """Check the numbers that a plug-in's system declares; those that are None are left out.
-
-        A private client leaves out all of them that may depend on its data.
-        """
-        for each in own_measures.of_system(self.config.system):
-            if each.name not in told:
-                continue
-            if told[each.name] is None or (self.config.dp.enabled and not each.public):
-                del told[each.name]
-            else:
-                told[each.name] = each.number(told[each.name], f"{type(self).__name__} tells that")
-        return told
+    def _checked(self, fields: dict[str, Any]) -> dict[str, Any]:
+        who = f"{type(self).__name__} tells that"
+        return own_measures.for_reply(self.config.system, fields, self.config.dp.enabled, who)
 
     def load_state(self, task: Task, before: int) -> tuple[State, str]:
         """Return the state after the round that the server last took in from this client (``task.state_round``).
 
         Where the server does not say, it is the newest state of a round smaller than ``before``. If the state is lost,
-        it is the one before that, with a note that says so.
+        it is the one before that, with a note that says so. Raises ``ValueError`` where a private client's ledger has
+        lost a charge.
         """
-        wanted = task.state_round
-        if wanted == 0:
-            return _NO_STATE, ""
-        found = self.store.load(before=before if wanted is None else wanted + 1)
-        if found is None:
-            return _NO_STATE, "" if wanted is None else f"the state of round {wanted} is lost, began anew"
-        round, state = found
-        if wanted in (None, round):
-            return state, ""
-        return state, f"the state of round {wanted} is lost, went on from round {round}"
+        wanted, state, lost = task.state_round, _NO_STATE, ""
+        newest = None if wanted == 0 else self.store.load(before=before if wanted is None else wanted + 1)
+        if newest is not None:
+            round, state = newest
+            if wanted not in (None, round):
+                lost = f"the state of round {wanted} is lost, went on from round {round}"
+        elif wanted:
+            lost = f"the state of round {wanted} is lost, began anew"
+        if self.privacy is not None:
+            epsilon_known = float(task.fields.get("epsilon-rdp", 0.0))
+            self.privacy.require_memory(int(state.meta.get("charges", 0)), epsilon_known)
+        return state, lost
 
     def check_state(self, round: int) -> None:
         """Raise ``ValueError`` naming the file where what is kept since ``round`` is damaged or missing."""
@@ -247,8 +247,8 @@ class Node(NumPyClient, Generic[AnUpdate]):
 
 def _notes(task: Task, lost: str) -> dict[str, str]:
     notes = list(filter(None, [lost, *task.notes]))
-    told = {"note": "; ".join(notes)} if notes else {}
-    return {**told, "lost": lost} if lost else told
+    fields = {"note": "; ".join(notes)} if notes else {}
+    return {**fields, "lost": lost} if lost else fields
 
 
 def parts_not_private(config: Config, what: str) -> str:

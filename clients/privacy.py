@@ -22,17 +22,40 @@ _ROUNDING = 1e-6  # another version of a library may round otherwise; a lost cha
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A plan says what a client is going to release: in the whole run, for ``dp.target-epsilon``, and in one round.
+class Spending:
+    """What a client plans to release, for ``dp.target-epsilon`` and for its budget.
 
-    ``epochs`` and ``round_epochs`` count epochs of training, ``counts`` and ``round_counts`` noised counts. Those of a
-    round are for its training, without an evaluation.
+    * ``round_epochs``: epochs of training in the local part of a round.
+    * ``round_counts``: noised counts of correct predictions that every round asks for, without an evaluation.
+    * ``evaluation_counts``: counts that an evaluation asks for at most.
+    * ``more_epochs``, ``more_counts``: those of the whole run beside its rounds and evaluations.
     """
 
-    epochs: int
     round_epochs: int
-    counts: int = 0
     round_counts: int = 0
+    evaluation_counts: int = 0
+    more_epochs: int = 0
+    more_counts: int = 0
+
+    def epochs(self, config: Config) -> int:
+        """Return the epochs of training in the whole run."""
+        return planned_rounds(config) * self.round_epochs + self.more_epochs
+
+    def counts(self, config: Config) -> int:
+        """Return the largest number of noised counts in the whole run."""
+        noised = self.evaluation_counts if config.dp.accuracies == "noised" else 0
+        return planned_rounds(config) * self.round_counts + num_evaluations(config) * noised + self.more_counts
+
+
+def planned_rounds(config: Config) -> int:
+    """Return how many rounds a client is planned to join."""
+    return config.dp.planned_rounds or config.num_server_rounds
+
+
+def num_evaluations(config: Config) -> int:
+    """Return how often all clients are evaluated, in a run that has all its rounds."""
+    rounds, every = config.num_server_rounds, config.evaluate_every
+    return -(-rounds // every) if every else 1
 
 
 def noise_multiplier(
@@ -66,7 +89,7 @@ class ClientPrivacy:
         config: Config,
         client_id: int,
         num_examples: int,
-        plan: Plan,
+        spending: Spending,
         ledger: Path,
         data: Data,
         policy: Policy = NO_POLICY,
@@ -78,14 +101,15 @@ class ClientPrivacy:
         self.seed = config.seed
         self.client_id = client_id
         self.sample_rate, self.steps_per_epoch = self.sampling(config, num_examples)
-        besides = ((Laplace(options.count_scale, 1.0), plan.counts),) if plan.counts else ()
-        self.noise_multiplier = noise_multiplier(config, self.sample_rate, plan.epochs * self.steps_per_epoch, besides)
+        counts, epochs = spending.counts(config), spending.epochs(config)
+        besides = ((Laplace(options.count_scale, 1.0), counts),) if counts else ()
+        self.noise_multiplier = noise_multiplier(config, self.sample_rate, epochs * self.steps_per_epoch, besides)
         if options.target_epsilon:
             policy.check_noise(self.noise_multiplier, "the noise multiplier found for dp.target-epsilon")
-        self.round_scale = options.count_scale if plan.round_counts else 0.0
-        self.round_cost = dict(self.steps(plan.round_epochs))
-        if plan.round_counts:
-            self.round_cost[Laplace(options.count_scale, 1.0)] = plan.round_counts
+        self.round_scale = options.count_scale if spending.round_counts else 0.0
+        self.round_cost = dict(self.steps(spending.round_epochs))
+        if spending.round_counts:
+            self.round_cost[Laplace(options.count_scale, 1.0)] = spending.round_counts
         limit = min((e for e in (options.epsilon_budget, options.target_epsilon) if e), default=None)
         budgets = [] if limit is None else [Budget(limit, options.delta)]
         if policy.epsilon_budget:

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from fedprune_app.config import Config
+from fedprune_app.results import own_measures
+
 Kind = Literal["introduction", "training", "evaluation"]
 _NONE: frozenset[str] = frozenset()
 
@@ -46,6 +49,23 @@ def declared(kind: type) -> ReplyFields:
     for each in kind.__mro__:
         fields |= vars(each).get("declares", ReplyFields())
     return fields
+
+
+def fields_of(kind: type, system: str) -> ReplyFields:
+    """Return which fields the replies of this class of clients may have in a run of the system."""
+    own = own_measures.of_system(system)
+    return declared(kind) | ReplyFields(
+        training=frozenset(measure.name for measure in own if measure.told == "training"),
+        evaluation=frozenset(measure.name for measure in own if measure.told == "evaluation"),
+        withheld_when_private=frozenset(measure.name for measure in own if not measure.public),
+    )
+
+
+def check_reply(kind: type, config: Config, reply: Kind, fields: Iterable[str]) -> None:
+    """Raise ``ValueError`` for a field that this class of clients does not declare in a ``reply`` of this kind."""
+    allowed = fields_of(kind, config.system).allowed(reply, config.dp.enabled)
+    if unknown := undeclared(fields, allowed):
+        raise ValueError(f"field '{unknown[0]}' is in a reply, allowed in {reply}: {', '.join(sorted(allowed))}")
 
 
 def undeclared(names: Iterable[str], allowed: frozenset[str]) -> list[str]:

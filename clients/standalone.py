@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from clients.base import ImageClient, Update
+from clients.privacy import Spending
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
@@ -19,8 +22,8 @@ class StandaloneClient(ImageClient):
         """Nothing leaves but evaluations; so training is private all the same."""
         return ""
 
-    def evaluation_counts(self) -> int:
-        return 2  # nothing is received
+    def spending(self) -> Spending:
+        return replace(super().spending(), evaluation_counts=2)  # nothing is received
 
     def begin(self, task: Task, state: State) -> dict[str, Tensor]:
         return self.own_model(state)

@@ -8,11 +8,13 @@ is followed, but for the gate: the code decides on test data, here validation da
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from clients.base import ImageClient, Update
+from clients.privacy import Spending
 from clients.task import Task
 from fedprune_app.config import Config
 from fedprune_app.core.masks import full_masks, mask_distance, prune_percent
@@ -48,9 +50,9 @@ class SubFedAvgClient(ImageClient):
             "(the gate then asks for a noised count of correct predictions, which is charged)"
         )
 
-    def round_counts(self) -> int:
-        """Count the gate, which asks for at most one count."""
-        return int(self.config.subfedavg.gate_split != "none")
+    def spending(self) -> Spending:
+        """Plan for the gate, which asks for at most one count."""
+        return replace(super().spending(), round_counts=int(self.config.subfedavg.gate_split != "none"))
 
     def masks(self, task: Task, state: State) -> dict[str, Tensor]:
         parameters = dict(self.model.named_parameters())
@@ -85,7 +87,7 @@ class SubFedAvgClient(ImageClient):
             if self.is_accurate_enough(task):
                 tensors, mask_kept = candidate, new_mask  # line 15: θ ⊙ m^{le}
         payload = Payload({name: tensors[name] for name in self.shared}, mask_kept)
-        return Update(payload, State(grouped(weights=tensors, masks=mask_kept)), result, self.training_flops(mask))
+        return Update(payload, State(grouped(weights=tensors, masks=mask_kept)), result, self.costs.training(mask))
 
     @property
     def target_rate(self) -> float:

@@ -132,7 +132,7 @@ class SubFedAvgHyClient(SubFedAvgClient):
 
         result = self.train(task, masks=small_fc, after_epoch=after_epoch, adjust_gradients=self._scale_penalty())
         layers = forward_flops(self.model, self.dataset.image_shape)
-        flops = training_flops(layers, self.examples_trained(), small_fc)
+        flops = training_flops(layers, self.costs.examples(), small_fc)
         last = proposals()
         tensors = scatter(vision.state_tensors(self.model, include_buffers=True), self.groups, kept, self.shapes)
 

@@ -11,7 +11,7 @@ from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
 
 from clients.node import Node, Place
-from clients.reply_fields import Kind
+from clients.reply_fields import Kind, check_reply
 from clients.task import Task, reply_from_numpy
 from fedprune_app import plugins
 from fedprune_app.data.errors import FileError
@@ -52,7 +52,7 @@ def _reply(
 
     Raises ``ValueError`` for a field that the client's class does not declare.
     """
-    client.check_reply(kind, fields)
+    check_reply(type(client), client.config, kind, fields)
     return Message(wire.pack(arrays, fields), reply_to=message)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from clients.base import ImageClient, LocalTraining, Update
 from clients.dispfl import DisPFLClient
 from clients.fedavg import FedAvgClient
+from clients.privacy import Spending
 from clients.reply_fields import ReplyFields
 from clients.standalone import StandaloneClient
 from clients.subfedavg import SubFedAvgClient
@@ -48,6 +49,7 @@ __all__ = [
     "Round",
     "RunContext",
     "Schema",
+    "Spending",
     "Standalone",
     "StandaloneClient",
     "State",

@@ -30,7 +30,7 @@ from flwr.app import Array, ArrayRecord, Error, Message, MessageType
 
 from clients.base import Update
 from clients.reply_fields import Kind as ReplyKind
-from clients.reply_fields import undeclared
+from clients.reply_fields import fields_of, undeclared
 from fedprune_app import client_app, server_app
 from fedprune_app.config import ConfigError, Scalar, paths_from_here, with_carrier
 from fedprune_app.core import codec
@@ -387,7 +387,7 @@ class _Laws:
             runs[True] = self._whole if config.dp.enabled else self._run({**_ALL_REPLY, **PRIVATE})
         for is_private, run in runs.items():
             for kind, replies in run.replies.items():
-                allowed = client.reply_fields(config.system).allowed(_KINDS[kind], is_private)
+                allowed = fields_of(client, config.system).allowed(_KINDS[kind], is_private)
                 wrong = undeclared(set().union(*replies), allowed)
                 _must(not wrong, f"a reply of {_KINDS[kind]} holds declared fields", f"{', '.join(wrong)} is not")
 

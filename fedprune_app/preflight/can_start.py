@@ -127,7 +127,7 @@ def _try_network(client: ImageClient, name: str) -> list[str]:
         arrays = wire.to_arrays(Payload(vision.state_tensors(model, include_buffers=True)))
         vision.load_state_tensors(model, wire.from_arrays(arrays, schema.max_bytes).tensors)
         how: dict[str, Any] = {"private": private, "device": client.device, "precision": config.precision}
-        client.training_flops()
+        client.costs.training()
         train(model, images, labels, SGD(1e-3), rng=generator(config.seed, "trial"), **how, **client.trial())
         evaluate(model, images, labels, device=client.device, precision=config.precision)
     except Exception as error:  # a user's network raises what it likes
@@ -147,11 +147,11 @@ def _make_both(config: Config, num_clients: int, folder: Path) -> list[str]:
     system = SYSTEMS[config.system]
     client = system.client(config, Place(0, num_clients, folder / "clients"))
     assert isinstance(client, ImageClient)
-    check_repeatable(client.data_config, num_clients)
+    check_repeatable(client.images.data_config, num_clients)
     lines = _try_network(client, str(chosen_name(config.model, config.dataset)))
     sizes = [client.num_examples] * num_clients
     if config.dp.enabled:  # what is promised depends on how many examples each has
-        sizes = [sum(label_counts(client.data_config, k, num_clients)["train"]) for k in range(num_clients)]
+        sizes = [sum(label_counts(client.images.data_config, k, num_clients)["train"]) for k in range(num_clients)]
         if client.privacy is not None and not client.privacy.affords_a_round:
             _check_budget(config, sizes, folder)
     first = ImageClientInfo.read(0, client.get_properties({}))
@@ -164,4 +164,4 @@ def _make_both(config: Config, num_clients: int, folder: Path) -> list[str]:
     checkpoints = VersionedStore(folder / "run" / "checkpoints")
     strategy = BUILDS[system.data](RunContext(config, roster, recorder, checkpoints, key))
     recorder.finish("interrupted")
-    return [*unread(client.data_config), *lines, *strategy.doubts()]
+    return [*unread(client.images.data_config), *lines, *strategy.doubts()]

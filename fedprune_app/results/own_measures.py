@@ -184,6 +184,19 @@ def of_system(system: str) -> tuple[OwnMeasure, ...]:
     return _of_systems.get(system, ())
 
 
+def for_reply(system: str, fields: Mapping[str, Any], is_private: bool, who: str) -> dict[str, Any]:
+    """Return the fields of a client's reply with the numbers that the system declares checked; ``who`` tells them.
+
+    Those that are None are left out, and so are a private client's that may depend on its data. Raises ``ValueError``.
+    """
+    checked_fields = dict(fields)
+    for own in of_system(system):
+        value = checked_fields.pop(own.name, None)
+        if value is not None and (own.public or not is_private):
+            checked_fields[own.name] = own.number(value, who)
+    return checked_fields
+
+
 def all_of(system: str) -> Measures:
     """Return all numbers that a run of the system may report."""
     own = of_system(system)

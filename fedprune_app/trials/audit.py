@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clients.base import ImageClient, LocalTraining
+from clients.images import Images
 from clients.node import Place
 from clients.privacy import ClientPrivacy
 from clients.task import Task
@@ -98,13 +99,14 @@ class Watched(ImageClient):
         super().__init__(config, place)
         self.watch.newest = self
 
-    def local_data(self) -> ClientData:
-        data = super().local_data()
+    def local_images(self) -> Images:
+        local = super().local_images()
+        data, num_classes = local.data, local.dataset.num_classes
         number = self.watch.canaries
-        images, labels = canaries(self.watch.seed, number, data.train_images.shape[1:], self.dataset.num_classes)
+        images, labels = canaries(self.watch.seed, number, data.train_images.shape[1:], num_classes)
         self.canary_images, self.canary_labels, self.coins = images, labels, coins(self.watch.seed, number)
         self.real = data.train_images[number:].cpu(), data.train_labels[number:]
-        return ClientData(
+        local.data = ClientData(
             torch.cat([images.to(data.train_images.device), data.train_images[number:]]),
             torch.cat([torch.where(self.coins, labels, _IGNORED), data.train_labels[number:]]),
             data.validation_images,
@@ -112,6 +114,7 @@ class Watched(ImageClient):
             data.test_images,
             data.test_labels,
         )
+        return local
 
     def train(self, task: Task, **how: Unpack[LocalTraining]) -> TrainingResult:
         before = vision.state_tensors(self.model)

@@ -13,7 +13,7 @@ import torch
 
 from clients.base import ImageClient
 from clients.node import Place
-from clients.privacy import ClientPrivacy, Plan
+from clients.privacy import ClientPrivacy, Spending
 from fedprune_app.config import Config, ConfigError, check_resumable, parse_config
 from fedprune_app.data.data_config import data_config
 from fedprune_app.data.splits import client_data
@@ -164,7 +164,7 @@ def test_the_mean_of_noised_accuracies_has_no_bias(tmp_path):
     """95 % of 120 with noise of 28 predictions: with every share cut to [0, 1] the mean would be 6 points too low."""
     config = parse_config({"dp.enabled": True, "dp.noise-multiplier": SIGMA, "dp.count-scale": 20.0})
     data = Data.of([b"one record"], "a test")
-    privacy = ClientPrivacy(config, 0, 100, Plan(1, 1), tmp_path / "ledger.jsonl", data)
+    privacy = ClientPrivacy(config, 0, 100, Spending(1), tmp_path / "ledger.jsonl", data)
     told = [privacy.affordable_count(114, 120, "test", 1, {"weight": torch.tensor(number)}) for number in range(1500)]
     deviation = privacy.share_noise(120)
     assert deviation == pytest.approx(math.sqrt(2) * 20 / 120)
@@ -317,7 +317,7 @@ def test_an_evaluation_pays_for_what_it_tells_and_for_nothing_else(federation, t
         of_one_model = told.keys() >= {*kinds} and (row["density"] == 1 or system == "fedltp")
         spent = ledger(run, partition).spent[Laplace(4.0, 1.0)]
         assert spent == len(told) - of_one_model >= 2
-        assert spent <= client.evaluation_counts()
+        assert spent <= client.spending().evaluation_counts
 
 
 def test_seeded_noise_is_other_noise_with_another_setting_of_the_system(federation):
