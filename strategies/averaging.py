@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -12,7 +11,6 @@ from fedprune_app.config import ConfigError
 from fedprune_app.core.aggregate import MaskedMean
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.robust import BoundedMean, TrimmedMean
-from fedprune_app.federation.exchanges import Exchanges
 from fedprune_app.federation.round import Round, RunContext
 from strategies.base import FederatedStrategy
 
@@ -74,15 +72,13 @@ class AveragingStrategy(FederatedStrategy):
         self.mean.add(update, weight=self.weight_of(client))
 
     def end(self, round: Round) -> None:
-        self.model = self.mean.mean(self.model)
+        self.model = self.averaged_model(round)
 
-    def after(self, round: Round, exchanges: Exchanges) -> dict[str, Any]:
-        if (
-            isinstance(mean := getattr(self, "mean", None), TrimmedMean)
-            and round.log.replies
-            and (stayed := mean.stayed)
-        ):
+    def averaged_model(self, round: Round) -> dict[str, Tensor]:
+        """Return the average of the replies; where nobody sent a coordinate, or too few, it is as it was."""
+        model = self.mean.mean(self.model)
+        if isinstance(self.mean, TrimmedMean) and (stayed := self.mean.stayed):
             what = "" if len(stayed) == len(self.model) else f" in {len(stayed)} of the model's tensors"
             trim = f"robust-trim {self.config.robust_trim:g}"
             round.log.say(f"too few replies for {trim} to leave any out: they move nothing{what}")
-        return super().after(round, exchanges)
+        return model

@@ -57,11 +57,16 @@ class FederatedStrategy(StreamedStrategy):
         self.model = dict(model or {})
         self.prunable = prunable
         self.budgets = Budgets(self.config.dp.enabled)
-        self.participation = Participation(self.config, self.clients, self.budgets)
+        self.participation = Participation(self.config, self.clients, self.budgets, self.trains_dropped)
         check_min_replies(self.config, self.participation.sample_size(len(self.clients)), len(self.clients))
         self.measures = own_measures.all_of(self.config.system)
         self.state_rounds: dict[int, int] = {}  # by client, the round of the last update taken in from it
         self.digests: dict[int, str] = {}  # by client, of its model in the latest evaluation
+
+    @property
+    def trains_dropped(self) -> bool:
+        """Say whether a sampled client that drops out trains by itself."""
+        return False
 
     # --- what a system does in a round ------------------------------------------------------------------------------
 
@@ -91,10 +96,6 @@ class FederatedStrategy(StreamedStrategy):
 
     def prepare(self) -> None:
         """Do what comes before the first round; not called where a run goes on from a checkpoint."""
-
-    def round(self, number: int) -> Round:
-        """Return the round of this number: who is sampled, who drops out, who takes part."""
-        return self.participation.round(number)
 
     def begin(self, round: Round) -> None:
         """Get ready for the replies of a round."""
@@ -146,8 +147,8 @@ class FederatedStrategy(StreamedStrategy):
         round.log.told[name] = own[name].number(value, f"{type(self).__name__} tells that")
 
     def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
-        """Yield what each client evaluates as the received model: by default the server's."""
-        return Outgoing.to_each(self.clients, Payload(self.model))
+        """Yield what each client evaluates as the received model: by default the server's, if it has one."""
+        return Outgoing.to_each(self.clients, Payload(self.model if self.has_global_model else {}))
 
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         """Return the (down, up) bytes of a round by the paper's own formula, to compare with the measured ones."""

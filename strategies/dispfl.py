@@ -52,5 +52,7 @@ class DisPFL(Gossip):
             return
         num_coordinates = max(1, sum(self.model[name].numel() for name in pruned))
         distances.close_layer(num_coordinates)  # the whole model at once
-        last = self.round(int(self.recorder.info["rounds_completed"]))  # a resumed run may have begun no round
+        last = self.participation.round(
+            int(self.recorder.info["rounds_completed"])
+        )  # a resumed run may have begun no round
         self.recorder.masks(distances.clients(), distances.matrix(num_coordinates), self.neighbours(last))

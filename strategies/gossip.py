@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +57,9 @@ class Gossip(Relay):
 
     # --- who is there, and who receives from whom -----------------------------------------------------------------
 
-    def round(self, number: int) -> Round:
-        round = super().round(number)
-        return replace(round, participants=round.sampled) if self.options.dropped == "trains-alone" else round
+    @property
+    def trains_dropped(self) -> bool:
+        return self.options.dropped == "trains-alone"
 
     def neighbours(self, round: Round) -> dict[int, tuple[int, ...]]:
         """Return from whom each participant receives; a client that trains alone receives from nobody."""

@@ -13,11 +13,9 @@ from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
 from fedprune_app.engine.store import ResumePoint, State
-from fedprune_app.federation.round import Outgoing, Round, RoundLog, RunContext
+from fedprune_app.federation.round import Round, RoundLog, RunContext
 from fedprune_app.federation.update_store import UpdateStore
 from strategies.base import FederatedStrategy, state_rounds_of
-
-_NOTHING = Payload({})
 
 
 class Relay(FederatedStrategy):
@@ -78,9 +76,6 @@ class Relay(FederatedStrategy):
 
     def receive(self, round: Round, client: int, update: Payload) -> None:
         """Take in nothing: :meth:`accept` keeps updates as they came."""
-
-    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
-        return Outgoing.to_each(self.clients, _NOTHING)
 
     @staticmethod
     def _store(folder: Path, run_key: str) -> UpdateStore:

@@ -31,8 +31,5 @@ class Standalone(FederatedStrategy):
     def receive(self, round: Round, client: int, update: Payload) -> None:
         """Take in nothing: there is nothing in the reply."""
 
-    def send_to_evaluate(self, round: Round) -> Iterator[Outgoing]:
-        return Outgoing.to_each(self.clients, _NOTHING)
-
     def paper_bytes(self, round: Round) -> tuple[float, float]:
         return 0.0, 0.0

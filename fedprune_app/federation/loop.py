@@ -39,7 +39,7 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
         started = time.monotonic()
 
         # 1. Sample the participants.
-        last = round = strategy.round(number)
+        last = round = strategy.participation.round(number)
         strategy.begin(round)
 
         # 2. and 3. Send to them, and collect their replies as they arrive.

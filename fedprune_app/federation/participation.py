@@ -21,8 +21,8 @@ def check_min_replies(config: Config, most: int, num_clients: int) -> None:
 class Participation:
     """The clients of a run, and which of them are eligible, sampled, and dropped in each round."""
 
-    def __init__(self, config: Config, clients: Roster, budgets: Budgets) -> None:
-        self.config = config
+    def __init__(self, config: Config, clients: Roster, budgets: Budgets, trains_dropped: bool = False) -> None:
+        self.config, self.trains_dropped = config, trains_dropped
         self.clients = clients
         self.budgets = budgets
 
@@ -65,8 +65,8 @@ class Participation:
         return frozenset(clients[i] for i in drawn[:count])
 
     def round(self, number: int) -> Round:
-        """Return the round of this number: the sampled who did not drop out take part in it."""
+        """Return the round of this number: those of the sampled take part in it who did not drop out, or all."""
         sampled = self.sampled(number)
         dropped = self.dropped(number, sampled)
-        participants = tuple(client for client in sampled if client not in dropped)
+        participants = tuple(client for client in sampled if self.trains_dropped or client not in dropped)
         return Round(number, tuple(sampled), tuple(dropped), participants, self.evaluates(number))

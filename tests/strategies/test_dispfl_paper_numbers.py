@@ -70,7 +70,7 @@ def gossip_megabytes(kind, setting, **options):
     for k in range(NUM_CLIENTS):
         density = config.dispfl.density_of(k, config.density)
         strategy.densities[k] = sum(kept_counts(setting, density).values()) / total
-    strategy.begin(round := strategy.round(1))
+    strategy.begin(round := strategy.participation.round(1))
     traffic = strategy.traffic(round)
     assert traffic["paper_bytes_down"] == pytest.approx(traffic["paper_bytes_up"])
     return traffic["paper_busiest_bytes"] / 1e6, traffic["paper_bytes_down"] / NUM_CLIENTS / 1e6
