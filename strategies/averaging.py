@@ -44,14 +44,14 @@ class AveragingStrategy(FederatedStrategy):
 
     def check_robust(self) -> None:
         """Refuse a robust average that would never move anything. Raises :class:`ConfigError`."""
-        self.check_moves(len(self.clients), "")
+        self.check_moves(len(self.participation.members), "")
 
     def check_moves(self, holders: int, of_what: str) -> None:
         """Refuse a robust average that would never move what so many clients hold; ``of_what`` names it in the error.
 
         Raises :class:`ConfigError`.
         """
-        trim, count = self.config.robust_trim, min(holders, self.participation.sample_size(len(self.clients)))
+        trim, count = self.config.robust_trim, min(holders, self.participation.most)
         if self.config.robust == "trimmed-mean" and trim and int(trim * count + 1e-9) < 1:
             allowed = f"{math.ceil(1000 / count) / 1000:g} to below 0.5" if count > 2 else "another value of robust"
             raise ConfigError(

@@ -58,7 +58,7 @@ class FederatedStrategy(StreamedStrategy):
         self.prunable = prunable
         self.budgets = Budgets(self.config.dp.enabled)
         self.participation = Participation(self.config, self.clients, self.budgets, self.trains_dropped)
-        check_min_replies(self.config, self.participation.sample_size(len(self.clients)), len(self.clients))
+        check_min_replies(self.config, self.participation.most, len(self.participation.members))
         self.measures = own_measures.all_of(self.config.system)
         self.state_rounds: dict[int, int] = {}  # by client, the round of the last update taken in from it
         self.digests: dict[int, str] = {}  # by client, of its model in the latest evaluation

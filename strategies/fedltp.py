@@ -64,7 +64,7 @@ class FedLTP(DPFed):
         self.best: tuple[int, float] = (0, -1.0)  # round and score
         self.best_model = self.model
         iterative = self.options.pruning == "iterative"
-        self.num_models = self.participation.sample_size(len(self.clients)) if iterative else 1
+        self.num_models = self.participation.most if iterative else 1
         self.further_pruned = self.options.further_pruned if iterative else 0.0
 
     @property

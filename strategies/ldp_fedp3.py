@@ -40,7 +40,7 @@ class LDPFedP3(FederatedStrategy):
         layers = layers_of(list(self.model), self.prunable)
         self.order = [name for names in layers.values() for name in names]
         self.sizes = [sum(self.model[name].numel() for name in names) for names in layers.values()]
-        most = self.participation.sample_size(len(self.clients))  # as many clients as there can be in a round
+        most = self.participation.most  # as many clients as there can be in a round
         try:
             self.begin(Round(0, sampled=(), participants=tuple(self.clients)[:most]))
         except ValueError as error:

@@ -294,6 +294,13 @@ class CommonOptions:
         least=0,
         resumable=True,
     )
+    holdout_clients: int = option(
+        0,
+        "The number of clients, drawn once, that take no part in the run. After the last round each of them joins like "
+        "a new client: the client receives a participant's message, trains for one local phase, and is tested.",
+        least=0,
+        needs=IMAGES,
+    )
     evaluate_clients: int = option(
         0,
         "The number of clients that an evaluation asks, drawn anew each time. 0 means all clients. The last evaluation "

@@ -137,13 +137,45 @@ class Exchanges:
             "evaluation_bytes_down": log.bytes_down,
             **budgets.columns(),
             "evaluated": len(rows),
-            "clients": len(strategy.context.clients),
+            "clients": len(strategy.participation.members),
             "evaluation_failures": len(log.failures),
             **self.evaluation_metrics(round, rows),
         }
         for client, row in rows.items():
             round.log.clients.setdefault(client, {}).update(row)
         return columns
+
+    def newcomers(self, round: Round) -> dict[str, Any]:
+        """Let the clients that were held out join after the last ``round``; return the columns of its record.
+
+        Each is sent what a participant is sent, and trains for one local phase. Nobody takes in its reply. Then it is
+        tested on its own data.
+        """
+        strategy = self.strategy
+        joining = strategy.participation.joining(round.number)
+        state_rounds: dict[int, int] = {}
+        scores: dict[int, float | None] = {}
+
+        def trained(client: int, fields: wire.Fields, _: RecordDict) -> dict[str, Any]:
+            self.training_row(joining, client, fields)
+            state_rounds[client] = joining.number
+            return strategy.budgets.take(client, fields, joining.number, round.log.note)
+
+        def tested(client: int, fields: wire.Fields, _: RecordDict) -> dict[str, Any]:
+            strategy.digests[client] = reports.digest_in(fields)
+            scores[client] = self.evaluation_row(client, fields).get("accuracy_personal")
+            spent = strategy.budgets.take(client, fields, joining.number, round.log.note)
+            return {"accuracy_newcomer": scores[client], **spent}
+
+        name = "the clients that were held out"
+        strategy.begin(joining)
+        sent = self._checked(strategy.send(joining), "send")
+        answers = self._answers(joining, sent, MessageType.TRAIN, strategy.reply_bytes(joining), state_rounds)
+        collect(name, answers, round.log, trained)
+        asked = (message for message in strategy.send_to_evaluate(joining) if message.client in state_rounds)
+        collect(name, self._answers(joining, asked, MessageType.EVALUATE, 0, state_rounds), round.log, tested)
+        known = [score for _, score in sorted(scores.items()) if score is not None]
+        return {"accuracy_newcomer_mean": measures.mean(known) if known else None, **strategy.budgets.columns()}
 
     # --- what is recorded ---------------------------------------------------------------------------------------
 
@@ -190,9 +222,17 @@ class Exchanges:
             sent_to.add(each.client)
             yield each
 
-    def _answers(self, round: Round, outgoing: Iterable[Outgoing], kind: str, reply_bytes: int = 0) -> Iterator[Answer]:
+    def _answers(
+        self,
+        round: Round,
+        outgoing: Iterable[Outgoing],
+        kind: str,
+        reply_bytes: int = 0,
+        state_rounds: Mapping[int, int] | None = None,
+    ) -> Iterator[Answer]:
         strategy, context = self.strategy, self.strategy.context
-        sent = messages(context, round, outgoing, kind, strategy.state_rounds, strategy.budgets)
+        known = strategy.state_rounds if state_rounds is None else state_rounds
+        sent = messages(context, round, outgoing, kind, known, strategy.budgets)
         return exchange(self.grid, sent, context.config.deadline_seconds, reply_bytes=reply_bytes)
 
     def _charged(self, round: Round, read: Read) -> Read:

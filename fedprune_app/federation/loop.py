@@ -63,6 +63,9 @@ def run(strategy: Hooks, grid: Grid, num_rounds: int, rounds_completed: int = 0)
                     raise
                 failed = error  # the round itself is not repeated on a resume: its privacy is spent
 
+        if strategy.participation.holdouts and strategy.participation.is_last(number) and failed is None:
+            row |= exchanges.newcomers(round)
+
         # 6. Record, 7. keep a checkpoint. Killed between the two, the run repeats the round and its record is dropped.
         _record(strategy, round, row)
         _make_states_durable(strategy, number)

@@ -11,6 +11,8 @@ from fedprune_app.federation.round import Round
 
 def check_min_replies(config: Config, most: int, num_clients: int) -> None:
     """Raise :class:`ConfigError` if a round, which asks ``most`` of the clients, cannot have ``min-replies``."""
+    if num_clients < 1:
+        raise ConfigError("holdout-clients", config.holdout_clients, "fewer than there are clients")
     if config.min_replies > most:
         share = f" and fraction-train {config.fraction_train:g}" if most < num_clients else ""
         raise ConfigError(
@@ -25,10 +27,18 @@ class Participation:
         self.config, self.trains_dropped = config, trains_dropped
         self.clients = clients
         self.budgets = budgets
+        order = rng.numpy_generator(config.seed, "holdout").permutation(len(clients))[: config.holdout_clients]
+        self.holdouts = sorted(list(clients)[place] for place in order)
+        self.members = [client for client in clients if client not in self.holdouts]
 
     def eligible(self, round: int) -> list[int]:
-        """Return the clients whose privacy budget bears the round."""
-        return [client for client in self.clients if self.budgets.bears(client, round)]
+        """Return the clients that are not held out, and whose privacy budget bears the round."""
+        return [client for client in self.members if self.budgets.bears(client, round)]
+
+    @property
+    def most(self) -> int:
+        """How many clients a round samples at most."""
+        return self.sample_size(len(self.members))
 
     def sample_size(self, eligible: int) -> int:
         """Return how many of so many eligible clients are sampled: ``max(⌊fraction · K⌋, 1)``."""
@@ -58,7 +68,7 @@ class Participation:
 
     def evaluators(self, round: int) -> frozenset[int]:
         """Return the clients that an evaluation after this round asks: all after the last one, else drawn ones."""
-        clients, count = list(self.clients), self.config.evaluate_clients
+        clients, count = self.members, self.config.evaluate_clients
         if count == 0 or self.is_last(round):
             return frozenset(clients)
         drawn = rng.numpy_generator(self.config.seed, "evaluate", round=round).permutation(len(clients))
@@ -70,3 +80,7 @@ class Participation:
         dropped = self.dropped(number, sampled)
         participants = tuple(client for client in sampled if self.trains_dropped or client not in dropped)
         return Round(number, tuple(sampled), tuple(dropped), participants, self.evaluates(number))
+
+    def joining(self, last: int) -> Round:
+        """Return what follows the ``last`` round where clients are held out: all of these take part in it."""
+        return Round(last + 1, tuple(self.clients), (), tuple(self.holdouts), evaluates=True)

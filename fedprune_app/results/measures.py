@@ -463,6 +463,22 @@ MEASURES = Measures(
                 ),
             ),
         ),
+        # of clients that were held out, after they joined
+        Measure(
+            "accuracy_newcomer",
+            least=0,
+            most=1,
+            may_be_noised=True,
+            recorded=_WHERE_MEASURED,
+            columns=(
+                Column(
+                    "accuracy_newcomer_mean",
+                    recorded=_WHERE_MEASURED,
+                    table=InTable("newcomer_accuracy", "New clients (%)", 2, 100, place=29),
+                    remark=noised_remark,
+                ),
+            ),
+        ),
         # tested before training, in the training reply or by the evaluation
         Measure(
             "accuracy_received",

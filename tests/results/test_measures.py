@@ -270,10 +270,10 @@ def test_every_epsilon_that_people_read_says_where_its_noise_is_simulated():
 
 def test_every_accuracy_that_people_read_says_how_much_of_it_is_noise():
     accuracies = [column for name, column in MEASURES.columns.items() if name.startswith("accuracy_") and column.table]
-    assert len(accuracies) == 4
+    assert len(accuracies) == 5
     for column in accuracies:
         assert column.remarked({column.name: 0.5}) == ""
-        said = "of noised accuracies" if "decile" in column.name else "noise ± 2.0"
+        said = "of noised accuracies" if column.name.endswith(("decile", "newcomer_mean")) else "noise ± 2.0"
         assert column.remarked({column.name: 0.5, "accuracy_noise": 0.02}) == f" ({said})"
 
 
