@@ -1,7 +1,7 @@
 """Time of a client's training step in a cohort, where several clients train as one network, against a bare loop.
 
 The loops run in turn, ``--repeats`` times, and every ratio is the median over the turns. The bare loop is that of
-``local_step.py``. "its own form" is our loop on the network as it is, which is how large networks are trained.
+``local_step.py``. "training-form = plain" is our loop on the network as it is, which is how large networks are trained.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def cohort(steps: Steps, size: int, **how: Any) -> Callable[[], object]:
         return train(model, steps.images, steps.labels, steps.sgd, rng=generator(0, "order"), **how)
 
     works = [partial(work, steps.new_model()) for _ in range(max(size, 1))]
-    most = 1 << 62 if size else 0
+    most = 1 << 62
+    how["grouped"] = size > 0
 
     def run() -> None:
         with patch.object(training, "MOST_FLOPS", most), patch.object(training, "MOST_PARAMETERS", most):
@@ -50,7 +51,7 @@ def cohort(steps: Steps, size: int, **how: Any) -> Callable[[], object]:
 def measure(steps: Steps, repeats: int, *, cohorts: list[int]) -> None:
     work = {
         "bare loop": lambda: partial(bare_loop, steps.new_model(), steps.images, steps.labels, steps.sgd),
-        "its own form": partial(cohort, steps, 0),
+        "training-form = plain": partial(cohort, steps, 0),
         **{f"cohort of {size}": partial(cohort, steps, size) for size in cohorts},
     }
     seconds = in_turns(work, repeats, clock_of(steps.device))

@@ -239,6 +239,7 @@ class ImageClient(Node[Update]):
             private=private,
             device=self.device,
             precision=config.precision,
+            grouped=config.training_form == "grouped",
             recorder=recorder_of(config, self.device),
             **how,
         )

@@ -386,6 +386,15 @@ class CommonOptions:
             "bf16": "bfloat16 where torch.autocast chooses it, for large networks on devices that have it",
         },
     )
+    training_form: str = option(
+        "grouped",
+        "The form in which small networks are trained. Both forms give the same result but for the last bits.",
+        choices={
+            "grouped": "clients of a process train as one network, and a client by itself computes as in company",
+            "plain": "every client computes by itself: faster on a node of a deployment, slower in a simulation",
+        },
+        needs=IMAGES,
+    )
     deterministic: bool = option(
         False,
         "If true, a CUDA device computes by deterministic algorithms alone: the same run then ends with the same "

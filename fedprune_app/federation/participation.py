@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedprune_app.config import Config, ConfigError
+from fedprune_app.config import Config, ConfigError, has_effect
 from fedprune_app.core import rng
 from fedprune_app.federation.budgets import Budgets
 from fedprune_app.federation.clients import Roster
@@ -27,8 +27,9 @@ class Participation:
         self.config, self.trains_dropped = config, trains_dropped
         self.clients = clients
         self.budgets = budgets
-        order = rng.numpy_generator(config.seed, "holdout").permutation(len(clients))[: config.holdout_clients]
-        self.holdouts = sorted(list(clients)[place] for place in order)
+        count = config.holdout_clients if has_effect("holdout-clients", config) else 0
+        order = rng.numpy_generator(config.seed, "holdout").permutation(len(clients))
+        self.holdouts = sorted(list(clients)[place] for place in order[:count])
         self.members = [client for client in clients if client not in self.holdouts]
 
     def eligible(self, round: int) -> list[int]:

@@ -58,6 +58,7 @@ def train(
     private: DPSGD | None = None,
     device: torch.device | str | None = None,
     precision: str = "float32",
+    grouped: bool = True,
     recorder: Recorder | None = None,
 ) -> TrainingResult:
     """Train ``model`` in place on images (N, ...) and labels (N,) by mean cross entropy, or by ``objective``.
@@ -97,6 +98,9 @@ def train(
     With a ``recorder``, clients that train together record a step, and repeat it (see
     :mod:`fedprune_app.core.graphs`), unless a hook looks at their steps.
 
+    With ``grouped`` a small network computes in the form in which clients of one process train together, whoever else
+    trains: its bits do not depend on company. Without it the network computes as it is, by itself.
+
     The same arguments give the same bits, for one torch thread count. Raises ``ValueError`` for no examples, unequal
     counts, or a mask or frozen name that does not fit the model.
     """
@@ -118,6 +122,7 @@ def train(
         private=private,
         device=move_to_device(model, device),
         precision=precision,
+        grouped=grouped,
         recorder=recorder,
     )
     return together(training, train_together, waits=training.form is not None)

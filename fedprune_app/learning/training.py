@@ -86,6 +86,7 @@ class Training:
     private: DPSGD | None = None
     device: torch.device = _CPU
     precision: str = "float32"
+    grouped: bool = True
     recorder: Recorder | None = None
     num_threads: int = field(default_factory=torch.get_num_threads)
 
@@ -182,7 +183,7 @@ class Training:
         A large step gains nothing: arithmetic and memory take its time, and not the start of operations. A private step
         gains nothing either, by measurement: its time goes into the examples' own gradients and into noise.
         """
-        if self.part is not None or self.private is not None or self.objective is not cross_entropy:
+        if not self.grouped or self.part is not None or self.private is not None or self.objective is not cross_entropy:
             return None
         if self.precision == "bf16" or sum(p.numel() for p in self.model.parameters()) > MOST_PARAMETERS:
             return None

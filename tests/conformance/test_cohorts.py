@@ -21,3 +21,7 @@ def test_the_clients_of_a_round_are_trained_in_one_step(conform, monkeypatch):
     monkeypatch.setattr(train, "_train", noting)
     conform("fedavg", cohort=4)
     assert set(together) == {3, CLIENTS - 3}  # of equal size, or nearly
+    together.clear()
+    plain = conform("fedavg", cohort=4, training_form="plain")
+    assert set(together) == {1}
+    assert plain.sha256 == conform("fedavg", cohort=2, training_form="plain").sha256

@@ -122,6 +122,14 @@ def test_the_grouped_form_trains_as_the_network_itself_but_for_float_rounding(na
             torch.testing.assert_close(grouped[client][1][key], tensor, rtol=1e-3, atol=2e-6)
 
 
+def test_a_client_that_is_not_grouped_trains_its_network_as_it_is_in_any_company(monkeypatch):
+    work = [functools.partial(training_of, client, grouped=lambda *_: False) for client in range(3)]
+    beside = in_cohort(work)
+    monkeypatch.setattr(training, "MOST_FLOPS", 0)
+    for client in range(3):
+        assert_same(beside[client], training_of(client))
+
+
 def test_masked_weights_stay_zero_in_a_cohort():
     found = in_cohort([functools.partial(training_of, client, **WAYS["masks"]) for client in range(3)])
     for client, (_, tensors) in enumerate(found):
