@@ -15,7 +15,6 @@ from torch import Tensor
 from clients.base import ImageClient, Update
 from clients.privacy import Spending
 from clients.task import Task
-from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
 from fedprune_app.models import vision
@@ -24,10 +23,7 @@ from fedprune_app.models import vision
 class DittoClient(ImageClient):
     """The state holds the personal model's ``weights``, and ``local``, what of the global model stays (local norms)."""
 
-    @classmethod
-    def why_not_private(cls, config: Config) -> str:
-        """Both models are trained privately, and both are charged: the personal one is evaluated."""
-        return ""
+    not_private = ""  # both models are trained privately, and both are charged: the personal one is evaluated
 
     def spending(self) -> Spending:
         options = self.config.ditto

@@ -11,7 +11,6 @@ from torch import Tensor
 from clients.base import Update
 from clients.gossip import GossipClient
 from clients.task import Task
-from fedprune_app.config import Config
 from fedprune_app.core import rng
 from fedprune_app.core.masks import random_masks, uniform_densities
 from fedprune_app.core.payload import Payload
@@ -24,10 +23,7 @@ class DPSGDClient(GossipClient):
 
     validates = "received"
 
-    @classmethod
-    def why_not_private(cls, config: Config) -> str:
-        """Return no reason: a fixed mask is drawn without looking at data."""
-        return ""
+    not_private = ""  # a fixed mask is drawn without looking at data
 
     @property
     def prunes(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from clients.base import ImageClient
-from fedprune_app.config import Config
 
 
 class FedAvgClient(ImageClient):
@@ -11,7 +10,4 @@ class FedAvgClient(ImageClient):
 
     validates = "received"
 
-    @classmethod
-    def why_not_private(cls, config: Config) -> str:
-        """All that leaves is the trained model."""
-        return ""
+    not_private = ""  # all that leaves is the trained model

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor
 
 from clients.base import ImageClient, Update
-from clients.node import never_private
 from clients.reply_fields import ReplyFields
 from clients.task import Task
-from fedprune_app.config import Config
 from fedprune_app.core.flops import sparse_flops
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State, grouped
@@ -33,9 +31,7 @@ class FedFomoClient(ImageClient):
 
     declares: ClassVar = ReplyFields(training=frozenset({"candidates", "worth"}))
 
-    @classmethod
-    def why_not_private(cls, config: Config) -> str:
-        return never_private(config, "it weighs models by validation losses, which one example can change at will")
+    not_private = "it weighs models by validation losses, which one example can change at will"
 
     def peer_schema(self) -> Schema:
         return self.shared_schema()

@@ -13,7 +13,6 @@ from torch import Tensor
 from clients.base import Update
 from clients.fedavg import FedAvgClient
 from clients.task import Task
-from fedprune_app.config import Config
 from fedprune_app.core.masks import packed, random_coordinates, unpacked
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine import wire
@@ -24,10 +23,7 @@ from fedprune_app.models import vision
 class FedSPAClient(FedAvgClient):
     """A Fed-SPA client sends the values of its round's coordinates, in their order; the server has drawn the same."""
 
-    @classmethod
-    def why_not_private(cls, config: Config) -> str:
-        """Return no reason: coordinates follow from a number of the server's, which has only what was released."""
-        return ""
+    not_private = ""  # coordinates follow from a number of the server's, which has only what was released
 
     def coordinates(self, task: Task) -> dict[str, Tensor]:
         """Return the round's set of coordinates. Raises ``ValueError`` for a seed that cannot be."""

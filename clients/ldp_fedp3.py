@@ -40,10 +40,7 @@ class LDPFedP3Client(ImageClient):
 
     validates = "received"
 
-    @classmethod
-    def why_not_private(cls, config: Config) -> str:
-        """All that leaves is a part of the privately trained model, chosen without data."""
-        return ""
+    not_private = ""  # all that leaves is a part of the privately trained model, chosen without data
 
     def __init__(self, config: Config, place: Place) -> None:
         super().__init__(config, place)

@@ -25,10 +25,7 @@ from fedprune_app.engine.store import State
 class LGFedAvgClient(ImageClient):
     """An LG-FedAvg client has its own lower layers under the server's upper ones."""
 
-    @classmethod
-    def why_not_private(cls, config: Config) -> str:
-        """Return no reason: the layers that stay are trained privately too, since they are evaluated."""
-        return ""
+    not_private = ""  # the layers that stay are trained privately too, since they are evaluated
 
     @classmethod
     def names_from_server(

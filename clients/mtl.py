@@ -6,7 +6,6 @@ from torch import Tensor
 
 from clients.base import ImageClient, Update
 from clients.task import Task
-from fedprune_app.config import Config
 from fedprune_app.engine.store import State
 from fedprune_app.learning.hooks import proximal
 
@@ -14,10 +13,7 @@ from fedprune_app.learning.hooks import proximal
 class MTLClient(ImageClient):
     """An MTL client goes on from its own model; other models act on it through the anchor alone."""
 
-    @classmethod
-    def why_not_private(cls, config: Config) -> str:
-        """Return no reason: the regulariser is made of what others released."""
-        return ""
+    not_private = ""  # the regulariser is made of what others released
 
     def begin(self, task: Task, state: State) -> dict[str, Tensor]:
         return self.own_model(state)

@@ -81,6 +81,7 @@ class Node(NumPyClient, Generic[AnUpdate]):
     """
 
     versions_kept = 3  # of its state, below the one the server last took in
+    not_private = "nobody has examined what it releases"  # why the system cannot be private; empty if it can
     state_waits_for_checkpoint = False  # whether nothing relies on a state before the round's checkpoint
     declares: ClassVar = ReplyFields(
         introduction=frozenset(
@@ -146,9 +147,10 @@ class Node(NumPyClient, Generic[AnUpdate]):
         """Say in one line for the user why the system cannot run so with ``dp.enabled``; empty if it can.
 
         It can where everything that leaves a client, or is evaluated, is made of weights that were trained privately,
-        of what others released, of draws without data, and of noised counts. A system says so itself.
+        of what others released, of draws without data, and of noised counts. A system says so itself, by
+        ``not_private``, or by this method where its options decide.
         """
-        return never_private(config, "nobody has examined what it releases")
+        return never_private(config, cls.not_private) if cls.not_private else ""
 
     # --- Flower's NumPyClient -----------------------------------------------------------------------------------
 

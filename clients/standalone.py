@@ -9,7 +9,6 @@ from torch import Tensor
 from clients.base import ImageClient, Update
 from clients.privacy import Spending
 from clients.task import Task
-from fedprune_app.config import Config
 from fedprune_app.core.payload import Payload
 from fedprune_app.engine.store import State
 
@@ -17,10 +16,7 @@ from fedprune_app.engine.store import State
 class StandaloneClient(ImageClient):
     """A standalone client starts from the common initial model, and never hears of another."""
 
-    @classmethod
-    def why_not_private(cls, config: Config) -> str:
-        """Nothing leaves but evaluations; so training is private all the same."""
-        return ""
+    not_private = ""  # nothing leaves but evaluations; so training is private all the same
 
     def spending(self) -> Spending:
         return replace(super().spending(), evaluation_counts=2)  # nothing is received
