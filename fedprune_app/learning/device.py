@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
 
 import torch
 from torch import nn
 
 from fedprune_app.config import Config
 from fedprune_app.core.graphs import CudaGraphs, Recorder
+
+_TRIM, _MAP = (-1, 2**28), (-3, 2**25)  # glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD, and bytes
 
 
 def device_of(config: Config) -> torch.device:
@@ -22,11 +26,24 @@ def device_of(config: Config) -> torch.device:
 def prepare_torch(config: Config) -> None:
     """Set what torch knows once for a process: threads, TF32, deterministic algorithms on a CUDA device."""
     torch.set_num_threads(config.num_threads)
+    _keep_memory()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.precision == "tf32"
     if device_of(config).type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with such a workspace
         torch.backends.cudnn.deterministic = config.deterministic
         torch.use_deterministic_algorithms(config.deterministic)
+
+
+@cache
+def _keep_memory() -> None:
+    """Have the C library keep memory that is free, up to 256 MiB.
+
+    A process that has not freed a large block yet gives the memory of each step's tensors back to the system, and takes
+    it again page by page: a quarter of a step of LeNet-5 with eight clients.
+    """
+    with suppress(OSError, AttributeError):  # another C library than glibc
+        for option, num_bytes in (_TRIM, _MAP):
+            ctypes.CDLL(None).mallopt(option, num_bytes)
 
 
 def recorder_of(config: Config, device: torch.device) -> Recorder | None:
