@@ -1,4 +1,4 @@
-"""A name of code that a page links to is in the file of the link; each system's page has its algorithm beside the code."""
+"""A name of code that a page links to is in that file; each system's page has its algorithm beside the code."""
 
 from __future__ import annotations
 
