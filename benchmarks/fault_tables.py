@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import median
 
 from _rows import read_rows, with_tables
 
@@ -43,9 +44,10 @@ def simulated() -> str:
 
 
 def planted() -> str:
-    """Each planted bug, and after how many schedules it was found."""
-    rows = [(row["bug"].replace("_", " "), row["system"], row["law"], row["schedules"]) for row in read("planted")]
-    return table(("planted bug", "system", "law that it breaks", "schedules until found"), rows)
+    """How many bugs were planted and found, and after how many schedules."""
+    schedules = [int(row["schedules"]) for row in read("planted")]
+    line = (str(len(schedules)), str(sum(n > 0 for n in schedules)), f"{median(schedules):g}", str(max(schedules)))
+    return table(("planted bugs", "found", "schedules until found, median", "most"), [line])
 
 
 def kills() -> str:

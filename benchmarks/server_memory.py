@@ -201,7 +201,7 @@ def relay(
     gossip: str, name: str, density: float, num_clients: int, ready: int, num_rounds: int, holding: bool
 ) -> dict[str, Any]:
     """Rounds of Dis-PFL with all clients, in this process: bytes of each round's peak above the imports and above what
-    the stub needs, of what comes after the last round, of the mailbox on disk; and processor seconds of each round, the
+    the stub needs, of what comes after the last round, of peer updates on disk; and each round's processor seconds, the
     stub's included.
     """
     begin()
@@ -235,14 +235,14 @@ def relay(
         roster, run_key = roster_of(num_clients), new_run_key()
         strategy = DisPFL(RunContext(config, roster, recorder, checkpoints, run_key), tensors, frozenset(prunable))
         strategy.start(FabricatedReplies(updates, ready, holding), num_rounds=num_rounds)
-        letters = [path.stat().st_size for path in (recorder.folder / "mailbox").rglob("*.safetensors")]
+        letters = [path.stat().st_size for path in (recorder.folder / "peers").rglob("*.safetensors")]
     return {
         "peaks": [peak - before for peak in checkpoints.peaks],
         "finish": peak_bytes() - before,
         "cpu_seconds": checkpoints.cpu_seconds,
         "model": num_bytes,
         "letter": max(letters),
-        "mailbox": sum(letters),
+        "peers": sum(letters),
     }
 
 
@@ -309,7 +309,7 @@ def over_rounds(arguments: argparse.Namespace) -> Table:
         "after the last",
         "in models",
         "a letter MB",
-        "mailbox MB",
+        "peer updates MB",
         "CPU seconds per round",
     )
     for gossip in arguments.gossip:
@@ -325,7 +325,7 @@ def over_rounds(arguments: argparse.Namespace) -> Table:
                     f"{found['finish'] / 1e6:.1f}",
                     f"{max(found['peaks']) / found['model']:.1f}",
                     f"{found['letter'] / 1e6:.1f}",
-                    f"{found['mailbox'] / 1e6:.0f}",
+                    f"{found['peers'] / 1e6:.0f}",
                     ", ".join(f"{seconds:.1f}" for seconds in found["cpu_seconds"]),
                 )
     return table

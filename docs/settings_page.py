@@ -18,6 +18,7 @@ def settings_page() -> str:
         "effect with one system. A setting is given as `KEY=VALUE`, in a run-config file, or as an argument in Python.",
     ]
     table = ""
+    keys: dict[str, str] = {}  # by meaning, the first key that has it
     for key, option in OPTIONS.items():
         name = key.partition(".")[0] if "." in key else "all systems"
         if name != table:
@@ -25,6 +26,8 @@ def settings_page() -> str:
             lines += ["", f"## {table}", "", "| key | default | meaning |", "| --- | --- | --- |"]
         meaning = option.help + (f" Allowed: {option.range}." if option.range else "")
         meaning += "".join(f"<br>`{choice}`: {words}" for choice, words in option.choices.items())
+        if (first := keys.setdefault(meaning, key)) != key and option.choices:
+            meaning = f"As `{first}`."
         lines.append(f"| `{key}` | `{toml_value(option.default)}` | {meaning.replace('|', chr(92) + '|')} |")
     return "\n".join(lines) + "\n"
 

@@ -48,7 +48,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         to = _ELSEWHERE.get(inside) or (inside.removeprefix("docs/") if inside.startswith("docs/") else "")
         to = re.sub(r"\.ipynb$", ".md", to)  # notebooks are shown as pages
         if not to or (not bang and files.get_file_from_path(to) is None):
-            return f"`{text}`" if "`" not in text else text
+            name = text if "`" in text else f"`{text}`"
+            return name if not inside.endswith(".py") or inside in text else f"{name} ({inside})"
         there = posixpath.relpath(to, posixpath.dirname(place) or ".")
         return f"{bang}[{text}]({there}{'#' if anchor else ''}{anchor})"
 
