@@ -27,6 +27,7 @@ from clients.privacy import ClientPrivacy, Spending, noise_multiplier, planned_r
 from clients.reply_fields import ReplyFields
 from clients.task import Task
 from fedprune_app.config import Config
+from fedprune_app.config.fedspallm import CUT
 from fedprune_app.core import hessians
 from fedprune_app.core.payload import Payload
 from fedprune_app.core.rng import generator
@@ -36,6 +37,7 @@ from fedprune_app.engine.store import State, owner
 from fedprune_app.engine.wire import Schema
 from fedprune_app.learning.device import recorder_of
 from fedprune_app.models.checkpoints import resolve_checkpoint
+from fedprune_app.models.cutting import CUT_BY
 from fedprune_app.models.embedded import embedded_folder
 from fedprune_app.models.layer_pruning import Pruner, input_hessians, input_moments, prune_layer, same_inputs
 from fedprune_app.models.llm import LanguageModel, LayerTensors, Perplexity, dense_perplexities, open_model
@@ -133,6 +135,12 @@ class LayerUpdate:
     metrics: Mapping[str, Any]
 
 
+def observed_inputs(config: Config, model: LanguageModel) -> list[list[str]]:
+    """Return the matrices of a layer, in groups of the same inputs, of whose inputs clients send Hessians."""
+    groups, is_cut = same_inputs(model), config.fedspallm.pattern == CUT
+    return [names for names in groups if not is_cut or names[0].split(".")[-2] in CUT_BY]
+
+
 def segment_noise(config: Config, num_releases: int) -> float:
     """Return the noise multiplier of clients that make so many releases in a round, 0 without ``dp.enabled``."""
     if not config.dp.enabled:
@@ -190,8 +198,13 @@ class FedSpaLLMClient(Node[LayerUpdate]):
 
     @cached_property
     def releases_by_layer(self) -> int:
-        """How many distinct inputs the matrices of a layer have."""
-        return len(same_inputs(self.model))
+        """How many sums a client sends of a layer."""
+        return len(observed_inputs(self.config, self.model))
+
+    @cached_property
+    def observed_matrices(self) -> list[str]:
+        """The matrices of a layer whose inputs these sums are of."""
+        return [name for names in observed_inputs(self.config, self.model) for name in names]
 
     def spending(self) -> Spending:
         """Plan the sums that a client releases in a round, if it takes part in all layers."""
@@ -311,7 +324,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
         if self.privacy is not None:
             payload = self._private_moments(self.privacy, layer, module, hidden, meta, task.round)
         else:
-            found = input_hessians(self.model, layer, module, hidden, self.config.batch_size)
+            found = input_hessians(self.model, module, self.observed_matrices, hidden, self.config.batch_size)
             payload = Payload(hessians.encoded(found))
         return LayerUpdate(payload, State({"hidden": hidden}, meta), {})
 
@@ -333,7 +346,7 @@ class FedSpaLLMClient(Node[LayerUpdate]):
 
         clip_norm = self.config.dp.clip_norm
         size = self.config.batch_size
-        found = input_moments(self.model, layer, module, hidden, size, clip_norm)
+        found = input_moments(self.model, module, self.observed_matrices, hidden, size, clip_norm)
         model = [self.model.shell_digest(), *(self.model.layer_digest(each) for each in range(layer + 1))]
         received = meta["received"]
         pruned = [received.get(str(each), "") for each in range(layer)]

@@ -41,7 +41,7 @@ from fedprune_app.results.measures import Reply
 from strategies import perplexities
 from strategies.base import FederatedStrategy, state_rounds_of
 from strategies.mask_distances import MaskDistances
-from strategies.merging import HessianMerge, MeanMerge
+from strategies.merging import Cutter, HessianMerge, MeanMerge
 from strategies.perplexities import Perplexity
 from strategies.pruned_model import (
     DenseModel,
@@ -96,6 +96,7 @@ class FedSpaLLM(FederatedStrategy):
         texts: Sequence[str],
         same_inputs: Callable[[], Sequence[Sequence[str]]],
         noise_multiplier: Callable[[int], float],
+        cutter: Cutter | None = None,
     ) -> None:
         super().__init__(replace(context, clients=clients_with_the_model(context, dense)))
         self.options, self.exchanges = self.config.fedspallm, LayerRounds
@@ -107,7 +108,7 @@ class FedSpaLLM(FederatedStrategy):
         if self.options.merge == "hessians":
             groups = same_inputs()
             noise = noise_multiplier(dense.num_layers * len(groups))  # of clients that release so many in a round
-            self.merge = HessianMerge(self.config, dense, self.clients, groups, noise)
+            self.merge = HessianMerge(self.config, dense, self.clients, groups, noise, cutter)
         self.number = self.layer = 0  # the round, and the layer that is being pruned
         self.pruners: dict[int, list[int]] = {}  # by layer
         self.recovery: Recovery | None = None  # in a round that recovers

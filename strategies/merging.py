@@ -16,9 +16,9 @@ own.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -67,6 +67,12 @@ class MeanMerge:
         return new
 
 
+class Cutter(Protocol):
+    """Cuts heads and units out of a layer, by the Hessians of the inputs of which they are."""
+
+    def layer(self, dense: Mapping[str, Tensor], hessians: Mapping[str, Tensor]) -> Payload: ...
+
+
 class HessianMerge:
     """Our rule: SparseGPT by the sum of the clients' Hessians.
 
@@ -83,7 +89,9 @@ class HessianMerge:
         clients: Roster,
         groups: Sequence[Sequence[str]],
         noise_multiplier: float,
+        cutter: Cutter | None = None,
     ) -> None:
+        self.cutter = cutter
         self.config, self.options, self.dense, self.clients = config, config.fedspallm, dense, clients
         self.groups = groups
         like = dense.layer_like(0)
@@ -114,6 +122,10 @@ class HessianMerge:
         if not any(total.num_added for total in self._sums.values()):
             return Payload({})
         dense, found = self.dense.layer_tensors(layer), dict[str, tuple[Tensor, Tensor]]()
+        if self.cutter is not None:
+            new = self.cutter.layer(dense, {names[0]: self._hessian(names[0]) for names in self.groups})
+            row["weights"] = new.num_elements()
+            return new
         pattern = self.options.n_of_m()
         density = None if pattern else self.config.density
         how = density, pattern, self.options.block_size, self.options.damping, self.options.count

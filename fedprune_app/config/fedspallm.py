@@ -12,6 +12,9 @@ from fedprune_app.config.errors import ConfigError
 from fedprune_app.config.lists import count_in_turn, share_in_turn
 from fedprune_app.config.options import Kind, Needs, NoneOf, option
 
+CUT = "cut"
+"""This pattern removes heads and feed-forward units."""
+
 
 @dataclass(frozen=True)
 class FedSpaLLMOptions(Table):
@@ -33,8 +36,9 @@ class FedSpaLLMOptions(Table):
     )
     pattern: str = option(
         "",
-        "The pattern n:m, such as '2:4', that keeps n of every m neighbours. Empty means that the key density says"
-        " how many are kept.",
+        "What is pruned. Empty means single weights, of which the key density says how many are kept. n:m, such as "
+        "'2:4', keeps n of every m neighbours. 'cut' removes whole heads and feed-forward units, so that an ordinary "
+        "smaller model with the share density of the matrices is left.",
     )
     block_size: int = option(
         128,
@@ -187,6 +191,8 @@ class FedSpaLLMOptions(Table):
             )
         if self.merge == "hessians":
             self._check_hessians(common)
+        elif self.pattern == CUT:
+            raise ConfigError("fedspallm.pattern", CUT, "empty, n:m", condition="with fedspallm.merge 'mean'")
         if (pattern := self.n_of_m()) and self.block_size % pattern[1]:
             raise ConfigError(
                 "fedspallm.block-size", self.block_size, f"a multiple of {pattern[1]}", condition="with a pattern"
@@ -214,12 +220,12 @@ class FedSpaLLMOptions(Table):
         return self.merge != "hessians" and self.evaluate_own
 
     def n_of_m(self) -> tuple[int, int] | None:
-        """Return ``pattern`` as (n, m), or None where there is no pattern. Raises :class:`ConfigError`."""
-        if not self.pattern:
+        """Return ``pattern`` as (n, m), or None where it is no such pattern. Raises :class:`ConfigError`."""
+        if self.pattern in ("", CUT):
             return None
         n, _, m = self.pattern.partition(":")
         if not (n.isdecimal() and m.isdecimal() and 0 < int(n) <= int(m)):
-            raise ConfigError("fedspallm.pattern", self.pattern, "n:m with n at least 1 and at most m")
+            raise ConfigError("fedspallm.pattern", self.pattern, "n:m with n at least 1 and at most m, or cut")
         return int(n), int(m)
 
     def num_segments(self, client: int) -> int:

@@ -114,32 +114,31 @@ def prune_layer(
 
 
 def input_hessians(
-    model: LanguageModel, layer: int, module: nn.Module, hidden: Tensor, batch_size: int
+    model: LanguageModel, module: nn.Module, names: Sequence[str], hidden: Tensor, batch_size: int
 ) -> dict[str, Tensor]:
-    """Return the Hessians (in, in) of the inputs of ``module``, decoder layer ``layer``, for these hidden states.
+    """Return the Hessians (in, in) of the inputs of these matrices of a decoder layer, for these hidden states.
 
     Matrices that are given one tensor share a Hessian, under the name of the first of them. The module and the hidden
     states (sequences, length, width) stay as they are.
     """
-    return _input_matrices(model, layer, module, hidden, batch_size, Hessian)
+    return _input_matrices(model, module, names, hidden, batch_size, Hessian)
 
 
 def input_moments(
-    model: LanguageModel, layer: int, module: nn.Module, hidden: Tensor, batch_size: int, clip_norm: float
+    model: LanguageModel, module: nn.Module, names: Sequence[str], hidden: Tensor, batch_size: int, clip_norm: float
 ) -> dict[str, Tensor]:
     """Return :class:`ClippedMoments` (in, in) of the inputs, as :func:`input_hessians` returns Hessians."""
-    return _input_matrices(model, layer, module, hidden, batch_size, partial(ClippedMoments, clip_norm=clip_norm))
+    return _input_matrices(model, module, names, hidden, batch_size, partial(ClippedMoments, clip_norm=clip_norm))
 
 
 def _input_matrices(
     model: LanguageModel,
-    layer: int,
     module: nn.Module,
+    names: Sequence[str],
     hidden: Tensor,
     batch_size: int,
     kind: Kind[Hessian | ClippedMoments],
 ) -> dict[str, Tensor]:
-    names = model.prunable(layer)
     found = _by_first(names, _observe(model, module, names, hidden, kind, batch_size)[1])
     return {name: each.matrix for name, each in found.items()}
 
@@ -189,12 +188,12 @@ def _shapes(model: LanguageModel, layer: int) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in model.layer_like(layer).items()}
 
 
-def _by_first(names: list[str], statistics: Mapping[str, Found]) -> dict[str, Found]:
+def _by_first(names: Sequence[str], statistics: Mapping[str, Found]) -> dict[str, Found]:
     firsts = (together[0] for together in _of_same_inputs(names, statistics))
     return {name: statistics[name] for name in firsts if name in statistics}
 
 
-def _of_same_inputs(names: list[str], statistics: Mapping[str, object]) -> list[list[str]]:
+def _of_same_inputs(names: Sequence[str], statistics: Mapping[str, object]) -> list[list[str]]:
     """Return the matrices in groups that share their inputs' statistics, where there are any; else one by one."""
     groups: dict[object, list[str]] = {}
     for name in names:
@@ -233,7 +232,12 @@ def _place(matrix: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 
 
 def _observe(
-    model: LanguageModel, module: nn.Module, names: list[str], hidden: Tensor, kind: Kind[Found] | None, batch_size: int
+    model: LanguageModel,
+    module: nn.Module,
+    names: Sequence[str],
+    hidden: Tensor,
+    kind: Kind[Found] | None,
+    batch_size: int,
 ) -> tuple[Tensor, dict[str, Found]]:
     """Return the layer's outputs, and the statistics of this kind of each matrix' inputs, or none.
 

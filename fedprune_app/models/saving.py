@@ -19,6 +19,7 @@ from fedprune_app.core.payload import Payload
 from fedprune_app.core.seals import check_json, sealed_json
 from fedprune_app.files import as_path, replacing_folder
 from fedprune_app.models.checkpoints import INDEX, fill, import_transformers, inside, skeleton
+from fedprune_app.models.cutting import Cut, narrowed
 from fedprune_app.models.llm import LanguageModel, decoder_layers
 from fedprune_app.models.sparse import Chooser
 
@@ -31,18 +32,18 @@ _COPIED = (  # files of the checkpoint's folder whose names begin so: tokenizer 
 )  # fmt: skip
 
 
-def write_checkpoint(model: LanguageModel, layers: PrunedLayers, folder: Path) -> int:
+def write_checkpoint(model: LanguageModel, layers: PrunedLayers, folder: Path, cut: Cut | None = None) -> int:
     """Write a folder that plain transformers load with ``from_pretrained``, one file a layer.
 
-    Return the bytes of its weights.
+    With ``cut``, what it removed is not there. Return the bytes of its weights.
     """
     count = model.num_layers + 1
     weight_map: dict[str, str] = {}
     total = 0
     with replacing_folder(folder) as new:
-        _write_config(model, new)
+        _write_config(model, new, cut)
         for part in range(count):
-            tensors = model.checkpoint.as_stored(_named_part(model, layers, part - 1)[0])
+            tensors = model.checkpoint.as_stored(_named_part(model, layers, part - 1, cut)[0])
             name = f"model-{part + 1:05d}-of-{count:05d}.safetensors"
             save_file({n: t.contiguous() for n, t in tensors.items()}, new / name, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(tensors, name)
@@ -52,17 +53,17 @@ def write_checkpoint(model: LanguageModel, layers: PrunedLayers, folder: Path) -
     return total
 
 
-def write_packed(model: LanguageModel, layers: PrunedLayers, folder: Path) -> int:
+def write_packed(model: LanguageModel, layers: PrunedLayers, folder: Path, cut: Cut | None = None) -> int:
     """Write the model as kept values and entropy-coded masks, for :func:`load_packed`.
 
-    Return the bytes of its weights.
+    With ``cut``, what it removed is not there. Return the bytes of its weights.
     """
     sizes, digests = {}, {}
     total = 0
     with replacing_folder(folder) as new:
-        _write_config(model, new)
+        _write_config(model, new, cut)
         for part in range(model.num_layers + 1):
-            tensors, masks = _named_part(model, layers, part - 1)
+            tensors, masks = _named_part(model, layers, part - 1, cut)
             data = codec.pack(Payload(tensors, masks))
             name = f"part-{part:05d}.fp"
             (new / name).write_bytes(data)
@@ -143,19 +144,21 @@ def _layer(like: nn.Module, start: str, part: Payload, chooser: Chooser) -> nn.M
 
 
 def _named_part(
-    model: LanguageModel, layers: PrunedLayers, layer: int
+    model: LanguageModel, layers: PrunedLayers, layer: int, cut: Cut | None
 ) -> tuple[dict[str, Tensor], Mapping[str, Tensor]]:
     """Return (tensors, masks) by full name: of a decoder layer, or for -1 of all the rest."""
     if layer < 0:
         return model.shell_tensors(), {}
     pruned = layers(layer)
     tensors = {**model.layer_tensors(layer), **pruned.tensors}
+    if cut is not None:
+        return model.named(layer, narrowed(tensors, pruned.masks)), {}
     return model.named(layer, tensors), model.named(layer, pruned.masks)
 
 
-def _write_config(model: LanguageModel, folder: Path) -> None:
+def _write_config(model: LanguageModel, folder: Path, cut: Cut | None) -> None:
     """Write the model's configuration, in the dtype that it has here, and its tokenizer."""
-    config = copy.deepcopy(model.config)
+    config = copy.deepcopy(model.config) if cut is None else cut.config(model.config)
     config.dtype = model.dtype
     config.save_pretrained(folder)
     for path in sorted(model.folder.iterdir()):

@@ -11,14 +11,15 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-from clients.fedspallm import language_model, perplexities, segment_noise
+from clients.fedspallm import language_model, observed_inputs, perplexities, segment_noise
 from fedprune_app.config import ConfigError
+from fedprune_app.config.fedspallm import CUT
 from fedprune_app.engine.simulated import is_simulated
 from fedprune_app.federation.clients import ClientInfo, ImageClientInfo, TextClientInfo
 from fedprune_app.federation.round import RunContext
 from fedprune_app.learning.device import device_of
+from fedprune_app.models.cutting import Cut
 from fedprune_app.models.initial import initial_model, shared_names
-from fedprune_app.models.layer_pruning import same_inputs
 from fedprune_app.models.names import chosen_name
 from fedprune_app.models.saving import PrunedLayers, write_checkpoint, write_packed
 from fedprune_app.models.vision import prunable_names, state_tensors
@@ -129,7 +130,8 @@ def _digest_of_data(context: RunContext) -> str:
 def text_strategy(context: RunContext) -> FederatedStrategy:
     """Build the strategy over a dense language model on this machine."""
     config, recorder = context.config, context.recorder
-    model = language_model(config, device_of(config))
+    model, options = language_model(config, device_of(config)), config.fedspallm
+    cut = Cut(model, config.density, options.damping) if options.pattern == CUT else None
 
     def measure(layers: PrunedLayers) -> Mapping[str, Any]:
         return perplexities(config, model, lambda layer: layers(layer).tensors)
@@ -143,9 +145,11 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
         return {n: {"dense": dense[n], "global": each.value, "examples": each.examples} for n, each in found.items()}
 
     def write(folder: Path, layers: PrunedLayers) -> Mapping[str, Any]:
+        # a layer that nobody could afford to observe is whole
+        removed = cut if all(layers(layer).masks for layer in range(model.num_layers)) else None
         return {
-            "checkpoint_bytes": write_checkpoint(model, layers, folder / "global"),
-            "packed_bytes": write_packed(model, layers, folder / "global-packed"),
+            "checkpoint_bytes": write_checkpoint(model, layers, folder / "global", removed),
+            "packed_bytes": write_packed(model, layers, folder / "global-packed", removed),
         }
 
     parameters, prunable = model.num_parameters()
@@ -177,7 +181,8 @@ def text_strategy(context: RunContext) -> FederatedStrategy:
         recorder.annotate(dense_accuracy={name: each.value for name, each in dense.items()})
     texts = list(recorder.info["dense_perplexity"])
     noise = partial(segment_noise, config)
-    return FedSpaLLM(context, model, measure, answer_tasks, write, texts, lambda: same_inputs(model), noise)
+    inputs = partial(observed_inputs, config, model)
+    return FedSpaLLM(context, model, measure, answer_tasks, write, texts, inputs, noise, cut)
 
 
 BUILDS: dict[str, Build] = {"images": image_strategy, "text": text_strategy}

@@ -145,7 +145,7 @@ def test_clients_send_noised_moments_and_pay_for_each(run, tmp_path):
     for partition in range(CLIENTS):
         segments = segments_of(config, partition, CLIENTS, tmp_path)
         hidden = client.model.embed(segments, config.batch_size)
-        expected = input_moments(client.model, 0, module, hidden, config.batch_size, 0.5)
+        expected = input_moments(client.model, module, client.observed_matrices, hidden, config.batch_size, 0.5)
         sent = uploads(result)[partition, 1]
         assert sent.tensors.keys() == {hessians.HESSIAN + name for name in expected}
         assert len(expected) == RELEASES
@@ -197,7 +197,9 @@ def test_noise_is_another_with_another_start_and_the_same_with_the_same(settings
         name, mean = next(iter(payload.tensors.items()))
         module = client.model.layer(0, client.model.layer_tensors(0))
         hidden = client.model.embed(client.segments()[0], config.batch_size)
-        total = input_moments(client.model, 0, module, hidden, config.batch_size, config.dp.clip_norm)
+        total = input_moments(
+            client.model, module, client.observed_matrices, hidden, config.batch_size, config.dp.clip_norm
+        )
         upper = hessians.packed_upper(total[name.removeprefix(hessians.HESSIAN)])
         sent.append((mean * len(hidden) - upper) / config.dp.clip_norm)
     assert torch.equal(sent[0], sent[1])
@@ -277,7 +279,7 @@ def test_an_attack_that_knows_all_but_who_is_in_finds_missing_noise_and_nothing_
     def vector(found):
         return torch.cat([hessians.isometric(matrix.double()) for matrix in found.values()])
 
-    alone = [input_moments(model, 0, module, hidden[i : i + 1], size, 0.5) for i in range(canaries)]
+    alone = [input_moments(model, module, model.prunable(0), hidden[i : i + 1], size, 0.5) for i in range(canaries)]
     known = torch.stack([vector(each) for each in alone])
     monkeypatch.setattr(client, "hidden_states_before", lambda *_: hidden * is_in[:, None, None])
     if noise is None:

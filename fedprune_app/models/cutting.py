@@ -1,0 +1,101 @@
+"""Whole feed-forward units and heads leave a language model, which is then an ordinary checkpoint of smaller width.
+
+In a layer of LLaMA's kind a unit is a row of ``gate_proj`` and ``up_proj`` and a column of ``down_proj``. A key-value
+group is a key head, a value head, and all query heads that read these: rows of ``k_proj``, ``v_proj`` and ``q_proj``,
+and columns of ``o_proj``. Masks say what is left, in the coordinates of the whole model, until the model is written.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedprune_app.core.cutting import cut_inputs
+from fedprune_app.core.payload import Payload
+from fedprune_app.models.checkpoints import skeleton
+from fedprune_app.models.llm import LanguageModel, decoder_layers
+
+CUT_BY = ("o_proj", "down_proj")
+"""The matrices whose inputs are cut, by the Hessians of these inputs."""
+_ATTENTION, _UNITS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+_MULTIPLE = 8  # of feed-forward units that are left, as matrix products like it
+
+
+class Cut:
+    """A cut leaves the same number of key-value groups and of feed-forward units in every layer.
+
+    The number of groups is nearest to a share of ``density``, among those that transformers admit. As many units stay
+    as leave ``density`` of all weights of the matrices. Raises ``ValueError`` for a model of another kind.
+    """
+
+    def __init__(self, model: LanguageModel, density: float, damping: float) -> None:
+        self.damping, self.names = damping, {name.split(".")[-2]: name for name in model.prunable(0)}
+        if self.names.keys() != {*_ATTENTION, *_UNITS}:
+            raise _other_kind(model)
+        text = model.config.get_text_config()
+        heads = text.num_attention_heads
+        self.num_groups = getattr(text, "num_key_value_heads", None) or heads
+        shapes = {part: model.layer_like(0)[name].shape for part, name in self.names.items()}
+        hidden, self.num_units = shapes["down_proj"]
+        self.head_dim, self.queries = shapes["q_proj"][0] // heads, heads // self.num_groups
+        counts = range(1, self.num_groups + 1)
+        admitted = [count for count in counts if hidden % (count * self.queries) == 0]
+        self.groups = min(admitted, key=lambda count: abs(count - density * self.num_groups))
+        attention = self.groups / self.num_groups * sum(shapes[part].numel() for part in _ATTENTION)
+        units = int((density * sum(map(torch.Size.numel, shapes.values())) - attention) / (3 * hidden))
+        self.units = min(max(units // _MULTIPLE * _MULTIPLE, 1), self.num_units)
+        try:
+            small = decoder_layers(skeleton(self.config(model.config), model.dtype))[1][0]
+        except ValueError:
+            raise _other_kind(model) from None
+        inner = self.groups * self.queries * self.head_dim
+        if small.get_submodule(self.names["o_proj"].removesuffix(".weight")).weight.shape != (hidden, inner):
+            raise _other_kind(model)
+
+    def layer(self, dense: Mapping[str, Tensor], hessians: Mapping[str, Tensor]) -> Payload:
+        """Return a layer's matrices and masks; ``hessians`` are those of the inputs of ``o_proj`` and ``down_proj``."""
+        whole = {part: dense[name] for part, name in self.names.items()}
+        columns = {}
+        for part, size, kept in (("o_proj", self.queries * self.head_dim, self.groups), ("down_proj", 1, self.units)):
+            hessian = hessians[self.names[part]]
+            weight = whole[part].to(hessian.device)
+            whole[part], columns[part] = (t.cpu() for t in cut_inputs(weight, hessian, size, kept, self.damping))
+        groups = columns["o_proj"].view(self.num_groups, -1)[:, 0]
+        rows = {"q_proj": columns["o_proj"], "gate_proj": columns["down_proj"], "up_proj": columns["down_proj"]}
+        rows |= {part: groups.repeat_interleave(len(whole[part]) // len(groups)) for part in ("k_proj", "v_proj")}
+        masks = {part: kept.expand(whole[part].shape) for part, kept in columns.items()}
+        masks |= {part: kept[:, None].expand(whole[part].shape) for part, kept in rows.items()}
+        names = self.names.items()
+        tensors = {name: torch.where(masks[part], whole[part], 0) for part, name in names}
+        return Payload(tensors, {name: masks[part].contiguous() for part, name in names})
+
+    def config(self, config: Any) -> Any:
+        """Return the configuration of the model that is left."""
+        smaller = copy.deepcopy(config)
+        text = smaller.get_text_config()
+        text.num_attention_heads, text.num_key_value_heads = self.groups * self.queries, self.groups
+        text.head_dim, text.intermediate_size = self.head_dim, self.units
+        return smaller
+
+
+def _other_kind(model: LanguageModel) -> ValueError:
+    parts = ", ".join((*_ATTENTION, *_UNITS))
+    return model.checkpoint.refused(
+        f"allowed with fedspallm.pattern 'cut': one whose layers have {parts} alone, and whose config has head_dim"
+    )
+
+
+def narrowed(tensors: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a layer's tensors without the rows and columns, and without the biases, of which a mask keeps nothing."""
+    narrow = dict(tensors)
+    for name, mask in masks.items():
+        rows, columns = mask.any(dim=1), mask.any(dim=0)
+        narrow[name] = tensors[name][rows][:, columns].contiguous()
+        bias = f"{name.removesuffix('weight')}bias"
+        if bias in tensors:
+            narrow[bias] = tensors[bias][rows]
+    return narrow
