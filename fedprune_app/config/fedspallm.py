@@ -36,7 +36,7 @@ class FedSpaLLMOptions(Table):
     )
     pattern: str = option(
         "",
-        "The pattern of the kept weights. Empty means single weights, of which the key density says how many. n:m, such as "
+        "The pattern of kept weights. Empty means single weights, of which the key density says how many. n:m, such as "
         "'2:4', keeps n of every m neighbours. 'cut' removes whole heads and feed-forward units, so that an ordinary "
         "smaller model with the share density of the matrices is left.",
     )
