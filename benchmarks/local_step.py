@@ -69,15 +69,17 @@ def measure(steps: Steps, repeats: int) -> None:
     def bare(masks: dict[str, Tensor] | None) -> Callable[[], object]:
         return partial(bare_loop, steps.new_model(), *data, steps.sgd, masks)
 
-    def ours(masks: dict[str, Tensor] | None) -> Callable[[], object]:
-        return partial(train, steps.new_model(), *data, steps.sgd, rng=generator(0, "order"), masks=masks)
+    def ours(masks: dict[str, Tensor] | None, grouped: bool) -> Callable[[], object]:
+        how = {"rng": generator(0, "order"), "masks": masks, "grouped": grouped}
+        return partial(train, steps.new_model(), *data, steps.sgd, **how)
 
     work = {
         "bare loop": partial(bare, None),
-        "bare loop, masks": partial(bare, masks),
+        "bare loop, gradients masked": partial(bare, masks),
         "DataLoader loop": lambda: partial(loader_loop, steps.new_model(), *data, steps.sgd),
-        "train, alone": partial(ours, None),
-        "train, alone, masks": partial(ours, masks),
+        "fedprune, the network in its own form": partial(ours, None, False),
+        "fedprune, its own form, masks on": partial(ours, masks, False),
+        "fedprune, a client alone": partial(ours, None, True),
     }
     seconds = in_turns(work, repeats, clock_of(steps.device))
     print_ratios(steps.title(repeats), seconds, steps.steps, "bare loop", "")
