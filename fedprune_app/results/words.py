@@ -52,7 +52,7 @@ def _of_alike(groups: Sequence[Group]) -> Iterator[str]:
 
 def _cost(group: Group, reference: Group) -> str:
     operations = [Statistic.of(run.total("flops") for run in each.runs) for each in (group, reference)]
-    pairs = (("traffic", traffic(group), traffic(reference)), ("operations of training", *operations))
+    pairs = (("traffic", traffic(group), traffic(reference)), ("operations of training", operations[0], operations[1]))
     shares = [
         f"{_times(ours.mean / theirs.mean)} the {what}"
         for what, ours, theirs in pairs

@@ -111,6 +111,14 @@ def test_the_card_of_a_language_model_is_about_the_text_that_the_user_named_firs
     assert "perplexity, global model; ptb: 4 × 256 tokens" in page
 
 
+def test_a_remark_that_all_rows_share_stands_in_the_head(make_run):
+    settings = {"dp.enabled": True}
+    folders = [make_run(name, name, noise=1.0, simulated=1.0, config=settings) for name in ("fedavg", "dispfl")]
+    header, rows = final_rows(group_runs([load_run(folder) for folder in folders]))
+    (place,) = (i for i, head in enumerate(header) if head == "ε (simulated)")
+    assert all(re.fullmatch(r"[\d.]+", row[place]) for row in rows)
+
+
 def test_clients_own_models_are_standalone_after_one_round_alone(tmp_path):
     one, two = language_run(tmp_path / "one", 0.5, value=7.5), language_run(tmp_path / "two", 0.5, value=6.5, rounds=2)
     groups = group_runs([load_run(one), load_run(two)])
