@@ -608,11 +608,11 @@ MEASURES = Measures(
                 Column(
                     "density_mean",
                     mean,
-                    table=InTable("density", "Density", 3, place=80),
+                    table=InTable("density", "Density, whole model", 3, place=80),
                     curve=Curve(
                         "density",
-                        "Density by round",
-                        "Kept share of the whole model, mean over clients.",
+                        "Density of the whole model by round",
+                        "Kept share of all tensors, mean over clients.",
                         "Density",
                         is_share=True,
                         place=10,
@@ -645,8 +645,11 @@ MEASURES = Measures(
             ),
         ),
         # of the global model's prunable weights, where it is pruned, and before the server expanded its masks
-        Column("density_global", table=InTable("global_density", "Density of the global matrices", 3, place=100)),
-        Column("density_before_expansion", table=InTable("union_density", "Density before expansion", 3, place=110)),
+        Column("density_global", table=InTable("global_density", "Density, pruned matrices", 3, place=100)),
+        Column(
+            "density_before_expansion",
+            table=InTable("union_density", "Density, pruned matrices before expansion", 3, place=110),
+        ),
         Measure(
             "density_by_layer",
             "density",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +24,30 @@ from fedprune_app.results.ownership import check_report_file
 from fedprune_app.results.pages import filled
 from fedprune_app.results.reader import Run, load_run
 from fedprune_app.results.tables import (
+    MODELS,
     NOT_MEASURED,
     OWN,
     Column,
     Group,
+    Statistic,
     columns,
     compared_by,
     cost,
     final_rows,
     formatted,
     group_runs,
-    measured_on,
     outcome,
     perplexity_rows,
     short_name,
     statistics_of,
 )
+from fedprune_app.results.texts import windows_of_text
 
 COLOURS = 8  # of the page's palette
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _DASH_ARRAYS = dict(zip(DASHES, ("", "7 4", "2 4", "7 4 2 4", "12 4"), strict=True))
 _CARDS_UP_TO = 12
+_HUNDREDTHS = Column("", "", lambda run: None, 1, 2)
 
 
 @dataclass(frozen=True)
@@ -118,9 +122,8 @@ def write_report(
         for reason in left_out:
             on_left_out(reason)
     page = render(runs, left_out, refresh_seconds)
-    out = Path(out)
-    replace_file(out, page.encode("utf-8", errors="replace"))  # JSON may hold half of a surrogate pair
-    return out
+    replace_file(Path(out), page.encode("utf-8", errors="replace"))  # JSON may hold half of a surrogate pair
+    return Path(out)
 
 
 def is_any_running(folders: Sequence[Path]) -> bool:
@@ -173,8 +176,7 @@ def _packed_plotly() -> str:
     """
     from plotly.offline import get_plotlyjs
 
-    packed = zlib.compress(get_plotlyjs().encode(), 9)
-    return base64.b85encode(packed).decode().replace("<", ",")
+    return base64.b85encode(zlib.compress(get_plotlyjs().encode(), 9)).decode().replace("<", ",")
 
 
 def appearance(groups: Sequence[Group]) -> list[Series]:
@@ -189,20 +191,19 @@ def appearance(groups: Sequence[Group]) -> list[Series]:
     for index, group in enumerate(groups):
         slot, earlier = slots.index(places[index]), places[:index].count(places[index])
         dash = DASHES[(earlier + slot // COLOURS) % len(DASHES)]
-        seeds = len(group.runs)
-        series.append(Series(group.label, seeds, slot % COLOURS, dash, _DASH_ARRAYS[dash], group.status))
+        series.append(Series(group.label, len(group.runs), slot % COLOURS, dash, _DASH_ARRAYS[dash], group.status))
     return series
 
 
 def _table(groups: Sequence[Group], shown: Sequence[Column], *, is_first: bool = False) -> dict[str, Any]:
     """Return a part of the final table, without what the line under the title or the first part already tells."""
     header, rows = final_rows(groups, shown)
-    told = {"Dataset", "Partition", "Seeds"}
-    if is_first:
-        told = {header[i] for i in (1, 2) if len({row[i] for row in rows}) == 1}
+    of_all = {header[i] for i in (1, 2) if len({row[i] for row in rows}) == 1}
+    told = of_all if is_first else {"Dataset", "Partition", "Seeds"}
     kept = [i for i, title in enumerate(header) if title not in told]
     return {
         "header": [header[i] for i in kept],
+        "spans": [],
         "rows": [[row[i] for i in kept] for row in rows],
         "texts": len({"System", "Dataset", "Partition"} - told),
         "measured": len(header) > 4,  # there are columns beside those that name the row
@@ -211,7 +212,9 @@ def _table(groups: Sequence[Group], shown: Sequence[Column], *, is_first: bool =
 
 def _perplexity_table(groups: Sequence[Group]) -> dict[str, Any]:
     header, rows = perplexity_rows(groups)
-    return {"header": header, "rows": rows, "texts": 1, "measured": bool(rows)}
+    titles, names = zip(*(head.rpartition(", ")[::2] for head in header), strict=True)
+    spans = [(title, len(list(alike))) for title, alike in groupby(titles[1:])]
+    return {"header": names, "spans": spans, "rows": rows, "texts": 1, "measured": bool(rows)}
 
 
 def _title(runs: Sequence[Run]) -> str:
@@ -240,40 +243,62 @@ def _facts(runs: Sequence[Run]) -> list[str]:
 def _cards(groups: Sequence[Group]) -> list[dict[str, Any]]:
     """Return a card for each group, with the number in large digits by which all are compared."""
     by_label = compared_by(groups)
-    return [_card(group, "personal_accuracy" if by_label[group.label] == OWN else "accuracy") for group in groups]
+    return [
+        _language_card(group)
+        if group.runs[0].headline.startswith("perplexity")
+        else _card(group, "personal_accuracy" if by_label[group.label] == OWN else "accuracy")
+        for group in groups
+    ]
+
+
+def _language_card(group: Group) -> dict[str, Any]:
+    """Return the card of a language model: the text that the user named first, with the dense model beside it."""
+    tables = [run.last_table("perplexity_by_text") for run in group.runs]
+    texts = [text for text, found in tables[0].items() if found.get("global") is not None]
+    more = str(group.runs[0].config.get("fedspallm.evaluation-texts", ""))
+    named = [each.partition("=")[0].strip() for each in more.split(",")]
+    text = min(texts, key=lambda text: named.index(text) if text in named else len(named), default="")
+    found = {key: Statistic.of(table.get(text, {}).get(key) for table in tables) for key in MODELS}
+    facts = {
+        "Dense model": found["dense"],
+        "Clients' own, mean": found["personal_mean"],
+        "Density, pruned matrices": Statistic.of(run.last("density_global") for run in group.runs),
+    }
+    shown = {title: _short(statistic, _HUNDREDTHS) for title, statistic in facts.items()}
+    main = "perplexity, global model" + (f"; {windows_of_text(text, tables[0][text])}" if text else "")
+    return {
+        "number": formatted(found["global"], _HUNDREDTHS),
+        "unit": "",
+        "main": main,
+        "facts": shown | _traffic(group),
+    }
+
+
+def _short(statistic: Statistic | None, column: Column, unit: str = "") -> str:
+    """Return a mean alone: a card is short, and the table tells spread and remarks."""
+    return NOT_MEASURED if statistic is None else formatted(replace(statistic, std=None), column) + unit
+
+
+def _traffic(group: Group) -> dict[str, str]:
+    total, is_of_peers = words.traffic(group), group.runs[0].total("peer_bytes") is not None
+    shown = NOT_MEASURED if total is None else f"{total.mean / MEGABYTE:,.1f} MB"
+    return {"Traffic, peer to peer" if is_of_peers else "Traffic": shown}
 
 
 def _card(group: Group, accuracy: str) -> dict[str, Any]:
     numbers, column = statistics_of(group), {column.key: column for column in columns([group])}
-    is_perplexity = group.runs[0].headline.startswith("perplexity")
-    judged_by = "perplexity" if is_perplexity else accuracy
-
-    def short(key: str, unit: str = "") -> str:  # a card is short; the table tells spread and remarks
-        statistic = numbers[key]
-        return NOT_MEASURED if statistic is None else formatted(replace(statistic, std=None), column[key]) + unit
-
+    percent = {key: _short(numbers[key], column[key], " %") for key in numbers}
     is_global = group.runs[0].headline.endswith("_global")
-    if is_perplexity:
-        own = "standalone_perplexity" if numbers["standalone_perplexity"] else "own_perplexity"
-        facts = {"Mean of the clients' own": short(own), "Density": short("global_density")}
-        if text := measured_on(group.runs[0]):
-            facts["Tested on"] = text
-        main = "perplexity, global model"
-    else:
-        main = "accuracy, global model" if is_global else "accuracy, mean over clients"
-        facts = {"Own models": short("personal_accuracy", " %")}
-        if accuracy == "personal_accuracy":
-            main = "clients' own models, mean"
-            facts = {"Global, its paper's number": short("accuracy", " %")} if is_global else {}
-        facts |= {"Received models": short("received_accuracy", " %"), "Worst tenth": short("worst_decile", " %")}
-        facts["Density"] = short("density")
-    if numbers[judged_by]:
-        main += column[judged_by].remark(group.runs)
-    total = words.traffic(group)
-    title = "Traffic, peer to peer" if numbers["peer_megabytes"] else "Traffic"
-    facts[title] = NOT_MEASURED if total is None else f"{total.mean / MEGABYTE:,.1f} MB"
-    number = formatted(numbers[judged_by], column[judged_by])
-    return {"number": number, "unit": "" if is_perplexity else "%", "main": main, "facts": facts}
+    main = "accuracy, global model" if is_global else "accuracy, mean over clients"
+    facts = {"Own models": percent["personal_accuracy"]}
+    if accuracy == "personal_accuracy":
+        main = "clients' own models, mean"
+        facts = {"Global, its paper's number": percent["accuracy"]} if is_global else {}
+    facts |= {"Received models": percent["received_accuracy"], "Worst tenth": percent["worst_decile"]}
+    facts |= {"Density": _short(numbers["density"], column["density"]), **_traffic(group)}
+    if numbers[accuracy]:
+        main += column[accuracy].remark(group.runs)
+    return {"number": formatted(numbers[accuracy], column[accuracy]), "unit": "%", "main": main, "facts": facts}
 
 
 def _formulas(runs: Sequence[Run]) -> dict[str, str]:
@@ -283,15 +308,9 @@ def _formulas(runs: Sequence[Run]) -> dict[str, str]:
 
 def _losses(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return the runs in which replies failed or came too late, or clients dropped out."""
-
-    def count(run: Run, name: str) -> float:
-        return sum(value for _, value in run.series(name))
-
-    counted: list[dict[str, Any]] = [
-        {"run": run, "used": count(run, "replies"), "lost": [count(run, name) for name in measures.MEASURES.losses]}
-        for run in runs
-    ]
-    return [each for each in counted if any(each["lost"])]
+    sums = [[sum(n for _, n in run.series(name)) for name in ("replies", *measures.MEASURES.losses)] for run in runs]
+    counted = zip(runs, sums, strict=True)
+    return [{"run": run, "used": used, "lost": lost} for run, (used, *lost) in counted if any(lost)]
 
 
 def _details(run: Run) -> dict[str, Any]:

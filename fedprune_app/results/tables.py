@@ -331,15 +331,19 @@ def final_rows(groups: Sequence[Group], shown: Sequence[Column] = ()) -> tuple[l
     shown = shown or columns(groups)
     numbers = [statistics_of(group, shown) for group in groups]
     measured = [column for column in shown if any(row[column.key] for row in numbers)]
-    header = ["System", "Dataset", "Partition", "Seeds", *(column.title for column in measured)]
-    judged_by = {group.label: headline_words(group) for group in groups}
+    said = {
+        c.key: {c.remark(group.runs) for group, row in zip(groups, numbers, strict=True) if row[c.key]}
+        for c in measured
+    }
+    of_all = {key: found.pop() if len(found) == 1 < len(groups) else "" for key, found in said.items()}  # remarks
+    header = ["System", "Dataset", "Partition", "Seeds", *(c.title + of_all[c.key] for c in measured)]
+    judged_by = {group.label: accuracy_words(group.runs[0].headline) for group in groups}
     several = len(set(judged_by.values()) - {""}) > 1
 
     def cell(group: Group, statistic: Statistic | None, column: Column) -> str:
-        if statistic is None:
-            return NOT_MEASURED
         words = f" ({judged_by[group.label]})" if several and column.of_headline else ""
-        return formatted(statistic, column) + words + column.remark(group.runs)
+        remark = "" if of_all[column.key] else column.remark(group.runs)
+        return formatted(statistic, column) + (words + remark if statistic else "")
 
     rows = [
         [group.label, *_data(group), str(len(group.runs)), *(cell(group, row[c.key], c) for c in measured)]
@@ -359,11 +363,6 @@ def compared_by(groups: Sequence[Group]) -> dict[str, str]:
     judged_by = {group.label: group.runs[0].headline for group in groups}
     have_own = all(run.last(OWN) is not None for group in groups for run in group.runs)
     return dict.fromkeys(judged_by, OWN) if have_own and len(set(judged_by.values())) > 1 else judged_by
-
-
-def headline_words(group: Group) -> str:
-    """Return whose accuracy a group is judged by, in words; empty where it is judged by something else."""
-    return accuracy_words(group.runs[0].headline)
 
 
 def accuracy_words(name: str) -> str:

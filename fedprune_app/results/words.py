@@ -44,29 +44,21 @@ def _of_alike(groups: Sequence[Group]) -> Iterator[str]:
     for group in others:
         if group is not reference:
             points = accuracy[group.label] - own
-            side = "above" if points > 0 else "below"
-            said = f"{accuracy[group.label]:.1f} %, {abs(points):.1f} points {side}{_cost(group, reference)}"
-            yield f"With {group.label} they have {said}."
-    seeds, clients = len(reference.runs), len(reference.runs[0].info.get("partition") or ())
-    count = "One seed" if seeds == 1 else f"{seeds} seeds"
-    yield f"{count}, {clients} clients: another seed may differ."
+            beside = f"{abs(points):.1f} points {'above' if points > 0 else 'below'}{_cost(group, reference)}"
+            yield f"With {group.label} they have {accuracy[group.label]:.1f} %, {beside}."
+    count = "One seed" if len(reference.runs) == 1 else f"{len(reference.runs)} seeds"
+    yield f"{count}, {len(reference.runs[0].info.get('partition') or ())} clients: another seed may differ."
 
 
 def _cost(group: Group, reference: Group) -> str:
-    pairs = (
-        ("traffic", traffic(group), traffic(reference)),
-        ("operations of training", _operations(group), _operations(reference)),
-    )
+    operations = [Statistic.of(run.total("flops") for run in each.runs) for each in (group, reference)]
+    pairs = (("traffic", traffic(group), traffic(reference)), ("operations of training", operations[0], operations[1]))
     shares = [
         f"{_times(ours.mean / theirs.mean)} the {what}"
         for what, ours, theirs in pairs
         if ours and theirs and theirs.mean
     ]
     return f", for {' and '.join(shares)}" if shares else ""
-
-
-def _operations(group: Group) -> Statistic | None:
-    return Statistic.of(run.total("flops") for run in group.runs)
 
 
 def _times(ratio: float) -> str:

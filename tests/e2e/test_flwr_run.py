@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -93,6 +94,9 @@ def test_the_bundle_holds_the_app_and_nothing_else(flower, tmp_path):
     subprocess.run([FLWR, "build"], cwd=tmp_path / "copy", env=flower, check=True, capture_output=True, timeout=1000)
     (bundle,) = (tmp_path / "copy").glob("*.fab")
     names = zipfile.ZipFile(bundle).namelist()
+    app = tomllib.loads(zipfile.ZipFile(bundle).read("pyproject.toml").decode())
+    assert app["tool"]["flwr"]["app"]["fab-format-version"] == 1
+    assert app["project"]["license"]["file"] in names
     tops = {name.split("/")[0] for name in names if not name.startswith(".info")}
     assert tops == {"fedprune_app", "strategies", "clients", "configs", "pyproject.toml", "README.md", "LICENSE"}
     assert bundle.stat().st_size < 2_000_000  # sources alone

@@ -15,10 +15,10 @@ from fedprune_app.results.report import write_report
 from fedprune_app.results.tables import final_rows, group_runs, markdown, perplexity_rows, write_tables
 
 
-def language_run(folder, density, seed=0, value=7.5, rounds=1):
+def language_run(folder, density, seed=0, value=7.5, rounds=1, more=""):
     recorder = Recorder(folder)
     config = {"system": "fedspallm", "dataset": "stdlib", "partition": "shards", "density": density, "seed": seed}
-    config["num-server-rounds"] = rounds
+    config |= {"num-server-rounds": rounds, "fedspallm.evaluation-texts": more}
     partition = [{"partition": i, "segments": 32, "documents": ["json"]} for i in range(3)]
     recorder.start(config, seed, {"headline": "perplexity_global", "partition": partition, "model": {"name": "tiny"}})
     text = {
@@ -81,7 +81,9 @@ def test_the_report_shows_each_text_with_its_windows_and_each_layer(runs, tmp_pa
     card = re.search(r'<p class="number">(.*?)</p>\s*<p class="muted small">(.*?)</p>', page)
     assert card is not None
     assert "%" not in card.group(1)
-    assert card.group(2) == "perplexity, global model"
+    assert card.group(2) == "perplexity, global model; stdlib: 9 × 256 tokens"
+    assert "<dt>Dense model</dt><dd>5.00</dd>" in page
+    assert "<dt>Density, pruned matrices</dt><dd>0.50</dd>" in page
     assert "worst decile" not in page.split("</dl>")[0]
     assert "partition shards" not in page
 
@@ -99,7 +101,22 @@ def test_the_page_has_a_table_of_every_text_before_pruning_alone_and_together(ru
     assert len(header) == 7
     (path,) = [path for path in write_tables([load_run(each) for each in runs], tmp_path) if path.stem == "perplexity"]
     assert "| 101.00 ± 14.14 | 100.00 ± 14.14 |" in path.read_text()
-    assert "ptb: 4 × 256 tokens, global model" in write_report(runs, tmp_path / "report.html").read_text()
+    page = write_report(runs, tmp_path / "report.html").read_text()
+    assert page.count('colspan="3">ptb: 4 × 256 tokens</th>') == 1, "the windows stand once, above the models"
+
+
+def test_the_card_of_a_language_model_is_about_the_text_that_the_user_named_first(tmp_path):
+    one = language_run(tmp_path / "one", 0.5, more="ptb=/texts/ptb.txt")
+    page = write_report([one], tmp_path / "report.html").read_text()
+    assert "perplexity, global model; ptb: 4 × 256 tokens" in page
+
+
+def test_a_remark_that_all_rows_share_stands_in_the_head(make_run):
+    settings = {"dp.enabled": True}
+    folders = [make_run(name, name, noise=1.0, simulated=1.0, config=settings) for name in ("fedavg", "dispfl")]
+    header, rows = final_rows(group_runs([load_run(folder) for folder in folders]))
+    (place,) = (i for i, head in enumerate(header) if head == "ε (simulated)")
+    assert all(re.fullmatch(r"[\d.]+", row[place]) for row in rows)
 
 
 def test_clients_own_models_are_standalone_after_one_round_alone(tmp_path):

@@ -16,7 +16,7 @@ from plotly.offline import get_plotlyjs
 from fedprune_app.results.figures import figures, losses, settings
 from fedprune_app.results.figures.clients import by_class
 from fedprune_app.results.reader import load_run
-from fedprune_app.results.report import _packed_plotly, appearance, each_once, write_report
+from fedprune_app.results.report import _packed_plotly, appearance, each_once, render, write_report
 from fedprune_app.results.tables import columns, comma_separated, epsilon_remark, final_rows, group_runs
 from fedprune_app.results.words import _times
 
@@ -656,3 +656,15 @@ def test_a_run_that_is_named_twice_is_shown_once(make_run, tmp_path):
     assert each_once([folder, other, tmp_path / "latest", tmp_path / "x" / ".." / "1"]) == [folder, other]
     page = write_report([folder, other, tmp_path / "latest"], tmp_path / "page.html").read_text()
     assert "latest" not in page
+
+
+def test_a_page_of_two_hundred_runs_is_small_and_can_be_filtered(make_run):
+    runs = [load_run(make_run("first", rounds=20))]
+    for number in range(1, 200):
+        config = {**runs[0].config, "learning-rate": number / 1000, "system": ("fedavg", "dispfl")[number % 2]}
+        runs.append(replace(runs[0], info={**runs[0].info, "config": config}))
+    page = render(runs)
+    assert len(page) < 6_000_000
+    assert 'id="filter"' in page
+    assert page.count("<details") == 201
+    assert 'id="filter"' not in render(runs[:10])

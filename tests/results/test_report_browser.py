@@ -20,6 +20,8 @@ document.addEventListener("securitypolicyviolation", (event) => { (window.proble
 addEventListener("load", () => setTimeout(() => {
   document.querySelectorAll(".views button").forEach((button) => button.click());
   document.querySelector(".chip").click();
+}, 1500));
+addEventListener("load", () => setTimeout(() => {
   const hidden = document.getElementById("plot-loss").data.filter((trace) => trace.visible === false).length;
   const figures = [...document.querySelectorAll(".figure")];
   const shares = (figure, kind) => [...figure.querySelectorAll(`${kind} text`)].map((text) => text.textContent)
@@ -36,7 +38,7 @@ addEventListener("load", () => setTimeout(() => {
     document.querySelectorAll(".plot svg.main-svg:first-of-type").length, overflows, hidden, twice,
     (window.problems ?? []).join(" "),
   ].join("|"), "*");
-}, 1500));
+}, 4000));
 </script></head>"""
 FRAME = """<!doctype html><body style="margin: 0">
 <iframe src="page.html" style="border: 0; width: {width}px; height: 8000px"></iframe>
@@ -122,3 +124,30 @@ def test_every_text_has_the_contrast_that_wcag_aa_asks_for(make_run, tmp_path, s
     look = ["--window-size=1280,4000", *(["--force-dark-mode"] if scheme == "dark" else [])]
     found = chromium(tmp_path, *look, "--dump-dom", (tmp_path / "page.html").as_uri())
     assert f'data-found="{scheme}|true|"' in found, found[found.index("data-found") :][:300]
+
+
+FILTER = """<script>
+addEventListener("load", () => setTimeout(() => {
+  const input = document.getElementById("filter");
+  input.value = "fedavg 0.003";
+  input.dispatchEvent(new Event("input"));
+  const rows = [...document.querySelectorAll("table tbody tr[data-row]")].filter((row) => !row.hidden);
+  const chips = [...document.querySelectorAll("[data-series]")].filter((chip) => !chip.hidden);
+  const legend = document.querySelector(".legend").clientHeight / innerHeight;
+  document.body.dataset.found = [rows.length, chips.length, legend < 0.25].join("|");
+}, 1500));
+</script></head>"""
+
+
+def test_many_runs_are_filtered_by_words(make_run, tmp_path):
+    rates = (0.001, 0.003, 0.01, 0.03)
+    folders = [
+        make_run(f"{name}-{rate}", name, rounds=2, config={"learning-rate": rate})
+        for name in ("fedavg", "subfedavg", "ditto", "standalone")
+        for rate in rates
+    ]
+    text = write_report(folders, tmp_path / "report.html").read_text(encoding="utf-8")
+    (tmp_path / "page.html").write_text(text.replace("</head>", FILTER, 1), encoding="utf-8")
+    found = chromium(tmp_path, "--window-size=1280,900", "--dump-dom", (tmp_path / "page.html").as_uri())
+    # a row each in the tables of final numbers and of costs, for fedavg and for subfedavg, whose name holds the word
+    assert 'data-found="4|2|true"' in found, found[found.index("data-found") :][:100]
