@@ -1,9 +1,8 @@
 """Fine-tuning: the personal model is the received global one after one more local training, and then forgotten.
 
 Cheng, Chadha, Duchi, "Fine-tuning is Fine in Federated Learning", 2021. Dis-PFL does it after the last round; here it
-is done whenever the run is evaluated. The learning rate is that of the round just ended; the released code takes the
-rate of a round before the first, ``finetune.learning-rate = "code"``. FedP3 and FedCR compare with 10 epochs of the
-last layer alone, ``finetune.epochs = 10`` and ``finetune.layers = "last"``.
+is done whenever the run is evaluated, as long as in a round. The learning rate is that of the round just ended; the
+released code takes the rate of a round before the first.
 """
 
 from __future__ import annotations
@@ -23,23 +22,18 @@ class FineTuned(ImageClient):
 
     def planned_epochs(self) -> int:
         """Add the epochs of fine-tuning: what comes of them is evaluated, so they are private and charged too."""
-        config = self.config
-        return super().planned_epochs() + self.evaluations * (config.finetune.epochs or config.local_epochs)
+        return super().planned_epochs() + self.evaluations * self.config.local_epochs
 
     def personal_model(self, task: Task, state: State) -> dict[str, Tensor]:
-        options = self.config.finetune
-        epochs = options.epochs or self.config.local_epochs
-        rate = self.config.learning_rates[task.round if options.learning_rate == "last" else 0]
         begin = self.begin(task, state)
-        if self.privacy is not None and not self.privacy.affords(epochs):
+        if self.privacy is not None and not self.privacy.affords(self.config.local_epochs):
             return begin  # its budget is spent: what is released already has to do
         vision.load_state_tensors(self.model, begin)
         self.train(
             task,
             role="fine-tune",
-            epochs=epochs,
-            learning_rate=rate,
+            epochs=self.config.local_epochs,
+            learning_rate=self.config.learning_rates[task.round],
             masks=self.masks(task, state),
-            frozen=self.hidden_parameters() if options.layers == "last" else (),
         )
         return vision.state_tensors(self.model, include_buffers=True)

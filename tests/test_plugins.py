@@ -83,7 +83,7 @@ def test_a_network_that_needs_two_examples_is_trained_by_who_has_one_too_many(fe
     assert row["failures"] == 0
     whole = 3 * 2 * (64 * 8 + 8 * 10) * 2 * 30  # three passes, of two FLOPs per weight, for 30 examples twice
     assert row["flops"] == row["replies"] * whole
-    ticket = ("fedltp.public-samples=31", "fedltp.ticket-batch-size=10", "fedltp.ticket-iterations=8")
+    ticket = ("fedltp.public-samples=61", "fedltp.ticket-iterations=8")
     code, said = fedprune("run", "system=fedltp", given[1], *ticket, *QUICK, "--out", "ticket")
     assert code == 0, said
 
