@@ -38,13 +38,12 @@ def defined_now(name: str) -> str:
 
 def what_moved(name: str) -> str:
     """One sentence on a name that is not at its place, or nothing."""
-    module, _, theirs = PLACES[name].partition(":")
-    theirs = theirs or name
+    module = PLACES[name]
     try:
         found = importlib.import_module(module)
     except ImportError as error:
-        return f"{HERE} cannot import {module}, where {theirs} was ({error}): {defined_now(theirs)}"
-    return "" if hasattr(found, theirs) else f"{HERE} has no {theirs} in {module}: {defined_now(theirs)}"
+        return f"{HERE} cannot import {module}, where {name} was ({error}): {defined_now(name)}"
+    return "" if hasattr(found, name) else f"{HERE} has no {name} in {module}: {defined_now(name)}"
 
 
 def has_member(cls: type, member: str) -> bool:
@@ -103,10 +102,9 @@ def test_type_checkers_see_the_same_names_at_the_same_places():
     seen = {
         alias.asname: node.module
         for node in checked.body
-        if isinstance(node, ast.ImportFrom) and node.module not in ("flwr.app", "flwr.proto")
+        if isinstance(node, ast.ImportFrom) and node.module != "flwr.app"
         for alias in node.names
     }
-    seen["MessageProto"] = "flwr.proto.message_pb2:Message"  # of another name there, so assigned
     assert seen == {name: place for name, place in PLACES.items() if name not in REPLACED}
 
 
@@ -119,8 +117,12 @@ def test_a_name_that_moved_is_one_line_with_the_releases_that_are_allowed(monkey
     with pytest.raises(AttributeError):
         getattr(flower_private, "never")  # noqa: B009
     assert what_moved("gone").endswith("no module of Flower defines gone now")
-    monkeypatch.setitem(PLACES, "load_app", "flwr.common.constant")
-    assert "load_app is defined in flwr.supercore.object_ref now" in what_moved("load_app")
+    monkeypatch.setitem(PLACES, "add_exit_handler", "flwr.common.constant")
+    assert "add_exit_handler is defined in flwr.supercore.exit.exit_handler now" in what_moved("add_exit_handler")
+
+
+def test_flower_has_few_private_names_that_are_used():
+    assert len(PLACES) <= 31
 
 
 def test_the_releases_of_errors_and_of_the_project_are_the_same():
