@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import io
 import logging
 import os
 import stat
@@ -40,7 +39,7 @@ from fedprune_app.files import locked, replacing
 
 log = logging.getLogger("flwr.fedprune")
 
-_CACHE_FORMAT = b"npy, sha256"  # part of the names of cache files, so that those of another format are not read
+_CACHE_FORMAT = b"npy"  # part of the names of cache files, so that those of another format are not read
 _SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"}
 OWNERS_FILE = "owners.csv"
 Member = tuple[os.DirEntry[str], int]  # a file, and its label
@@ -223,8 +222,7 @@ def _decoded(folder: Path, part: str, members: list[Member], form: Form) -> Spli
     """Return decoded images and labels; images come from a cache keyed by the names, sizes and times of the files.
 
     The cache is a file in ``<folder>/.fedprune-cache``, or in the user's cache directory where that folder is
-    read-only. The file holds a digest of its content, and a damaged file is made again. A lock keeps the processes of a
-    run from decoding the same folder.
+    read-only. A file that is cut is made again. A lock keeps the processes of a run from decoding the same folder.
     """
     if not members:
         raise ValueError(f"data-dir '{folder}' has no images in {part}/")
@@ -251,10 +249,9 @@ def _decoded(folder: Path, part: str, members: list[Member], form: Form) -> Spli
                 directory.mkdir(parents=True, exist_ok=True)
                 with locked(directory / f"{part}.lock", f"reads the images in {part}/ of {str(folder)!r}"):
                     if (cached := _cached(file)) is None:  # no other process made it meanwhile
-                        if file.exists():
-                            log.warning("the cache '%s' is damaged and is made again", file)
                         images = _decode(folder, paths, form) if images is None else images
-                        _write_cache(file, images)
+                        with replacing(file) as new:
+                            np.save(new, images)
                         cached = _cached(file)
             if cached is not None:
                 return cached, labels
@@ -306,33 +303,10 @@ def _cache_directories(folder: Path) -> list[Path]:
     return [folder / ".fedprune-cache", home / "fedprune" / key]
 
 
-def _write_cache(path: Path, images: Images) -> None:
-    """Write a ``.npy`` file with the SHA-256 of its content behind it, where numpy does not look."""
-    with replacing(path) as file:
-        digest = hashlib.sha256()
-        for block in _npy_blocks(images):
-            digest.update(block)
-            file.write(block)
-        file.write(digest.digest())
-
-
-def _npy_blocks(images: Images) -> Iterator[bytes | memoryview]:
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(images))
-    yield header.getvalue()
-    yield np.ascontiguousarray(images).data.cast("B")
-
-
 def _cached(path: Path) -> Images | None:
-    """Return the images of :func:`_write_cache`, mapped into memory; None without a file or for a damaged one."""
-    if not path.exists():
+    """Return the cached images, mapped into memory; None without a file, or for one that is cut."""
+    try:
+        images: Images = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (FileNotFoundError, ValueError, EOFError):
         return None
-    with path.open("rb") as file:
-        digest, left = hashlib.sha256(), os.fstat(file.fileno()).st_size - hashlib.sha256().digest_size
-        while left > 0 and (block := file.read(min(left, 2**20))):
-            digest.update(block)
-            left -= len(block)
-        if file.read() != digest.digest():
-            return None
-    images: Images = np.load(path, mmap_mode="r", allow_pickle=False)
     return images

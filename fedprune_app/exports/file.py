@@ -20,7 +20,6 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from itertools import pairwise
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -179,11 +178,6 @@ def network_of(info: ExportInfo, payload: Payload, build: Build | None = None) -
         raise ValueError(f"tensor {name!r} is {'missing' if name in full else 'not in the model'}")
     for name, tensor in payload.tensors.items():
         _check_tensor(name, tensor, full[name], bool(info.channels))
-    _check_channels(info.channels, model, payload.tensors)
-    density = full_density(model, payload)
-    if abs(density - info.density) > 1e-9:
-        raise ValueError(f"'density' is {info.density}, its tensors' is {density}")
-
     shrink(model, *_cuts(full, payload.tensors))
     model.eval().requires_grad_(False)
     try:
@@ -303,18 +297,6 @@ def _check_tensor(name: str, tensor: Tensor, like: Tensor, may_be_cut: bool) -> 
     if not fits or (tensor.shape != full and not may_be_cut):
         allowed = f"at most {tuple(full)}" if may_be_cut else tuple(full)
         raise ValueError(f"tensor {name!r} has shape {_short(tuple(tensor.shape))}, allowed: {allowed}")
-
-
-def _check_channels(channels: Mapping[str, tuple[int, ...]], model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    norms = {name: m.num_features for name, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)}
-    for name, indices in channels.items():
-        if name not in norms:
-            allowed = ", ".join(norms) or "none, the model has no batch normalisation"
-            raise ValueError(f"channels of {_short(name)}, allowed: {allowed}")
-        if not indices or indices[-1] >= norms[name] or any(a >= b for a, b in pairwise(indices)):
-            raise ValueError(f"channels of '{name}' are {_short(indices)}, allowed: some of {norms[name]}, ascending")
-        if len(indices) != (left := tensors[f"{name}.weight"].numel()):
-            raise ValueError(f"channels of '{name}' are {len(indices)}, its tensor has {left}")
 
 
 def _is_whole(value: object, least: int, most: int) -> bool:

@@ -117,7 +117,6 @@ def cost() -> tuple[Column, ...]:
 
 
 def columns(groups: Sequence[Group]) -> tuple[Column, ...]:
-    """Return the columns of both tables."""
     return (*outcome(groups), *cost())
 
 

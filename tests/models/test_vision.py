@@ -380,7 +380,6 @@ def test_a_state_that_does_not_fit_changes_nothing():
             "default",
             "image shape 3x31x32 is too small for this model, allowed: sides >= 32",
         ),
-        ("cnn5", (1, 28, 28), 10, "zeros", "init 'zeros' is unknown, allowed: default, subfedavg, kaiming"),
     ],
 )
 def test_a_bad_choice_is_named_in_one_line(name, image_shape, num_classes, init, message):
