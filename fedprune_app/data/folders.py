@@ -61,20 +61,20 @@ def image_folder(
         return _owners_folders(name, folder, mean, std, form)
     fixed = form.classes
     parts = ["train", "test"] if form.needs_test or (folder / "test").is_dir() else ["train"]
-    found: dict[str, set[str]] = {}
+    kinds: dict[str, set[str]] = {}
     for part in parts:
         if not (folder / part).is_dir():
             advice = (
                 "" if part == "train" else "; or test-split=holdout, which holds out a share of each client's images"
             )
             raise ValueError(missing(name, folder, f"{part}/<class>/* (images)", Path(part), advice))
-        found[part] = {*_class_folders(folder / part)}
-    if fixed and (strange := set.union(*found.values()) - set(fixed)):
+        kinds[part] = {*_class_folders(folder / part)}
+    if fixed and (strange := set.union(*kinds.values()) - set(fixed)):
         raise ValueError(f"data-dir '{folder}' has the class '{min(strange)}', allowed by classes: {', '.join(fixed)}")
-    odd = found["train"] ^ found[parts[-1]] if form.needs_test else found[parts[-1]] - found["train"]
+    odd = kinds["train"] ^ kinds[parts[-1]] if form.needs_test else kinds[parts[-1]] - kinds["train"]
     if odd and not fixed:
         raise ValueError(f"data-dir '{folder}': class '{min(odd)}' is not in both train/ and test/")
-    classes = fixed or tuple(sorted(found["train"]))
+    classes = fixed or tuple(sorted(kinds["train"]))
     members = {part: _members(folder / part, classes) for part in parts}
     splits = [_decoded(folder, part, members[part], form) for part in parts]
     owners = _listed_owners(folder, [item for item, _ in members["train"]]) if form.by_owner else None
@@ -87,9 +87,9 @@ def _owners_folders(name: str, folder: Path, mean: tuple[float, ...], std: tuple
         allowed = f"train/ and {OWNERS_FILE}, or test-split=holdout with a folder for each client"
         raise ValueError(f"data-dir '{folder}' has no train/ and test/, allowed with partition 'owners': {allowed}")
     people = [item for item in visible(folder) if item.is_dir()]
-    found = {kind for person in people for kind in _class_folders(Path(person.path))}
-    classes = form.classes or tuple(sorted(found))
-    if strange := found - set(classes):
+    kinds = {kind for person in people for kind in _class_folders(Path(person.path))}
+    classes = form.classes or tuple(sorted(kinds))
+    if strange := kinds - set(classes):
         raise ValueError(
             f"data-dir '{folder}' has the class '{min(strange)}', allowed by classes: {', '.join(classes)}"
         )
@@ -106,11 +106,11 @@ def _owners_folders(name: str, folder: Path, mean: tuple[float, ...], std: tuple
 
 def _class_folders(folder: Path) -> dict[str, list[Path]]:
     """Return the folders of each class. One class has two where a system wrote its name in another form of Unicode."""
-    found: dict[str, list[Path]] = {}
+    places: dict[str, list[Path]] = {}
     for item in visible(folder):
         if item.is_dir():
-            found.setdefault(same_text(item.name), []).append(Path(item.path))
-    return found
+            places.setdefault(same_text(item.name), []).append(Path(item.path))
+    return places
 
 
 def _members(folder: Path, classes: tuple[str, ...]) -> list[Member]:

@@ -186,7 +186,7 @@ def _room_for(resources: Mapping[str, float]) -> int:
     needs = {{"num_cpus": "CPU", "num_gpus": "GPU"}[key]: count for key, count in resources.items() if count}
     machines: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
     there = [machine["Resources"] for machine in machines]
-    room = sum(min(int(each.get(name, 0) / count) for name, count in needs.items()) for each in there)
+    room = sum(min(int(machine.get(name, 0) / count) for name, count in needs.items()) for machine in there)
     if not room:
         raise ValueError(f"Ray has no room for a process of clients, which takes {needs} of {there}")
     return room

@@ -90,23 +90,23 @@ def _inputs(run: Path, info: Mapping[str, Any], config: Config, state: State, da
     A client's state knows how that client's images were normalised. For dealt data run.json knows it too.
     """
     model = info.get("model") or {}
-    told = state.meta.get("normalisation") or model.get("normalisation")
-    if not isinstance(told, dict):
+    normalisation = state.meta.get("normalisation") or model.get("normalisation")
+    if not isinstance(normalisation, dict):
         dataset = _same_data(run, info, config, data_dir)
-        told = {"mean": [*map(float, dataset.mean)], "std": [*map(float, dataset.std)]}
+        normalisation = {"mean": [*map(float, dataset.mean)], "std": [*map(float, dataset.std)]}
         model = {**model, "features": list(dataset.features)}
     fields = {
         "image-shape": model.get("image_shape"),
         "num-classes": model.get("classes"),
         "classes": model.get("class_names", []),
         "features": state.meta.get("features") or model.get("features", []),
-        **{f"normalisation-{name}": values for name, values in told.items()},
+        **{f"normalisation-{name}": values for name, values in normalisation.items()},
     }
     try:
-        found = ImageClientInfo.facts(fields)
+        facts = ImageClientInfo.facts(fields)
     except ValueError as error:
         raise ValueError(f"run {str(run)!r} says of its images what cannot be: {error}") from None
-    return _Inputs(*(found[name] for name in ("image_shape", "num_classes", "classes", "mean", "std", "features")))
+    return _Inputs(*(facts[name] for name in ("image_shape", "num_classes", "classes", "mean", "std", "features")))
 
 
 def _kind_of_inputs(config: Config) -> str:
@@ -212,8 +212,8 @@ def _client_state(run: Path, info: Mapping[str, Any], config: Config, client: in
 def _from_server(run: Path, config: Config, full: nn.Module, round: int) -> dict[str, Tensor]:
     """Return the tensors of a client's personal model that are the server's final ones (LG-FedAvg's upper layers)."""
     names = _names_from_server(config, full, round)
-    found = _read(run / "models" / "global.safetensors").tensors if names else {}
-    return {name: found[name] for name in names if name in found}
+    tensors = _read(run / "models" / "global.safetensors").tensors if names else {}
+    return {name: tensors[name] for name in names if name in tensors}
 
 
 def _names_from_server(config: Config, full: nn.Module, round: int) -> list[str]:

@@ -96,10 +96,10 @@ def pack_model(folder: Path, output: Path, *, force: bool = False) -> Packed:
     def layer(number: int) -> Payload:
         whole = model.layer_tensors(number)
         tensors = {name: whole[name] for name in model.prunable(number)}
-        found = Payload.pruned(tensors, {name: tensor != 0 for name, tensor in tensors.items()})
+        payload = Payload.pruned(tensors, {name: tensor != 0 for name, tensor in tensors.items()})
         kept["all"] += sum(tensor.numel() for tensor in tensors.values())
-        kept["kept"] += found.num_kept()
-        return found
+        kept["kept"] += payload.num_kept()
+        return payload
 
     written = write_packed(model, layer, output)
     try:

@@ -56,7 +56,6 @@ _CONV_NETS: dict[str, dict[str, Any]] = {  # arguments of conv_net
 }
 _VARIATIONAL = ("cnn-fedp3", "cnn-fedp3-fmnist", "mlp4", "cnn-small")  # those with a twin named -cr
 _KAIMING = ("vgg11-gn", "vgg11-bn")  # the released VGG-11 draws its first weights itself, unlike the other networks
-INITIALISATIONS = ("default", "subfedavg", "kaiming")
 
 
 def conv_net(

@@ -121,12 +121,12 @@ def check_reachable(values: Mapping[str, object]) -> None:
 
 def described(values: Mapping[str, object]) -> dict[str, str]:
     """Return for all plug-ins that ``values`` name which code they are: a version, or the SHA-256 of the file."""
-    found = {code.target: _identity(code.target) for code in code_in(values)}
+    versions = {code.target: _identity(code.target) for code in code_in(values)}
     for key in GROUPS:
         origin = origins.get((key, str(values.get(key) or DEFAULTS[key])), "")
-        if origin and not any(_files.get(target, ("", None))[1] is sys.modules.get(origin) for target in found):
-            found.setdefault(origin, _identity(origin))
-    return found
+        if origin and not any(_files.get(target, ("", None))[1] is sys.modules.get(origin) for target in versions):
+            versions.setdefault(origin, _identity(origin))
+    return versions
 
 
 def _identity(target: str) -> str:
@@ -234,7 +234,7 @@ def _register_function(code: Code, module: ModuleType) -> None:
     """Register a function under the text that names it."""
     function = getattr(module, code.function, None)
     if not callable(function):
-        own = [name for name, each in vars(module).items() if getattr(each, "__module__", "") == module.__name__]
+        own = [name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
         names = ", ".join([name for name in own if not name.startswith("_")][:10]) or "which has none"
         raise ConfigError(code.key, str(code), f"a function of {code.target}: {names}")
     name, summary = str(code), f"{code.function} of {code.target}"
@@ -257,10 +257,10 @@ def function(key: str, name: str) -> Callable[..., Any]:
     """
     target, _, attribute = name.rpartition(":")
     code = Code(key, target, attribute)
-    found = getattr(_imported(code), attribute, None) if target else None
-    if not callable(found):
+    value = getattr(_imported(code), attribute, None) if target else None
+    if not callable(value):
         raise ConfigError(key, name, "file.py:function or module:function")
-    made: Callable[..., Any] = found
+    made: Callable[..., Any] = value
     return made
 
 

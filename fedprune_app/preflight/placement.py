@@ -90,22 +90,22 @@ class Placement:
 
     def with_nodes_for(self, config: Config) -> Placement:
         """Return the placement whose nodes have what their operators would give them for a run with ``config``."""
-        nodes = (_node_for(config, each, k, len(self.nodes)) for k, each in enumerate(self.nodes))
+        nodes = (_node_for(config, node, k, len(self.nodes)) for k, node in enumerate(self.nodes))
         return replace(self, nodes=tuple(nodes))
 
 
-def _node_for(config: Config, given: Mapping[str, Scalar], number: int, count: int) -> Mapping[str, Scalar]:
+def _node_for(config: Config, node: Mapping[str, Scalar], number: int, count: int) -> Mapping[str, Scalar]:
     """Return the node-config of a rehearsal's node. A node that has a policy says for itself what it allows."""
     policy: dict[str, Scalar] = {}
     place: dict[str, Scalar] = {"data-dir": config.data_dir} if config.data_dir else {}
     place |= {"partition-id": number, "num-partitions": count}
     if code := ",".join(dict.fromkeys(each.target for each in plugins.code_in(config.to_dict()))):
         policy["allowed-plugins"] = code  # the nodes are the user's own
-    if config.dp.enabled and _has_own_data(given):
+    if config.dp.enabled and _has_own_data(node):
         policy["allowed-label-columns"] = config.label_column
     elif config.dp.enabled:  # the hash is that of the same run in this process
         policy["secure-rng"] = config.dp.secure_rng
-    return {**({} if _has_own_data(given) else place), **({} if POLICY_FILE in given else policy), **given}
+    return {**({} if _has_own_data(node) else place), **({} if POLICY_FILE in node else policy), **node}
 
 
 def _has_own_data(node: Mapping[str, Scalar]) -> bool:

@@ -145,11 +145,11 @@ _of_systems: dict[str, tuple[OwnMeasure, ...]] = {}
 
 def checked(system: str, own: Iterable[OwnMeasure]) -> tuple[OwnMeasure, ...]:
     """Return the numbers that a plug-in's ``system`` declares. Raises :class:`ConfigError` for a name given twice."""
-    found = tuple(own)
-    names = [name for each in found for name in {each.name, each.column}]
+    listed = tuple(own)
+    names = [name for measure in listed for name in {measure.name, measure.column}]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError("measures", twice[0], "each name once", where=f"system {system!r}")
-    return found
+    return listed
 
 
 def declare(system: str, own: Iterable[OwnMeasure]) -> None:
@@ -181,9 +181,11 @@ def from_info(info: Mapping[str, Any], where: str) -> tuple[OwnMeasure, ...]:
 
     Raises a one-line ``ValueError`` that says ``where`` they are wrong.
     """
-    found = info.get("measures") or []
-    known = {each.name for each in fields(OwnMeasure)}
+    declarations = info.get("measures") or []
+    known = {declared.name for declared in fields(OwnMeasure)}
     try:
-        return tuple(OwnMeasure(**{key: value for key, value in each.items() if key in known}) for each in found)
+        return tuple(
+            OwnMeasure(**{key: value for key, value in declared.items() if key in known}) for declared in declarations
+        )
     except (TypeError, ConfigError) as error:
         raise ValueError(f"{where}: 'measures': {error}") from None

@@ -209,13 +209,13 @@ def load_run(folder: str | PathLike[str]) -> Run:
 RECORDS = ("rounds.jsonl", "clients.jsonl")
 
 
-def marks_of(found: object, where: str) -> dict[str, Mark]:
+def marks_of(records: object, where: str) -> dict[str, Mark]:
     """Return the mark of each record that vouches for it; nothing where there are no marks."""
-    if found is None:
+    if records is None:
         return {}
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{where}: 'records' is {_short(found)}, allowed: an object by file")
-    return {name: Mark.of(found.get(name), f"{where}: 'records' of {name}") for name in RECORDS}
+    if not isinstance(records, Mapping):
+        raise ValueError(f"{where}: 'records' is {_short(records)}, allowed: an object by file")
+    return {name: Mark.of(records.get(name), f"{where}: 'records' of {name}") for name in RECORDS}
 
 
 def _recorded_rows(folder: Path, name: str, info: Mapping[str, Any]) -> Iterator[tuple[bytes, dict[str, Any]]]:
@@ -232,14 +232,14 @@ def check_records(folder: Path, marks: Mapping[str, Mark]) -> list[str]:
 
 def check_models(folder: Path, info: Mapping[str, Any]) -> list[str]:
     """Return one line for each file below ``models`` that is damaged or missing, as run.json tells their digests."""
-    found = []
+    damaged = []
     for name, digest in info.get("model_files", {}).items():
         path = folder / "models" / name
         if not path.is_file():
-            found.append(f"{path} is missing")
+            damaged.append(f"{path} is missing")
         elif sha256_of(path) != digest:
-            found.append(f"{path} is damaged: its content is not what was written")
-    return found
+            damaged.append(f"{path} is damaged: its content is not what was written")
+    return damaged
 
 
 def _bears_out(path: Path, mark: Mark) -> bool:
@@ -287,10 +287,10 @@ def read_masks(folder: Path, info: Mapping[str, Any] | None = None) -> Masks | N
     content = path.read_bytes()
     if digest is not None and hashlib.sha256(content).hexdigest() != digest:
         raise ValueError(f"{path} is damaged: its content is not what was written")
-    found = _parse(content, str(path))
+    masks = _parse(content, str(path))
     try:
-        links = {int(client): senders for client, senders in found.get("links", {}).items()}
-        return Masks.of(found["round"], found["partitions"], found["distance"], links)
+        links = {int(client): senders for client, senders in masks.get("links", {}).items()}
+        return Masks.of(masks["round"], masks["partitions"], masks["distance"], links)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
 

@@ -332,7 +332,7 @@ def versions() -> dict[str, str | None]:
 
 @cache  # a process has the packages with which it began
 def _versions() -> Mapping[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    installed: dict[str, str | None] = {"python": platform.python_version()}
     for package in (
         "fedprune",
         "flwr",
@@ -345,10 +345,10 @@ def _versions() -> Mapping[str, str | None]:
         "transformers",
     ):
         try:
-            found[package] = importlib.metadata.version(package)
+            installed[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None  # an app bundle is unpacked, not installed
-    return found
+            installed[package] = None  # an app bundle is unpacked, not installed
+    return installed
 
 
 def git_hash() -> str | None:

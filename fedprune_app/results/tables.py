@@ -480,10 +480,6 @@ def comma_separated(groups: Sequence[Group]) -> str:
     return text.getvalue()
 
 
-TABLES = ("table.md", "table.csv", "table.tex", "perplexity.md")
-"""Names of the files that :func:`write_tables` may write."""
-
-
 def write_tables(runs: Sequence[Run], out_dir: Path) -> list[Path]:
     """Write the final numbers to ``table.md``, ``table.csv`` and ``table.tex``, and return the paths of all files.
 

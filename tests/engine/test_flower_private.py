@@ -19,10 +19,31 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from fedprune_app.engine import flower_private
-from fedprune_app.engine.flower_private import ARGUMENTS, MEMBERS, PLACES, REPLACED
+from fedprune_app.engine.flower_private import PLACES
 
 FLOWER = Path(flwr.__file__).parent
 HERE = f"Flower {version('flwr')}"
+
+REPLACED = ("load_control_authn_plugin",)
+"""Names that are looked up in Flower's own modules, where :func:`replace` puts ours; nobody here imports them."""
+
+MEMBERS = {
+    "ControlAuthnPlugin": ("validate_tokens_in_metadata", "get_login_details", "get_auth_tokens", "refresh_tokens"),
+    "HttpGrid": ("_runtime_client", "node", "run", "pull_messages"),
+    "Run": ("create_empty", "primary_task_id", "federation_id", "override_config"),
+    "TaskIdentity": ("task_id", "run_id", "node_id"),
+}
+"""Members of private classes that are used or replaced."""
+
+ARGUMENTS = {
+    "_run_simulation": (
+        "num_supernodes exit_event server_app_attr client_app_attr server_app_context backend_config app_dir run is_app"
+    ),
+    "inflate_object_from_contents": "object_id object_contents",
+    "make_pull_object_fn_protobuf": "pull_object_protobuf node run_id",
+    "pull_objects": "object_ids pull_object_fn max_time max_tries_per_object initial_backoff backoff_cap",
+}
+"""Arguments that private functions are called with; the first ones may be positional."""
 
 
 def defined_now(name: str) -> str:
